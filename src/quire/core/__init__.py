@@ -1,0 +1,1 @@
+"""The engine's vocabulary: requests, sequences, steps, configs and errors. Standard library only."""

@@ -1,0 +1,143 @@
+"""Configs compose, are frozen, and reject unknown keys. What is measured at run time is not config."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from quire.core.errors import ConfigError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not known: choose one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and (not isinstance(value, int) or value < low):
+        raise ConfigError(f"{name}={value!r} must be a whole number of at least {low}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder's hyperparameters as every room needs them; `hf` keeps the rest for the architecture's file."""
+
+    architecture: str  # as in config.json's "architectures", e.g. "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int
+    dtype: str = "float32"  # of the checkpoint
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    hf: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model, in which numbers."""
+
+    model: str | None = None  # None: the built-in model; a folder, a .gguf file or a hub id otherwise
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    quantization: str = "auto"  # auto | none | int8
+    load_format: str = "auto"  # auto | dummy
+    max_model_len: int | None = None
+    revision: str | None = None
+    chat_template: str | None = None
+    seed: int = 0
+    served_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("load_format", self.load_format, ("auto", "dummy"))
+        _one_of("quantization", self.quantization, ("auto", "none", "int8"))
+        _at_least("max_model_len", self.max_model_len, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConfig:
+    """How the pool is cut and how large it may be."""
+
+    block_size: int = 16
+    num_blocks: int | None = None  # wins over the byte limits; for tests and experiments
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        if self.block_size > 256:
+            raise ConfigError(f"block_size={self.block_size} is larger than 256: choose 1 to 256 (16 is usual)")
+        _at_least("num_blocks", self.num_blocks, 1)
+        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How much runs at once and how much may wait."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_queue_requests: int = 65536
+    max_queue_tokens: int | None = None
+    steps_in_flight: int = 1  # 0: commit each step before planning the next
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("max_queue_requests", self.max_queue_requests, 1)
+        _at_least("max_queue_tokens", self.max_queue_tokens, 1)
+        if self.steps_in_flight not in (0, 1):
+            raise ConfigError(f"steps_in_flight={self.steps_in_flight} must be 0 or 1")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Where and how the forward pass runs."""
+
+    device: str = "auto"  # auto | cpu | cuda
+    num_threads: int | None = None  # CPU threads; None: the physical cores
+    enforce_eager: bool = False  # no recorded graphs
+
+    def __post_init__(self) -> None:
+        _at_least("num_threads", self.num_threads, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model: ModelOptions = ModelOptions()
+    memory: MemoryConfig = MemoryConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    runner: RunnerConfig = RunnerConfig()
+
+    @classmethod
+    def of(cls, **flat: Any) -> "EngineConfig":
+        """From flat settings, as flags and `LLM(...)` spell them. An unknown name is an error."""
+        parts: dict[str, dict[str, Any]] = {}
+        owner = option_owners()
+        for name, value in flat.items():
+            if name not in owner:
+                near = difflib.get_close_matches(name, owner, n=1)
+                hint = f": did you mean {near[0]}?" if near else f". Known: {', '.join(sorted(owner))}"
+                raise ConfigError(f"unknown setting {name!r}{hint}")
+            parts.setdefault(owner[name], {})[name] = value
+        kinds = {f.name: type(getattr(cls(), f.name)) for f in fields(cls)}
+        return cls(**{part: kinds[part](**values) for part, values in parts.items()})
+
+
+def option_owners() -> dict[str, str]:
+    """Flat setting name -> the part of EngineConfig that has it."""
+    default = EngineConfig()
+    return {f.name: part.name for part in fields(EngineConfig) for f in fields(getattr(default, part.name))}

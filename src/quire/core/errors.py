@@ -1,0 +1,33 @@
+"""Errors that people see. Each message names the value that was wrong and what to do about it."""
+
+
+class QuireError(Exception):
+    """Base of every error that Quire raises on purpose."""
+
+
+class ConfigError(QuireError):
+    """A setting that cannot work; raised before anything is loaded."""
+
+
+class ModelError(QuireError):
+    """A model that cannot be served: unknown architecture, unsupported variant, bad hyperparameters."""
+
+
+class WeightsError(QuireError):
+    """Weights that cannot be found, read or trusted."""
+
+
+class InvalidRequest(QuireError):
+    """A request that can never be served as asked; `param` names the offending field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFull(QuireError):
+    """The bounded queue refuses the request now; the same request may be taken later."""
+
+
+class EngineDead(QuireError):
+    """The engine stopped after a fault that was not a request's own."""

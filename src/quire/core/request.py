@@ -1,0 +1,79 @@
+"""Request: what a client asked for. Sequence: one stream of tokens that answers it."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from quire.core.ints import Ints, ints
+from quire.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int  # always a number here: an unseeded request was given one on arrival
+    max_len: int  # prompt and output together end here, whatever is generated
+    stop_token_ids: frozenset[int] = frozenset()  # the model's end tokens (unless ignored) and the request's own
+    arrival: float = 0.0  # seconds, monotonic clock
+    priority: int = 0  # lower runs first where the schedule asks for it
+    cache_salt: str = ""
+    adapter: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+class Phase(Enum):
+    """Where a sequence stands in the queues; what it computes next never depends on it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Known tokens, computed tokens, and the blocks that hold the difference's past.
+
+    `token_ids` are the tokens the host has read. With a step in flight one more token may exist on the
+    device only: `num_pending` counts it. `num_computed` counts positions whose K and V are in blocks or
+    will be once the steps already launched have run.
+    """
+
+    request: Request
+    index: int  # which of the request's samples this is
+    token_ids: Ints = field(default_factory=ints)
+    num_computed: int = 0
+    num_pending: int = 0
+    num_cached: int = 0  # positions found in the prefix index at first admission
+    row: int = -1
+    block_ids: list[int] = field(default_factory=list)  # the BlockTable
+    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks of known tokens
+    num_indexed: int = 0  # leading blocks that the prefix index knows
+    phase: Phase = Phase.WAITING
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_known(self) -> int:
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def target(self) -> int:
+        """How far computation may go now: the last token of a full sequence needs no K and V."""
+        known = len(self.token_ids) + self.num_pending
+        return known if known < self.request.max_len else self.request.max_len - 1

@@ -1,0 +1,130 @@
+"""SamplingParams: how a request wants its tokens chosen. Spelled as vLLM's users know it."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.core.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+GREEDY_BELOW = 1e-5  # a temperature under this means "take the best token"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Immutable and validated: an instance that exists can be served (up to the model's own limits).
+
+    `max_tokens=None` means "as many as the context and the pool allow". `seed=None` draws a fresh seed
+    per request. `logprobs=k` returns the chosen token's logprob and the k best; `prompt_logprobs` likewise
+    for each prompt token.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # made from bad_words by `text`
+    allowed_token_ids: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # frozen, but plain spellings (a lone string, a list, -1) are welcome
+        put(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        put(self, "bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ()))
+        put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        put(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.top_k == -1:
+            put(self, "top_k", 0)
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _whole("top_k", self.top_k, 0)
+        _whole("n", self.n, 1, 1024)
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _whole(name, value, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+
+    def _check_combinations(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}: raise max_tokens",
+                "min_tokens",
+            )
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequest(f"best_of={self.best_of} is smaller than n={self.n}: raise best_of", "best_of")
+        if self.greedy and self.num_sequences > 1:
+            raise InvalidRequest(
+                f"n={self.num_sequences} with temperature=0 gives the same text {self.num_sequences} times: "
+                "raise temperature or set n=1",
+                "n",
+            )
+        if any(not word for word in self.stop):
+            raise InvalidRequest("stop contains an empty string, which would stop everything: remove it", "stop")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", "allowed_token_ids")
+        for token_id, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequest(
+                    f"logit_bias[{token_id}]={bias} is outside [-100, 100]: choose a value within", "logit_bias"
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences run for the request; `n` of them are returned."""
+        return self.best_of or self.n
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def changed(self, **values: Any) -> "SamplingParams":
+        return replace(self, **values)
+
+
+def _within(name: str, value: float, low: float, high: float, low_open: bool = False) -> None:
+    valid = isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high
+    if not valid or (low_open and value == low):
+        bracket = "(" if low_open else "["
+        raise InvalidRequest(f"{name}={value!r} is outside {bracket}{low:g}, {high:g}]: choose a value within", name)
+
+
+def _whole(name: str, value: int, low: int, high: int | None = None) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    if not valid or (high is not None and value > high):
+        limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
+        raise InvalidRequest(f"{name}={value!r} is not a whole number {limit}", name)

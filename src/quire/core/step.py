@@ -1,0 +1,91 @@
+"""Step: one forward pass as decided. StepResult: what came back. Arrays and deltas, no object per token."""
+
+from dataclasses import dataclass
+
+from quire.core.ints import Ints
+from quire.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A sequence takes (or takes again) a row: everything the runner must know about it."""
+
+    row: int
+    token_ids: Ints  # [known] int32, all tokens the host knows
+    block_ids: Ints  # [blocks] int32, the block table so far
+    sampling: SamplingParams
+    seed: int
+    sample_index: int
+    num_prompt_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()  # banned until min_tokens are there
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
+
+    Applied in this order: row starts, table deltas, page copies, forward, sampling.
+    """
+
+    step_id: int
+    starts: tuple[RowStart, ...]
+    rows: Ints  # [R] int32, rows that advance
+    num_computed: Ints  # [R] int32, position of each row's first token in this step
+    num_tokens: Ints  # [R] int32
+    table_rows: Ints  # [D] int32, table delta: block_tables[row, index] = block
+    table_indices: Ints  # [D] int32
+    table_blocks: Ints  # [D] int32
+    copy_sources: Ints  # [C] int32, block ids copied before the forward pass (copy-on-write)
+    copy_targets: Ints  # [C] int32
+    sample_sources: Ints  # [S] int32, index into `rows`: whose last logits are sampled
+    sample_rows: Ints  # [S] int32, the row that receives the token (a fork samples into several rows)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, of the model's raw distribution."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of prompt tokens first_position, first_position + 1, … of one row."""
+
+    row: int
+    first_position: int
+    entries: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step_id: int
+    token_ids: Ints  # [S] int32, one per Step.sample_rows
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # [S], or empty when nobody asked
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    failed: tuple[int, ...] = ()  # indices into [S] whose logits were not finite
+    seconds: float = 0.0  # wall time of forward and sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """What the engine tells its caller about one sequence after a commit."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]  # newly committed
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached: int = 0
+    error: str | None = None

@@ -1,0 +1,1 @@
+"""The loop: schedule, launch, collect, commit."""

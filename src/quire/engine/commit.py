@@ -1,0 +1,83 @@
+"""Commit: a step's results become tokens, ends and updates."""
+
+from quire.core.request import FinishReason, Phase, Sequence
+from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
+from quire.scheduler.scheduler import Planned, Scheduler
+
+
+class Committer:
+    """Appends tokens, ends sequences, indexes full blocks. Results for ended sequences are discarded."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+
+    def commit(self, planned: Planned, result: StepResult) -> list[SequenceUpdate]:
+        self._collect_prompt_logprobs(planned, result)
+        failed = set(result.failed)
+        updates: list[SequenceUpdate] = []
+        for i, sequence in enumerate(planned.receivers):
+            if sequence.phase is Phase.FINISHED:
+                continue  # overran by one token after its end
+            sequence.num_pending -= 1
+            if i in failed:
+                updates += self._fail(sequence)
+                continue
+            logprobs = result.logprobs[i] if result.logprobs else None
+            updates.append(self._append(sequence, result.token_ids[i], logprobs))
+        self._seal(planned)
+        return updates
+
+    def forget(self, request_id: str) -> None:
+        self._prompt_logprobs.pop(request_id, None)
+
+    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
+        sequence.token_ids.append(token_id)
+        request = sequence.request
+        if token_id in request.stop_token_ids and sequence.num_outputs > request.sampling.min_tokens:
+            named = token_id in request.sampling.stop_token_ids
+            self._scheduler.finish(sequence, FinishReason.STOP, token_id if named else None)
+        elif len(sequence.token_ids) >= request.max_len:
+            self._scheduler.finish(sequence, FinishReason.LENGTH)
+        prompt_logprobs = None
+        if sequence.num_outputs == 1 and request.sampling.prompt_logprobs is not None:
+            prompt_logprobs = tuple(self._prompt_logprobs.get(request.request_id, ()))
+        return SequenceUpdate(
+            request_id=request.request_id,
+            index=sequence.index,
+            token_ids=(token_id,),
+            logprobs=(logprobs,) if logprobs is not None else (),
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
+            stop_reason=sequence.stop_reason,
+            num_cached=sequence.num_cached,
+        )
+
+    def _fail(self, sequence: Sequence) -> list[SequenceUpdate]:
+        """Logits that are not numbers end their request, not its neighbours."""
+        request_id = sequence.request.request_id
+        message = (
+            f"request {request_id}: the model gave logits that are not finite at position "
+            f"{len(sequence.token_ids)}: check the weights, or try dtype=float32"
+        )
+        ended = self._scheduler.abort(request_id, FinishReason.ERROR)
+        self.forget(request_id)
+        return [
+            SequenceUpdate(request_id, s.index, (), finish_reason=FinishReason.ERROR.value, error=message)
+            for s in ended
+        ]
+
+    def _seal(self, planned: Planned) -> None:
+        step, memory = planned.step, self._scheduler.memory
+        for i, sequence in enumerate(planned.sequences):
+            if sequence.phase is Phase.RUNNING:
+                memory.seal(sequence, step.num_computed[i] + step.num_tokens[i])
+
+    def _collect_prompt_logprobs(self, planned: Planned, result: StepResult) -> None:
+        for piece in result.prompt_logprobs:
+            sequence = planned.sequences[list(planned.step.rows).index(piece.row)]
+            if sequence.phase is Phase.FINISHED:
+                continue
+            collected = self._prompt_logprobs.setdefault(sequence.request.request_id, [])
+            missing = len(collected) + 1 - piece.first_position  # a resumed prompt computes some again
+            collected.extend(piece.entries[max(0, missing) :])

@@ -1,0 +1,22 @@
+"""Batch: a step's tensors. One ragged run of tokens, prompts and decodes mixed, no padding."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of R rows. Row r's tokens are query_starts[r]:query_starts[r + 1].
+
+    A row's last query sits at position context_lens[r] - 1; K and V of the batch's own tokens are stored
+    into the pool before attention reads it.
+    """
+
+    token_ids: Tensor  # [T] int32
+    positions: Tensor  # [T] int32
+    slots: Tensor  # [T] int64, block_id * block_size + offset: where the token's K and V go
+    query_starts: Tensor  # [R + 1] int32
+    context_lens: Tensor  # [R] int32, positions that exist after this step
+    block_tables: Tensor  # [R, max_blocks] int32
+    logits_indices: Tensor  # [L] int64, tokens whose hidden state is turned into logits

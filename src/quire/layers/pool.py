@@ -1,0 +1,31 @@
+"""Pool: the one region of device memory, in pages. A block holds all layers' K and V of its positions."""
+
+import torch
+from torch import Tensor
+
+from quire.core.layout import BlockLayout
+
+
+class Pool:
+    """num_blocks × block_bytes, page-major. Block 0 is never given out: padded rows of a graph write there."""
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        # zeros: on the CPU untouched pages cost no memory until they are written
+        self.data = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        self._planes = [(self._plane(i, False), self._plane(i, True)) for i in range(layout.num_layers)]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """A layer's K and V pages: two views [num_blocks, block_size, kv_heads, head_dim], strided by block."""
+        return self._planes[index]
+
+    def _plane(self, layer: int, value: bool) -> Tensor:
+        layout = self.layout
+        elements = self.data.view(getattr(torch, layout.dtype))
+        return torch.as_strided(
+            elements,
+            (self.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim),
+            (layout.block_elements, layout.position_elements, layout.head_dim, 1),
+            layout.plane_offset(layer, value),
+        )

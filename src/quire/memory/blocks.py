@@ -1,0 +1,59 @@
+"""BlockPool: reference-counted block ids with an O(1) free list, least recently freed first."""
+
+
+class BlockPool:
+    """Ids 1 … num_blocks. Block 0 is never given out, so it serves as the free list's sentinel.
+
+    A freed block keeps its place in line and its content until `take` hands it out again, so that a
+    prefix hit may bring it back with `share`.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.ref_counts = [0] * (num_blocks + 1)
+        self._next = [*range(1, num_blocks + 1), 0]  # 0 → 1 → 2 → … → 0
+        self._previous = [num_blocks, *range(num_blocks)]
+
+    def take(self) -> int:
+        """The block that was freed longest ago, now with one reference. The caller checked `num_free`."""
+        block = self._next[0]
+        if block == 0:
+            raise RuntimeError("take from an empty block pool: check num_free first")
+        self._unlink(block)
+        self.ref_counts[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more reference; a free block leaves the free list with its content."""
+        if self.ref_counts[block] == 0:
+            self._unlink(block)
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """One reference less; without any the block joins the end of the free list."""
+        count = self.ref_counts[block] - 1
+        if count < 0:
+            raise RuntimeError(f"block {block} was released more often than it was taken")
+        self.ref_counts[block] = count
+        if count == 0:
+            last = self._previous[0]
+            self._next[last] = block
+            self._previous[block] = last
+            self._next[block] = 0
+            self._previous[0] = block
+            self.num_free += 1
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._previous[block], self._next[block]
+        self._next[before] = after
+        self._previous[after] = before
+        self.num_free -= 1
+
+    def free_blocks(self) -> list[int]:
+        """The free list in order, for checks and drawings."""
+        blocks, block = [], self._next[0]
+        while block:
+            blocks.append(block)
+            block = self._next[block]
+        return blocks

@@ -1,0 +1,183 @@
+"""PagedMemory: gives sequences their blocks. Sharing, copy-on-write and prefix hits happen here."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quire.core.request import Request, Sequence
+from quire.memory.blocks import BlockPool
+from quire.memory.prefix import PrefixIndex
+
+
+@dataclass(slots=True)
+class TableDelta:
+    """What a step must tell the runner about block tables: new entries, and page copies before the pass."""
+
+    rows: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    copy_sources: list[int] = field(default_factory=list)
+    copy_targets: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class MemoryStats:
+    prefix_queries: int = 0  # positions looked up in the prefix index
+    prefix_hits: int = 0  # positions found there
+    copies: int = 0  # blocks copied on write
+
+
+class PagedMemory:
+    """All-or-nothing: a call that cannot be granted changes nothing and says so."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, fingerprint: str = "", enable_prefix_caching: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.index = PrefixIndex(num_blocks, fingerprint)
+        self.stats = MemoryStats()
+        self._enable_prefix_caching = enable_prefix_caching
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def usage(self) -> float:
+        return 1.0 - self.pool.num_free / self.pool.num_blocks
+
+    def blocks_for(self, num_positions: int) -> int:
+        return -(-num_positions // self.block_size)
+
+    def blocks_at_most(self, request: Request) -> int:
+        """The most that the request can ever hold: full prompt blocks are shared, the rest is each sequence's."""
+        shared = request.num_prompt_tokens // self.block_size
+        own = self.blocks_for(request.max_len - 1) - shared
+        return shared + own * request.sampling.num_sequences
+
+    def match(self, sequence: Sequence) -> int:
+        """Shares the longest indexed prefix into an empty table and returns how many positions that gives.
+
+        The last known token is never taken from the index: its logits are wanted.
+        """
+        request = sequence.request
+        if not self._enable_prefix_caching or request.sampling.prompt_logprobs is not None:
+            return 0
+        num_candidates = (len(sequence.token_ids) - 1) // self.block_size
+        self._extend_hashes(sequence, num_candidates)
+        for content in sequence.block_hashes[:num_candidates]:
+            block = self.index.find(content)
+            if block is None:
+                break
+            self.pool.share(block)
+            sequence.block_ids.append(block)
+        sequence.num_indexed = len(sequence.block_ids)
+        return len(sequence.block_ids) * self.block_size
+
+    def grow(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
+        """Makes positions num_computed … num_positions writable by this sequence alone, or changes nothing."""
+        block_ids = sequence.block_ids
+        ref_counts = self.pool.ref_counts
+        first = sequence.num_computed // self.block_size
+        shared = [i for i in range(first, len(block_ids)) if ref_counts[block_ids[i]] > 1]
+        num_new = self.blocks_for(num_positions) - len(block_ids)
+        if num_new <= 0 and not shared:
+            return True
+        if len(shared) + max(num_new, 0) > self.pool.num_free:
+            return False
+        for index in shared:
+            source, target = block_ids[index], self._take()
+            delta.copy_sources.append(source)
+            delta.copy_targets.append(target)
+            self.pool.release(source)
+            block_ids[index] = target
+            self._note(delta, sequence.row, index, target)
+            sequence.num_indexed = min(sequence.num_indexed, index)
+            self.stats.copies += 1
+        for _ in range(num_new):
+            block = self._take()
+            self._note(delta, sequence.row, len(block_ids), block)
+            block_ids.append(block)
+        return True
+
+    def seal(self, sequence: Sequence, num_computed: int) -> None:
+        """Indexes blocks that became full: tokens known to the host, K and V computed up to `num_computed`."""
+        if not self._enable_prefix_caching:
+            return
+        full = min(num_computed, len(sequence.token_ids)) // self.block_size
+        full = min(full, len(sequence.block_ids))
+        if full <= sequence.num_indexed:
+            return
+        self._extend_hashes(sequence, full)
+        for i in range(sequence.num_indexed, full):
+            self.index.put(sequence.block_hashes[i], sequence.block_ids[i])
+        sequence.num_indexed = full
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child shares every block that holds a computed position of its parent."""
+        child.block_ids = parent.block_ids[: self.blocks_for(parent.num_computed)]
+        for block in child.block_ids:
+            self.pool.share(block)
+        child.num_computed = parent.num_computed
+        child.num_indexed = parent.num_indexed
+        child.block_hashes = list(parent.block_hashes)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives everything back. Later blocks go first: a prefix is worth more than its end."""
+        for block in reversed(sequence.block_ids):
+            self.pool.release(block)
+        sequence.block_ids = []
+        sequence.num_indexed = 0
+        sequence.num_computed = 0
+
+    def reset_prefix_index(self) -> None:
+        """Forgets all content; blocks in use stay with their sequences."""
+        self.index.clear()
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Recounts everything from the tables; raises RuntimeError on the first thing that is off."""
+        counts = [0] * (self.num_blocks + 1)
+        for sequence in sequences:
+            for block in sequence.block_ids:
+                counts[block] += 1
+        if counts[0]:
+            raise RuntimeError("block 0 was given out")
+        if counts != self.pool.ref_counts:
+            wrong = next(b for b, n in enumerate(counts) if n != self.pool.ref_counts[b])
+            raise RuntimeError(
+                f"block {wrong} has {self.pool.ref_counts[wrong]} references but {counts[wrong]} holders"
+            )
+        free = self.pool.free_blocks()
+        if len(free) != self.num_free or sorted(free) != [b for b in range(1, len(counts)) if counts[b] == 0]:
+            raise RuntimeError("the free list disagrees with the reference counts")
+        for content, block in self.index.entries():
+            if self.index._hash_of[block] != content:
+                raise RuntimeError(f"the prefix index names block {block} for a content it does not hold")
+
+    def _take(self) -> int:
+        block = self.pool.take()
+        self.index.forget(block)
+        return block
+
+    @staticmethod
+    def _note(delta: TableDelta, row: int, index: int, block: int) -> None:
+        delta.rows.append(row)
+        delta.indices.append(index)
+        delta.blocks.append(block)
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        hashes, size = sequence.block_hashes, self.block_size
+        if len(hashes) >= num_blocks:
+            return
+        parent = hashes[-1] if hashes else self.index.root(_salt(sequence.request))
+        for i in range(len(hashes), num_blocks):
+            parent = self.index.chain(parent, sequence.token_ids[i * size : (i + 1) * size])
+            hashes.append(parent)
+
+
+def _salt(request: Request) -> str:
+    return f"{request.adapter or ''}\0{request.cache_salt}"

@@ -1,0 +1,1 @@
+"""Queues, admission and preemption: decides each Step. Never imports torch."""

@@ -1,0 +1,64 @@
+"""Plan: a Step while it is being decided."""
+
+from quire.core.ints import ints
+from quire.core.request import Sequence
+from quire.core.step import RowStart, Step
+from quire.memory.paged import TableDelta
+
+
+class Plan:
+    """Entries in arrival order, so that a group that loses its blocks half-way is cut off the end."""
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self.sequences: list[Sequence] = []  # that advance
+        self.num_tokens: list[int] = []
+        self.starts: list[Sequence] = []  # that take a row
+        self.samples: list[tuple[int, Sequence]] = []  # (index into `sequences`, who receives the token)
+        self.delta = TableDelta()
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        self.sequences.append(sequence)
+        self.num_tokens.append(num_tokens)
+
+    def drop_from(self, sequence: Sequence) -> int:
+        """Takes back everything planned from `sequence` on; returns how many tokens that frees."""
+        if sequence not in self.sequences:
+            return 0
+        cut = self.sequences.index(sequence)
+        freed = sum(self.num_tokens[cut:])
+        del self.sequences[cut:], self.num_tokens[cut:]
+        return freed
+
+    def step(self) -> Step:
+        """Freezes the plan. Sequences' counters still say what was computed before this step."""
+        delta = self.delta
+        return Step(
+            step_id=self.step_id,
+            starts=tuple(_row_start(s) for s in self.starts),
+            rows=ints([s.row for s in self.sequences]),
+            num_computed=ints([s.num_computed for s in self.sequences]),
+            num_tokens=ints(self.num_tokens),
+            table_rows=ints(delta.rows),
+            table_indices=ints(delta.indices),
+            table_blocks=ints(delta.blocks),
+            copy_sources=ints(delta.copy_sources),
+            copy_targets=ints(delta.copy_targets),
+            sample_sources=ints([source for source, _ in self.samples]),
+            sample_rows=ints([s.row for _, s in self.samples]),
+        )
+
+
+def _row_start(sequence: Sequence) -> RowStart:
+    request = sequence.request
+    return RowStart(
+        row=sequence.row,
+        token_ids=sequence.token_ids[:],
+        block_ids=ints(sequence.block_ids),
+        sampling=request.sampling,
+        seed=request.seed,
+        sample_index=sequence.index,
+        num_prompt_tokens=request.num_prompt_tokens,
+        stop_token_ids=request.stop_token_ids,
+        adapter=request.adapter,
+    )

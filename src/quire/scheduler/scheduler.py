@@ -1,0 +1,250 @@
+"""Scheduler: gives each sequence some tokens to compute. First come, first served; no phases."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.core.config import SchedulerConfig
+from quire.core.request import FinishReason, Phase, Request, Sequence
+from quire.core.step import Step
+from quire.memory.paged import PagedMemory
+from quire.scheduler.group import Group
+from quire.scheduler.plan import Plan
+from quire.scheduler.queue import WaitingQueue
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_admissions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A step, and who is in it: what commit needs once the result is there."""
+
+    step: Step
+    sequences: list[Sequence]  # as step.rows
+    receivers: list[Sequence]  # as step.sample_rows
+
+
+class Scheduler:
+    """Running sequences advance in order of arrival; waiting groups are admitted while memory lasts.
+
+    When a running sequence finds no block, the group that arrived last gives up everything and returns
+    to the queue at its old place. The oldest group is never preempted for another, and no single request
+    may need more than the pool, so something always finishes.
+    """
+
+    def __init__(self, config: SchedulerConfig, memory: PagedMemory) -> None:
+        self.config = config
+        self.memory = memory
+        self.waiting = WaitingQueue(config.max_queue_requests, config.max_queue_tokens)
+        self.running: list[Sequence] = []  # by arrival
+        self.stats = SchedulerStats()
+        self._groups: dict[str, Group] = {}
+        self._unforked: dict[str, Group] = {}  # running groups whose rows for forks are spoken for
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._num_arrivals = 0
+        self._next_step_id = 0
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queues the request or raises QueueFull."""
+        group = Group(request, self._num_arrivals)
+        self.waiting.add(group)
+        self._num_arrivals += 1
+        self._groups[request.request_id] = group
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
+        """Ends whatever of the request still lives, at once; returns the sequences that it ended."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        ended = group.live
+        if any(s.phase is Phase.WAITING for s in ended):
+            self.waiting.remove(group)
+        for sequence in ended:
+            self.finish(sequence, reason)
+        self._groups.pop(request_id, None)
+        self._unforked.pop(request_id, None)
+        return ended
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Releases the sequence's blocks and row. A token still in flight for it will be discarded."""
+        self._leave_row(sequence)
+        sequence.phase = Phase.FINISHED
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        request_id = sequence.request.request_id
+        if self._groups[request_id].finished:
+            del self._groups[request_id]
+
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._groups)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every sequence that may hold blocks."""
+        return (s for group in self._groups.values() for s in group.sequences)
+
+    # ------------------------------------------------------------------ one step
+
+    def schedule(self) -> Planned | None:
+        """Decides the next step, or None when nothing can advance before a result is committed."""
+        plan = Plan(self._next_step_id)
+        budget, preempted = self._advance_running(plan, self.config.max_num_batched_tokens)
+        if not preempted:
+            self._admit(plan, budget)
+        if not plan.sequences:
+            return None
+        self._mark_samples(plan)
+        step = plan.step()
+        for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
+            sequence.num_computed += num_tokens
+        receivers = [s for _, s in plan.samples]
+        for sequence in receivers:
+            sequence.num_pending += 1
+        self._next_step_id += 1
+        self.stats.num_steps += 1
+        return Planned(step, plan.sequences, receivers)
+
+    def _advance_running(self, plan: Plan, budget: int) -> tuple[int, bool]:
+        """Returns the tokens left and whether anyone was preempted. Decodes are never crowded out by chunks."""
+        running = self.running
+        grow = self.memory.grow
+        decodes_left = sum(1 for s in running if s.target - s.num_computed == 1)
+        preempted = False
+        position = 0
+        while position < len(running) and budget > 0:
+            sequence = running[position]
+            distance = sequence.target - sequence.num_computed
+            if distance == 1:
+                decodes_left -= 1
+            else:
+                distance = min(distance, budget - decodes_left)
+            if distance <= 0:
+                position += 1
+                continue
+            while not grow(sequence, sequence.num_computed + distance, plan.delta):
+                preempted = True
+                victim = running[-1]
+                budget += self._preempt(victim, plan)
+                if sequence.phase is not Phase.RUNNING:  # it was its own group's turn to go
+                    return budget, True
+            plan.advance(sequence, distance)
+            budget -= distance
+            position += 1
+        return budget, preempted
+
+    def _preempt(self, victim: Sequence, plan: Plan) -> int:
+        """Sends the victim's whole group back to the queue; returns the tokens that this frees in the plan."""
+        group = self._groups[victim.request.request_id]
+        live = group.live
+        freed = plan.drop_from(live[0])
+        for sequence in live:
+            self._leave_row(sequence)
+            sequence.phase = Phase.WAITING
+            sequence.num_preemptions += 1
+        self._unforked.pop(group.request.request_id, None)
+        self.waiting.put_back(group)
+        self.stats.num_preemptions += 1
+        return freed
+
+    # ------------------------------------------------------------------ admission
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        promised = None  # blocks that running prompts will still take; counted only if someone waits
+        while budget > 0:
+            group = self.waiting.peek()
+            spoken_for = sum(g.num_unforked for g in self._unforked.values())
+            if group is None or group.num_rows > len(self._free_rows) - spoken_for:
+                return
+            if promised is None:
+                promised = self._num_promised()
+            admitted = self._admit_group(group, plan, budget, promised)
+            if admitted is None:
+                return
+            budget -= admitted
+            promised = self._num_promised()
+
+    def _admit_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
+        """Admits all of the group or nothing; returns the tokens it computes now."""
+        live = group.live
+        found = [self.memory.match(sequence) for sequence in live]
+        needed = sum(self.memory.blocks_for(len(s.token_ids)) - len(s.block_ids) for s in live)
+        spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
+        if needed + promised + spare > self.memory.num_free:
+            for sequence in live:
+                self.memory.release(sequence)
+            return None
+        self.waiting.pop()
+        self.stats.num_admissions += 1
+        if group.num_unforked:
+            self._unforked[group.request.request_id] = group
+        spent = 0
+        for sequence, num_found in zip(live, found, strict=True):
+            sequence.phase = Phase.RUNNING
+            sequence.num_computed = num_found
+            self.memory.stats.prefix_queries += len(sequence.token_ids)
+            self.memory.stats.prefix_hits += num_found
+            if not sequence.num_preemptions:
+                sequence.num_cached = num_found
+            self._enter_row(sequence, plan)
+            distance = min(sequence.target - num_found, budget - spent)
+            if distance > 0:
+                self.memory.grow(sequence, num_found + distance, plan.delta)
+                plan.advance(sequence, distance)
+                spent += distance
+        return spent
+
+    def _num_promised(self) -> int:
+        blocks_for = self.memory.blocks_for
+        return sum(max(0, blocks_for(s.target) - len(s.block_ids)) for s in self.running)
+
+    # ------------------------------------------------------------------ rows, samples, forks
+
+    def _enter_row(self, sequence: Sequence, plan: Plan) -> None:
+        sequence.row = self._free_rows.pop()
+        plan.starts.append(sequence)
+        running = self.running
+        order = self._groups[sequence.request.request_id].order
+        position = len(running)
+        while position and self._groups[running[position - 1].request.request_id].order > order:
+            position -= 1
+        running.insert(position, sequence)
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        if sequence.row >= 0:
+            self._free_rows.append(sequence.row)
+            self.running.remove(sequence)
+            sequence.row = -1
+        self.memory.release(sequence)
+
+    def _mark_samples(self, plan: Plan) -> None:
+        """A sequence whose known tokens are all computed yields a token; a finished prompt forks here."""
+        for position in range(len(plan.sequences)):
+            sequence = plan.sequences[position]
+            if sequence.num_computed + plan.num_tokens[position] != sequence.num_known:
+                continue
+            plan.samples.append((position, sequence))
+            if sequence.request.sampling.num_sequences > 1:
+                self._fork(sequence, plan.num_tokens[position], position, plan)
+
+    def _fork(self, parent: Sequence, num_tokens: int, position: int, plan: Plan) -> None:
+        group = self._groups[parent.request.request_id]
+        self._unforked.pop(parent.request.request_id, None)
+        for _ in range(group.num_unforked):
+            child = Sequence(parent.request, index=len(group.sequences), token_ids=parent.token_ids[:])
+            group.sequences.append(child)
+            child.phase = Phase.RUNNING
+            child.num_cached = parent.num_cached
+            parent.num_computed += num_tokens  # the child shares what this step computes
+            self.memory.fork(parent, child)
+            parent.num_computed -= num_tokens
+            self._enter_row(child, plan)
+            plan.samples.append((position, child))

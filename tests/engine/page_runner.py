@@ -1,0 +1,84 @@
+"""PageRunner: executes Steps on pages of plain integers, so that wrong sharing shows as a wrong token.
+
+Its "model" reads every position of a row's context through the block table and hashes what it finds; the
+expected answer is computed from the tokens alone. Any block that was reused, overwritten, copied late or
+shared wrongly changes the hash.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+from quire.core.ints import ints
+from quire.core.step import RowStart, Step, StepResult
+
+VOCABULARY = 50
+END = 0
+
+
+def next_token(token_ids: Sequence[int], sample_index: int) -> int:
+    text = ",".join(map(str, token_ids)) + f"/{sample_index}"
+    return zlib.crc32(text.encode()) % VOCABULARY
+
+
+def expected(prompt: Sequence[int], sample_index: int, max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens, sample_index))
+        if tokens[-1] == END:
+            break
+    return tokens[len(prompt) :]
+
+
+class PageRunner:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pages = [[-1] * block_size for _ in range(num_blocks + 1)]
+        self.rows: dict[int, RowStart] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.launched: deque[Step] = deque()
+        self.largest_step = 0
+
+    def launch(self, step: Step) -> None:
+        self.launched.append(step)
+
+    def collect(self) -> StepResult:
+        return self.run(self.launched.popleft())
+
+    def close(self) -> None:
+        self.launched.clear()
+
+    def run(self, step: Step) -> StepResult:
+        for start in step.starts:
+            self.rows[start.row] = start
+            self.tokens[start.row] = list(start.token_ids)
+            self.tables[start.row] = list(start.block_ids)
+        for row, index, block in zip(step.table_rows, step.table_indices, step.table_blocks, strict=True):
+            table = self.tables[row]
+            table.extend([0] * (index + 1 - len(table)))
+            table[index] = block
+        for source, target in zip(step.copy_sources, step.copy_targets, strict=True):
+            self.pages[target] = list(self.pages[source])
+        self.largest_step = max(self.largest_step, sum(step.num_tokens))
+        contexts = []
+        for row, start, count in zip(step.rows, step.num_computed, step.num_tokens, strict=True):
+            for position in range(start, start + count):
+                self.pages[self.block(row, position)][position % self.block_size] = self.tokens[row][position]
+        for row, start, count in zip(step.rows, step.num_computed, step.num_tokens, strict=True):
+            contexts.append([self.read(row, position) for position in range(start + count)])
+        result = []
+        for source, row in zip(step.sample_sources, step.sample_rows, strict=True):
+            token = next_token(contexts[source], self.rows[row].sample_index)
+            del self.tokens[row][len(contexts[source]) :]
+            self.tokens[row].append(token)
+            result.append(token)
+        return StepResult(step.step_id, ints(result))
+
+    def block(self, row: int, position: int) -> int:
+        block = self.tables[row][position // self.block_size]
+        assert block != 0, "a real position was mapped to block 0"
+        return block
+
+    def read(self, row: int, position: int) -> int:
+        return self.pages[self.block(row, position)][position % self.block_size]

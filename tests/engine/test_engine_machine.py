@@ -1,0 +1,113 @@
+"""The engine under random arrivals, forks, aborts and exhaustion: nothing leaks, nothing mixes, all finish."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire.core.config import SchedulerConfig
+from quire.core.errors import InvalidRequest, QueueFull
+from quire.core.sampling import SamplingParams
+from quire.engine.arrival import Limits
+from quire.engine.engine import Engine
+from quire.memory.paged import PagedMemory
+from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
+
+PREFIX = [7, 7, 3, 9, 1, 4, 4, 2]  # prompts begin alike, so that prefix hits happen
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(3, 24),
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        max_num_seqs=st.integers(1, 6),
+        max_tokens=st.integers(1, 12),
+        in_flight=st.sampled_from([0, 1]),
+        caching=st.booleans(),
+    )
+    def start(self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching):
+        self.memory = PagedMemory(num_blocks, block_size, "test", enable_prefix_caching=caching)
+        self.runner = PageRunner(num_blocks, block_size)
+        config = SchedulerConfig(max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight)
+        limits = Limits(VOCABULARY, 64, max_num_seqs, (END,))
+        self.engine = Engine(config, limits, self.memory, self.runner)
+        self.max_batch = max_tokens
+        self.prompts = {}
+        self.outputs = {}
+        self.finished = set()
+        self.count = 0
+
+    @rule(
+        prefix=st.integers(0, 8),
+        tail=st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=6),
+        max_tokens=st.integers(1, 10),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        salt=st.sampled_from(["", "other"]),
+    )
+    def add(self, prefix, tail, max_tokens, n, salt):
+        request_id = f"r{self.count}"
+        self.count += 1
+        prompt = PREFIX[:prefix] + tail
+        sampling = SamplingParams(n=n, max_tokens=max_tokens)
+        try:
+            self.engine.add(request_id, prompt, sampling, cache_salt=salt)
+        except (InvalidRequest, QueueFull):
+            return
+        self.prompts[request_id] = (prompt, max_tokens, n)
+        for index in range(n):
+            self.outputs[request_id, index] = []
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps):
+        for _ in range(steps):
+            self.take(self.engine.step())
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.prompts)))
+        self.engine.abort(request_id)
+        self.prompts.pop(request_id)
+
+    @rule()
+    def drain(self):
+        for _ in range(2000):
+            if not self.engine.has_work:
+                break
+            self.take(self.engine.step())
+        assert not self.engine.has_work, "some request starves"
+        for request_id, (prompt, max_tokens, n) in self.prompts.items():
+            for index in range(n):
+                assert self.outputs[request_id, index] == expected(prompt, index, max_tokens)
+                assert (request_id, index) in self.finished
+        assert self.memory.num_free == self.memory.num_blocks
+        self.prompts.clear()
+
+    @invariant()
+    def whole(self):
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+            assert self.runner.largest_step <= self.max_batch
+            rows = [s.row for s in self.engine.scheduler.running]
+            assert len(set(rows)) == len(rows)
+
+    def take(self, updates):
+        for update in updates:
+            key = (update.request_id, update.index)
+            assert key not in self.finished, "a finished sequence still speaks"
+            if update.request_id in self.prompts:
+                self.outputs[key].extend(update.token_ids)
+            else:
+                pytest.fail("an aborted request still speaks")
+            if update.finish_reason:
+                self.finished.add(key)
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            self.drain()
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestEngineMachine = EngineMachine.TestCase
