@@ -88,8 +88,8 @@ class MemoryConfig:
 class SchedulerConfig:
     """How much runs at once and how much may wait."""
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None  # None: 256, or one per block of a smaller pool
+    max_num_batched_tokens: int | None = None  # None: 512 on a CPU, 8192 on a GPU
     max_queue_requests: int = 65536
     max_queue_tokens: int | None = None
     steps_in_flight: int = 1  # 0: commit each step before planning the next
@@ -101,6 +101,13 @@ class SchedulerConfig:
         _at_least("max_queue_tokens", self.max_queue_tokens, 1)
         if self.steps_in_flight not in (0, 1):
             raise ConfigError(f"steps_in_flight={self.steps_in_flight} must be 0 or 1")
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """(max_num_seqs, max_num_batched_tokens), once both are decided."""
+        if self.max_num_seqs is None or self.max_num_batched_tokens is None:
+            raise ConfigError("max_num_seqs and max_num_batched_tokens must be resolved before they are used")
+        return self.max_num_seqs, self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True)

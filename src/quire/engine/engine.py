@@ -80,6 +80,10 @@ class Engine:
         self._committer.forget(request_id)
         return bool(ended)
 
+    def stop(self, request_id: str, index: int) -> bool:
+        """Ends one sequence of a request as stopped: its caller saw a stop string in its text."""
+        return self.scheduler.stop(request_id, index)
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)

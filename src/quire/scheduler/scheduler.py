@@ -37,14 +37,14 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, memory: PagedMemory) -> None:
-        self.config = config
+        max_num_seqs, self._max_num_batched_tokens = config.limits
         self.memory = memory
         self.waiting = WaitingQueue(config.max_queue_requests, config.max_queue_tokens)
         self.running: list[Sequence] = []  # by arrival
         self.stats = SchedulerStats()
         self._groups: dict[str, Group] = {}
         self._unforked: dict[str, Group] = {}  # running groups whose rows for forks are spoken for
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
         self._next_step_id = 0
 
@@ -70,6 +70,17 @@ class Scheduler:
         self._groups.pop(request_id, None)
         self._unforked.pop(request_id, None)
         return ended
+
+    def stop(self, request_id: str, index: int) -> bool:
+        """Ends one sequence; the request's others go on."""
+        group = self._groups.get(request_id)
+        sequence = next((s for s in group.live if s.index == index), None) if group else None
+        if group is None or sequence is None:
+            return False
+        if sequence.phase is Phase.WAITING and group.live == [sequence]:
+            self.waiting.remove(group)
+        self.finish(sequence, FinishReason.STOP)
+        return True
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Releases the sequence's blocks and row. A token still in flight for it will be discarded."""
@@ -97,7 +108,7 @@ class Scheduler:
     def schedule(self) -> Planned | None:
         """Decides the next step, or None when nothing can advance before a result is committed."""
         plan = Plan(self._next_step_id)
-        budget, preempted = self._advance_running(plan, self.config.max_num_batched_tokens)
+        budget, preempted = self._advance_running(plan, self._max_num_batched_tokens)
         if not preempted:
             self._admit(plan, budget)
         if not plan.sequences:

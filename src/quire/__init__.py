@@ -1,0 +1,29 @@
+"""Quire serves large language models: attention's memory in pages, many requests in one batch."""
+
+from typing import TYPE_CHECKING, Any
+
+from quire.core.errors import QuireError
+from quire.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.llm.async_llm import AsyncLLM
+    from quire.llm.llm import LLM
+    from quire.llm.outputs import CompletionOutput, RequestOutput
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "QuireError", "RequestOutput", "SamplingParams", "__version__"]
+
+_LAZY = {  # importing quire must not import torch: `quire --help` should answer at once
+    "LLM": "quire.llm.llm",
+    "AsyncLLM": "quire.llm.async_llm",
+    "RequestOutput": "quire.llm.outputs",
+    "CompletionOutput": "quire.llm.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,148 @@
+"""Builds an engine from its config: source, model, pool, runner, loop. Says what was decided."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quire.core.config import EngineConfig, ModelConfig, SchedulerConfig
+from quire.core.layout import BlockLayout
+from quire.core.sampling import SamplingParams
+from quire.engine.arrival import Limits
+from quire.engine.engine import Engine
+from quire.engine.resolve import MAX_NUM_SEQS, Numbers, resolve_max_model_len, resolve_numbers, resolve_scheduler
+from quire.kernels import native
+from quire.layers.factory import LayerFactory
+from quire.layers.pool import Pool
+from quire.memory.paged import PagedMemory
+from quire.models import registry
+from quire.models.loading import load
+from quire.runner.runner import Runner, RunnerLimits
+from quire.runner.sizing import PoolSize, free_bytes_for_pool, pool_size
+from quire.weights.open import open_source
+from quire.weights.source import Source
+
+DEFAULT_MAX_TOKENS = 256  # where the caller gives no sampling parameters at all
+Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was decided at start, for people and for metrics."""
+
+    model: str
+    numbers: Numbers
+    weights_bytes: int
+    pool: PoolSize
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_threads: int
+    seconds: float
+
+    def lines(self) -> list[str]:
+        numbers, pool = self.numbers, self.pool
+        format_name = numbers.quantization if numbers.quantization != "none" else numbers.dtype
+        return [
+            f"model     {self.model}, {format_name} on {numbers.device.type}, {self.num_threads} threads",
+            f"weights   {self.weights_bytes / 1e6:,.0f} MB",
+            f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
+            f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
+            f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
+            f"{self.max_num_batched_tokens:,} tokens per step",
+            f"started   in {self.seconds:.2f} s",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    engine: Engine
+    source: Source
+    model: ModelConfig
+    default_sampling: SamplingParams
+    report: Report
+
+
+def build(config: EngineConfig, progress: Progress | None = None) -> Built:
+    started = time.perf_counter()
+    options = config.model
+    source = open_source(
+        options.model, revision=options.revision, load_format=options.load_format, progress=progress
+    )
+    described = registry.describe(source.config)
+    numbers = resolve_numbers(config, described)
+    max_model_len = resolve_max_model_len(config, described)
+    num_threads = _set_threads(config.runner.num_threads, numbers)
+    factory = LayerFactory(numbers.device, numbers.dtype, numbers.quantization, max_position=max_model_len)
+    model = load(source, factory, progress, seed=options.seed)
+    pool, size = _make_pool(config, described, numbers, max_model_len)
+    scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
+    runner = Runner(model, pool, _runner_limits(config, scheduler, model, max_model_len), numbers.device)
+    memory = PagedMemory(size.num_blocks, size.block_size, source.fingerprint, config.memory.enable_prefix_caching)
+    max_num_seqs, max_tokens = scheduler.limits
+    limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
+    report = Report(
+        model=options.served_model_name or source.name,
+        numbers=numbers,
+        weights_bytes=sum(t.numel() * t.element_size() for t in model.parameters().values()),
+        pool=size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        num_threads=num_threads,
+        seconds=time.perf_counter() - started,
+    )
+    engine = Engine(scheduler, limits, memory, runner, options.seed)
+    return Built(engine, source, described, default_sampling(source), report)
+
+
+def _make_pool(
+    config: EngineConfig, model: ModelConfig, numbers: Numbers, max_model_len: int
+) -> tuple[Pool, PoolSize]:
+    layout = block_layout(config.memory.block_size, model, numbers)
+    free = free_bytes_for_pool(numbers.device, config.memory.gpu_memory_utilization)
+    max_rows = config.scheduler.max_num_seqs or MAX_NUM_SEQS
+    size = pool_size(config.memory, layout, max_rows, max_model_len, free)
+    return Pool(layout, size.num_blocks + 1, numbers.device), size
+
+
+def block_layout(block_size: int, model: ModelConfig, numbers: Numbers) -> BlockLayout:
+    return BlockLayout(model.num_layers, block_size, model.num_kv_heads, model.head_dim, numbers.kv_dtype)
+
+
+def _runner_limits(
+    config: EngineConfig, scheduler: SchedulerConfig, model: registry.Model, max_model_len: int
+) -> RunnerLimits:
+    max_num_seqs, max_tokens = scheduler.limits
+    record = model.recordable and not config.runner.enforce_eager
+    return RunnerLimits(max_num_seqs, max_tokens, max_model_len, record)
+
+
+def _set_threads(asked: int | None, numbers: Numbers) -> int:
+    """The compute threads. Where native kernels do the work, torch keeps to one: two pools would fight."""
+    num_threads = asked or native.default_num_threads()
+    if numbers.device.type != "cpu":
+        return num_threads
+    has_native = native.available()
+    if has_native:
+        native.set_num_threads(num_threads)
+    torch.set_num_threads(1 if has_native and numbers.quantization != "none" else num_threads)
+    return num_threads
+
+
+def end_token_ids(source: Source, model: ModelConfig) -> tuple[int, ...]:
+    """What ends a sequence: generation_config.json knows best (chat models have several), else the config."""
+    named = source.generation_config.get("eos_token_id")
+    if named is None:
+        return model.eos_token_ids
+    return tuple(named) if isinstance(named, (list, tuple)) else (int(named),)
+
+
+def default_sampling(source: Source) -> SamplingParams:
+    """Sampling as the model's makers recommend it, where they do."""
+    known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    asked = {k: source.generation_config[k] for k in known if source.generation_config.get(k) is not None}
+    if source.generation_config.get("do_sample") is False:
+        asked["temperature"] = 0.0
+    return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asked)

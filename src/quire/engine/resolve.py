@@ -1,0 +1,77 @@
+"""Every `auto` becomes a decision here, as new objects; nothing below sees an undecided setting."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.core.config import EngineConfig, ModelConfig, SchedulerConfig
+from quire.core.errors import ConfigError
+
+CPU_BATCHED_TOKENS = 512  # a step stays short enough for others' tokens to flow
+GPU_BATCHED_TOKENS = 8192
+MAX_NUM_SEQS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """In what numbers the model runs, and where."""
+
+    device: torch.device
+    dtype: str  # of activations and unquantized weights
+    quantization: str  # none | int8
+    kv_dtype: str
+
+
+def resolve_numbers(config: EngineConfig, model: ModelConfig) -> Numbers:
+    device = resolve_device(config.runner.device)
+    on_cpu = device.type == "cpu"
+    quantization = config.model.quantization
+    if quantization == "auto":
+        quantization = "int8" if on_cpu and config.model.dtype in ("auto", "float32") else "none"
+    if quantization == "int8" and not on_cpu:
+        raise ConfigError("quantization='int8' runs on the CPU only so far: use quantization='none' on a GPU")
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else ("bfloat16" if model.dtype == "float32" else model.dtype)
+    kv_dtype = config.memory.kv_cache_dtype
+    if kv_dtype == "auto":  # half precision costs int8 nothing in quality and halves what attention reads
+        kv_dtype = "float16" if quantization == "int8" else dtype
+    return Numbers(device, dtype, quantization, kv_dtype)
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r} is not known: choose auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r} was asked for, but PyTorch sees no GPU here: use device='cpu'")
+    return device
+
+
+def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    asked = config.model.max_model_len
+    if asked is None:
+        return model.max_position
+    if asked > model.max_position:
+        raise ConfigError(
+            f"max_model_len={asked} is more than the model's {model.max_position} positions: lower it"
+        )
+    return asked
+
+
+def resolve_scheduler(config: SchedulerConfig, device: torch.device, num_blocks: int) -> SchedulerConfig:
+    max_num_seqs = config.max_num_seqs
+    if max_num_seqs is None:
+        max_num_seqs = min(MAX_NUM_SEQS, num_blocks)
+    if max_num_seqs > num_blocks:
+        raise ConfigError(
+            f"the pool has {num_blocks} blocks, too few for one per sequence with max_num_seqs={max_num_seqs}: "
+            f"lower max_num_seqs to {num_blocks} or raise kv_cache_memory_bytes"
+        )
+    max_tokens = config.max_num_batched_tokens
+    if max_tokens is None:
+        max_tokens = max(CPU_BATCHED_TOKENS if device.type == "cpu" else GPU_BATCHED_TOKENS, max_num_seqs)
+    return replace(config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)

@@ -1,0 +1,165 @@
+"""LLM: the engine in-process. `LLM().generate(["…"])` is the whole API for offline use."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from quire.core.config import EngineConfig
+from quire.core.errors import InvalidRequest, QuireError
+from quire.core.sampling import SamplingParams
+from quire.engine.build import Built, build
+from quire.llm.outputs import RequestOutput, request_output
+from quire.llm.progress import load_progress
+from quire.llm.prompts import PreparedPrompt, Prompt, as_list, prepare, ready_to_sample
+from quire.text.answer import Answer
+from quire.text.template import ChatTemplate, load_template
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model ready to generate. Settings are those of `EngineConfig`, flat: unknown names are refused.
+
+    Without `model` it is the built-in one. Not thread-safe; see AsyncLLM for concurrent callers.
+    """
+
+    def __init__(self, model: str | None = None, *, use_tqdm: bool = True, **settings: Any) -> None:
+        self.config = EngineConfig.of(model=model, **settings)
+        with load_progress(use_tqdm) as progress:
+            self._built: Built = build(self.config, progress)
+        self.engine = self._built.engine
+        self.tokenizer: Tokenizer | None = load_tokenizer(self._built.source)
+        self._template: ChatTemplate | None = None
+        self._ids = itertools.count()
+
+    # ------------------------------------------------------------------ generating
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """One result per prompt, in the prompts' order. All are checked before any is computed."""
+        prepared = [prepare(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or a list of them, through the model's chat template."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prepared = []
+        for conversation in conversations:
+            text = self.template.render(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            prepared.append(prepare(text, self.tokenizer, add_special_tokens=False))
+        return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm)
+
+    @property
+    def template(self) -> ChatTemplate:
+        if self._template is None:
+            self._template = load_template(self._built.source, self.config.model.chat_template)
+        return self._template
+
+    def default_sampling(self) -> SamplingParams:
+        """What the model's generation_config.json asks for."""
+        return self._built.default_sampling
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self.tokenizer
+
+    # ------------------------------------------------------------------ the loop
+
+    def _run(
+        self,
+        prompts: list[PreparedPrompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        answers = self._submit(prompts, self._samplings(sampling, len(prompts)))
+        by_id = {answer.request_id: answer for answer in answers}
+        try:
+            with tqdm(total=len(answers), disable=not use_tqdm, desc="generate", unit="req", leave=True) as bar:
+                self._drive(by_id, bar)
+        except BaseException:
+            for answer in answers:  # ctrl-C included: nothing may be left running
+                self.engine.abort(answer.request_id)
+            raise
+        failed = next((a for a in answers if a.error), None)
+        if failed is not None:
+            raise QuireError(failed.error)
+        return [
+            request_output(answer, prompt.text, prompt.token_ids, self.tokenizer)
+            for answer, prompt in zip(answers, prompts, strict=True)
+        ]
+
+    def _samplings(
+        self, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if sampling is None:
+            sampling = self.default_sampling()
+        if isinstance(sampling, SamplingParams):
+            return [ready_to_sample(sampling, self.tokenizer)] * count
+        if len(sampling) != count:
+            raise InvalidRequest(f"{len(sampling)} sampling parameters for {count} prompts: give one, or one each")
+        return [ready_to_sample(one, self.tokenizer) for one in sampling]
+
+    def _submit(self, prompts: list[PreparedPrompt], samplings: list[SamplingParams]) -> list[Answer]:
+        answers: list[Answer] = []
+        try:
+            for prompt, sampling in zip(prompts, samplings, strict=True):
+                request_id = str(next(self._ids))
+                self.engine.add(request_id, prompt.token_ids, sampling, cache_salt=prompt.cache_salt)
+                answers.append(Answer(request_id, sampling, self.tokenizer))
+        except QuireError:
+            for answer in answers:  # all or none: the caller gets no half-done list
+                self.engine.abort(answer.request_id)
+            raise
+        return answers
+
+    def _drive(self, answers: dict[str, Answer], bar: tqdm) -> None:
+        tokens = 0
+        while self.engine.has_work:
+            for update in self.engine.step():
+                answer = answers[update.request_id]
+                tokens += len(update.token_ids)
+                if answer.take(update):
+                    self.engine.stop(update.request_id, update.index)
+                if answer.finished and answer.sequences[update.index].finish_reason is not None:
+                    bar.update(1)
+            elapsed = bar.format_dict["elapsed"]
+            if not bar.disable and elapsed > 0:
+                bar.set_postfix_str(f"{tokens / elapsed:.1f} tok/s", refresh=False)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Frees the model and the pool. Calling it twice is fine."""
+        if self._built is not None:
+            self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

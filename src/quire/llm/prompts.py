@@ -1,0 +1,68 @@
+"""Prompts in all the forms that people give them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.core.errors import InvalidRequest
+from quire.core.sampling import SamplingParams
+from quire.text.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str = ""
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: text, {"prompt": …}, {"prompt_token_ids": […]} or a list of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]  # one list of token ids
+    return prompts  # type: ignore[return-value]
+
+
+def prepare(prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> PreparedPrompt:
+    if isinstance(prompt, Mapping):
+        salt = str(prompt.get("cache_salt") or "")
+        if prompt.get("prompt_token_ids") is not None:
+            return PreparedPrompt(prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"]), salt)
+        if "prompt" not in prompt:
+            raise InvalidRequest(
+                f'a prompt needs "prompt" or "prompt_token_ids", this one has {sorted(prompt)}', "prompt"
+            )
+        text = prompt["prompt"]
+    elif isinstance(prompt, str):
+        text, salt = prompt, ""
+    else:
+        return PreparedPrompt(None, _token_ids(prompt))
+    if tokenizer is None:
+        raise InvalidRequest("this model has no tokenizer: give prompt_token_ids instead of text", "prompt")
+    return PreparedPrompt(text, tokenizer.encode(text, add_special_tokens=add_special_tokens), salt)
+
+
+def _token_ids(values: Any) -> list[int]:
+    token_ids = list(values)
+    for value in token_ids:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidRequest(f"prompt_token_ids contains {value!r}, which is not a token id", "prompt")
+    return token_ids
+
+
+def ready_to_sample(sampling: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """Fills in what only the tokenizer knows, and what best_of needs."""
+    if sampling.bad_words:
+        if tokenizer is None:
+            raise InvalidRequest("bad_words need a tokenizer, and this model has none", "bad_words")
+        sampling = sampling.changed(bad_words_token_ids=tokenizer.bad_words(sampling.bad_words))
+    if sampling.stop and tokenizer is None:
+        raise InvalidRequest("stop strings need a tokenizer, and this model has none: use stop_token_ids", "stop")
+    if sampling.num_sequences > sampling.n and sampling.logprobs is None:
+        sampling = sampling.changed(logprobs=0)  # sequences are ranked by it
+    return sampling

@@ -1,0 +1,1 @@
+"""Rows, batch assembly, recorded passes and the forward pass itself."""

@@ -1,0 +1,127 @@
+"""Assembler: gathers a Step's inputs from the rows into one ragged Batch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.step import Step
+from quire.layers.batch import Batch
+from quire.runner.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A Batch and what the host knows about it."""
+
+    batch: Batch
+    sample_rows: np.ndarray  # [S] int64
+    sample_positions: np.ndarray  # [S] int64, where the sampled token will stand
+    scored: tuple["ScoredRow", ...]  # rows that want logprobs of prompt tokens from this step
+    is_decode: bool  # every row advances by one token and is sampled, in order
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """Positions first … first + count - 1 of a row predict the prompt tokens after them."""
+
+    row: int
+    first: int
+    count: int
+    num_top: int
+
+
+class _Buffer:
+    """One persistent line of memory, as a tensor for kernels and an array for the host."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.tensor = torch.zeros(shape, dtype=dtype)
+        self.array = self.tensor.numpy()
+
+    def put(self, values: np.ndarray) -> Tensor:
+        self.array[: len(values)] = values
+        return self.tensor[: len(values)]
+
+
+class Assembler:
+    """Buffers live as long as the runner, so that a recorded pass finds its inputs where they were."""
+
+    def __init__(self, rows: Rows, max_rows: int, max_tokens: int, block_size: int) -> None:
+        self._rows = rows
+        self._block_size = block_size
+        self._token_ids = _Buffer((max_tokens,), torch.int32)
+        self._positions = _Buffer((max_tokens,), torch.int32)
+        self._slots = _Buffer((max_tokens,), torch.int64)
+        self._query_starts = _Buffer((max_rows + 1,), torch.int32)
+        self._context_lens = _Buffer((max_rows,), torch.int32)
+        self._tables = _Buffer((max_rows, rows.max_blocks), torch.int32)
+        self._logits_indices = _Buffer((max_tokens + max_rows,), torch.int64)
+
+    def assemble(self, step: Step) -> Assembled:
+        rows = np.asarray(step.rows, np.int64)
+        computed = np.asarray(step.num_computed, np.int64)
+        counts = np.asarray(step.num_tokens, np.int64)
+        contexts = computed + counts
+        ends = np.cumsum(counts)
+        sources = np.asarray(step.sample_sources, np.int64)
+        num_tokens = int(ends[-1])
+        if num_tokens == len(rows):  # one token each: nothing to spread
+            token_rows, positions = rows, computed
+        else:
+            token_rows = np.repeat(rows, counts)
+            positions = np.arange(num_tokens) + np.repeat(contexts - ends, counts)
+        scored = self._scored(rows, computed, counts)
+        batch = Batch(
+            token_ids=self._token_ids.put(self._rows.tokens[token_rows, positions]),
+            positions=self._positions.put(positions),
+            slots=self._slots.put(self._slots_of(token_rows, positions)),
+            query_starts=self._query_starts.put(np.concatenate(([0], ends))),
+            context_lens=self._context_lens.put(contexts),
+            block_tables=self._gather_tables(rows, int(contexts.max())),
+            logits_indices=self._logits_indices.put(self._wanted(ends, sources, scored, rows, counts)),
+        )
+        return Assembled(
+            batch=batch,
+            sample_rows=np.asarray(step.sample_rows, np.int64),
+            sample_positions=contexts[sources],
+            scored=scored,
+            is_decode=num_tokens == len(rows) == len(sources) and not scored,
+        )
+
+    def _slots_of(self, token_rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        blocks = self._rows.tables[token_rows, positions // self._block_size].astype(np.int64)
+        return blocks * self._block_size + positions % self._block_size
+
+    def _gather_tables(self, rows: np.ndarray, longest: int) -> Tensor:
+        width = -(-longest // self._block_size)
+        self._tables.array[: len(rows), :width] = self._rows.tables[rows, :width]
+        return self._tables.tensor[: len(rows)]
+
+    def _scored(self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray) -> tuple[ScoredRow, ...]:
+        wanted = self._rows.prompt_logprobs[rows]
+        if (wanted < 0).all():
+            return ()
+        found = []
+        for i in np.flatnonzero(wanted >= 0):
+            last = int(self._rows.num_prompt_tokens[rows[i]]) - 1  # the position that predicts an output
+            count = min(int(counts[i]), last - int(computed[i]))
+            if count > 0:
+                found.append(ScoredRow(int(rows[i]), int(computed[i]), count, int(wanted[i])))
+        return tuple(found)
+
+    @staticmethod
+    def _wanted(
+        ends: np.ndarray,
+        sources: np.ndarray,
+        scored: tuple[ScoredRow, ...],
+        rows: np.ndarray,
+        counts: np.ndarray,
+    ) -> np.ndarray:
+        """Token indices whose hidden states are needed: one per sample, then those of scored rows."""
+        pieces = [ends[sources] - 1]
+        for score in scored:
+            position = int(np.flatnonzero(rows == score.row)[0])
+            begin = int(ends[position] - counts[position])
+            pieces.append(np.arange(begin, begin + score.count))
+        return np.concatenate(pieces)

@@ -1,0 +1,114 @@
+"""Runner: executes Steps on one device, in order. `launch` and `collect` are two calls."""
+
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.ints import ints
+from quire.core.step import PromptLogprobs, Step, StepResult
+from quire.kernels import choose
+from quire.layers.batch import Batch
+from quire.layers.pool import Pool
+from quire.models.registry import Model
+from quire.runner.assembly import Assembled, Assembler, ScoredRow
+from quire.runner.recorded import RecordedDecodes
+from quire.runner.rows import Rows
+from quire.sampling.logprobs import logprob_entries, prompt_logprobs
+from quire.sampling.records import SampleRequests
+from quire.sampling.sampler import Sampler
+
+SCORED_PER_PASS = 256  # prompt positions turned into logits at once: bounds memory, not speed
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    record_decodes: bool  # replay decode passes instead of calling every layer
+
+
+class Runner:
+    """The forward pass and sampling, in a worker thread: the caller plans the next step meanwhile."""
+
+    def __init__(self, model: Model, pool: Pool, limits: RunnerLimits, device: str = "cpu") -> None:
+        block_size = pool.layout.block_size
+        self._model = model
+        self._pool = pool
+        self._rows = Rows(limits.max_num_seqs, limits.max_model_len, block_size, model.config.vocab_size)
+        self._assembler = Assembler(
+            self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size
+        )
+        self._sampler = Sampler(device)
+        self._pages = choose("pages", device)
+        self._recorded = RecordedDecodes(model, pool) if limits.record_decodes else None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
+        self._launched: deque[Future[StepResult]] = deque()
+
+    def launch(self, step: Step) -> None:
+        self._launched.append(self._worker.submit(self._run, step))
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step not yet collected; waits for it."""
+        return self._launched.popleft().result()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
+
+    @torch.inference_mode()
+    def _run(self, step: Step) -> StepResult:
+        started = time.perf_counter()
+        self._rows.apply(step)
+        if step.copy_sources:
+            sources, targets = (torch.tensor(b, dtype=torch.int64) for b in (step.copy_sources, step.copy_targets))
+            self._pages.copy_blocks(self._pool.data, sources, targets)
+        assembled = self._assembler.assemble(step)
+        logits, scored = self._forward(assembled)
+        token_ids, logprobs, failed = self._sample(logits, assembled)
+        return StepResult(
+            step_id=step.step_id,
+            token_ids=ints(token_ids),
+            logprobs=logprobs,
+            prompt_logprobs=scored,
+            failed=failed,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _forward(self, assembled: Assembled) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
+        """Logits of the sampled rows, and logprobs of the prompt tokens that were asked for."""
+        batch: Batch = assembled.batch
+        if assembled.is_decode and self._recorded is not None:
+            return self._recorded.logits(batch), ()
+        num_samples = len(assembled.sample_rows)
+        hidden = self._model(batch, self._pool)
+        scored = []
+        first = num_samples
+        for row in assembled.scored:
+            scored.append(self._score(row, hidden[first : first + row.count]))
+            first += row.count
+        return self._model.logits(hidden[:num_samples]), tuple(scored)
+
+    def _score(self, scored: ScoredRow, hidden: Tensor) -> PromptLogprobs:
+        following = self._rows.token_ids[scored.row, scored.first + 1 : scored.first + 1 + scored.count]
+        entries = []
+        for start in range(0, scored.count, SCORED_PER_PASS):
+            logits = self._model.logits(hidden[start : start + SCORED_PER_PASS])
+            entries += prompt_logprobs(logits, following[start : start + SCORED_PER_PASS], scored.num_top)
+        return PromptLogprobs(scored.row, scored.first + 1, tuple(entries))
+
+    def _sample(self, logits: Tensor, assembled: Assembled) -> tuple[list[int], tuple, tuple[int, ...]]:
+        rows, positions = assembled.sample_rows, assembled.sample_positions
+        if not len(rows):
+            return [], (), ()
+        requests = SampleRequests(rows, positions, self._rows.columns, self._rows.token_ids)
+        sampled = self._sampler(logits, requests)
+        token_ids = sampled.token_ids.numpy()
+        self._rows.tokens[rows, positions] = token_ids
+        finite = sampled.finite.numpy()
+        failed = () if finite.all() else tuple(int(i) for i in np.flatnonzero(~finite))
+        return token_ids.tolist(), logprob_entries(sampled), failed

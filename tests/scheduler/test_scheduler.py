@@ -1,0 +1,133 @@
+"""Who runs when: order of arrival, budgets, preemption, forks."""
+
+import pytest
+
+from quire.core.config import SchedulerConfig
+from quire.core.errors import QueueFull
+from quire.core.request import FinishReason, Phase, Request
+from quire.core.sampling import SamplingParams
+from quire.memory.paged import PagedMemory
+from quire.scheduler.scheduler import Scheduler
+
+
+def make(num_blocks=64, block_size=4, **config):
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, **config}
+    return Scheduler(SchedulerConfig(**settings), PagedMemory(num_blocks, block_size))
+
+
+def request(name, length=8, max_tokens=8, first=1, **sampling):
+    tokens = tuple(range(first, first + length))
+    return Request(name, tokens, SamplingParams(max_tokens=max_tokens, **sampling), 0, length + max_tokens)
+
+
+def step(scheduler, token=99):
+    """Schedules and commits one step at once; returns who advanced by how much."""
+    planned = scheduler.schedule()
+    if planned is None:
+        return []
+    for sequence in planned.receivers:
+        sequence.num_pending -= 1
+        sequence.token_ids.append(token)
+        if len(sequence.token_ids) >= sequence.request.max_len:
+            scheduler.finish(sequence, FinishReason.LENGTH)
+    return [(s.request.request_id, n) for s, n in zip(planned.sequences, planned.step.num_tokens, strict=True)]
+
+
+def test_prompts_are_cut_to_the_token_budget_and_decodes_come_first():
+    scheduler = make(max_num_batched_tokens=10)
+    scheduler.add(request("a", 6))
+    scheduler.add(request("b", 20, first=40))
+    assert step(scheduler) == [("a", 6), ("b", 4)]
+    assert step(scheduler) == [("a", 1), ("b", 9)]
+    assert step(scheduler) == [("a", 1), ("b", 7)]
+    assert step(scheduler) == [("a", 1), ("b", 1)]
+
+
+def test_rows_bound_how_many_run_and_the_rest_wait_in_order():
+    scheduler = make(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(request(name, 4, max_tokens=2))
+    assert [name for name, _ in step(scheduler)] == ["a", "b"]
+    assert [name for name, _ in step(scheduler)] == ["a", "b"]
+    assert [name for name, _ in step(scheduler)] == ["c"]
+
+
+def test_a_prompt_that_does_not_fit_holds_back_those_behind_it():
+    scheduler = make(num_blocks=8)
+    scheduler.add(request("a", 16, max_tokens=4))
+    scheduler.add(request("big", 20, max_tokens=4, first=40))
+    scheduler.add(request("small", 2, max_tokens=4, first=90))
+    assert step(scheduler) == [("a", 16)]
+    assert step(scheduler) == [("a", 1)]
+
+
+def test_the_last_to_arrive_is_preempted_and_returns_before_newcomers():
+    scheduler = make(num_blocks=6, max_num_batched_tokens=64)
+    scheduler.add(request("a", 8, max_tokens=12))
+    scheduler.add(request("b", 8, max_tokens=8, first=40))
+    for _ in range(9):
+        step(scheduler)
+    assert scheduler.stats.num_preemptions == 1
+    scheduler.add(request("c", 1, first=80))
+    group = scheduler.waiting.peek()
+    assert group.request.request_id == "b" and group.sequences[0].phase is Phase.WAITING
+    while scheduler.has_work:
+        assert step(scheduler)
+    assert scheduler.memory.num_free == 6
+
+
+def test_a_full_queue_refuses_with_the_number_and_the_setting():
+    scheduler = make(max_queue_requests=2)
+    scheduler.add(request("a"))
+    scheduler.add(request("b"))
+    with pytest.raises(QueueFull, match="2 requests are waiting already.*max_queue_requests"):
+        scheduler.add(request("c"))
+
+
+def test_a_queue_bounded_by_tokens_refuses_too():
+    scheduler = make(max_queue_tokens=10)
+    scheduler.add(request("a", 8))
+    with pytest.raises(QueueFull, match="8 prompt tokens are waiting and 8 more would pass 10"):
+        scheduler.add(request("b", 8))
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_abort_at_any_moment_gives_everything_back(steps):
+    scheduler = make(num_blocks=8, max_num_batched_tokens=5)
+    scheduler.add(request("a", 12, n=2))
+    scheduler.add(request("b", 4, first=50))
+    for _ in range(steps):
+        step(scheduler)
+    assert scheduler.abort("a")
+    assert scheduler.abort("b")
+    assert not scheduler.has_work and not len(scheduler.waiting)
+    assert scheduler.memory.num_free == 8
+
+
+def test_samples_of_one_request_share_the_prompt_and_start_from_one_pass():
+    scheduler = make()
+    scheduler.add(request("a", 8, n=3))
+    planned = scheduler.schedule()
+    assert list(planned.step.num_tokens) == [8]
+    assert list(planned.step.sample_sources) == [0, 0, 0]
+    assert len(set(planned.step.sample_rows)) == 3
+    assert scheduler.memory.num_blocks - scheduler.memory.num_free == 2
+
+
+def test_rows_for_forks_are_kept_free_while_the_prompt_is_chunked():
+    scheduler = make(max_num_seqs=4, max_num_batched_tokens=6)
+    scheduler.add(request("a", 12, n=3))
+    scheduler.add(request("b", 1, first=40))
+    scheduler.add(request("c", 1, first=50))
+    assert step(scheduler) == [("a", 6)]
+    assert step(scheduler) == [("a", 6)]
+    assert [name for name, _ in step(scheduler)] == ["a", "a", "a", "b"]
+
+
+def test_one_stopped_sample_leaves_its_siblings_running():
+    scheduler = make()
+    scheduler.add(request("a", 8, n=3))
+    step(scheduler)
+    assert scheduler.stop("a", 1)
+    assert not scheduler.stop("a", 1)
+    assert [name for name, _ in step(scheduler)] == ["a", "a"]
