@@ -63,6 +63,10 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    max_computed: int = 0  # the last token of a full sequence needs no K and V
+
+    def __post_init__(self) -> None:
+        self.max_computed = self.request.max_len - 1
 
     @property
     def num_known(self) -> int:
@@ -74,6 +78,5 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """How far computation may go now: the last token of a full sequence needs no K and V."""
-        known = len(self.token_ids) + self.num_pending
-        return known if known < self.request.max_len else self.request.max_len - 1
+        """How far computation may go now."""
+        return min(len(self.token_ids) + self.num_pending, self.max_computed)

@@ -37,7 +37,8 @@ class EngineStats:
     num_generated_tokens: int = 0
     num_computed_tokens: int = 0
     num_steps: int = 0
-    plan_seconds: float = 0.0  # scheduling and committing on the host
+    schedule_seconds: float = 0.0  # deciding steps
+    commit_seconds: float = 0.0  # turning results into updates
     step_seconds: float = 0.0  # forward passes and sampling, as the runner saw them
 
 
@@ -92,7 +93,7 @@ class Engine:
         """Launches the next step if there is one and commits the oldest that must be."""
         started = time.perf_counter()
         planned = self.scheduler.schedule()
-        self.stats.plan_seconds += time.perf_counter() - started
+        self.stats.schedule_seconds += time.perf_counter() - started
         if planned is not None:
             self._runner.launch(planned.step)
             self._in_flight.append(planned)
@@ -121,5 +122,5 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += planned.step.total_tokens
         self.stats.step_seconds += result.seconds
-        self.stats.plan_seconds += time.perf_counter() - started
+        self.stats.commit_seconds += time.perf_counter() - started
         return updates

@@ -78,6 +78,12 @@ class PagedMemory:
         sequence.num_indexed = len(sequence.block_ids)
         return len(sequence.block_ids) * self.block_size
 
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether the next position can be written as things are: the common case of a decode, kept cheap."""
+        index = sequence.num_computed // self.block_size
+        block_ids = sequence.block_ids
+        return index < len(block_ids) and self.pool.ref_counts[block_ids[index]] == 1
+
     def grow(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
         """Makes positions num_computed … num_positions writable by this sequence alone, or changes nothing."""
         block_ids = sequence.block_ids
@@ -117,12 +123,12 @@ class PagedMemory:
             self.index.put(sequence.block_hashes[i], sequence.block_ids[i])
         sequence.num_indexed = full
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares every block that holds a computed position of its parent."""
-        child.block_ids = parent.block_ids[: self.blocks_for(parent.num_computed)]
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
+        """The child shares every block that holds one of its parent's first `num_computed` positions."""
+        child.block_ids = parent.block_ids[: self.blocks_for(num_computed)]
         for block in child.block_ids:
             self.pool.share(block)
-        child.num_computed = parent.num_computed
+        child.num_computed = num_computed
         child.num_indexed = parent.num_indexed
         child.block_hashes = list(parent.block_hashes)
 

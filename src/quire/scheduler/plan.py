@@ -14,10 +14,15 @@ class Plan:
         self.sequences: list[Sequence] = []  # that advance
         self.num_tokens: list[int] = []
         self.starts: list[Sequence] = []  # that take a row
-        self.samples: list[tuple[int, Sequence]] = []  # (index into `sequences`, who receives the token)
+        self.sources: list[int] = []  # of samples: whose logits, as an index into `sequences`
+        self.receivers: list[Sequence] = []  # of samples: who gets the token
         self.delta = TableDelta()
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """The sequence computes that many tokens, and yields a token if then all it knows is computed."""
+        if sequence.num_computed + num_tokens == len(sequence.token_ids) + sequence.num_pending:
+            self.sources.append(len(self.sequences))
+            self.receivers.append(sequence)
         self.sequences.append(sequence)
         self.num_tokens.append(num_tokens)
 
@@ -28,6 +33,9 @@ class Plan:
         cut = self.sequences.index(sequence)
         freed = sum(self.num_tokens[cut:])
         del self.sequences[cut:], self.num_tokens[cut:]
+        while self.sources and self.sources[-1] >= cut:
+            self.sources.pop()
+            self.receivers.pop()
         return freed
 
     def step(self) -> Step:
@@ -44,8 +52,8 @@ class Plan:
             table_blocks=ints(delta.blocks),
             copy_sources=ints(delta.copy_sources),
             copy_targets=ints(delta.copy_targets),
-            sample_sources=ints([source for source, _ in self.samples]),
-            sample_rows=ints([s.row for _, s in self.samples]),
+            sample_sources=ints(self.sources),
+            sample_rows=ints([s.row for s in self.receivers]),
         )
 
 

@@ -113,43 +113,44 @@ class Scheduler:
             self._admit(plan, budget)
         if not plan.sequences:
             return None
-        self._mark_samples(plan)
+        self._fork_finished_prompts(plan)
         step = plan.step()
         for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
             sequence.num_computed += num_tokens
-        receivers = [s for _, s in plan.samples]
-        for sequence in receivers:
+        for sequence in plan.receivers:
             sequence.num_pending += 1
         self._next_step_id += 1
         self.stats.num_steps += 1
-        return Planned(step, plan.sequences, receivers)
+        return Planned(step, plan.sequences, plan.receivers)
 
     def _advance_running(self, plan: Plan, budget: int) -> tuple[int, bool]:
         """Returns the tokens left and whether anyone was preempted. Decodes are never crowded out by chunks."""
-        running = self.running
-        grow = self.memory.grow
-        decodes_left = sum(1 for s in running if s.target - s.num_computed == 1)
+        running, memory = self.running, self.memory
+        decodes_left: int | None = None  # counted only if a prompt competes with them
         preempted = False
         position = 0
         while position < len(running) and budget > 0:
             sequence = running[position]
+            position += 1
             distance = sequence.target - sequence.num_computed
-            if distance == 1:
-                decodes_left -= 1
-            else:
-                distance = min(distance, budget - decodes_left)
-            if distance <= 0:
-                position += 1
+            if distance == 1 and memory.has_room(sequence):
+                plan.advance(sequence, 1)
+                budget -= 1
                 continue
-            while not grow(sequence, sequence.num_computed + distance, plan.delta):
+            if distance > 1:
+                if decodes_left is None:
+                    decodes_left = sum(1 for s in running if s.target - s.num_computed == 1)
+                planned_decodes = plan.num_tokens.count(1)
+                distance = min(distance, budget - max(0, decodes_left - planned_decodes))
+            if distance <= 0:
+                continue
+            while not memory.grow(sequence, sequence.num_computed + distance, plan.delta):
                 preempted = True
-                victim = running[-1]
-                budget += self._preempt(victim, plan)
+                budget += self._preempt(running[-1], plan)
                 if sequence.phase is not Phase.RUNNING:  # it was its own group's turn to go
                     return budget, True
             plan.advance(sequence, distance)
             budget -= distance
-            position += 1
         return budget, preempted
 
     def _preempt(self, victim: Sequence, plan: Plan) -> int:
@@ -236,26 +237,18 @@ class Scheduler:
             sequence.row = -1
         self.memory.release(sequence)
 
-    def _mark_samples(self, plan: Plan) -> None:
-        """A sequence whose known tokens are all computed yields a token; a finished prompt forks here."""
-        for position in range(len(plan.sequences)):
-            sequence = plan.sequences[position]
-            if sequence.num_computed + plan.num_tokens[position] != sequence.num_known:
-                continue
-            plan.samples.append((position, sequence))
-            if sequence.request.sampling.num_sequences > 1:
-                self._fork(sequence, plan.num_tokens[position], position, plan)
-
-    def _fork(self, parent: Sequence, num_tokens: int, position: int, plan: Plan) -> None:
-        group = self._groups[parent.request.request_id]
-        self._unforked.pop(parent.request.request_id, None)
-        for _ in range(group.num_unforked):
-            child = Sequence(parent.request, index=len(group.sequences), token_ids=parent.token_ids[:])
-            group.sequences.append(child)
-            child.phase = Phase.RUNNING
-            child.num_cached = parent.num_cached
-            parent.num_computed += num_tokens  # the child shares what this step computes
-            self.memory.fork(parent, child)
-            parent.num_computed -= num_tokens
-            self._enter_row(child, plan)
-            plan.samples.append((position, child))
+    def _fork_finished_prompts(self, plan: Plan) -> None:
+        """A request's other samples begin where its prompt ends, and sample from the same logits."""
+        if not self._unforked:
+            return
+        for source, parent in zip(list(plan.sources), list(plan.receivers), strict=True):
+            group = self._unforked.pop(parent.request.request_id, None)
+            for _ in range(group.num_unforked if group else 0):
+                child = Sequence(parent.request, index=len(group.sequences), token_ids=parent.token_ids[:])
+                group.sequences.append(child)
+                child.phase = Phase.RUNNING
+                child.num_cached = parent.num_cached
+                self.memory.fork(parent, child, parent.num_computed + plan.num_tokens[source])
+                self._enter_row(child, plan)
+                plan.sources.append(source)
+                plan.receivers.append(child)

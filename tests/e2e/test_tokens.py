@@ -1,0 +1,78 @@
+"""The same request gives the same tokens, and in fp32 they are transformers' tokens."""
+
+import pytest
+
+from quire import SamplingParams
+from tests.e2e.conftest import MAX_TOKENS, SETTINGS, Setting, generate
+from tests.e2e.reference import greedy_differences
+
+TIE = 1e-4  # the reference's own two best logits may be this close; then either is right
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+
+
+def seeded(count: int) -> list[SamplingParams]:
+    """Every prompt with its own seed and its own mixture of filters."""
+    kinds = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"repetition_penalty": 1.2, "top_p": 0.95}]
+    return [
+        SamplingParams(temperature=0.8, seed=1000 + i, max_tokens=MAX_TOKENS, **kinds[i % len(kinds)])
+        for i in range(count)
+    ]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+def test_in_fp32_greedy_tokens_are_those_of_transformers(setting: Setting, prompts, record_property):
+    outputs, num_preemptions = generate(setting, prompts, [GREEDY] * len(prompts), quantization="none")
+    assert ("tiny" in setting.name) == (num_preemptions > 0)
+    differences = []
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        assert 0 < len(output) <= MAX_TOKENS
+        differences += _checked(i, tuple(prompt), tuple(output))
+    record_property("near ties", str(differences))
+    assert all(d.gap <= TIE for d in differences), differences
+
+
+_CHECKED: dict[tuple, list] = {}  # the settings mostly agree, so each answer is checked once
+
+
+def _checked(index: int, prompt: tuple, output: tuple) -> list:
+    key = (prompt, output)
+    if key not in _CHECKED:
+        _CHECKED[key] = greedy_differences(index, list(prompt), list(output))
+    return _CHECKED[key]
+
+
+@pytest.fixture(scope="module")
+def int8_outputs(prompts):
+    """Greedy and seeded tokens of each prompt alone: what every other setting must give."""
+    alone = SETTINGS[0]
+    count = len(prompts)
+    return {
+        "greedy": generate(alone, prompts, [GREEDY] * count)[0],
+        "seeded": generate(alone, prompts, seeded(count))[0],
+    }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("setting", SETTINGS[1:], ids=lambda s: s.name)
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_in_int8_tokens_do_not_depend_on_batch_chunks_blocks_or_preemption(setting, kind, prompts, int8_outputs):
+    sampling = [GREEDY] * len(prompts) if kind == "greedy" else seeded(len(prompts))
+    outputs, num_preemptions = generate(setting, prompts, sampling)
+    assert ("tiny" in setting.name) == (num_preemptions > 0)
+    assert outputs == int8_outputs[kind]
+
+
+def test_in_fp32_seeded_tokens_do_not_depend_on_neighbours(prompts):
+    few = prompts[:16]
+    alone, _ = generate(SETTINGS[0], few, seeded(len(few)), quantization="none")
+    together, _ = generate(SETTINGS[4], few, seeded(len(few)), quantization="none")
+    assert alone == together
+
+
+def test_prefix_hits_change_no_token(prompts, int8_outputs):
+    """Everything twice through one engine: the second time most of it comes from the prefix index."""
+    twice = prompts[:20] * 2
+    outputs, _ = generate(Setting("cached", {"max_num_seqs": 20}), twice, [GREEDY] * len(twice))
+    assert outputs == int8_outputs["greedy"][:20] * 2

@@ -1,0 +1,171 @@
+"""The project's own promises: pinned packages, the rooms' contract, the gates, what `make` says."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import quire
+from tools import imports_gate, size_gate
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONSTRAINTS = (ROOT / "requirements" / "constraints.txt").read_text()
+CONTRACTS = {contract["id"]: contract for contract in PROJECT["tool"]["importlinter"]["contracts"]}
+LAYERS = [re.findall(r"\w+", layer) for layer in CONTRACTS["rooms"]["layers"]]
+
+
+def existing_rooms() -> set[str]:
+    return {path.parent.name for path in (ROOT / "src" / "quire").glob("*/__init__.py")}
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in CONSTRAINTS.splitlines() if line and not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
+# Packages
+
+
+def test_every_declared_package_is_pinned_to_one_version():
+    declared = list(PROJECT["project"]["dependencies"])
+    for extra in PROJECT["project"]["optional-dependencies"].values():
+        declared += extra
+    names = {re.split(r"[\[<>=~ ]", item)[0].lower().replace("_", "-") for item in declared} - {"quire"}
+    assert names - set(pins()) == set()
+
+
+def test_pins_are_versions_only_and_torch_has_no_local_build():
+    assert pins()["torch"] == "2.13.0"
+    for name, version in pins().items():
+        assert re.fullmatch(r"[0-9][0-9a-z.]*", version), f"{name}=={version}"
+
+
+def test_building_the_package_needs_no_torch():
+    assert [re.split(r"[<>=]", item)[0] for item in PROJECT["build-system"]["requires"]] == ["setuptools"]
+
+
+def test_the_package_says_the_version_that_the_project_declares():
+    assert quire.__version__ == PROJECT["project"]["version"]
+
+
+# Rooms
+
+
+def test_every_room_has_its_place_in_the_contract():
+    assert existing_rooms() <= {room for layer in LAYERS for room in layer}
+
+
+def test_every_room_from_llm_down_is_held_to_the_bare_engines_libraries():
+    flat = [room for layer in LAYERS for room in layer]
+    below = set(flat[flat.index("llm") :]) - {"link"}
+    held = {name.removeprefix("quire.") for name in CONTRACTS["bare-engine"]["source_modules"]}
+    assert existing_rooms() & below <= held
+    assert below == set(imports_gate.ALLOWED)
+
+
+def test_core_memory_and_scheduler_load_without_torch():
+    code = (
+        "import importlib, pkgutil, sys\n"
+        "for room in ('core', 'memory', 'scheduler', 'observe'):\n"
+        "    package = importlib.import_module(f'quire.{room}')\n"
+        "    for module in pkgutil.iter_modules(package.__path__):\n"
+        "        importlib.import_module(f'quire.{room}.{module.name}')\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", check=False)
+    assert run.returncode == 0
+
+
+# Gates
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def function_of(num_lines: int, decorator: str = "") -> str:
+    return f"{decorator}def work():\n" + "    pass\n" * (num_lines - 1)
+
+
+def test_the_size_gate_names_long_files_and_functions(tmp_path, capsys):
+    write(tmp_path, "src/long.py", "x = 1\n" * 501)
+    write(tmp_path, "src/kernel.cpp", "//\n" * 501)
+    write(tmp_path, "tests/test_x.py", "\n" + function_of(81))
+    write(tmp_path, "src/fine.py", function_of(80) + "x = 1\n" * 420)
+    assert size_gate.main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "src/long.py:1: file has 501 lines (at most 500)" in out
+    assert "src/kernel.cpp:1: file has 501 lines" in out
+    assert "tests/test_x.py:2: function work has 81 lines (at most 80)" in out
+    assert "fine" not in out
+
+
+@pytest.mark.parametrize("decorator", ["@triton.jit\n", "@triton.jit(do_not_specialize=['n'])\n"])
+def test_the_size_gate_spares_triton_kernels(tmp_path, decorator):
+    write(tmp_path, "src/kernel.py", function_of(200, decorator))
+    assert size_gate.findings(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "finding"),
+    [
+        ("weights/folder.py", "import tqdm", "folder.py:1: imports tqdm; room weights may use"),
+        ("core/step.py", "import numpy", "room core may use the standard library only"),
+        ("scheduler/queue.py", "from torch import nn", "imports torch; room scheduler may use numpy"),
+        ("weights/gguf.py", "import gguf", "imports gguf at the top"),
+        (
+            "engine/engine.py",
+            "def f():\n    from quire.llm import x",
+            "engine.py:2: imports quire.llm inside a",
+        ),
+    ],
+)
+def test_the_imports_gate_names_what_a_room_may_not_import(tmp_path, name, text, finding):
+    write(tmp_path, f"src/quire/{name}", text)
+    assert [line for line in imports_gate.findings(tmp_path) if finding in line]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llm/llm.py", "import torch, tqdm, json\nfrom quire.core import errors"),
+        ("weights/gguf.py", "def read():\n    import gguf"),
+        ("weights/types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import gguf"),
+        ("kernels/registry.py", "def load():\n    from quire.kernels import norm"),
+        ("server/app.py", "import fastapi"),
+        ("__init__.py", "def __getattr__(name):\n    from quire.llm import LLM"),
+    ],
+)
+def test_the_imports_gate_passes_what_the_design_allows(tmp_path, name, text):
+    write(tmp_path, f"src/quire/{name}", text)
+    assert imports_gate.findings(tmp_path) == []
+
+
+# make
+
+
+def test_make_alone_lists_every_target():
+    listed = make().stdout
+    for target in ("setup", "chat", "test", "check", "format", "compare-cpu", "bench", "clean"):
+        assert re.search(rf"^  {target} +\S", listed, re.MULTILINE)
+
+
+def test_an_old_python_is_refused_with_its_version_and_the_remedy(tmp_path):
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    refused = make("setup", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}")
+    assert refused.returncode != 0
+    assert f"Quire needs Python 3.11 or later; {old} is Python 3.9.2." in refused.stderr
+    assert "make setup PYTHON=" in refused.stderr
+    assert not (tmp_path / "venv").exists()

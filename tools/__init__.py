@@ -1,0 +1,1 @@
+"""The project's own checks, run by `make check`."""

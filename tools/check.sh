@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Every check, one line each; a failing one shows its output, and all of them run whatever fails.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PY=${PY:-.venv/bin/python}
+bin=$(dirname "$PY")
+export PYTHONPATH=src # so that the checks need no installed package
+folders=()
+for folder in src tests tools benchmarks; do [ -d "$folder" ] && folders+=("$folder"); done
+failed=()
+
+check() { # NAME FIX COMMAND…
+  local name=$1 fix=$2 output
+  shift 2
+  if output=$("$@" 2>&1); then
+    printf 'ok    %s\n' "$name"
+  else
+    printf 'FAIL  %s\n' "$name"
+    printf '%s\n' "$output" | sed 's/^/      /'
+    [ -z "$fix" ] || printf '      -> %s\n' "$fix"
+    failed+=("$name")
+  fi
+}
+
+echo "== checks"
+check "format" "make format" "$PY" -m ruff format --check --output-format concise "${folders[@]}"
+check "lint" "make format repairs some of it" "$PY" -m ruff check --output-format concise "${folders[@]}"
+check "types" "" "$PY" -m mypy
+check "rooms" "imports point down the list of docs/architecture.md only" "$bin/lint-imports" --no-logo
+check "imports" "" "$PY" tools/imports_gate.py
+check "sizes" "" "$PY" tools/size_gate.py
+
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "checks failed: ${failed[*]}" >&2
+  exit 1
+fi
