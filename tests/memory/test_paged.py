@@ -79,7 +79,7 @@ def test_a_fork_shares_every_block_and_copies_only_the_one_it_writes():
     parent = make_sequence(range(10))
     compute(memory, parent)
     child = make_sequence(range(10))
-    memory.fork(parent, child)
+    memory.fork(parent, child, parent.num_computed)
     assert child.block_ids == parent.block_ids
     delta = TableDelta()
     assert memory.grow(child, 11, delta)

@@ -1,7 +1,7 @@
 """Request: what a client asked for. Sequence: one stream of tokens that answers it."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from quire.core.ints import Ints, ints
 from quire.core.sampling import SamplingParams
@@ -33,7 +33,7 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"

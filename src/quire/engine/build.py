@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,13 +19,14 @@ from quire.layers.pool import Pool
 from quire.memory.paged import PagedMemory
 from quire.models import registry
 from quire.models.loading import load
+from quire.models.model import Model
 from quire.runner.runner import Runner, RunnerLimits
 from quire.runner.sizing import PoolSize, free_bytes_for_pool, pool_size
 from quire.weights.open import open_source
 from quire.weights.source import Source
 
 DEFAULT_MAX_TOKENS = 256  # where the caller gives no sampling parameters at all
-Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes
+Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,8 @@ class Report:
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
-        format_name = numbers.quantization if numbers.quantization != "none" else numbers.dtype
         return [
-            f"model     {self.model}, {format_name} on {numbers.device.type}, {self.num_threads} threads",
+            f"model     {self.model}, {numbers.format.name} on {numbers.device.type}, {self.num_threads} threads",
             f"weights   {self.weights_bytes / 1e6:,.0f} MB",
             f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
@@ -74,8 +75,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     numbers = resolve_numbers(config, described)
     max_model_len = resolve_max_model_len(config, described)
     num_threads = _set_threads(config.runner.num_threads, numbers)
-    factory = LayerFactory(numbers.device, numbers.dtype, numbers.quantization, max_position=max_model_len)
-    model = load(source, factory, progress, seed=options.seed)
+    factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
+    model = load(source, factory, partial(progress, "weights") if progress else None, seed=options.seed)
     pool, size = _make_pool(config, described, numbers, max_model_len)
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
     runner = Runner(model, pool, _runner_limits(config, scheduler, model, max_model_len), numbers.device)
@@ -112,7 +113,7 @@ def block_layout(block_size: int, model: ModelConfig, numbers: Numbers) -> Block
 
 
 def _runner_limits(
-    config: EngineConfig, scheduler: SchedulerConfig, model: registry.Model, max_model_len: int
+    config: EngineConfig, scheduler: SchedulerConfig, model: Model, max_model_len: int
 ) -> RunnerLimits:
     max_num_seqs, max_tokens = scheduler.limits
     record = model.recordable and not config.runner.enforce_eager
@@ -127,7 +128,7 @@ def _set_threads(asked: int | None, numbers: Numbers) -> int:
     has_native = native.available()
     if has_native:
         native.set_num_threads(num_threads)
-    torch.set_num_threads(1 if has_native and numbers.quantization != "none" else num_threads)
+    torch.set_num_threads(1 if has_native and numbers.format.native else num_threads)
     return num_threads
 
 

@@ -6,6 +6,8 @@ import torch
 
 from quire.core.config import EngineConfig, ModelConfig, SchedulerConfig
 from quire.core.errors import ConfigError
+from quire.quant.choice import choose_format
+from quire.quant.format import NumberFormat
 
 CPU_BATCHED_TOKENS = 512  # a step stays short enough for others' tokens to flow
 GPU_BATCHED_TOKENS = 8192
@@ -17,26 +19,18 @@ class Numbers:
     """In what numbers the model runs, and where."""
 
     device: torch.device
-    dtype: str  # of activations and unquantized weights
-    quantization: str  # none | int8
+    format: NumberFormat
     kv_dtype: str
 
 
 def resolve_numbers(config: EngineConfig, model: ModelConfig) -> Numbers:
     device = resolve_device(config.runner.device)
-    on_cpu = device.type == "cpu"
-    quantization = config.model.quantization
-    if quantization == "auto":
-        quantization = "int8" if on_cpu and config.model.dtype in ("auto", "float32") else "none"
-    if quantization == "int8" and not on_cpu:
-        raise ConfigError("quantization='int8' runs on the CPU only so far: use quantization='none' on a GPU")
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if on_cpu else ("bfloat16" if model.dtype == "float32" else model.dtype)
+    number_format = choose_format(device, config.model.dtype, config.model.quantization, model.dtype)
     kv_dtype = config.memory.kv_cache_dtype
     if kv_dtype == "auto":  # half precision costs int8 nothing in quality and halves what attention reads
-        kv_dtype = "float16" if quantization == "int8" else dtype
-    return Numbers(device, dtype, quantization, kv_dtype)
+        activations = str(number_format.activation_dtype).removeprefix("torch.")
+        kv_dtype = "float16" if number_format.native else activations
+    return Numbers(device, number_format, kv_dtype)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -1,5 +1,8 @@
 """Pool: the one region of device memory, in pages. A block holds all layers' K and V of its positions."""
 
+import mmap
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,8 +15,7 @@ class Pool:
     def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        # zeros: on the CPU untouched pages cost no memory until they are written
-        self.data = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        self.data = _zeros(num_blocks, layout.block_bytes, torch.device(device))  # [num_blocks, block_bytes]
         self._planes = [(self._plane(i, False), self._plane(i, True)) for i in range(layout.num_layers)]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -29,3 +31,11 @@ class Pool:
             (layout.block_elements, layout.position_elements, layout.head_dim, 1),
             layout.plane_offset(layer, value),
         )
+
+
+def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
+    """Zeroed bytes. On the CPU they are mapped, so a page costs memory only once it is written."""
+    if device.type != "cpu":
+        return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+    mapped = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
+    return torch.from_numpy(mapped).view(num_blocks, block_bytes)

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from quire.core.errors import EngineDead
@@ -22,7 +23,7 @@ class EngineThread:
         self._engine = engine
         self._on_updates = on_updates
         self._on_death = on_death
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._dead: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="quire-engine", daemon=True)
         self._thread.start()
@@ -47,10 +48,10 @@ class EngineThread:
         return accepted
 
     def abort(self, request_id: str) -> None:
-        self._inbox.put(lambda: self._engine.abort(request_id) and None)
+        self._inbox.put(partial(self._engine.abort, request_id))
 
     def stop(self, request_id: str, index: int) -> None:
-        self._inbox.put(lambda: self._engine.stop(request_id, index) and None)
+        self._inbox.put(partial(self._engine.stop, request_id, index))
 
     def close(self) -> None:
         """Ends the loop and the engine; whatever still runs is dropped."""

@@ -62,9 +62,9 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or a list of them, through the model's chat template."""
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        several: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prepared = []
-        for conversation in conversations:
+        for conversation in several:
             text = self.template.render(
                 conversation,
                 tools=tools,

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 
-Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes
+Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def load_progress(enabled: bool) -> Iterator[Progress | None]:
 
     def report(what: str, done: int, total: int) -> None:
         if what not in bars:
-            bars[what] = tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, delay=0.3)
+            bars[what] = tqdm(total=total, desc=what, leave=False, delay=0.3)
         bars[what].update(done - bars[what].n)
 
     try:

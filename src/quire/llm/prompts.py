@@ -22,10 +22,9 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: text, {"prompt": …}, {"prompt_token_ids": […]} or a list of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # one list of token ids
-    return prompts  # type: ignore[return-value]
+    several: list[Any] = list(prompts)
+    is_token_ids = bool(several) and all(isinstance(item, int) for item in several)
+    return [several] if is_token_ids else several
 
 
 def prepare(prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> PreparedPrompt:

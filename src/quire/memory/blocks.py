@@ -12,8 +12,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.ref_counts = [0] * (num_blocks + 1)
-        self._next = [*range(1, num_blocks + 1), 0]  # 0 → 1 → 2 → … → 0
-        self._previous = [num_blocks, *range(num_blocks)]
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]  # 0 → 1 → 2 → … → 0
+        self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
     def take(self) -> int:
         """The block that was freed longest ago, now with one reference. The caller checked `num_free`."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.kernels.tape import Tape
 from quire.layers.batch import Batch
 from quire.layers.pool import Pool
-from quire.models.registry import Model
+from quire.models.model import Model
 
 MAX_RECORDED = 8  # batch sizes kept; recording costs no more than an ordinary pass
 

@@ -14,7 +14,7 @@ from quire.core.step import PromptLogprobs, Step, StepResult
 from quire.kernels import choose
 from quire.layers.batch import Batch
 from quire.layers.pool import Pool
-from quire.models.registry import Model
+from quire.models.model import Model
 from quire.runner.assembly import Assembled, Assembler, ScoredRow
 from quire.runner.recorded import RecordedDecodes
 from quire.runner.rows import Rows
@@ -36,7 +36,7 @@ class RunnerLimits:
 class Runner:
     """The forward pass and sampling, in a worker thread: the caller plans the next step meanwhile."""
 
-    def __init__(self, model: Model, pool: Pool, limits: RunnerLimits, device: str = "cpu") -> None:
+    def __init__(self, model: Model, pool: Pool, limits: RunnerLimits, device: torch.device | str = "cpu") -> None:
         block_size = pool.layout.block_size
         self._model = model
         self._pool = pool

@@ -243,7 +243,7 @@ class Scheduler:
             return
         for source, parent in zip(list(plan.sources), list(plan.receivers), strict=True):
             group = self._unforked.pop(parent.request.request_id, None)
-            for _ in range(group.num_unforked if group else 0):
+            while group is not None and group.num_unforked:
                 child = Sequence(parent.request, index=len(group.sequences), token_ids=parent.token_ids[:])
                 group.sequences.append(child)
                 child.phase = Phase.RUNNING

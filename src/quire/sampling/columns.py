@@ -1,0 +1,174 @@
+"""SamplingColumns: what sampling knows of each row, as arrays, so that a step only gathers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+
+from quire.core.errors import InvalidRequest
+from quire.core.sampling import SamplingParams
+from quire.sampling.random import Purpose, stream_key
+
+NO_LOGPROBS = -1
+ANY_TOKEN = -1  # fills the front of shorter prefixes in RowEdits.prefixes
+
+
+class RowFlag(IntFlag):
+    """Which stages a row needs. A step gathers these first, and runs no stage that no row needs."""
+
+    SAMPLED = 1  # temperature above zero
+    PENALISED = 2
+    EDITED = 4  # logit bias or a one-token bad word: the same edit at every position
+    BAD_SEQUENCES = 8
+    ALLOWED = 16
+    MIN_TOKENS = 32
+    LOGPROBS = 64
+
+
+# What changes logits before the choice; a row without any is never copied for its raw logprobs.
+CHANGING = RowFlag.PENALISED | RowFlag.EDITED | RowFlag.BAD_SEQUENCES | RowFlag.ALLOWED | RowFlag.MIN_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class RowEdits:
+    """A row's token lists, on the host: they are short, and few rows have any."""
+
+    bias_ids: np.ndarray  # [B] int64
+    bias_values: np.ndarray  # [B] float32, minus infinity for a one-token bad word
+    stop_ids: np.ndarray  # [E] int64, banned until min_tokens is reached
+    last_ids: np.ndarray  # [W] int64, last token of each longer bad word
+    prefixes: np.ndarray  # [W, P] int32, the tokens before it, right-aligned, ANY_TOKEN in front
+    prefix_lens: np.ndarray  # [W] int64
+    allowed_bits: np.ndarray  # [ceil(V / 32)] uint32; empty when every token is allowed
+
+
+def check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    """Refuses parameters that name tokens the model does not have. For admission: a step cannot refuse."""
+    named = (
+        ("logit_bias", sampling.logit_bias),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("bad_words_token_ids", (token_id for word in sampling.bad_words_token_ids for token_id in word)),
+    )
+    for name, token_ids in named:
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"{name} has token {token_id}, but the model has 0 to {vocab_size - 1} only: remove it",
+                    name,
+                )
+
+
+class SamplingColumns:
+    """One entry per row in every array; an entry is valid from `start_row` until the row starts again.
+
+    Nothing here changes as a row generates, so a preempted row that starts again is exactly as before.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self.max_rows = max_rows
+        self.vocab_size = vocab_size
+        self.temperature = np.zeros(max_rows, np.float32)  # [max_rows]; 0 means greedy
+        self.top_k = np.zeros(max_rows, np.int32)  # [max_rows]; 0 is off
+        self.top_p = np.ones(max_rows, np.float32)  # [max_rows]; 1 is off
+        self.min_p = np.zeros(max_rows, np.float32)  # [max_rows]; 0 is off
+        self.repetition = np.ones(max_rows, np.float32)  # [max_rows]; 1 is off
+        self.presence = np.zeros(max_rows, np.float32)  # [max_rows]; 0 is off
+        self.frequency = np.zeros(max_rows, np.float32)  # [max_rows]; 0 is off
+        self.seed = np.zeros(max_rows, np.uint64)  # [max_rows]
+        self.sample_index = np.zeros(max_rows, np.int64)  # [max_rows]
+        self.token_key = np.zeros(max_rows, np.uint64)  # [max_rows], of the row's Purpose.TOKEN stream
+        self.num_prompt_tokens = np.zeros(max_rows, np.int64)  # [max_rows]
+        self.min_tokens = np.zeros(max_rows, np.int64)  # [max_rows]
+        self.num_logprobs = np.full(max_rows, NO_LOGPROBS, np.int64)  # [max_rows]
+        self.flags = np.zeros(max_rows, np.uint8)  # [max_rows] RowFlag
+        self.edits: list[RowEdits | None] = [None] * max_rows
+
+    def start_row(
+        self,
+        row: int,
+        sampling: SamplingParams,
+        seed: int,
+        sample_index: int,
+        num_prompt_tokens: int,
+        stop_token_ids: Iterable[int] = (),
+    ) -> None:
+        """The row belongs to this request's sample from now on. `stop_token_ids`: all that end it."""
+        self.temperature[row] = 0.0 if sampling.greedy else sampling.temperature
+        self.top_k[row] = 0 if sampling.top_k >= self.vocab_size else sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        # a penalty that rounds to zero would turn minus infinity, a ban, into a NaN
+        self.repetition[row] = max(sampling.repetition_penalty, 1e-30)
+        self.presence[row] = sampling.presence_penalty
+        self.frequency[row] = sampling.frequency_penalty
+        self.seed[row] = seed & 0xFFFFFFFFFFFFFFFF
+        self.sample_index[row] = sample_index
+        self.token_key[row] = stream_key(seed, sample_index, Purpose.TOKEN)
+        self.num_prompt_tokens[row] = num_prompt_tokens
+        self.min_tokens[row] = sampling.min_tokens
+        self.num_logprobs[row] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
+        edits = _row_edits(sampling, stop_token_ids, self.vocab_size)
+        self.edits[row] = edits
+        self.flags[row] = _row_flags(sampling, edits)
+
+
+def _row_flags(sampling: SamplingParams, edits: RowEdits | None) -> int:
+    flags = RowFlag(0)
+    if not sampling.greedy:
+        flags |= RowFlag.SAMPLED
+    if sampling.penalised:
+        flags |= RowFlag.PENALISED
+    if sampling.logprobs is not None:
+        flags |= RowFlag.LOGPROBS
+    if edits is not None:
+        if len(edits.bias_ids):
+            flags |= RowFlag.EDITED
+        if len(edits.last_ids):
+            flags |= RowFlag.BAD_SEQUENCES
+        if len(edits.allowed_bits):
+            flags |= RowFlag.ALLOWED
+        if len(edits.stop_ids):
+            flags |= RowFlag.MIN_TOKENS
+    return int(flags)
+
+
+def _row_edits(sampling: SamplingParams, stop_token_ids: Iterable[int], vocab_size: int) -> RowEdits | None:
+    has_bans = sampling.bad_words_token_ids or sampling.allowed_token_ids is not None or sampling.min_tokens
+    if not sampling.logit_bias and not has_bans:
+        return None
+    words = [word for word in sampling.bad_words_token_ids if word and _known(word, vocab_size)]
+    single = [word[0] for word in words if len(word) == 1]
+    longer = [word for word in words if len(word) > 1]
+    bias = {key: value for key, value in sampling.logit_bias.items() if _known((key,), vocab_size)}
+    bias.update(dict.fromkeys(single, -np.inf))
+    width = max((len(word) - 1 for word in longer), default=0)
+    prefixes = np.full((len(longer), width), ANY_TOKEN, np.int32)
+    for index, word in enumerate(longer):
+        prefixes[index, width - len(word) + 1 :] = word[:-1]
+    stop_ids = [token_id for token_id in stop_token_ids if _known((token_id,), vocab_size)]
+    return RowEdits(
+        bias_ids=np.array(list(bias), np.int64),
+        bias_values=np.array(list(bias.values()), np.float32),
+        stop_ids=np.array(sorted(stop_ids) if sampling.min_tokens else [], np.int64),
+        last_ids=np.array([word[-1] for word in longer], np.int64),
+        prefixes=prefixes,
+        prefix_lens=np.array([len(word) - 1 for word in longer], np.int64),
+        allowed_bits=_bits_of(sampling.allowed_token_ids, vocab_size),
+    )
+
+
+def _known(token_ids: Iterable[int], vocab_size: int) -> bool:
+    """Admission refuses unknown ids; here they are skipped: one bad index would fail the whole batch."""
+    return all(0 <= token_id < vocab_size for token_id in token_ids)
+
+
+def _bits_of(token_ids: tuple[int, ...] | None, vocab_size: int) -> np.ndarray:
+    """[ceil(V / 32)] uint32 with the tokens' bits set; empty for None."""
+    if token_ids is None:
+        return np.zeros(0, np.uint32)
+    bits = np.zeros(-(-vocab_size // 32), np.uint32)
+    known = np.array([token_id for token_id in token_ids if _known((token_id,), vocab_size)], np.int64)
+    np.bitwise_or.at(bits, known // 32, np.uint32(1) << (known % 32).astype(np.uint32))
+    return bits

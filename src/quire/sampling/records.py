@@ -1,0 +1,61 @@
+"""The records at this room's door: what the sampler is asked, and what it answers."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.sampling.columns import SamplingColumns
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """Which tokens some of the rows may take, from outside (a grammar). A set bit allows the token."""
+
+    indices: np.ndarray  # [M] int64, which of the S logits rows are masked
+    bits: np.ndarray  # [M, ceil(V / 32)] uint32, token t is bit t % 32 of word t // 32
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequests:
+    """S tokens to choose. Only `token_ids` is on the device: the last token may not have reached the host."""
+
+    rows: np.ndarray  # [S] int64, the row that receives each token
+    positions: np.ndarray  # [S] int64, position of the token being chosen: as many tokens come before it
+    columns: SamplingColumns
+    token_ids: Tensor  # [max_rows, max_len] int32, each row's tokens; read up to `positions` only
+    mask: TokenMask | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Raw log probabilities for those of S rows that asked. K is the most that any of them wants."""
+
+    indices: np.ndarray  # [M] int64, which of the S rows
+    num_top: np.ndarray  # [M] int64, how many of the K best each wants
+    token_ids: Tensor  # [M] int64, the chosen token
+    logprobs: Tensor  # [M] float32, of the chosen token
+    ranks: Tensor  # [M] int64, of the chosen token; 1 is the most likely
+    top_ids: Tensor  # [M, K] int64, best first
+    top_logprobs: Tensor  # [M, K] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """S chosen tokens, on the device."""
+
+    token_ids: Tensor  # [S] int64; 0 where the row failed, so that it can be embedded whatever happens
+    finite: Tensor  # [S] bool; False: the logits were not finite or every token was banned
+    logprobs: LogprobTensors | None = None  # None: nobody asked
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A host array as a device tensor, without waiting for the device."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

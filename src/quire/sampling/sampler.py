@@ -1,0 +1,106 @@
+"""Sampler: one token per row, each by its own parameters, whoever else is in the batch."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels import choose
+from quire.kernels.registry import REFERENCE
+from quire.sampling import masks
+from quire.sampling.columns import CHANGING, RowFlag
+from quire.sampling.draw import Draws, draw
+from quire.sampling.logprobs import measure
+from quire.sampling.penalties import Penalties
+from quire.sampling.random import uniforms
+from quire.sampling.records import LogprobTensors, Sampled, SampleRequests, on_device
+
+
+class Sampler:
+    """Bias and bans, penalties, then the choice; logprobs are of the logits as they came.
+
+    The host decides from the rows' flags what runs, and never waits for the device. A row that cannot be
+    sampled (logits that are not finite, every token banned) is marked in `Sampled.finite`, not raised.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._kernel = choose("sample", self._device)
+        # the reference sorts every row; `draw` is as plain, and sorts where it must
+        self._fused = not self._kernel.__name__.endswith(REFERENCE)
+        self._penalties = Penalties()
+
+    def __call__(self, logits: Tensor, requests: SampleRequests) -> Sampled:
+        """logits [S, V] float32, contiguous. They are used up: edits are made in place."""
+        flags = _current_flags(requests)
+        finite = logits.amax(dim=-1).isfinite()
+        asking = np.flatnonzero(flags & RowFlag.LOGPROBS)
+        raw = self._raw(logits, flags, asking, requests)
+        self._edit(logits, flags, requests)
+        chosen = self._choose(logits, flags, requests).clamp_(0, logits.shape[1] - 1)
+        finite &= logits.gather(1, chosen[:, None]).squeeze(1).isfinite()
+        chosen = chosen.masked_fill_(~finite, 0)
+        if raw is None:
+            return Sampled(chosen, finite)
+        return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests))
+
+    def _raw(
+        self, logits: Tensor, flags: np.ndarray, asking: np.ndarray, requests: SampleRequests
+    ) -> Tensor | None:
+        """The logits that logprobs are taken from, [asking, V]: a copy only if an edit would reach them."""
+        if not len(asking):
+            return None
+        changing = (flags[asking] & CHANGING).any() or requests.mask is not None
+        if len(asking) == len(logits):
+            return logits.clone() if changing else logits
+        return logits.index_select(0, on_device(asking, self._device))
+
+    def _edit(self, logits: Tensor, flags: np.ndarray, requests: SampleRequests) -> None:
+        if requests.mask is not None or (flags & (CHANGING & ~RowFlag.PENALISED)).any():
+            masks.apply_edits(logits, flags, requests)
+        penalised = np.flatnonzero(flags & RowFlag.PENALISED)
+        if len(penalised):
+            self._penalties.apply(logits, penalised, requests)
+
+    def _choose(self, logits: Tensor, flags: np.ndarray, requests: SampleRequests) -> Tensor:
+        sampled = np.flatnonzero(flags & RowFlag.SAMPLED)
+        if not len(sampled):
+            return self._kernel.argmax(logits)
+        if len(sampled) == len(logits):
+            return self._draw(logits, requests, sampled)
+        drawing = on_device(sampled, self._device)
+        greedy = on_device(np.flatnonzero(~flags & RowFlag.SAMPLED), self._device)
+        chosen = torch.empty(len(logits), dtype=torch.int64, device=self._device)
+        chosen[greedy] = self._kernel.argmax(logits.index_select(0, greedy))
+        chosen[drawing] = self._draw(logits.index_select(0, drawing), requests, sampled)
+        return chosen
+
+    def _draw(self, logits: Tensor, requests: SampleRequests, indices: np.ndarray) -> Tensor:
+        columns, rows = requests.columns, requests.rows[indices]
+        draws = Draws(
+            columns.temperature[rows],
+            columns.top_k[rows],
+            columns.top_p[rows],
+            columns.min_p[rows],
+            uniforms(columns.token_key[rows], requests.positions[indices]),
+        )
+        if not self._fused:
+            return draw(logits, draws)
+        inputs = (draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms)
+        return self._kernel.sample_filtered(logits, *(on_device(value, self._device) for value in inputs))
+
+    def _measure(
+        self, raw: Tensor, chosen: Tensor, asking: np.ndarray, requests: SampleRequests
+    ) -> LogprobTensors:
+        token_ids = chosen if len(asking) == len(chosen) else chosen[on_device(asking, self._device)]
+        num_top = requests.columns.num_logprobs[requests.rows[asking]]
+        return measure(raw, token_ids, asking, num_top, self._kernel)
+
+
+def _current_flags(requests: SampleRequests) -> np.ndarray:
+    """[S] uint8: the rows' flags, without MIN_TOKENS where the row is long enough by now."""
+    columns, rows = requests.columns, requests.rows
+    flags = columns.flags[rows]
+    if (flags & RowFlag.MIN_TOKENS).any():
+        reached = requests.positions - columns.num_prompt_tokens[rows] >= columns.min_tokens[rows]
+        flags[reached] &= ~np.uint8(RowFlag.MIN_TOKENS)
+    return flags
