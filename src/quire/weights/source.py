@@ -18,6 +18,7 @@ class Source(Protocol):
     fingerprint: str  # changes when the weights change; keys prefix hashes and converted weights
     num_tensors: int
     num_bytes: int  # of all tensors as stored
+    random: bool  # no tensors are named: the consumer fills its parameters from a seed (load_format dummy)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor once, as float32/float16/bfloat16; raises WeightsError on a missing or cut file."""

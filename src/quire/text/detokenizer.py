@@ -1,0 +1,126 @@
+"""Detokenizer: the text of one growing sequence, in pieces that are safe to show."""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from quire.text.stop_strings import StopStrings
+from quire.text.tokenizer import Tokenizer, is_byte_token
+
+_LONGEST_BYTE_RUN = 64  # tokens; see PieceDecoder
+
+
+class _TextDecoder(Protocol):
+    def push(self, token_id: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class Detokenizer:
+    """All pushes and the flush together are `tokenizer.decode` of all tokens, cut at the first stop string.
+
+    A character that is not complete is held back, and so is text that may turn out to be a stop string. The
+    cost of a token does not grow with the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Stop strings are not looked for in the text of the first `min_tokens` tokens."""
+        kind = ByteDecoder if tokenizer.is_byte_level else PieceDecoder
+        self._decoder: _TextDecoder = kind(tokenizer, skip_special_tokens)
+        self._stops = StopStrings(stop, include_stop_str_in_output)
+        self._min_tokens = min_tokens
+        self.num_tokens = 0  # consumed; with a stop string found, up to and including the token that ended it
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.found is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that was found."""
+        return self._stops.found
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens make showable; none after a stop string."""
+        shown = []
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            self.num_tokens += 1
+            text = self._decoder.push(token_id)
+            shown.append(text if self.num_tokens <= self._min_tokens else self._stops.feed(text))
+        return "".join(shown)
+
+    def flush(self) -> str:
+        """What is still held when the sequence ends: broken bytes become U+FFFD, half a stop string is shown."""
+        if self.stopped:
+            return ""
+        return self._stops.feed(self._decoder.flush()) + self._stops.flush()
+
+
+class ByteDecoder:
+    """For byte-level vocabularies: tokens are bytes, and UTF-8 is decoded as it comes."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._bytes_of = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id in self._skipped else self._utf8.decode(self._bytes_of(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class PieceDecoder:
+    """For other vocabularies: new tokens are decoded behind one token of context.
+
+    Their decoders look at neighbours twice: the start of a text loses its space, and a run of byte tokens
+    becomes characters only if the whole run is valid. So one token stays as context, and a run is held until
+    it ends, or until it is very long and makes sense so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        token = self._tokenizer.token(token_id)
+        if token is None or (self._skip and token_id in self._tokenizer.special_ids):
+            return ""
+        self._pending.append(token_id)
+        if is_byte_token(token):
+            # A character has at most four bytes, so a valid run is complete within four tries.
+            if len(self._pending) < _LONGEST_BYTE_RUN or len(self._pending) % _LONGEST_BYTE_RUN > 3:
+                return ""
+            text = self._decoded()
+            if "\ufffd" in text:
+                return ""
+            if not self._context:  # what follows is no longer the start of the text
+                self._context, self._context_text = list(self._pending), text
+            return self._commit(text)
+        text = self._decoded()
+        self._context = [token_id]
+        self._context_text = self._tokenizer.decode(self._context, self._skip)
+        return self._commit(text)
+
+    def flush(self) -> str:
+        return self._commit(self._decoded()) if self._pending else ""
+
+    def _decoded(self) -> str:
+        text = self._tokenizer.decode(self._context + self._pending, self._skip)
+        return text[len(self._context_text) :]
+
+    def _commit(self, text: str) -> str:
+        self._pending.clear()
+        return text

@@ -1,0 +1,185 @@
+"""ChatTemplate: messages to prompt text, by a model's own jinja template, in jinja's sandbox.
+
+jinja2 is imported at the first use: it takes a tenth of a second, and plain generation needs none of it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from quire.core.errors import ConfigError, InvalidRequest
+from quire.text.messages import checked_messages, plain
+from quire.text.tokenizer import special_tokens
+from quire.weights.source import Source
+
+MAX_CHARACTERS = 16_000_000  # of rendered text: a template that loops must not fill the memory
+_CONTINUE_MARK = "\ue0f0CONTINUE\ue0f1 "  # ends in a space to show whether the template trims
+
+
+class ChatTemplate:
+    """One model's template, or several by name: with tools, the one called `tool_use` if there is one."""
+
+    def __init__(self, template: str | Mapping[str, str], special: Mapping[str, str] | None = None) -> None:
+        self._texts = {"default": template} if isinstance(template, str) else dict(template)
+        self._special = dict(special or {})
+        self._compiled: dict[str, Any] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt's text. `kwargs` reach the template as variables (`enable_thinking`, `documents`, …).
+
+        With `continue_final_message` the text ends where the last message's content ends. InvalidRequest
+        says what is wrong with the messages, or what the template itself complains about.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message exclude each other: set one to false",
+                "continue_final_message",
+            )
+        checked = checked_messages(messages)
+        if continue_final_message:
+            checked[-1]["content"] += _CONTINUE_MARK
+        variables = {
+            **self._special,
+            "documents": None,
+            **plain(kwargs, "chat_template_kwargs"),
+            "messages": checked,
+            "tools": plain(tools, "tools"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._rendered("tool_use" if tools and "tool_use" in self._texts else "default", variables)
+        return _cut_at_mark(text) if continue_final_message else text
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the template does anything with tools; one that does not would drop them silently."""
+        return any("tools" in text for text in self._texts.values())
+
+    def _rendered(self, name: str, variables: Mapping[str, Any]) -> str:
+        from jinja2 import TemplateError
+
+        pieces, size = [], 0
+        try:
+            for piece in self._template(name).generate(**variables):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MAX_CHARACTERS:
+                    break
+        except TemplateError as error:
+            raise InvalidRequest(f"the chat template refuses the messages: {error}", "messages") from error
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise InvalidRequest(
+                f"the chat template cannot take these messages ({type(error).__name__}: {error}): check their shape",
+                "messages",
+            ) from error
+        if size > MAX_CHARACTERS:
+            raise InvalidRequest(
+                f"the chat template made more than {MAX_CHARACTERS:,} characters: send shorter messages",
+                "messages",
+            )
+        return "".join(pieces)
+
+    def _template(self, name: str) -> Any:
+        if name not in self._compiled:
+            from jinja2 import TemplateSyntaxError
+
+            text = self._texts.get(name)
+            if text is None:
+                known = ", ".join(sorted(self._texts))
+                raise ConfigError(
+                    f"no chat template is called {name!r} (there are {known}): set --chat-template"
+                )
+            try:
+                self._compiled[name] = _environment().from_string(text)
+            except TemplateSyntaxError as error:
+                raise ConfigError(
+                    f"the chat template is no valid jinja (line {error.lineno}: {error.message}): "
+                    "set --chat-template to another"
+                ) from error
+        return self._compiled[name]
+
+
+def load_template(source: Source, chosen: str | None = None) -> ChatTemplate:
+    """The source's template, or `chosen`: a file's path or the template's text itself."""
+    config = source.tokenizer_config()
+    found: Any = config.get("chat_template") if chosen is None else _chosen_text(chosen)
+    if isinstance(found, list):
+        found = {str(one["name"]): str(one["template"]) for one in found}
+    if not found:
+        raise InvalidRequest(
+            f"{source.name} has no chat template: give one with --chat-template, or send a plain prompt",
+            "messages",
+        )
+    return ChatTemplate(found, special_tokens(config))
+
+
+def _chosen_text(chosen: str) -> str:
+    if "{" in chosen or "\n" in chosen:
+        return chosen
+    try:
+        return Path(chosen).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template={chosen!r} is no template and no readable file ({error})"
+        ) from error
+
+
+def _cut_at_mark(text: str) -> str:
+    bare = _CONTINUE_MARK.rstrip()
+    at = text.rfind(bare)
+    if at < 0:
+        raise InvalidRequest(
+            "the chat template drops the last message's content, so it cannot be continued: "
+            "set continue_final_message to false",
+            "continue_final_message",
+        )
+    trimmed = not text.startswith(_CONTINUE_MARK, at)
+    return text[:at].rstrip() if trimmed else text[:at]
+
+
+@cache
+def _environment() -> Any:
+    """jinja's immutable sandbox with what templates written for transformers rely on."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """{% generation %} marks what an assistant said, for training; here it is transparent."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson  # jinja's own escapes HTML
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

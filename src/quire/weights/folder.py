@@ -1,0 +1,205 @@
+"""FolderSource: a Hugging Face folder with config.json and safetensors, in one file or in shards."""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ModelError, WeightsError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LARGEST_HEADER = 100_000_000  # the format's own limit: a larger number means a foreign file
+_KEPT = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_BUFFERS = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}  # masks, positions: no weights
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file, its header read and its length checked against it."""
+
+    path: Path
+    entries: Mapping[str, Mapping[str, Any]]  # tensor name -> {"dtype", "shape", "data_offsets"}
+    header: bytes
+
+
+class FolderSource:
+    """A Source over a folder; opening it reads headers only and finds every missing or cut file."""
+
+    random = False
+
+    def __init__(self, folder: Path, *, name: str | None = None) -> None:
+        self.folder = folder
+        self.name = name or folder.resolve().name
+        self.config: Mapping[str, Any] = read_config(folder)
+        method = (self.config.get("quantization_config") or {}).get("quant_method")
+        if method:
+            raise ModelError(
+                f"{folder}: weights quantized with {method!r} cannot be loaded: use the unquantized model"
+            )
+        self.generation_config: Mapping[str, Any] = read_json(folder / "generation_config.json") or {}
+        self._shards = _shards(folder)
+        self.fingerprint = _fingerprint(self.config, self._shards)
+        placed = [
+            entry for shard in self._shards for entry in shard.entries.values() if entry["dtype"] in _FLOATS
+        ]
+        self.num_tensors = len(placed)
+        self.num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in placed)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        from safetensors import SafetensorError, safe_open
+
+        for shard in self._shards:
+            try:
+                with safe_open(str(shard.path), framework="pt") as file:
+                    for name, entry in shard.entries.items():
+                        if entry["dtype"] in _FLOATS:
+                            tensor = file.get_tensor(name)
+                            yield name, tensor if tensor.dtype in _KEPT else tensor.float()
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(
+                    f"{shard.path} cannot be read ({error}): fetch or copy it again"
+                ) from error
+
+    def tokenizer_json(self) -> str | None:
+        return read_text(self.folder / "tokenizer.json")
+
+    def tokenizer_config(self) -> Mapping[str, Any]:
+        return read_tokenizer_config(self.folder)
+
+
+def _fingerprint(config: Mapping[str, Any], shards: list[Shard]) -> str:
+    """From names, sizes, times and headers: the gigabytes between are not read."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for shard in shards:
+        stat = shard.path.stat()
+        digest.update(f"{shard.path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+        digest.update(shard.header)
+    return digest.hexdigest()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json's content; WeightsError where there is none."""
+    config = read_json(folder / "config.json")
+    if config is None:
+        raise WeightsError(
+            f"{folder} has no config.json: give a Hugging Face model folder, a .gguf file or a hub id"
+        )
+    return config
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json's content, with the template of chat_template.jinja where that file exists."""
+    found = read_json(folder / "tokenizer_config.json") or {}
+    template = read_text(folder / "chat_template.jinja")
+    if template is None:
+        return found
+    named = {"default": template}
+    others = folder / "additional_chat_templates"
+    for path in sorted(others.glob("*.jinja")) if others.is_dir() else ():
+        named[path.stem] = read_text(path) or ""
+    listed = [{"name": name, "template": text} for name, text in named.items()]
+    return {**found, "chat_template": template if len(named) == 1 else listed}
+
+
+def read_text(path: Path) -> str | None:
+    """The file's text, or None if there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise WeightsError(f"{path} cannot be read ({error}): fetch or copy it again") from error
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The file's JSON object, or None if there is no such file."""
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise WeightsError(f"{path} is not valid JSON ({error}): fetch or copy it again") from error
+    if not isinstance(value, dict):
+        raise WeightsError(
+            f"{path} holds a {type(value).__name__}, not a JSON object: fetch or copy it again"
+        )
+    return value
+
+
+def _shards(folder: Path) -> list[Shard]:
+    if (folder / WEIGHTS).exists():
+        return [_shard(folder / WEIGHTS)]
+    index = read_json(folder / INDEX)
+    if index is not None:
+        return _indexed(folder, index)
+    lone = sorted(folder.glob("*.safetensors"))
+    if len(lone) == 1:
+        return [_shard(lone[0])]
+    if any(folder.glob("pytorch_model*.bin")):
+        raise WeightsError(
+            f"{folder} has only pytorch_model.bin, a pickle that may run code when opened: convert to safetensors, "
+            "e.g. with transformers' save_pretrained"
+        )
+    raise WeightsError(
+        f"{folder} has no {WEIGHTS} and no {INDEX}: fetch the weights, or use --load-format dummy"
+    )
+
+
+def _indexed(folder: Path, index: Mapping[str, Any]) -> list[Shard]:
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise WeightsError(f"{folder / INDEX} has no weight_map: fetch or copy it again")
+    names = sorted(set(places.values()))
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise WeightsError(
+            f"{folder}: shard {missing[0]} is missing ({len(missing)} of {len(names)} named in {INDEX}): fetch it again"
+        )
+    shards = {name: _shard(folder / name) for name in names}
+    for tensor, name in places.items():
+        if tensor not in shards[name].entries:
+            raise WeightsError(
+                f"{folder / name} lacks tensor {tensor!r} that {INDEX} promises: fetch the shard again"
+            )
+    return list(shards.values())
+
+
+def _shard(path: Path) -> Shard:
+    """Reads the header; WeightsError if the file is shorter or longer than its header says."""
+    try:
+        with open(path, "rb") as file:
+            length = file.read(8)
+            size = struct.unpack("<Q", length)[0] if len(length) == 8 else _LARGEST_HEADER + 1
+            if size > _LARGEST_HEADER:
+                raise WeightsError(f"{path} is not a safetensors file, or is cut: fetch or copy it again")
+            header = file.read(size)
+            present = file.seek(0, 2)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        needed = 8 + size + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        kinds = {entry["dtype"]: name for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise WeightsError(f"{path}: its header is cut or damaged: fetch or copy it again") from error
+    if present != needed:
+        problem = "cut short" if present < needed else "too long"
+        raise WeightsError(
+            f"{path} is {problem}: {present:,} bytes instead of {needed:,}: fetch or copy it again"
+        )
+    for kind, name in kinds.items():
+        if kind not in _FLOATS | _BUFFERS:
+            raise ModelError(
+                f"{path}: tensor {name!r} is {kind}, which cannot be loaded: use a 16- or 32-bit checkpoint"
+            )
+    return Shard(path, entries, header)

@@ -1,0 +1,231 @@
+"""What a GGUF file says about its model, in the words of a Hugging Face config.json."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.core.errors import ModelError
+from quire.weights.gguf_file import GgufFile
+
+_LLAMA3_ORIGINAL_CONTEXT = 8192  # of every Llama 3.x; GGUF keeps only the factors that follow from it
+_FLOAT_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
+
+
+def hugging_face_config(file: GgufFile) -> dict[str, Any]:
+    """config.json's content; raises ModelError for an architecture or a variant that is not known here."""
+    metadata = file.metadata
+    architecture = str(metadata.get("general.architecture"))
+    if architecture not in _BUILDERS:
+        known = ", ".join(sorted(_BUILDERS))
+        raise ModelError(
+            f"{file.path}: GGUF architecture {architecture!r} is not known here: known are {known}"
+        )
+    if metadata.get("split.count", 1) > 1:
+        raise ModelError(
+            f"{file.path}: one of {metadata['split.count']} parts of a split GGUF: "
+            "join them first with `llama-gguf-split --merge`"
+        )
+    config = _BUILDERS[architecture](_Keys(file, architecture))
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{file.path}: no tensor 'token_embd.weight': this is not a whole language model")
+    config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["dtype"] = _dtype(file)
+    for word in ("bos", "eos"):
+        token_id = metadata.get(f"tokenizer.ggml.{word}_token_id")
+        if token_id is not None:
+            config[f"{word}_token_id"] = token_id
+    return config
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Tokens that end an answer: end of text and, where the file names it, end of turn."""
+    names = ("eos", "eot", "eom")
+    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names)
+    return list(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
+
+
+class _Keys:
+    """The metadata below one architecture's prefix."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self.file, self.path, self.architecture = file, file.path, architecture
+
+    def get(self, key: str) -> Any:
+        return self.file.metadata.get(f"{self.architecture}.{key}")
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """One number; a list with one value per layer is taken if all are equal."""
+        value = self.get(key)
+        if isinstance(value, np.ndarray):
+            if len(value) == 0 or (value != value[0]).any():
+                raise ModelError(
+                    f"{self.path}: {self.architecture}.{key} differs from layer to layer: not supported"
+                )
+            value = value[0].item()
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(
+                f"{self.path}: no {self.architecture}.{key} in its metadata: convert the model again"
+            )
+        return _shortest(value) if isinstance(value, float) else value
+
+    def has(self, suffix: str) -> bool:
+        return f"blk.0.{suffix}" in self.file.tensors
+
+
+def _shortest(value: float) -> float:
+    """GGUF keeps float32; 1e-05 shall come back as 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def _decoder(keys: _Keys) -> dict[str, Any]:
+    """What llama, qwen2 and qwen3 have in common."""
+    if keys.get("expert_count"):
+        raise ModelError(
+            f"{keys.path}: {keys.get('expert_count')} experts per layer: mixtures are not supported"
+        )
+    hidden, heads = keys.number("embedding_length"), keys.number("attention.head_count")
+    head_dim = keys.number("attention.key_length", hidden // heads)
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if keys.number(key, head_dim) != head_dim:
+            raise ModelError(
+                f"{keys.path}: {keys.architecture}.{key}={keys.get(key)} differs from the head's {head_dim}"
+            )
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": keys.number("feed_forward_length"),
+        "num_hidden_layers": keys.number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.number("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(keys, head_dim),
+        "hidden_act": "silu",
+    }
+
+
+def _llama(keys: _Keys) -> dict[str, Any]:
+    window = keys.get(
+        "attention.sliding_window"
+    )  # only Mistral has one among the models that call themselves llama
+    name = "Mistral" if window else "Llama"
+    return {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
+        **_decoder(keys),
+        **({"sliding_window": window} if window else {}),
+        "attention_bias": keys.has("attn_q.bias"),
+        "mlp_bias": keys.has("ffn_up.bias"),
+    }
+
+
+def _qwen2(keys: _Keys) -> dict[str, Any]:
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_decoder(keys)}
+
+
+def _qwen3(keys: _Keys) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **_decoder(keys),
+        "attention_bias": keys.has("attn_q.bias"),
+    }
+
+
+def _gpt2(keys: _Keys) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": keys.number("embedding_length"),
+        "n_inner": keys.number("feed_forward_length"),
+        "n_layer": keys.number("block_count"),
+        "n_head": keys.number("attention.head_count"),
+        "n_positions": keys.number("context_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
+_BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gpt2": _gpt2,
+}
+
+
+def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
+    kind = keys.get("rope.scaling.type") or "none"
+    if "rope_freqs.weight" in keys.file.tensors:
+        return _llama3_scaling(keys, head_dim)
+    linear = keys.number("rope.scale_linear", 1.0)  # how files of 2023 spell it
+    if kind == "none":
+        return {"rope_type": "linear", "factor": linear} if linear != 1.0 else None
+    if kind not in ("linear", "yarn"):
+        raise ModelError(
+            f"{keys.path}: rope scaling {kind!r} is not known here: known are none, linear, yarn"
+        )
+    factor = float(keys.number("rope.scaling.factor"))
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        original = keys.get("rope.scaling.original_context_length")
+        if original:
+            scaling["original_max_position_embeddings"] = int(original)
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            if keys.get(f"rope.scaling.{theirs}") is not None:
+                scaling[ours] = keys.number(f"rope.scaling.{theirs}")
+        if keys.get("rope.scaling.attn_factor") is not None:
+            # GGUF multiplies yarn's own attention factor by this one; config.json holds the product.
+            own = 0.1 * math.log(factor) + 1.0
+            scaling["attention_factor"] = own * keys.number("rope.scaling.attn_factor")
+    return scaling
+
+
+def _llama3_scaling(keys: _Keys, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling from `rope_freqs.weight`, which holds only its effect: a divisor per frequency."""
+    file, place = keys.file, keys.file.tensors["rope_freqs.weight"]
+    if place.type_name != "F32":
+        raise ModelError(
+            f"{keys.path}: rope_freqs.weight is {place.type_name}, not F32: convert the model again"
+        )
+    found = np.frombuffer(file.buffer, np.float32, place.num_bytes // 4, place.start)
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(round(float(found.max()), 3)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": _LLAMA3_ORIGINAL_CONTEXT,
+    }
+    expected = llama3_divisors(scaling, keys.number("rope.freq_base", 10000.0), head_dim)
+    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
+        raise ModelError(
+            f"{keys.path}: the frequencies in rope_freqs.weight are not Llama 3's: use the Hugging Face folder instead"
+        )
+    return scaling
+
+
+def llama3_divisors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> np.ndarray:
+    """By how much Llama 3's rope scaling divides each of the head's base frequencies: [head_dim / 2]."""
+    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / wavelength
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / factor + smooth)
+
+
+def _dtype(file: GgufFile) -> str:
+    """The floating type that the matrices unpack to; packed types unpack to float32."""
+    kinds = {place.type_name for place in file.tensors.values() if len(place.shape) > 1}
+    return _FLOAT_DTYPES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+
+
+def model_name(path: Path) -> str:
+    return path.name.removesuffix(".gguf")

@@ -1,0 +1,248 @@
+"""GgufFile: a GGUF file's metadata and tensor places, read from a memory map.
+
+The `gguf` library's own reader builds an array object per string, which takes seconds for a vocabulary of
+50,000; this one walks the header in milliseconds and leaves long string arrays undecoded until asked.
+"""
+
+import hashlib
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.core.errors import WeightsError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+
+# Metadata value types: id -> numpy dtype. 8 is a string and 9 an array.
+_SCALARS = {
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+
+# Tensor types: id -> (name, elements per block, bytes per block).
+TENSOR_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where one tensor lies in the file, and how it is packed."""
+
+    name: str
+    shape: tuple[int, ...]  # as torch sees it: outermost dimension first
+    type_id: int
+    start: int  # bytes from the start of the file
+    num_bytes: int
+
+    @property
+    def type_name(self) -> str:
+        return TENSOR_TYPES[self.type_id][0]
+
+
+class StringArray:
+    """A metadata array of strings, decoded on each iteration: a vocabulary is rarely needed twice."""
+
+    def __init__(self, buffer: mmap.mmap, start: int, end: int, length: int) -> None:
+        self._buffer, self._start, self._end, self._length = buffer, start, end, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[str]:
+        held, at = self._buffer[self._start : self._end], 0  # slices of bytes are quicker than of a map
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(self._length):
+            end = at + 8 + length_at(held, at)[0]
+            yield held[at + 8 : end].decode("utf-8", "replace")
+            at = end
+
+    def pick(self, indices: set[int]) -> dict[int, str]:
+        """The strings at a few places; those beyond the end are left out."""
+        found, at = {}, self._start
+        length_at = struct.Struct("<Q").unpack_from
+        for index in range(min(self._length, max(indices, default=-1) + 1)):
+            end = at + 8 + length_at(self._buffer, at)[0]
+            if index in indices:
+                found[index] = self._buffer[at + 8 : end].decode("utf-8", "replace")
+            at = end
+        return found
+
+
+class GgufFile:
+    """Metadata by key and tensor places by name; every place is known to lie inside the file.
+
+    Raises WeightsError where the file is no GGUF, is of a version this reader does not know, or is cut.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.buffer = _mapped(path)
+        try:
+            self.metadata, self.tensors, self._header_end = _Reader(self.buffer, path).header()
+        except (struct.error, ValueError, OverflowError, MemoryError) as error:
+            raise WeightsError(
+                f"{path}: the header is cut or damaged ({error}): fetch or copy the file again"
+            ) from error
+        self._check_extent()
+
+    def fingerprint(self) -> str:
+        """Changes when the file does; reads the header only, never gigabytes of tensors."""
+        stat = self.path.stat()
+        digest = hashlib.sha256(f"gguf {stat.st_size} {stat.st_mtime_ns}".encode())
+        digest.update(memoryview(self.buffer)[: self._header_end])
+        return digest.hexdigest()
+
+    def raw(self, place: TensorPlace) -> np.ndarray:
+        """The tensor's bytes, mapped: uint8, one row per row of the tensor."""
+        flat = np.frombuffer(self.buffer, dtype=np.uint8, count=place.num_bytes, offset=place.start)
+        rows = int(np.prod(place.shape[:-1], dtype=np.int64)) if place.shape else 1
+        return flat.reshape(rows, -1) if place.num_bytes else flat.reshape(rows, 0)
+
+    def forget(self, place: TensorPlace) -> None:
+        """Lets the system take back the pages of a tensor that was unpacked; they can be read again."""
+        page = mmap.PAGESIZE
+        start = -(-place.start // page) * page
+        length = (place.start + place.num_bytes - start) // page * page
+        if length > 0 and hasattr(self.buffer, "madvise"):
+            self.buffer.madvise(mmap.MADV_DONTNEED, start, length)
+
+    def _check_extent(self) -> None:
+        needed = max((place.start + place.num_bytes for place in self.tensors.values()), default=0)
+        if needed > len(self.buffer):
+            raise WeightsError(
+                f"{self.path}: cut short: its tensors need {needed:,} bytes and the file has {len(self.buffer):,}: "
+                "fetch or copy it again"
+            )
+
+
+class _Reader:
+    """A cursor over the header."""
+
+    def __init__(self, buffer: mmap.mmap, path: Path) -> None:
+        self.buffer, self.path, self.at = buffer, path, 0
+
+    def header(self) -> tuple[dict[str, Any], dict[str, TensorPlace], int]:
+        self.at = len(MAGIC)
+        version = self.number("<u4")
+        if version not in VERSIONS:
+            known = " and ".join(map(str, VERSIONS))
+            raise WeightsError(
+                f"{self.path}: GGUF version {version} (or of the other byte order) cannot be read, only {known}: "
+                "convert the model again with a current llama.cpp"
+            )
+        num_tensors, num_entries = self.number("<u8"), self.number("<u8")
+        metadata = {}
+        for _ in range(num_entries):
+            key = self.text()
+            metadata[key] = self.value(self.number("<u4"))
+        infos = [self.tensor_info() for _ in range(num_tensors)]
+        alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT)) or 1
+        header_end = self.at
+        data = -(-self.at // alignment) * alignment
+        tensors = {name: self.place(name, shape, kind, data + offset) for name, shape, kind, offset in infos}
+        return metadata, tensors, header_end
+
+    def number(self, dtype: str) -> Any:
+        kind = np.dtype(dtype)
+        value = np.frombuffer(self.buffer, kind, 1, self.at)[0]
+        self.at += kind.itemsize
+        return value.item()
+
+    def text(self) -> str:
+        length = self.number("<u8")
+        start, self.at = self.at, self.at + length
+        if self.at > len(self.buffer):
+            raise ValueError(f"a string of {length} bytes at byte {start}")
+        return self.buffer[start : self.at].decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            return self.number(self.scalar(kind))
+        element, length = self.number("<u4"), self.number("<u8")
+        if element == _STRING:
+            return self.strings(length)
+        if element == _ARRAY:
+            raise ValueError("an array of arrays")
+        dtype = np.dtype(self.scalar(element))
+        values = np.frombuffer(self.buffer, dtype, length, self.at) if length else np.empty(0, dtype)
+        self.at += dtype.itemsize * length
+        return values
+
+    def scalar(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise ValueError(f"unknown metadata type {kind} at byte {self.at}")
+        return _SCALARS[kind]
+
+    def strings(self, length: int) -> StringArray:
+        start = at = self.at
+        buffer, length_at = self.buffer, struct.Struct("<Q").unpack_from
+        for _ in range(length):
+            at += 8 + length_at(buffer, at)[0]
+        if at > len(buffer):
+            raise ValueError(f"a list of strings at byte {start}")
+        self.at = at
+        return StringArray(buffer, start, at, length)
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, dimensions = self.text(), self.number("<u4")
+        if dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} with {dimensions} dimensions")
+        sizes = [self.number("<u8") for _ in range(dimensions)]
+        return name, tuple(reversed(sizes)), self.number("<u4"), self.number("<u8")
+
+    def place(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorPlace:
+        if kind not in TENSOR_TYPES:
+            raise WeightsError(
+                f"{self.path}: tensor {name!r} has type {kind}, which is not known here: "
+                "use a file in another quantization, such as Q8_0 or Q4_K_M"
+            )
+        type_name, block, block_bytes = TENSOR_TYPES[kind]
+        num_elements = 1
+        for size in shape:
+            num_elements *= size
+        if shape and shape[-1] % block:
+            raise ValueError(
+                f"tensor {name!r}: rows of {shape[-1]} do not divide into {type_name} blocks of {block}"
+            )
+        return TensorPlace(name, shape, kind, start, num_elements // block * block_bytes)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    """The whole file as a private map: writable, so that torch takes views of it, yet never written back."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise WeightsError(
+                    f"{path} is not a GGUF file (it does not start with 'GGUF'): check the path"
+                )
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except FileNotFoundError:
+        raise WeightsError(f"{path}: no such file: check the path") from None
+    except OSError as error:
+        raise WeightsError(
+            f"{path} cannot be read ({error.strerror}): check the path and its permissions"
+        ) from error
+
+
+def text_of(metadata: Mapping[str, Any], key: str) -> str | None:
+    """A metadata string, or None where it is absent or of another type."""
+    value = metadata.get(key)
+    return value if isinstance(value, str) else None

@@ -1,0 +1,225 @@
+"""tokenizer.json from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+
+It lives in `weights` and not in `text`, because a Source promises tokenizer.json whatever its format.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.core.errors import ModelError
+
+VERSION = 1  # part of the cache key: raise it when the same metadata shall give another text
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type
+_NORMAL = 1
+_SPACE = "\u2581"  # SentencePiece writes a space as this
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How a byte-level tokenizer cuts text into words before it merges."""
+
+    pattern: str | None = None  # None: GPT-2's own, which the tokenizers library has built in
+    single_digits: bool = False
+    compose: bool = False  # Unicode NFC first
+    whole_words: bool = False  # a word that is a token needs no merges
+    starts_with_bos: bool = False  # where the file does not say
+
+
+_PLAIN = _Split()
+_DIGITS = _Split(single_digits=True)
+_LLAMA3 = _Split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", whole_words=True, starts_with_bos=True)
+_QWEN2 = _Split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", compose=True)
+
+_SPLITS = {
+    "default": _PLAIN,
+    "gpt-2": _PLAIN,
+    "phi-2": _PLAIN,
+    "olmo": _PLAIN,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+def tokenizer_text(metadata: Mapping[str, Any]) -> str:
+    """The text of tokenizer.json; ModelError names a tokenizer that cannot be built from metadata."""
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = list(metadata["tokenizer.ggml.tokens"])
+    types = _token_types(metadata, len(tokens))
+    if kind == "gpt2":
+        parts = _byte_level(metadata, tokens)
+    elif kind == "llama":
+        parts = _sentence_piece(metadata, tokens, types)
+    else:
+        raise ModelError(
+            f"GGUF tokenizer {kind!r} cannot be built here, only 'gpt2' and 'llama': "
+            "give a folder or hub id that has its tokenizer.json with --tokenizer"
+        )
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(tokens, types),
+        **parts,
+    }
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+
+
+def _token_types(metadata: Mapping[str, Any], num_tokens: int) -> list[int]:
+    types = metadata.get("tokenizer.ggml.token_type")
+    if types is not None and len(types) == num_tokens:
+        return [int(kind) for kind in types]
+    guessed = [_NORMAL] * num_tokens  # files of 2023 may lack the list
+    for word in ("bos", "eos", "unknown", "padding"):
+        token_id = metadata.get(f"tokenizer.ggml.{word}_token_id")
+        if token_id is not None and 0 <= token_id < num_tokens:
+            guessed[token_id] = _CONTROL
+    return guessed
+
+
+def _added_tokens(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
+    """Tokens that are found in text as a whole. Control tokens are special: decoding may skip them."""
+    return [
+        {
+            "id": token_id,
+            "content": tokens[token_id],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind != _USER_DEFINED,
+        }
+        for token_id, kind in enumerate(types)
+        if kind in (_CONTROL, _USER_DEFINED, _UNKNOWN)
+    ]
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    split = _SPLITS.get(name)
+    if split is None:
+        raise ModelError(
+            f"GGUF pre-tokenizer {name!r} is not known here (known: {', '.join(sorted(_SPLITS))}): "
+            "give a folder or hub id that has its tokenizer.json with --tokenizer"
+        )
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps: list[dict[str, Any]] = []
+    if split.single_digits:
+        steps.append({"type": "Digits", "individual_digits": True})
+    if split.pattern is not None:
+        pattern = {"Regex": split.pattern}
+        steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
+    steps.append({**byte_level, "use_regex": split.pattern is None})
+    return {
+        "normalizer": {"type": "NFC"} if split.compose else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": _post_processor(metadata, tokens, split.starts_with_bos),
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {
+            **_MODEL,
+            "ignore_merges": split.whole_words,
+            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
+            "merges": list(metadata.get("tokenizer.ggml.merges", ())),
+        },
+    }
+
+
+_MODEL = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
+
+
+def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ModelError("GGUF tokenizer 'llama' has no score per token: convert the model again")
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    to_piece = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    if prefixed:
+        to_piece.insert(0, {"type": "Prepend", "prepend": _SPACE})
+    to_text: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefixed:
+        to_text.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": to_piece},
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(metadata, tokens, True),
+        "decoder": {"type": "Sequence", "decoders": to_text},
+        "model": {
+            **_MODEL,
+            "unk_token": tokens[unknown] if 0 <= unknown < len(tokens) else None,
+            "fuse_unk": True,
+            "byte_fallback": _BYTE in types,
+            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
+            "merges": _merges_by_score(tokens, types, scores),
+        },
+    }
+
+
+def _merges_by_score(tokens: list[str], types: list[int], scores: Any) -> list[list[str]]:
+    """SentencePiece joins whichever neighbours give the best-scored piece: the same as merges in score order."""
+    pieces = {token: index for index, token in enumerate(tokens) if types[index] == _NORMAL}
+    by_score = sorted(pieces, key=lambda piece: (-float(scores[pieces[piece]]), pieces[piece]))
+    merges: list[list[str]] = []
+    for piece in by_score:
+        cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        pairs = [(left, right) for left, right in cuts if left in pieces and right in pieces]
+        pairs.sort(key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
+        merges.extend([left, right] for left, right in pairs)
+    return merges
+
+
+def _post_processor(
+    metadata: Mapping[str, Any], tokens: list[str], bos_by_default: bool
+) -> dict[str, Any] | None:
+    """Puts the start and end tokens around a text, where the model wants them."""
+    wanted = {
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", bos_by_default),
+        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
+    }
+    ids: dict[str, int] = {}
+    for word, added in wanted.items():
+        token_id = metadata.get(f"tokenizer.ggml.{word}_token_id")
+        if added and token_id is not None and token_id < len(tokens):
+            ids[word] = token_id
+    if not ids:
+        return None
+
+    def around(*sequences: str) -> list[dict[str, Any]]:
+        template: list[dict[str, Any]] = []
+        for kind, sequence in enumerate(sequences):
+            before = [{"SpecialToken": {"id": tokens[ids["bos"]], "type_id": kind}}] if "bos" in ids else []
+            after = [{"SpecialToken": {"id": tokens[ids["eos"]], "type_id": kind}}] if "eos" in ids else []
+            template += [*before, {"Sequence": {"id": sequence, "type_id": kind}}, *after]
+        return template
+
+    special = {
+        tokens[token_id]: {"id": tokens[token_id], "ids": [token_id], "tokens": [tokens[token_id]]}
+        for token_id in ids.values()
+    }
+    single, pair = around("A"), around("A", "B")
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}

@@ -1,0 +1,56 @@
+"""open_source: from what a user calls a model to the place its weights come from."""
+
+import os
+from pathlib import Path
+
+from quire.core.errors import WeightsError
+from quire.weights.builtin import BUILTIN, BUILTIN_NAME, builtin_path
+from quire.weights.dummy import DummySource
+from quire.weights.folder import FolderSource
+from quire.weights.gguf import GgufSource
+from quire.weights.hub import snapshot_folder
+from quire.weights.source import Source
+from quire.weights.wheel import Progress
+
+
+def open_source(
+    model: str | os.PathLike[str] | None,
+    *,
+    revision: str | None = None,
+    load_format: str = "auto",
+    progress: Progress | None = None,
+) -> Source:
+    """None is the built-in model; otherwise a folder, a .gguf file or a hub id, looked for in this order.
+
+    Reads no weights, but finds what is missing, cut or foreign: WeightsError or ModelError says so in one line.
+    `progress` is told about fetching the built-in model; the hub's library draws its own bars.
+    """
+    if model is None:
+        _refuse_dummy(load_format, "the built-in model")
+        return GgufSource(builtin_path(progress), name=BUILTIN_NAME, fingerprint=BUILTIN.sha256)
+    text = os.fspath(model)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _folder(path, load_format)
+    if path.suffix.lower() == ".gguf" or path.is_file():
+        _refuse_dummy(load_format, text)
+        return GgufSource(path)
+    if _looks_like_path(text):
+        raise WeightsError(f"{text}: no such folder or file: check the path")
+    found = snapshot_folder(text, revision=revision, with_weights=load_format != "dummy")
+    return _folder(found, load_format, text)
+
+
+def _folder(path: Path, load_format: str, name: str | None = None) -> Source:
+    return DummySource(path, name=name) if load_format == "dummy" else FolderSource(path, name=name)
+
+
+def _refuse_dummy(load_format: str, what: str) -> None:
+    if load_format == "dummy":
+        raise WeightsError(
+            f"load_format='dummy' needs a folder with config.json, and {what} is none: give a folder"
+        )
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or "\\" in text or text.endswith("/") or text.count("/") > 1

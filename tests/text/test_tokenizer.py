@@ -1,0 +1,85 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import InvalidRequest, ModelError
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+def test_nothing_is_cut_or_padded_although_the_file_asks_for_it(byte_level: Tokenizer) -> None:
+    assert byte_level.decode(byte_level.encode("the quick brown fox")) == "the quick brown fox"
+    assert len(byte_level.encode("the")) < 4
+
+
+def test_special_tokens_are_known(tokenizer: Tokenizer) -> None:
+    assert tokenizer.bos_token_id == tokenizer.token_id("<s>")
+    assert tokenizer.eos_token_id == tokenizer.token_id("</s>")
+    assert {tokenizer.bos_token_id, tokenizer.eos_token_id} <= tokenizer.special_ids
+    ids = tokenizer.encode("Hello</s>")
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids) == "Hello"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "Hello</s>"
+    assert tokenizer.vocab_size > max(tokenizer.special_ids)
+
+
+def test_the_kind_of_vocabulary_is_seen(byte_level: Tokenizer, sentence_piece: Tokenizer) -> None:
+    assert byte_level.is_byte_level
+    assert not sentence_piece.is_byte_level
+
+
+@given(TEXT)
+def test_bytes_of_tokens_are_the_bytes_of_the_text(byte_level: Tokenizer, text: str) -> None:
+    ids = byte_level.encode(text)
+    assert b"".join(map(byte_level.token_bytes, ids)).decode() == byte_level.decode(ids, False)
+
+
+@given(TEXT)
+def test_bytes_of_pieces_are_the_bytes_of_the_text_behind_its_space(
+    sentence_piece: Tokenizer, text: str
+) -> None:
+    ids = sentence_piece.encode(text)
+    spelled = b"".join(map(sentence_piece.token_bytes, ids)).decode("utf-8", "replace")
+    assert spelled.removeprefix(" ") == sentence_piece.decode(ids, False)
+
+
+def test_ids_beyond_the_vocabulary_are_nothing(tokenizer: Tokenizer) -> None:
+    beyond = tokenizer.vocab_size + 7
+    assert tokenizer.token_bytes(beyond) == b""
+    assert tokenizer.token(beyond) is None
+    assert tokenizer.decode([beyond]) == ""
+
+
+def test_half_a_character_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="lone surrogate\\) at position 3"):
+        tokenizer.encode("abc\ud800")
+    with pytest.raises(InvalidRequest, match="must be text, not int"):
+        tokenizer.encode(5)  # type: ignore[arg-type]
+
+
+def test_a_broken_file_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer("{}")
+
+
+def test_bad_words_are_found_with_and_without_a_space(byte_level: Tokenizer) -> None:
+    found = byte_level.bad_words(["dog", " dog"])
+    assert [byte_level.decode(ids) for ids in found] == ["dog", " dog"]
+    with pytest.raises(InvalidRequest, match="bad_words holds ' '"):
+        byte_level.bad_words([" "])
+
+
+class Source:
+    def __init__(self, text: str | None) -> None:
+        self.text = text
+
+    def tokenizer_json(self) -> str | None:
+        return self.text
+
+    def tokenizer_config(self) -> dict:
+        return {"eos_token": "</s>"}
+
+
+def test_a_source_without_a_tokenizer_gives_none() -> None:
+    assert load_tokenizer(Source(None)) is None  # type: ignore[arg-type]
