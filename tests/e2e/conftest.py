@@ -55,3 +55,11 @@ def generate(setting: Setting, prompts: list[list[int]], sampling: list[Sampling
         llm.engine.check_integrity()
         assert llm.engine.memory.num_free == llm.engine.memory.num_blocks
         return [o.outputs[0].token_ids for o in outputs], llm.engine.scheduler.stats.num_preemptions
+
+
+@pytest.fixture(scope="session")
+def llm():
+    """The built-in model as people get it, shared by tests that leave no trace in it."""
+    with LLM(use_tqdm=False, max_num_seqs=32, kv_cache_memory_bytes=512 << 20) as engine:
+        yield engine
+        engine.engine.check_integrity()

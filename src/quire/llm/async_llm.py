@@ -1,8 +1,9 @@
 """AsyncLLM: many callers in one asyncio program, one engine thread behind them."""
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from quire.core.config import EngineConfig
@@ -91,12 +92,16 @@ class AsyncLLM:
     # called from the engine's thread
 
     def _from_engine(self, updates: list[SequenceUpdate]) -> None:
-        if self._event_loop is not None:
-            self._event_loop.call_soon_threadsafe(self._deliver, updates)
+        self._post(self._deliver, updates)
 
     def _engine_died(self, fault: BaseException) -> None:
+        self._post(self._tell_all, fault)
+
+    def _post(self, callback: Callable[[Any], None], argument: Any) -> None:
+        """Nobody may be left to hear it: a caller's event loop can end while its request is being aborted."""
         if self._event_loop is not None:
-            self._event_loop.call_soon_threadsafe(self._tell_all, fault)
+            with contextlib.suppress(RuntimeError):
+                self._event_loop.call_soon_threadsafe(callback, argument)
 
     # called in the event loop
 

@@ -155,8 +155,7 @@ class LLM:
 
     def close(self) -> None:
         """Frees the model and the pool. Calling it twice is fine."""
-        if self._built is not None:
-            self.engine.close()
+        self.engine.close()
 
     def __enter__(self) -> "LLM":
         return self
