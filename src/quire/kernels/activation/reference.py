@@ -1,0 +1,23 @@
+"""Activations in plain torch."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def silu_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """x [T, 2F] (gate | up) -> silu(gate) * up [T, F]."""
+    gate, up = x.chunk(2, dim=-1)
+    y = F.silu(gate) * up
+    return y if out is None else out.copy_(y)
+
+
+def gelu(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    """GELU; approximate is "none" (erf) or "tanh"."""
+    y = F.gelu(x, approximate=approximate)
+    return y if out is None else out.copy_(y)
+
+
+def relu(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """max(x, 0)."""
+    y = F.relu(x)
+    return y if out is None else out.copy_(y)

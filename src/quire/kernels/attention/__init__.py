@@ -1,0 +1,1 @@
+"""Attention over paged K and V."""

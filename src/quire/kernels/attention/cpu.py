@@ -1,0 +1,44 @@
+"""Attention over paged K and V by native code. Promises are those of the reference, and one more:
+
+a query's result has the same bits in a decode, in a chunk, alone or in a batch, at any block size.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.kernels import native
+
+
+def paged_attention(
+    q: Tensor,  # [T, Hq, D], may be a view into qkv
+    k_pages: Tensor,  # [num_blocks, block_size, Hkv, D], any strides but the last
+    v_pages: Tensor,
+    query_starts: Tensor,  # [R + 1] int32
+    context_lens: Tensor,  # [R] int32, this step's tokens included
+    block_tables: Tensor,  # [R, max_blocks] int32
+    scale: float,
+    window: int = 0,  # 0: none; else a query sees its last `window` positions, itself included
+    out: Tensor | None = None,
+) -> Tensor:  # [T, Hq * D]
+    """Causal attention of every request's queries, the last of its context, over its pages."""
+    tokens, heads, head_dim = q.shape
+    out = native.empty(tokens, heads * head_dim) if out is None else out
+    native.check_floats(q, out)
+    native.check_integers(query_starts, None)
+    native.check_integers(context_lens, None)
+    if block_tables.dtype is not torch.int32 or block_tables.stride(-1) != 1:
+        raise TypeError(f"block tables must be int32 with dense rows, not {block_tables.dtype}")
+    native.call(
+        "paged_attention",
+        (
+            q.data_ptr(), q.stride(0), q.stride(1), heads, k_pages.shape[2], head_dim,
+            native.DTYPE_CODES[k_pages.dtype], k_pages.shape[1],
+            k_pages.data_ptr(), *k_pages.stride()[:3],
+            v_pages.data_ptr(), *v_pages.stride()[:3],
+            query_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0],
+            block_tables.data_ptr(), block_tables.stride(0),
+            native.real(scale), window, out.data_ptr(), out.stride(0),
+        ),
+        (q, k_pages, v_pages, query_starts, context_lens, block_tables, out),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,57 @@
+"""Attention over paged K and V, in plain torch, one request after another."""
+
+import torch
+from torch import Tensor
+
+
+def paged_attention(
+    q: Tensor,  # [T, Hq, D], may be a view into qkv
+    k_pages: Tensor,  # [num_blocks, block_size, Hkv, D], any strides but the last
+    v_pages: Tensor,
+    query_starts: Tensor,  # [R + 1] int32
+    context_lens: Tensor,  # [R] int32, this step's tokens included
+    block_tables: Tensor,  # [R, max_blocks] int32
+    scale: float,
+    window: int = 0,  # 0: none; else a query sees its last `window` positions, itself included
+    out: Tensor | None = None,
+) -> Tensor:  # [T, Hq * D]
+    """Causal attention of every request's queries, the last of its context, over its pages.
+
+    A query's result depends on its own context alone. Positions that it must not see never count,
+    whatever bits their slots hold.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    result = torch.zeros(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    starts = query_starts.tolist()
+    lengths = context_lens.tolist()
+    for row, context_len in enumerate(lengths):
+        first, last = starts[row], starts[row + 1]
+        if first == last or context_len == 0:
+            continue
+        k = _gather(k_pages, block_tables[row], context_len)
+        v = _gather(v_pages, block_tables[row], context_len)
+        result[first:last] = _attend(q[first:last], k, v, context_len, scale, window)
+    flat = result.view(num_tokens, num_heads * head_dim)
+    return flat if out is None else out.copy_(flat)
+
+
+def _gather(pages: Tensor, block_table: Tensor, context_len: int) -> Tensor:
+    block_size = pages.shape[1]
+    num_blocks = -(-context_len // block_size)
+    gathered = pages[block_table[:num_blocks].long()]
+    return gathered.reshape(num_blocks * block_size, *pages.shape[2:])[:context_len].float()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, context_len: int, scale: float, window: int) -> Tensor:
+    num_queries, num_heads, _ = q.shape
+    group = num_heads // k.shape[1]
+    k = k.repeat_interleave(group, dim=1)
+    v = v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    key_positions = torch.arange(context_len, device=q.device)
+    query_positions = key_positions[context_len - num_queries :]
+    hidden = key_positions[None, :] > query_positions[:, None]
+    if window > 0:
+        hidden |= key_positions[None, :] <= query_positions[:, None] - window
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", probabilities, v).to(q.dtype)

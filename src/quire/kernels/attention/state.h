@@ -1,0 +1,125 @@
+// The problem, the running softmax of a query, and how partial results are joined.
+//
+// A query's result must not depend on how it was batched or chunked, so every order is fixed by absolute positions:
+// - positions fall into tiles of 64, and tiles into segments of 512;
+// - a score sums sixteen lanes of head_dim in order, then folds the lanes as `sum` does;
+// - within a segment tiles follow one another, within a tile positions do;
+// - segments are computed from nothing and joined in order.
+// A position that a query must not see has probability zero, which changes no bit of sums or outputs.
+#pragma once
+
+#include "../cpp/exponential.h"
+#include "../cpp/pool.h"
+#include "../cpp/vector.h"
+
+namespace quire {
+namespace QUIRE_ISA {
+
+constexpr int64_t kTilePositions = 64;
+constexpr int64_t kSegmentPositions = 512;
+constexpr int kTileVectors = kTilePositions / kLanes;
+constexpr float kNothingSeen = -1e30f;  // finite, so that differences of maxima are never not-a-number
+constexpr float kLog2E = 1.44269504088896f;
+
+struct PagedTensor {
+    const void* data;
+    int64_t block_stride, slot_stride, head_stride;
+};
+
+struct AttentionProblem {
+    const float* q;
+    int64_t q_token_stride, q_head_stride;
+    PagedTensor k, v;
+    int64_t block_size, num_heads, num_kv_heads, head_dim;
+    const int32_t* query_starts;
+    const int32_t* context_lens;
+    const int32_t* block_tables;
+    int64_t table_stride;
+    float scale;
+    int64_t window;
+    float* out;
+    int64_t out_stride;
+
+    int64_t group() const { return num_heads / num_kv_heads; }
+    int64_t padded_dim() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }
+    // The first position that the query at `position` sees.
+    int64_t first_seen(int64_t position) const {
+        return window > 0 && position >= window ? position - window + 1 : 0;
+    }
+};
+
+// Running softmax of one query: the maximum, sixteen partial sums, and the weighted sum of values, in one piece.
+struct State {
+    float* memory;
+
+    static int64_t floats(int64_t padded_dim) { return 2 * kLanes + padded_dim; }
+    float& maximum() const { return memory[0]; }
+    float* sums() const { return memory + kLanes; }
+    float* values() const { return memory + 2 * kLanes; }
+
+    void clear(int64_t padded_dim) const {
+        for (int64_t i = 0; i < floats(padded_dim); i += kLanes) store(memory + i, zeros());
+        maximum() = kNothingSeen;
+    }
+};
+
+inline float power_of_two_of(float x) {
+    float lanes[kLanes];
+    store(lanes, exponential_of_two(broadcast(x)));
+    return lanes[0];
+}
+
+// Joins a later segment into what came before.
+inline void join(State total, State segment, int64_t padded_dim) {
+    const float before = total.maximum(), after = segment.maximum();
+    const float top = before > after ? before : after;
+    const Floats keep = broadcast(power_of_two_of(before - top)), take = broadcast(power_of_two_of(after - top));
+    for (int64_t i = kLanes; i < State::floats(padded_dim); i += kLanes) {
+        store(total.memory + i, fused(load(segment.memory + i), take, multiply(load(total.memory + i), keep)));
+    }
+    total.maximum() = top;
+}
+
+// Divides by the sum of probabilities; a query that saw nothing gives zeros.
+inline void write_result(State state, float* out, int64_t head_dim) {
+    const float total = sum(load(state.sums()));
+    const Floats inverse = broadcast(total > 0.0f ? 1.0f / total : 0.0f);
+    for (int64_t i = 0; i < head_dim; i += kLanes) {
+        store_part(out + i, multiply(load(state.values() + i), inverse), head_dim - i);
+    }
+}
+
+// Takes a query's 64 scores of a tile, of which [first, last) are seen, to probabilities relative to the new maximum,
+// and rescales the state to it.
+inline void absorb_scores(State state, float* scores, int64_t first, int64_t last, int64_t padded_dim) {
+    Floats vectors[kTileVectors];
+    Floats top = broadcast(kNothingSeen);
+    for (int i = 0; i < kTileVectors; ++i) {
+        const int64_t low = first - i * kLanes, high = last - i * kLanes;
+        vectors[i] = load(scores + i * kLanes);
+        if (low > 0 || high < kLanes) {
+            vectors[i] = keep_lanes(vectors[i], static_cast<int>(low < 0 ? 0 : low > kLanes ? kLanes : low),
+                                    static_cast<int>(high < 0 ? 0 : high > kLanes ? kLanes : high));
+        }
+        top = QUIRE_ISA::maximum(top, vectors[i]);
+    }
+    const float before = state.maximum(), tile_top = largest(top);
+    const float after = before > tile_top ? before : tile_top;
+    Floats sums = load(state.sums());
+    if (after != before) {
+        const Floats keep = broadcast(power_of_two_of(before - after));
+        sums = multiply(sums, keep);
+        float* values = state.values();
+        for (int64_t i = 0; i < padded_dim; i += kLanes) store(values + i, multiply(load(values + i), keep));
+        state.maximum() = after;
+    }
+    for (int i = 0; i < kTileVectors; ++i) {
+        const Floats probability = exponential_of_two(subtract(vectors[i], broadcast(after)));
+        sums = add(sums, probability);
+        store(scores + i * kLanes, probability);
+    }
+    store(state.sums(), sums);
+}
+
+}  // namespace QUIRE_ISA
+}  // namespace quire

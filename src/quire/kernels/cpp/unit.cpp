@@ -1,0 +1,42 @@
+// All operations for one instruction set: the build compiles this file once per set, with its flags and with
+// QUIRE_ISA as the name of the namespace. Inline functions of two sets must never be merged by the linker, so
+// everything an operation includes lives in that namespace.
+#include "exponential.h"
+#include "pool.h"
+#include "vector.h"
+
+#include "../activation/cpu.cpp"
+#include "../attention/cpu.cpp"
+#include "../embedding/cpu.cpp"
+#include "../int8_linear/cpu.cpp"
+#include "../norm/cpu.cpp"
+#include "../pages/cpu.cpp"
+#include "../rotary/cpu.cpp"
+#include "../sample/cpu.cpp"
+
+namespace quire {
+namespace QUIRE_ISA {
+
+extern const NamedOperation operations[];
+const NamedOperation operations[] = {
+    {"add_layer_norm", add_layer_norm},
+    {"add_rms_norm", add_rms_norm},
+    {"argmax", argmax},
+    {"copy_blocks", copy_blocks},
+    {"gather", gather},
+    {"head_rms_norm", head_rms_norm},
+    {"layer_norm", layer_norm},
+    {"linear", linear},
+    {"linear_silu_mul", linear_silu_mul},
+    {"log_softmax_gather", log_softmax_gather},
+    {"paged_attention", paged_attention},
+    {"rms_norm", rms_norm},
+    {"rotate_and_store", rotate_and_store},
+    {"sample_filtered", sample_filtered},
+    {"silu_mul", silu_mul},
+    {"token_ranks", token_ranks},
+    {nullptr, nullptr},
+};
+
+}  // namespace QUIRE_ISA
+}  // namespace quire

@@ -1,0 +1,210 @@
+// Linear layers in int8: quantize rows of x, multiply exactly, scale. The bits are those of the reference.
+#include "../cpp/exponential.h"
+#include "../cpp/pool.h"
+#include "../cpp/vector.h"
+#include "product.h"
+
+namespace quire {
+namespace QUIRE_ISA {
+
+constexpr int64_t kRowsPerItem = 256;           // keeps quantized rows of an item within the second-level cache
+constexpr int64_t kQuantizeAlone = 8192;        // elements below which a second thread is not worth waking
+constexpr int64_t kBytesPerItem = 16384;        // weights that a thread claims at a time, at least
+constexpr int64_t kMacsAlone = 32768;           // multiplications below which one thread does it all
+
+struct LinearProblem {
+    const float* x;
+    int64_t x_stride, tokens, columns;
+    const int8_t* packed;
+    int64_t padded_columns, channels;
+    const float* scales;
+    const int32_t* sums;
+    const float* bias;
+    const float* residual;
+    int64_t residual_stride;
+    float* out;
+    int64_t out_stride;
+    int8_t* rows;  // quantized x, as the product wants it
+    float* row_scales;
+};
+
+template <class Product>
+inline void quantize_row(const LinearProblem& p, int64_t row) {
+    constexpr float kSmallest = 1e-30f;
+    const auto target = [&](int64_t column) { return p.rows + Product::place(row, column, p.padded_columns); };
+    int64_t i = 0;
+    if (row < p.tokens) {
+        const float* x = p.x + row * p.x_stride;
+        Floats magnitude = zeros();
+        for (; i < p.columns; i += kLanes) {
+            magnitude = maximum(magnitude, absolute(load_part(x + i, p.columns - i)));
+        }
+        float absmax = largest(magnitude);
+        if (absmax < kSmallest) absmax = 0.0f;
+        const Floats inverse = broadcast(absmax == 0.0f ? 0.0f : 127.0f / absmax);
+        p.row_scales[row] = absmax / 127.0f;
+        for (i = 0; i < p.columns; i += kLanes) {
+            const Floats scaled = multiply(load_part(x + i, p.columns - i), inverse);
+            store_bytes(target(i), round_even(scaled), Product::kFlip);
+        }
+    }
+    for (; i < p.padded_columns; i += kLanes) store_bytes(target(i), zeros(), Product::kFlip);
+}
+
+template <class Product>
+inline void quantize_rows(LinearProblem& p) {
+    constexpr int64_t kMultiple = Product::kRowMultiple;
+    const int64_t padded_tokens = (p.tokens + kMultiple - 1) / kMultiple * kMultiple;
+    const int64_t row_bytes = padded_tokens * p.padded_columns;
+    char* scratch = static_cast<char*>(
+        shared_scratch(static_cast<size_t>(row_bytes) + static_cast<size_t>(padded_tokens) * sizeof(float) + 64));
+    p.rows = reinterpret_cast<int8_t*>(scratch);
+    p.row_scales = reinterpret_cast<float*>(scratch + (row_bytes + 63) / 64 * 64);
+    const int64_t grain = kQuantizeAlone / (p.columns + 1) + 1;
+    parallel_for(padded_tokens, grain, [&p](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) quantize_row<Product>(p, row);
+    });
+}
+
+// (acc * x_scale) * w_scale (+ bias), the order that the reference has.
+inline Floats scaled(const LinearProblem& p, const int32_t* sums, float row_scale, int64_t channel) {
+    const int64_t count = p.channels - channel;
+    const Floats product = multiply(load_ints(sums), broadcast(row_scale));
+    const Floats y = multiply(product, load_part(p.scales + channel, count));
+    return p.bias == nullptr ? y : add(y, load_part(p.bias + channel, count));
+}
+
+// Where the two blocks of a pair lie, and what becomes of their sums.
+struct PlainPair {
+    static int64_t count(const LinearProblem& p) { return (p.channels + kPairChannels - 1) / kPairChannels; }
+    static int64_t first(const LinearProblem&, int64_t pair) { return pair * kPairChannels; }
+    static int64_t second(const LinearProblem& p, int64_t pair) {
+        const int64_t channel = pair * kPairChannels + kChannels;
+        return channel < p.channels ? channel : pair * kPairChannels;
+    }
+    static void finish(const LinearProblem& p, int64_t pair, int64_t row, const int32_t* sums) {
+        for (int64_t half = 0; half < 2; ++half) {
+            const int64_t channel = pair * kPairChannels + half * kChannels;
+            const int64_t count = p.channels - channel;
+            if (count <= 0) return;
+            Floats y = scaled(p, sums + half * kChannels, p.row_scales[row], channel);
+            if (p.residual != nullptr) {
+                y = add(y, load_part(p.residual + row * p.residual_stride + channel, count));
+            }
+            store_part(p.out + row * p.out_stride + channel, y, count);
+        }
+    }
+};
+
+// Sixteen channels of the gate and the same of up, which lies channels / 2 further.
+struct GatedPair {
+    static int64_t count(const LinearProblem& p) { return p.channels / kPairChannels; }
+    static int64_t first(const LinearProblem&, int64_t pair) { return pair * kChannels; }
+    static int64_t second(const LinearProblem& p, int64_t pair) { return p.channels / 2 + pair * kChannels; }
+    static void finish(const LinearProblem& p, int64_t pair, int64_t row, const int32_t* sums) {
+        const Floats gate = scaled(p, sums, p.row_scales[row], first(p, pair));
+        const Floats up = scaled(p, sums + kChannels, p.row_scales[row], second(p, pair));
+        store(p.out + row * p.out_stride + pair * kChannels, silu_times(gate, up));
+    }
+};
+
+// Rows whose sums are ready and whose results are not: finished while the next product is at work.
+template <class Pair>
+struct Unfinished {
+    const LinearProblem& p;
+    int64_t pair = 0, row = 0, end = 0;
+    const int32_t* sums = nullptr;
+
+    void operator()(int64_t count) {
+        const int64_t stop = row + count < end ? row + count : end;
+        for (; row < stop; ++row, sums += kPairChannels) Pair::finish(p, pair, row, sums);
+    }
+};
+
+// What the sums of a pair's channels start from.
+template <class Pair, class Product>
+inline void find_start(const LinearProblem& p, int64_t pair, int32_t* start) {
+    if (Product::kFlip == 0) return;
+    const int64_t first = Pair::first(p, pair), second = Pair::second(p, pair);
+    for (int64_t i = 0; i < kChannels; ++i) {
+        start[i] = first + i < p.channels ? -128 * p.sums[first + i] : 0;
+        start[i + kChannels] = second + i < p.channels ? -128 * p.sums[second + i] : 0;
+    }
+}
+
+// The product of one pair of blocks, less its rows of x. `next` is the item that this thread will probably take after.
+template <class Pair>
+inline ProductInput pair_input(const LinearProblem& p, int64_t pair, int64_t next, const int32_t* start) {
+    const auto block = [&p](int64_t channel) { return p.packed + channel * p.padded_columns; };
+    const int64_t pairs = Pair::count(p), ahead = next % pairs;
+    return {nullptr, p.padded_columns, block(Pair::first(p, pair)), block(Pair::second(p, pair)),
+            p.padded_columns / kGroup, block(Pair::first(p, ahead)), block(Pair::second(p, ahead)), start};
+}
+
+// Items [begin, end), each a pair of blocks with up to kRowsPerItem rows.
+template <class Pair, class Product>
+inline void run_items(const LinearProblem& p, int64_t begin, int64_t end) {
+    alignas(64) int32_t results[2][Product::kMaxRows * kPairChannels];
+    alignas(64) int32_t start[kPairChannels] = {};
+    const int64_t pairs = Pair::count(p), others = (num_threads() - 1) * (end - begin);
+    [[maybe_unused]] typename Product::Session session;
+    Unfinished<Pair> unfinished{p};
+    int turn = 0;
+    for (int64_t item = begin; item < end; ++item) {
+        const int64_t pair = item % pairs, first_row = item / pairs * kRowsPerItem;
+        const int64_t last_row = first_row + kRowsPerItem < p.tokens ? first_row + kRowsPerItem : p.tokens;
+        find_start<Pair, Product>(p, pair, start);
+        ProductInput input = pair_input<Pair>(p, pair, item + 1 + (item + 1 < end ? 0 : others), start);
+        for (int64_t row = first_row; row < last_row; row += Product::kMaxRows, turn ^= 1) {
+            const int64_t rows = last_row - row < Product::kMaxRows ? last_row - row : Product::kMaxRows;
+            input.x = p.rows + row * p.padded_columns;
+            Product::run(input, rows, results[turn], unfinished);
+            unfinished(kRowsPerItem);
+            unfinished.pair = pair;
+            unfinished.row = row;
+            unfinished.end = row + rows;
+            unfinished.sums = results[turn];
+            input.ahead_first = nullptr;
+        }
+    }
+    unfinished(kRowsPerItem);
+}
+
+template <class Pair>
+inline void run_linear(LinearProblem& p) {
+    if (p.tokens == 0) return;
+    const int64_t items = Pair::count(p) * ((p.tokens + kRowsPerItem - 1) / kRowsPerItem);
+    const int64_t pair_bytes = kPairChannels * p.padded_columns;
+    const bool alone = p.tokens * pair_bytes * items < kMacsAlone;
+    const int64_t grain = alone ? items : (kBytesPerItem + pair_bytes - 1) / pair_bytes;
+    with_product(p.tokens, [&p, items, grain](auto product) {
+        using Product = decltype(product);
+        quantize_rows<Product>(p);
+        parallel_for(items, grain, [&p](int64_t begin, int64_t end) { run_items<Pair, Product>(p, begin, end); });
+    });
+}
+
+// Arguments: x, x stride, tokens, columns, packed, padded columns, channels, scales, sums, bias, residual,
+// residual stride, out, out stride.
+inline LinearProblem linear_problem(const int64_t* words) {
+    const Arguments a{words};
+    return {a.pointer<const float>(0), a.integer(1), a.integer(2), a.integer(3),
+            a.pointer<const int8_t>(4), a.integer(5), a.integer(6),
+            a.pointer<const float>(7), a.pointer<const int32_t>(8), a.pointer<const float>(9),
+            a.pointer<const float>(10), a.integer(11), a.pointer<float>(12), a.integer(13),
+            nullptr, nullptr};
+}
+
+inline void linear(const int64_t* words) {
+    LinearProblem problem = linear_problem(words);
+    run_linear<PlainPair>(problem);
+}
+
+// Gate and up must start at whole blocks, so channels must be a multiple of 32; Python sees to that.
+inline void linear_silu_mul(const int64_t* words) {
+    LinearProblem problem = linear_problem(words);
+    run_linear<GatedPair>(problem);
+}
+
+}  // namespace QUIRE_ISA
+}  // namespace quire

@@ -1,0 +1,78 @@
+// See product.h. VNNI multiplies unsigned by signed bytes, so activations come with their top bit flipped (+128)
+// and the sums start from -128 * (sum of weights).
+#pragma once
+
+namespace quire {
+namespace QUIRE_ISA {
+
+// How far ahead of the reader weights are asked for: with few rows they stream from memory, once per step. Blocks
+// follow one another, so beyond a block's end lies the one that comes next.
+constexpr int64_t kPrefetchBytes = 4096;
+
+template <int kRows>
+inline void product_rows(const ProductInput& input, int32_t* result) {
+    __m512i sums[kRows][2];
+    for (int row = 0; row < kRows; ++row) {
+        sums[row][0] = _mm512_loadu_si512(input.start);
+        sums[row][1] = _mm512_loadu_si512(input.start + kChannels);
+    }
+    const int8_t* first = input.first;
+    const int8_t* second = input.second;
+    for (int64_t group = 0; group < input.num_groups; ++group) {
+        const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+        __builtin_prefetch(first + kPrefetchBytes);
+        __builtin_prefetch(second + kPrefetchBytes);
+        for (int row = 0; row < kRows; ++row) {
+            int32_t bytes;
+            std::memcpy(&bytes, input.x + row * input.x_stride + group * kGroup, sizeof bytes);
+            const __m512i x = _mm512_set1_epi32(bytes);
+            sums[row][0] = _mm512_dpbusd_epi32(sums[row][0], x, a);
+            sums[row][1] = _mm512_dpbusd_epi32(sums[row][1], x, b);
+        }
+        first += kChannels * kGroup;
+        second += kChannels * kGroup;
+    }
+    for (int row = 0; row < kRows; ++row) {
+        _mm512_storeu_si512(result + row * kPairChannels, sums[row][0]);
+        _mm512_storeu_si512(result + row * kPairChannels + kChannels, sums[row][1]);
+    }
+}
+
+inline void product_avx512(const ProductInput& input, int64_t rows, int32_t* result) {
+    switch (rows) {
+        case 1: return product_rows<1>(input, result);
+        case 2: return product_rows<2>(input, result);
+        case 3: return product_rows<3>(input, result);
+        case 4: return product_rows<4>(input, result);
+        case 5: return product_rows<5>(input, result);
+        case 6: return product_rows<6>(input, result);
+        case 7: return product_rows<7>(input, result);
+        case 8: return product_rows<8>(input, result);
+        case 9: return product_rows<9>(input, result);
+        case 10: return product_rows<10>(input, result);
+        case 11: return product_rows<11>(input, result);
+        default: return product_rows<12>(input, result);
+    }
+}
+
+struct VnniProduct : RowMajor {
+    static constexpr int64_t kMaxRows = 12, kRowMultiple = 1;
+    static constexpr int8_t kFlip = -128;
+    using Session = NoSession;
+
+    template <class Background>
+    static void run(const ProductInput& input, int64_t rows, int32_t* result, Background&) {
+        product_avx512(input, rows, result);
+    }
+};
+
+#if !defined(__AMX_INT8__)
+// Calls function(kind of product) with the best kind for so many rows.
+template <class Function>
+inline void with_product(int64_t, const Function& function) {
+    function(VnniProduct{});
+}
+#endif
+
+}  // namespace QUIRE_ISA
+}  // namespace quire

@@ -1,0 +1,97 @@
+"""Linear layers in int8, in plain torch. The bits of every alternative are defined here.
+
+A packed weight is opaque: each alternative has its own layout, made by its own `pack`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGEST = 127
+# Below this a row counts as zero: 127 / absmax must not overflow.
+SMALLEST_ABSMAX = 1e-30
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] float -> (q int8 [N, K], scales fp32 [N]), symmetric per output channel."""
+    return quantize_rows(weight.float())
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K] fp32 -> (q int8 [T, K], scales fp32 [T]); rounds half to even, zero rows give scale 0."""
+    absmax = x.abs().amax(dim=1)
+    absmax = torch.where(absmax < SMALLEST_ABSMAX, torch.zeros_like(absmax), absmax)
+    inverse = torch.where(absmax == 0, torch.zeros_like(absmax), LARGEST / absmax)
+    q = torch.round(x * inverse[:, None]).clamp_(-LARGEST, LARGEST).to(torch.int8)
+    return q, absmax / LARGEST
+
+
+def row_sums(q: Tensor) -> Tensor:
+    """q int8 [N, K] -> int32 [N], what kernels with unsigned activations subtract."""
+    return q.sum(dim=1, dtype=torch.int32)
+
+
+def empty_packed(num_rows: int, num_columns: int) -> Tensor:
+    """A packed weight of zeros, to be filled by `pack_rows`."""
+    return torch.zeros(num_rows, num_columns, dtype=torch.int8)
+
+
+def pack(q: Tensor) -> Tensor:
+    """q int8 [N, K] -> the layout that `linear` of this alternative reads."""
+    packed = empty_packed(*q.shape)
+    pack_rows(packed, 0, q)
+    return packed
+
+
+def pack_rows(packed: Tensor, first_row: int, q: Tensor) -> None:
+    """Puts q [n, K] at rows first_row .. first_row + n - 1 of a packed weight, in place."""
+    packed[first_row : first_row + q.shape[0]] = q
+
+
+def unpack(packed: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """The inverse of `pack`: int8 [N, K]."""
+    return packed[:num_rows, :num_columns].contiguous()
+
+
+def linear(
+    x: Tensor,  # [T, K] fp32, rows may be strided
+    packed: Tensor,
+    scales: Tensor,  # [N] fp32
+    sums: Tensor,  # [N] int32
+    bias: Tensor | None = None,  # [N] fp32
+    residual: Tensor | None = None,  # [T, N] fp32
+    out: Tensor | None = None,
+) -> Tensor:  # [T, N] fp32
+    """y = (acc * x_scale) * w_scale (+ bias) (+ residual), in that order; acc is an exact int32 sum.
+
+    A row of the result depends on that row of x alone, bit for bit.
+    """
+    q, x_scales = quantize_rows(x)
+    accumulated = _integer_product(q, packed)
+    y = (accumulated.float() * x_scales[:, None]) * scales[None, :]
+    if bias is not None:
+        y = y + bias
+    if residual is not None:
+        y = y + residual
+    return y if out is None else out.copy_(y)
+
+
+def linear_silu_mul(
+    x: Tensor,  # [T, K] fp32
+    packed: Tensor,  # rows 0..F-1 gate, F..2F-1 up
+    scales: Tensor,  # [2F]
+    sums: Tensor,  # [2F]
+    bias: Tensor | None = None,  # [2F]
+    out: Tensor | None = None,
+) -> Tensor:  # [T, F] fp32
+    """silu(gate) * up of one fused projection."""
+    gate, up = linear(x, packed, scales, sums, bias).chunk(2, dim=1)
+    y = F.silu(gate) * up
+    return y if out is None else out.copy_(y)
+
+
+def _integer_product(q: Tensor, weight: Tensor) -> Tensor:
+    if q.device.type == "cpu":
+        return torch._int_mm(q, weight.t())
+    # Doubles hold every int32 sum exactly.
+    return (q.double() @ weight.double().t()).to(torch.int32)

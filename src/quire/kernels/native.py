@@ -1,0 +1,186 @@
+"""The native library: loading it, its threads, its instruction set, and calls.
+
+Every native operation is `void op(const int64_t* arguments)`: pointers, integers and doubles packed in one
+array, so that a tape can run it again without Python.
+"""
+
+import ctypes
+import os
+import struct
+from array import array
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.kernels import compile as compilation
+from quire.observe.logs import get_logger
+
+if TYPE_CHECKING:
+    from quire.kernels.tape import Tape
+
+logger = get_logger(__name__)
+
+ISAS = ("amx", "avx512", "avx2", "generic")
+
+DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class NativeState:
+    """The loaded library, the instruction set in use and the tape that records, if any."""
+
+    __slots__ = ("addresses", "isa", "library", "tape")
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self.isa = ""
+        self.addresses: dict[str, int] = {}
+        self.tape: Tape | None = None
+
+
+@cache
+def _state() -> NativeState | None:
+    try:
+        library = ctypes.CDLL(str(compilation.ensure_built()))
+    except (compilation.BuildError, OSError) as failure:
+        logger.warning("native kernels are not available, the torch reference serves: %s", failure)
+        return None
+    library.quire_has_isa.argtypes = [ctypes.c_char_p]
+    library.quire_operation.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    library.quire_operation.restype = ctypes.c_void_p
+    library.quire_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.quire_call.restype = None
+    library.quire_replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.quire_replay.restype = None
+    library.quire_set_num_threads.argtypes = [ctypes.c_int]
+    library.quire_set_num_threads(default_num_threads())
+    state = NativeState(library)
+    wanted = os.environ.get("QUIRE_ISA", "")
+    usable = [isa for isa in ISAS if library.quire_has_isa(isa.encode())]
+    if wanted and wanted not in usable:
+        logger.warning("QUIRE_ISA=%s cannot run here, taking %s", wanted, usable[0])
+    state.isa = wanted if wanted in usable else usable[0]
+    return state
+
+
+def available() -> bool:
+    """Whether native kernels can be used; compiles them on the first call if need be."""
+    return _state() is not None
+
+
+def loaded() -> NativeState:
+    """The library's state. Raises if native kernels are not available."""
+    state = _state()
+    if state is None:
+        raise RuntimeError("native kernels are not available: install a C++ compiler")
+    return state
+
+
+def isa() -> str:
+    """The instruction set in use."""
+    return loaded().isa
+
+
+def usable_isas() -> tuple[str, ...]:
+    """Instruction sets that run here, best first."""
+    library = loaded().library
+    return tuple(name for name in ISAS if library.quire_has_isa(name.encode()))
+
+
+def select_isa(name: str) -> None:
+    """Uses another instruction set from now on (for tests; QUIRE_ISA does it at start)."""
+    if name not in usable_isas():
+        raise ValueError(f"instruction set {name!r} cannot run here; usable are {', '.join(usable_isas())}")
+    state = loaded()
+    state.isa = name
+    state.addresses = {}
+
+
+def set_num_threads(count: int) -> None:
+    """How many threads native operations use, the calling one included."""
+    loaded().library.quire_set_num_threads(count)
+
+
+def num_threads() -> int:
+    """How many threads native operations use."""
+    return int(loaded().library.quire_num_threads())
+
+
+def default_num_threads() -> int:
+    """Physical cores that this process may use, by its affinity and its control group."""
+    try:
+        cpus = sorted(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+    cores = {_first_sibling(cpu) for cpu in cpus}
+    return max(1, min(len(cores), _cgroup_cpus()))
+
+
+def _first_sibling(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def _cgroup_cpus() -> int:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, -(-int(quota) // int(period)))
+    except (OSError, ValueError):
+        return 1 << 30
+
+
+def real(value: float) -> int:
+    """A float as the bits of a double, to be packed among integer arguments."""
+    return struct.unpack("<q", struct.pack("<d", value))[0]  # type: ignore[no-any-return]
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An output tensor: from the tape's arena while one records, else freshly allocated."""
+    tape = loaded().tape
+    return torch.empty(shape, dtype=dtype) if tape is None else tape.empty(shape, dtype)
+
+
+def call(name: str, arguments: tuple[int, ...], tensors: tuple[Tensor | None, ...]) -> None:
+    """Runs an operation, and records it if a tape is running. `tensors` are those behind the pointers."""
+    state = loaded()
+    address = state.addresses.get(name) or _find(state, name)
+    packed = array("q", arguments)
+    state.library.quire_call(address, packed.buffer_info()[0])
+    if state.tape is not None:
+        state.tape.record(address, packed, tensors)
+
+
+def _find(state: NativeState, name: str) -> int:
+    address = state.library.quire_operation(state.isa.encode(), name.encode())
+    if not address:
+        raise RuntimeError(f"the native library has no operation {name!r} for {state.isa}")
+    state.addresses[name] = address
+    return int(address)
+
+
+def address(tensor: Tensor | None) -> int:
+    """A tensor's address, 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def check_floats(*tensors: Tensor | None) -> None:
+    """Refuses tensors that native code would misread: not fp32, or with a strided last dimension."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype is not torch.float32 or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+            raise TypeError(
+                f"native kernels take fp32 with a dense last dimension, "
+                f"not {tensor.dtype} with strides {tensor.stride()}"
+            )
+
+
+def check_integers(narrow: Tensor | None, wide: Tensor | None) -> None:
+    """Refuses index tensors of other types: `narrow` must be int32, `wide` int64, both dense."""
+    for tensor, dtype in ((narrow, torch.int32), (wide, torch.int64)):
+        if tensor is not None and (tensor.dtype is not dtype or not tensor.is_contiguous()):
+            raise TypeError(f"native kernels take dense {dtype} here, not {tensor.dtype}")

@@ -1,0 +1,1 @@
+"""Root mean square and layer normalisation, with or without the residual sum."""

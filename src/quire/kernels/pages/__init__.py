@@ -1,0 +1,1 @@
+"""Moving whole blocks of the pool."""

@@ -1,0 +1,58 @@
+"""Which alternative of an operation serves on which device. Chosen once, at construction."""
+
+import importlib
+import os
+from types import ModuleType
+
+import torch
+
+from quire.kernels import native
+
+REFERENCE = "reference"
+
+# Every operation and its alternatives beside the reference, best first, as (name, device type).
+# The parity test walks this table, so an alternative that is not listed here does not exist.
+_ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
+    "activation": (("cpu", "cpu"),),
+    "attention": (("cpu", "cpu"),),
+    "embedding": (("cpu", "cpu"),),
+    "int8_linear": (("cpu", "cpu"),),
+    "norm": (("cpu", "cpu"),),
+    "pages": (("cpu", "cpu"),),
+    "rotary": (("cpu", "cpu"),),
+    "sample": (("cpu", "cpu"),),
+}
+
+
+def operations() -> tuple[str, ...]:
+    """Names of all operations."""
+    return tuple(_ALTERNATIVES)
+
+
+def alternatives(operation: str) -> tuple[str, ...]:
+    """Alternatives of an operation beside the reference that can run on this machine."""
+    return tuple(name for name, _ in _ALTERNATIVES[operation] if _can_run(name))
+
+
+def load(operation: str, alternative: str) -> ModuleType:
+    """The module of one named alternative."""
+    if operation not in _ALTERNATIVES:
+        raise ValueError(f"unknown operation {operation!r}; known are {', '.join(_ALTERNATIVES)}")
+    return importlib.import_module(f"quire.kernels.{operation}.{alternative}")
+
+
+def choose(operation: str, device: str | torch.device) -> ModuleType:
+    """The best alternative of `operation` for `device`; with QUIRE_KERNELS=reference the reference.
+
+    The answer may be kept: call this when a layer is built, not when it runs.
+    """
+    kind = torch.device(device).type
+    if os.environ.get("QUIRE_KERNELS", "") != REFERENCE:
+        for name, alternative_kind in _ALTERNATIVES.get(operation, ()):
+            if alternative_kind == kind and _can_run(name):
+                return load(operation, name)
+    return load(operation, REFERENCE)
+
+
+def _can_run(alternative: str) -> bool:
+    return native.available() if alternative == "cpu" else True

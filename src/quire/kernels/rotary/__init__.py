@@ -1,0 +1,1 @@
+"""Rotary position embedding, fused with the store of K and V into pages."""

@@ -1,0 +1,33 @@
+"""Rotary position embedding and the store into pages, by native code. Promises are those of the reference."""
+
+from torch import Tensor
+
+from quire.kernels import native
+
+
+def rotate_and_store(
+    qkv: Tensor,  # [T, (Hq + 2 * Hkv) * D], q and k are rotated in place
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    cos_sin: Tensor | None,  # [P, rotary_dim] fp32, cosines | sines; None: no rotation
+    positions: Tensor,  # [T] int32
+    slots: Tensor,  # [T] int64, block * block_size + offset
+    k_pages: Tensor,  # [num_blocks, block_size, Hkv, D], any strides but the last
+    v_pages: Tensor,
+) -> None:
+    """Rotates q and k in place ("rotate half" of the first rotary_dim), writes k and v to their slots."""
+    native.check_floats(qkv, cos_sin)
+    native.check_integers(positions, slots)
+    native.call(
+        "rotate_and_store",
+        (
+            qkv.data_ptr(), qkv.stride(0), qkv.shape[0], num_heads, num_kv_heads, head_dim,
+            native.address(cos_sin), 0 if cos_sin is None else cos_sin.shape[1],
+            positions.data_ptr(), slots.data_ptr(),
+            native.DTYPE_CODES[k_pages.dtype], k_pages.shape[1],
+            k_pages.data_ptr(), *k_pages.stride()[:3],
+            v_pages.data_ptr(), *v_pages.stride()[:3],
+        ),
+        (qkv, cos_sin, positions, slots, k_pages, v_pages),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Logits to tokens: filters, draws, log probabilities."""

@@ -1,0 +1,69 @@
+"""Sampling by native code, without a full sort. Promises are those of the reference."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels import native
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """logits [S, V] -> int64 [S]; ties go to the lowest id."""
+    out = native.empty(logits.shape[0], dtype=torch.int64)
+    native.check_floats(logits)
+    native.call(
+        "argmax",
+        (logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], out.data_ptr()),
+        (logits, out),
+    )
+    return out
+
+
+def log_softmax_gather(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """logits [S, V], token_ids [S] int64 -> fp32 [S], the log probability of each token."""
+    return _per_token("log_softmax_gather", logits, token_ids, torch.float32)
+
+
+def token_ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """int64 [S]: 1 + how many tokens of the row have a strictly larger logit."""
+    return _per_token("token_ranks", logits, token_ids, torch.int64)
+
+
+def sample_filtered(
+    logits: Tensor,  # [S, V] fp32
+    temperature: Tensor,  # [S] fp32; 0 means greedy
+    top_k: Tensor,  # [S] int32; 0 is off
+    top_p: Tensor,  # [S] fp32; 1 is off
+    min_p: Tensor,  # [S] fp32; 0 is off
+    uniforms: Tensor,  # [S] fp64 in [0, 1)
+) -> Tensor:  # [S] int64
+    """Draws a token per row: temperature, then min-p, then top-k, then top-p, then inverse CDF by token id."""
+    out = native.empty(logits.shape[0], dtype=torch.int64)
+    native.check_floats(logits, temperature, top_p, min_p)
+    native.check_integers(top_k, None)
+    if uniforms.dtype is not torch.float64:
+        raise TypeError(f"uniforms must be fp64, not {uniforms.dtype}")
+    native.call(
+        "sample_filtered",
+        (
+            logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1],
+            temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
+            uniforms.data_ptr(), out.data_ptr(),
+        ),
+        (logits, temperature, top_k, top_p, min_p, uniforms, out),
+    )  # fmt: skip
+    return out
+
+
+def _per_token(name: str, logits: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    token_ids = token_ids.long().contiguous()
+    out = native.empty(logits.shape[0], dtype=dtype)
+    native.check_floats(logits)
+    native.call(
+        name,
+        (
+            logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1],
+            token_ids.data_ptr(), out.data_ptr(),
+        ),
+        (logits, token_ids, out),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,162 @@
+"""The native library: its cache, life without a compiler, forks, and tapes."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels import compile as compilation
+from quire.kernels import native
+from quire.kernels.registry import choose
+from quire.kernels.tape import Tape
+
+needs_native = pytest.mark.skipif(not native.available(), reason="no native kernels on this machine")
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_library_path_follows_sources_and_cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.available():
+        pytest.skip("no compiler")
+    path = compilation.library_path()
+    assert path.is_relative_to(empty_cache / "kernels")
+    monkeypatch.setattr(compilation, "BASE_FLAGS", ("-O1",))
+    assert compilation.library_path() != path
+
+
+def test_a_library_in_the_cache_is_not_built_again(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native.available():
+        pytest.skip("no compiler")
+    builds = []
+
+    def fake_build(scratch: Path) -> Path:
+        builds.append(scratch)
+        (scratch / "made").write_text("library")
+        return scratch / "made"
+
+    monkeypatch.setattr(compilation, "_compile_all", fake_build)
+    first, second = compilation.ensure_built(), compilation.ensure_built()
+    assert first == second
+    assert first.read_text() == "library"
+    assert len(builds) == 1
+    assert [entry.name for entry in first.parent.iterdir()] == [compilation.LIBRARY_NAME]
+
+
+def test_without_a_compiler_the_reference_serves_and_says_so(empty_cache: Path) -> None:
+    code = (
+        "from quire.kernels import choose, native\n"
+        "print(native.available(), choose('attention', 'cpu').__name__)"
+    )
+    outcome = _python(code, PATH="", CXX="")
+    assert outcome.stdout.split() == ["False", "quire.kernels.attention.reference"]
+    assert outcome.stderr.count("native kernels are not available") == 1
+
+
+def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_KERNELS", "reference")
+    assert choose("norm", "cpu").__name__ == "quire.kernels.norm.reference"
+
+
+@needs_native
+def test_the_environment_forces_an_instruction_set() -> None:
+    outcome = _python("from quire.kernels import native; print(native.isa())", QUIRE_ISA="generic")
+    assert outcome.stdout.strip() == "generic"
+
+
+@needs_native
+def test_unfit_tensors_are_refused() -> None:
+    norm = choose("norm", "cpu")
+    with pytest.raises(TypeError, match="fp32"):
+        norm.rms_norm(torch.randn(2, 4).half(), torch.ones(4), 1e-5)
+    with pytest.raises(TypeError, match="dense"):
+        norm.rms_norm(torch.randn(4, 2).t(), torch.ones(4), 1e-5)
+
+
+def _small_model(x: torch.Tensor, weights: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    linear, norm = choose("int8_linear", "cpu"), choose("norm", "cpu")
+    hidden = norm.rms_norm(x, torch.ones(64), 1e-5)
+    for packed, scales, sums in weights:
+        view = hidden[:, 16:80] if hidden.shape[1] > 64 else hidden
+        hidden = linear.linear(norm.rms_norm(view, torch.ones(64), 1e-5), packed, scales, sums)
+    return hidden
+
+
+@needs_native
+def test_a_tape_replays_on_new_inputs_and_shares_buffers() -> None:
+    torch.manual_seed(3)
+    linear = choose("int8_linear", "cpu")
+    weights = []
+    for _ in range(6):
+        q, scales = linear.quantize(torch.randn(96, 64))
+        weights.append((linear.pack(q), scales, linear.row_sums(q)))
+    x = torch.randn(5, 64)
+    with Tape() as tape:
+        result = _small_model(x, weights)
+    assert torch.equal(result, _small_model(x, weights))
+    assert len(tape) == 13
+    for _ in range(3):
+        x.copy_(torch.randn(5, 64))
+        tape.replay()
+        assert torch.equal(result, _small_model(x, weights))
+    # 13 outputs, but few are alive at once.
+    assert tape.num_buffers <= 4
+
+
+@needs_native
+def test_tapes_do_not_nest() -> None:
+    with Tape(), pytest.raises(RuntimeError, match="nest"), Tape():
+        pass
+    with Tape():
+        pass
+
+
+@needs_native
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    code = (
+        "import os, torch\n"
+        "from quire.kernels import choose, native\n"
+        "native.set_num_threads(3)\n"
+        "norm = choose('norm', 'cpu')\n"
+        "x = torch.randn(4000, 64)\n"
+        "run = lambda: norm.rms_norm(x, torch.ones(64), 1e-5)\n"
+        "expected = run()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(0 if torch.equal(run(), expected) and torch.equal(run(), expected) else 1)\n"
+        "print(os.waitpid(child, 0)[1])\n"
+    )
+    assert _python(code).stdout.strip() == "0"
+
+
+@needs_native
+def test_several_python_threads_may_call() -> None:
+    norm = choose("norm", "cpu")
+    x, weight = torch.randn(500, 64), torch.ones(64)
+    expected = norm.rms_norm(x, weight, 1e-5)
+    wrong: list[int] = []
+
+    def work() -> None:
+        for _ in range(50):
+            if not torch.equal(norm.rms_norm(x, weight, 1e-5), expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,234 @@
+"""Every alternative of every operation, on every instruction set, agrees with the reference."""
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+from quire.kernels import registry
+from tests.kernels.cases import Shape, instruction_set, instruction_sets, random_case
+
+_tested: set[str] = set()
+
+
+def _parametrize(operation: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    _tested.add(operation)
+    found = [
+        (operation, name, isa)
+        for name in registry.alternatives(operation)
+        for isa in (instruction_sets() if name == "cpu" else ("",))
+    ]
+    return pytest.mark.parametrize("kernel", found, indirect=True, ids="-".join)
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest) -> Iterator[tuple[ModuleType, ModuleType]]:
+    """(the alternative, the reference) of the test's operation."""
+    operation, name, isa = request.param
+    torch.manual_seed(0)
+    with instruction_set(isa):
+        yield registry.load(operation, name), registry.load(operation, "reference")
+
+
+Kernel = tuple[ModuleType, ModuleType]
+
+
+def test_every_operation_has_a_parity_test() -> None:
+    assert _tested == set(registry.operations())
+
+
+@_parametrize("int8_linear")
+@pytest.mark.parametrize(("tokens", "columns", "channels"), [
+    (1, 576, 960), (3, 33, 7), (8, 64, 32), (13, 100, 50), (17, 576, 96), (40, 130, 48), (300, 64, 80),
+])  # fmt: skip
+def test_int8_linear_has_the_bits_of_the_reference(
+    kernel: Kernel, tokens: int, columns: int, channels: int
+) -> None:
+    native, reference = kernel
+    q, scales = reference.quantize(torch.randn(channels, columns))
+    sums = reference.row_sums(q)
+    wide = torch.randn(tokens, columns + 5) * torch.rand(tokens, 1) * 10
+    x = wide[:, :columns]
+    x[0] = 0
+    bias, residual = torch.randn(channels), torch.randn(tokens, channels)
+    for extra in ((None, None), (bias, None), (bias, residual)):
+        expected = reference.linear(x, reference.pack(q), scales, sums, *extra)
+        assert torch.equal(native.linear(x, native.pack(q), scales, sums, *extra), expected)
+    assert torch.equal(native.unpack(native.pack(q), channels, columns), q)
+
+
+@_parametrize("int8_linear")
+@pytest.mark.parametrize(("tokens", "width"), [(1, 48), (9, 64), (20, 21), (33, 32)])
+def test_gated_linear_agrees(kernel: Kernel, tokens: int, width: int) -> None:
+    native, reference = kernel
+    q, scales = reference.quantize(torch.randn(2 * width, 70))
+    sums, x = reference.row_sums(q), torch.randn(tokens, 70) * 3
+    expected = reference.linear_silu_mul(x, reference.pack(q), scales, sums)
+    actual = native.linear_silu_mul(x, native.pack(q), scales, sums)
+    torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-5)
+
+
+@_parametrize("int8_linear")
+def test_rows_may_be_packed_piece_by_piece(kernel: Kernel) -> None:
+    native, reference = kernel
+    q, _ = reference.quantize(torch.randn(45, 70))
+    packed = native.empty_packed(45, 70)
+    for first, last in ((0, 9), (9, 30), (30, 45)):
+        native.pack_rows(packed, first, q[first:last])
+    assert torch.equal(packed, native.pack(q))
+
+
+@_parametrize("norm")
+@pytest.mark.parametrize(("tokens", "width"), [(1, 576), (7, 33), (200, 100)])
+def test_norms_agree(kernel: Kernel, tokens: int, width: int) -> None:
+    native, reference = kernel
+    x, weight, bias = torch.randn(tokens, width + 3)[:, :width], torch.randn(width), torch.randn(width)
+    close = torch.testing.assert_close
+    close(native.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), rtol=2e-6, atol=1e-6)
+    close(
+        native.layer_norm(x, weight, bias, 1e-5),
+        reference.layer_norm(x, weight, bias, 1e-5),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    for name, extra in (("add_rms_norm", ()), ("add_layer_norm", (bias,))):
+        one, two = torch.randn(tokens, width), None
+        two = one.clone()
+        actual = getattr(native, name)(x, one, weight, *extra, 1e-5)
+        close(actual, getattr(reference, name)(x, two, weight, *extra, 1e-5), rtol=1e-5, atol=1e-5)
+        assert torch.equal(one, two)
+
+
+@_parametrize("norm")
+def test_head_norm_agrees_in_place(kernel: Kernel) -> None:
+    native, reference = kernel
+    weight, qkv = torch.randn(32), torch.randn(5, 9 * 32)
+    other = qkv.clone()
+    native.head_rms_norm(qkv[:, 32:160].view(5, 4, 32), weight, 1e-6)
+    reference.head_rms_norm(other[:, 32:160].view(5, 4, 32), weight, 1e-6)
+    torch.testing.assert_close(qkv, other, rtol=2e-6, atol=1e-6)
+
+
+@_parametrize("rotary")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "rotary_dim", "block_size"), [(64, 64, 16), (24, 12, 1), (80, 0, 128)])
+def test_rotation_and_store_have_the_bits_of_the_reference(
+    kernel: Kernel, dtype: torch.dtype, head_dim: int, rotary_dim: int, block_size: int
+) -> None:
+    native, reference = kernel
+    tokens, heads, kv_heads = 19, 4, 2
+    cos_sin = torch.randn(50, rotary_dim) if rotary_dim else None
+    positions = torch.randint(50, (tokens,), dtype=torch.int32)
+    slots = torch.randperm(4 * block_size * 16)[:tokens]
+    start = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim)
+    start[0, :8] *= 1e-7  # below the normal numbers of fp16
+    results = []
+    for module in (native, reference):
+        qkv, pool = start.clone(), torch.zeros(64, 3, 2, block_size, kv_heads, head_dim, dtype=dtype)
+        module.rotate_and_store(
+            qkv, heads, kv_heads, head_dim, cos_sin, positions, slots, pool[:, 1, 0], pool[:, 1, 1]
+        )
+        results.append((qkv, pool))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@_parametrize("attention")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 24), (16, 1, 80)])
+@pytest.mark.parametrize(("block_size", "window"), [(16, 0), (1, 0), (128, 30)])
+def test_attention_agrees(
+    kernel: Kernel, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int, window: int
+) -> None:
+    native, reference = kernel
+    shape = Shape(heads, kv_heads, head_dim, block_size, dtype)
+    case = random_case(shape, [1, 70, 5, 130, 64], [1, 1, 5, 40, 3])
+    actual = native.paged_attention(*case.arguments(window))
+    torch.testing.assert_close(
+        actual, reference.paged_attention(*case.arguments(window)), rtol=2e-5, atol=2e-5
+    )
+
+
+@_parametrize("attention")
+@pytest.mark.parametrize("window", [0, 600])
+def test_attention_agrees_over_several_segments(kernel: Kernel, window: int) -> None:
+    native, reference = kernel
+    case = random_case(Shape(2, 1, 32), [1500, 1100, 513], [1, 20, 2])
+    actual = native.paged_attention(*case.arguments(window))
+    torch.testing.assert_close(
+        actual, reference.paged_attention(*case.arguments(window)), rtol=2e-5, atol=2e-5
+    )
+
+
+@_parametrize("activation")
+def test_activations_agree(kernel: Kernel) -> None:
+    native, reference = kernel
+    x = torch.randn(7, 2 * 45) * 20
+    torch.testing.assert_close(native.silu_mul(x), reference.silu_mul(x), rtol=2e-6, atol=1e-6)
+    assert torch.equal(native.gelu(x, "tanh"), reference.gelu(x, "tanh"))
+    assert torch.equal(native.relu(x), reference.relu(x))
+
+
+@_parametrize("embedding")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_embedding_rows_are_exact(kernel: Kernel, dtype: torch.dtype, id_dtype: torch.dtype) -> None:
+    native, reference = kernel
+    table = torch.randn(100, 41).to(dtype)
+    token_ids = torch.randint(100, (70,), dtype=id_dtype)
+    assert torch.equal(native.gather(table, token_ids), reference.gather(table, token_ids))
+
+
+@_parametrize("pages")
+@pytest.mark.parametrize("targets", [[5, 6, 0], [1, 2, 7]])
+def test_blocks_are_copied_as_they_were(kernel: Kernel, targets: list[int]) -> None:
+    native, reference = kernel
+    pool = torch.randint(256, (8, 1000), dtype=torch.uint8)
+    other = pool.clone()
+    native.copy_blocks(pool, torch.tensor([1, 2, 3]), torch.tensor(targets))
+    reference.copy_blocks(other, torch.tensor([1, 2, 3]), torch.tensor(targets))
+    assert torch.equal(pool, other)
+
+
+@_parametrize("sample")
+@pytest.mark.parametrize("vocabulary", [5, 1000, 49152])
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_sampling_agrees(kernel: Kernel, vocabulary: int, spread: float) -> None:
+    native, reference = kernel
+    rows = 24
+    logits = torch.randn(rows, vocabulary) * spread
+    logits[:, 3] = logits[:, 1]  # ties
+    assert torch.equal(native.argmax(logits), reference.argmax(logits))
+    tokens = torch.randint(vocabulary, (rows,))
+    torch.testing.assert_close(
+        native.log_softmax_gather(logits, tokens),
+        reference.log_softmax_gather(logits, tokens),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    assert torch.equal(native.token_ranks(logits, tokens), reference.token_ranks(logits, tokens))
+    arguments = (
+        logits,
+        torch.tensor([0.0, 0.7, 1.0, 2.0] * 6),
+        torch.tensor([0, 1, 7, 60, 0, 3000] * 4, dtype=torch.int32),
+        torch.tensor([1.0, 0.5, 0.95] * 8),
+        torch.tensor([0.0] * 12 + [0.05] * 12),
+        torch.rand(rows, dtype=torch.float64),
+    )
+    actual, expected = native.sample_filtered(*arguments), reference.sample_filtered(*arguments)
+    # A uniform may fall between two sums that differ in their last bits; more than one such row is a mistake.
+    assert (actual != expected).sum() <= (1 if vocabulary > 1000 else 0)
+
+
+@_parametrize("sample")
+def test_filters_keep_ties_lowest_id_first(kernel: Kernel) -> None:
+    for module in kernel:
+        logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]]).repeat(40, 1)
+        uniforms = torch.arange(40, dtype=torch.float64) / 40
+        ones, zeros = torch.ones(40), torch.zeros(40)
+        two = torch.full((40,), 2, dtype=torch.int32)
+        drawn = module.sample_filtered(logits, ones, two, ones, zeros, uniforms)
+        assert drawn.tolist() == [1] * 20 + [2] * 20
+        one_only = module.sample_filtered(logits, ones, torch.zeros_like(two), zeros + 1e-6, zeros, uniforms)
+        assert one_only.tolist() == [1] * 40
