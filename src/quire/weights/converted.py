@@ -71,6 +71,7 @@ def write_converted(path: Path, parameters: Mapping[str, Tensor]) -> bool:
             _write(file, parameters)
             file.flush()
             os.fsync(file.fileno())
+        temporary.chmod(0o644)  # temporary files are private, but a cache may be shared
         os.replace(temporary, path)
     except OSError as error:
         if temporary is not None:

@@ -1,0 +1,121 @@
+"""LayerFactory: builds layers for one device and number format, so that model files know neither."""
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.core.config import ModelConfig
+from quire.kernels import choose
+from quire.kernels.registry import REFERENCE, load
+from quire.layers.activation import activation
+from quire.layers.attention import Attention
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear, OutputHead
+from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.rope import rotary_table
+from quire.layers.vector import Vector
+from quire.quant.choice import choose_format
+from quire.quant.format import NumberFormat
+
+
+class LayerFactory:
+    """`max_position` caps the tables that grow with the context; None takes the model's own limit."""
+
+    def __init__(
+        self, number_format: NumberFormat, device: str | torch.device = "cpu", max_position: int | None = None
+    ) -> None:
+        self.device = torch.device(device)
+        self.number_format = number_format
+        self.dtype = number_format.activation_dtype
+        self.max_position = max_position
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        device: str | torch.device = "cpu",
+        dtype: str = "auto",
+        quantization: str = "auto",
+        max_position: int | None = None,
+    ) -> "LayerFactory":
+        """As the user's settings ask for it."""
+        chosen = choose_format(device, dtype, quantization, config.dtype)
+        return cls(chosen, device, max_position)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether layers are made of native operations only, so that a tape can replay them."""
+        names = ("norm", "rotary", "attention", "activation", "embedding", "int8_linear")
+        native = all(not self.kernel(name).__name__.endswith(REFERENCE) for name in names)
+        return native and self.device.type == "cpu" and self.number_format.native
+
+    def kernel(self, operation: str) -> ModuleType:
+        """The best alternative for this factory's device and type; native CPU code takes float32 only."""
+        if self.device.type == "cpu" and self.dtype is not torch.float32:
+            return load(operation, REFERENCE)
+        return choose(operation, self.device)
+
+    def linear(self, num_rows: int, num_columns: int, bias: bool = False) -> Linear:
+        """A projection from num_columns to num_rows; fused ones are the sum of their rows."""
+        matrix = self.number_format.matrix(num_rows, num_columns)
+        return Linear(matrix, self._vector(num_rows) if bias else None)
+
+    def rms_norm(self, width: int, eps: float) -> RMSNorm:
+        return RMSNorm(self.kernel("norm"), self._vector(width, 1.0), eps)
+
+    def layer_norm(self, width: int, eps: float, affine: bool = True) -> LayerNorm:
+        return LayerNorm(self.kernel("norm"), self._vector(width, 1.0), self._vector(width), eps, affine)
+
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """By its name in config.json."""
+        return activation(self.kernel("activation"), name)
+
+    def embedding(self, num_rows: int, width: int, first_row: int = 0) -> Embedding:
+        """A table read by row; `first_row` rows of the checkpoint's table come before it and are left out."""
+        compact = self.number_format.compact_tables
+        return Embedding(
+            self.kernel("embedding"), num_rows, width, self.dtype, self.device, compact, first_row
+        )
+
+    def output_head(self, vocab_size: int, width: int, tied_to: Embedding | None = None) -> OutputHead:
+        """Logits; `tied_to` gives the same weights, shared in memory where the format allows it."""
+        matrix = self.number_format.matrix(vocab_size, width)
+        return OutputHead(matrix, tied_to, share=not self.number_format.compact_tables)
+
+    def select(self, rows: Tensor, indices: Tensor) -> Tensor:
+        """rows [T, width], indices [L] -> [L, width]."""
+        return self.kernel("embedding").gather(rows, indices, dtype=self.dtype)
+
+    def rotary(self, hf: Mapping[str, Any], head_dim: int, max_position: int) -> Tensor:
+        """[positions, rotary_dim] float32, one table for all layers."""
+        positions = min(max_position, self.max_position or max_position)
+        return rotary_table(hf, head_dim, positions).to(self.device)
+
+    def attention(
+        self,
+        index: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float | None = None,
+        window: int = 0,
+        cos_sin: Tensor | None = None,
+    ) -> Attention:
+        """Attention of layer `index`; the scale is 1 / sqrt(head_dim) unless told."""
+        return Attention(
+            self.kernel("rotary"),
+            self.kernel("attention"),
+            index,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim**-0.5 if scale is None else scale,
+            window,
+            cos_sin,
+        )
+
+    def _vector(self, size: int, fill: float = 0.0) -> Vector:
+        return Vector(size, self.dtype, self.device, fill)

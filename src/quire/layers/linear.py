@@ -1,0 +1,98 @@
+"""Linear: a matrix in some number format, with or without a bias. Fused projections are loaded piecewise."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.layers.embedding import Embedding
+from quire.layers.loader import Loader, check_shape
+from quire.layers.vector import Vector
+from quire.quant.format import Matrix
+
+
+class Linear:
+    """y = x @ weight.T (+ bias) (+ residual)."""
+
+    def __init__(self, matrix: Matrix, bias: Vector | None) -> None:
+        self._matrix = matrix
+        self._bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, columns], residual [T, rows] -> [T, rows]."""
+        return self._matrix.linear(x, self._bias.value if self._bias else None, residual)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """For a fused gate | up projection: silu(gate) * up [T, rows / 2]."""
+        return self._matrix.linear_silu_mul(x, self._bias.value if self._bias else None)
+
+    def load_rows(self, first_row: int, rows: Tensor) -> None:
+        """Fills the weight from `first_row` on; rows [n, columns] in any float type."""
+        check_shape(rows, (rows.shape[0], self._matrix.num_columns))
+        self._matrix.load_rows(first_row, rows)
+
+    def weight_loader(
+        self, first_row: int = 0, num_rows: int | None = None, transposed: bool = False
+    ) -> Loader:
+        """Takes one checkpoint tensor into rows first_row .. first_row + num_rows - 1 (all rows unless told).
+
+        `transposed`: the checkpoint has [columns, rows].
+        """
+        count = self._matrix.num_rows if num_rows is None else num_rows
+        shape = (count, self._matrix.num_columns)
+
+        def take(tensor: Tensor) -> None:
+            self._matrix.load_rows(first_row, tensor.t() if transposed else tensor)
+
+        return Loader(shape[::-1] if transposed else shape, take)
+
+    def bias_loader(self, first_row: int = 0, num_rows: int | None = None) -> Loader:
+        """Takes one checkpoint tensor into a piece of the bias."""
+        assert self._bias is not None, "this Linear was built without a bias"
+        return self._bias.loader(first_row, self._matrix.num_rows if num_rows is None else num_rows)
+
+    def state(self) -> dict[str, Tensor]:
+        kept = self._matrix.state()
+        if self._bias is not None:
+            kept["bias"] = self._bias.value
+        return kept
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        self._matrix.adopt(state)
+        if self._bias is not None:
+            self._bias.adopt(state["bias"])
+
+
+class OutputHead:
+    """Hidden states to logits. A tied head has the embedding's weights, in one memory where `share` is true."""
+
+    def __init__(self, matrix: Matrix, tied_to: Embedding | None = None, share: bool = False) -> None:
+        self._matrix = matrix
+        self._tied_to = tied_to
+        self._share = share and tied_to is not None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [L, width] -> logits [L, vocab] float32."""
+        logits = self._matrix.linear(hidden, None, None)
+        return logits if logits.dtype is torch.float32 else logits.float()
+
+    def loader(self) -> Loader:
+        """Takes the head's checkpoint tensor; a tied head's is the embedding's, and loads both."""
+        return Loader((self._matrix.num_rows, self._matrix.num_columns), self._take)
+
+    def _take(self, tensor: Tensor) -> None:
+        if self._tied_to is not None:
+            self._tied_to.load(tensor)
+        if self._share:
+            self.adopt({})
+        else:
+            self._matrix.load_rows(0, tensor)
+
+    def state(self) -> dict[str, Tensor]:
+        return {} if self._share else self._matrix.state()
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        """A head that shares takes the table that its embedding has by now."""
+        if self._share and self._tied_to is not None:
+            state = {"weight": self._tied_to.table}
+        self._matrix.adopt(state)

@@ -1,0 +1,140 @@
+"""Rotary position embedding: the table of cosines and sines, for every way of stretching it that we know."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ModelError
+
+DEFAULT_THETA = 10000.0
+
+Parameters = Mapping[str, Any]
+
+
+def rope_parameters(hf: Parameters) -> dict[str, Any]:
+    """The rope settings of a config.json, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
+
+    The result always has `rope_type` and `rope_theta`. An unknown rope type is refused.
+    """
+    found = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    rope_type = found.get("rope_type") or found.get("type") or "default"
+    if rope_type not in _FREQUENCIES:
+        known = ", ".join(sorted(_FREQUENCIES))
+        raise ModelError(f"rope type {rope_type!r} in config.json is not known: choose one of {known}")
+    found["rope_type"] = rope_type
+    if found.get("rope_theta") is None:
+        found["rope_theta"] = hf.get("rope_theta") or DEFAULT_THETA
+    if found.get("partial_rotary_factor") is None:
+        found["partial_rotary_factor"] = hf.get("partial_rotary_factor") or 1.0
+    original = hf.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
+    found["original_max_position_embeddings"] = original or hf.get("max_position_embeddings")
+    found["max_position_embeddings"] = hf.get("max_position_embeddings")
+    return found
+
+
+def position_limit(hf: Parameters) -> int:
+    """How many positions the model was made for; yarn's may be written as the original length and a factor."""
+    parameters = rope_parameters(hf)
+    limit = parameters["max_position_embeddings"]
+    if not isinstance(limit, int) or limit < 1:
+        raise ModelError(f"config.json has max_position_embeddings={limit!r}, which must be at least 1")
+    if parameters["rope_type"] == "yarn" and parameters.get("factor"):
+        return max(limit, int(parameters["original_max_position_embeddings"] * parameters["factor"]))
+    return limit
+
+
+def rotary_table(hf: Parameters, head_dim: int, num_positions: int) -> Tensor:
+    """[num_positions, rotary_dim] fp32: a row holds the position's cosines, then its sines."""
+    parameters = rope_parameters(hf)
+    rotary_dim = int(head_dim * parameters["partial_rotary_factor"])
+    try:
+        frequencies, attention_factor = _FREQUENCIES[parameters["rope_type"]](parameters, rotary_dim)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"rope type {parameters['rope_type']!r} in config.json misses or misspells a setting: {error}"
+        ) from error
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+    return torch.cat((angles.cos() * attention_factor, angles.sin() * attention_factor), dim=1)
+
+
+def _inverse(base: float, rotary_dim: int) -> Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    return 1.0 / (base**exponents)
+
+
+def _default(parameters: Parameters, rotary_dim: int) -> tuple[Tensor, float]:
+    return _inverse(parameters["rope_theta"], rotary_dim), 1.0
+
+
+def _linear(parameters: Parameters, rotary_dim: int) -> tuple[Tensor, float]:
+    return _inverse(parameters["rope_theta"], rotary_dim) / parameters["factor"], 1.0
+
+
+def _dynamic(parameters: Parameters, rotary_dim: int) -> tuple[Tensor, float]:
+    """Dynamic NTK scaling inside the trained length, where it changes nothing.
+
+    Beyond it, the frequencies would depend on a sequence's current length, and cached keys would have to be
+    rotated again; the model's position limit stays at the trained length instead.
+    """
+    _ = parameters["factor"]
+    return _default(parameters, rotary_dim)
+
+
+def _llama3(parameters: Parameters, rotary_dim: int) -> tuple[Tensor, float]:
+    """Long waves are slowed by `factor`, short ones stay, those between are blended."""
+    frequencies = _inverse(parameters["rope_theta"], rotary_dim)
+    factor = parameters["factor"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    original = parameters["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    slowed = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    blend = (original / wavelengths - low) / (high - low)
+    blended = (1 - blend) * slowed / factor + blend * slowed
+    between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(between, blended, slowed), 1.0
+
+
+def _yarn(parameters: Parameters, rotary_dim: int) -> tuple[Tensor, float]:
+    """Interpolates slow dimensions, keeps fast ones, ramps between; attention gets sharper by a factor."""
+    base, original = parameters["rope_theta"], parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or parameters["max_position_embeddings"] / original
+    bounds = [
+        rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        for rotations in (parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1)
+    ]
+    if parameters.get("truncate", True):
+        bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+    low, high = max(bounds[0], 0), min(bounds[1], rotary_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp needs a width
+    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    waves = base ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+    kept = 1 - ramp
+    frequencies = (1.0 / (factor * waves)) * (1 - kept) + (1.0 / waves) * kept
+    return frequencies, _yarn_attention_factor(parameters, factor)
+
+
+def _yarn_attention_factor(parameters: Parameters, factor: float) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    numerator, denominator = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if numerator and denominator:
+        return _yarn_scale(factor, numerator) / _yarn_scale(factor, denominator)
+    return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+_FREQUENCIES: dict[str, Callable[[Parameters, int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,218 @@
+"""Llama and its kin: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3. What differs is a Variant's field."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.core.config import ModelConfig
+from quire.core.errors import ModelError
+from quire.layers.batch import Batch
+from quire.layers.factory import LayerFactory
+from quire.layers.loader import Loader
+from quire.layers.pool import Pool
+from quire.layers.rope import position_limit, rope_parameters
+from quire.layers.state import Stateful, collect, distribute
+from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
+from quire.models.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What sets one member of the family apart."""
+
+    qkv_bias: bool
+    output_bias: bool  # of attention's output projection
+    mlp_bias: bool
+    head_norm: bool  # q and k are normalised per head
+    windows: tuple[int, ...]  # per layer; 0: none
+
+
+def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
+    hidden_size = positive(hf, "hidden_size")
+    num_heads = positive(hf, "num_attention_heads")
+    num_kv_heads = positive(
+        hf, "num_key_value_heads", 8 if architecture == "MistralForCausalLM" else num_heads
+    )
+    if num_heads % num_kv_heads != 0:
+        raise ModelError(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"hidden_act={activation!r} is not known for {architecture}: only silu is")
+    rope_parameters(hf)  # an unknown rope type is refused before anything is loaded
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=positive(hf, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=positive(hf, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_size(hf, hidden_size, num_heads, 128 if architecture == "Qwen3ForCausalLM" else None),
+        intermediate_size=positive(hf, "intermediate_size"),
+        max_position=position_limit(hf),
+        dtype=checkpoint_dtype(hf),
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        eos_token_ids=token_ids(hf, "eos_token_id"),
+        bos_token_id=first_token_id(hf, "bos_token_id"),
+        hf=dict(hf),
+    )
+    _windows(config)
+    return config
+
+
+def build(config: ModelConfig, factory: LayerFactory) -> Model:
+    return Llama(config, factory)
+
+
+def _variant(config: ModelConfig) -> Variant:
+    architecture, hf = config.architecture, config.hf
+    qwen2, mistral = architecture == "Qwen2ForCausalLM", architecture == "MistralForCausalLM"
+    attention_bias = bool(hf.get("attention_bias", False)) and not qwen2 and not mistral
+    return Variant(
+        qkv_bias=attention_bias or qwen2,
+        output_bias=attention_bias,
+        mlp_bias=bool(hf.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        head_norm=architecture == "Qwen3ForCausalLM",
+        windows=_windows(config),
+    )
+
+
+def _windows(config: ModelConfig) -> tuple[int, ...]:
+    """Mistral has one window everywhere; Qwen only where it is switched on, and then from a layer on."""
+    hf, layers = config.hf, range(config.num_layers)
+    if config.architecture == "MistralForCausalLM":
+        return tuple(hf.get("sliding_window", 4096) or 0 for _ in layers)
+    if config.architecture == "LlamaForCausalLM" or not hf.get("use_sliding_window", False):
+        return (0,) * config.num_layers
+    window = hf.get("sliding_window", 4096) or 0
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        first = hf.get("max_window_layers", 28)
+        return tuple(window if layer >= first else 0 for layer in layers)
+    if len(kinds) != config.num_layers:
+        raise ModelError(f"config.json lists {len(kinds)} layer_types for {config.num_layers} layers")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+class LlamaLayer:
+    """norm → qkv → attention → output, norm → gate, up → down; both sums are made by the last projection."""
+
+    def __init__(
+        self, config: ModelConfig, variant: Variant, factory: LayerFactory, index: int, cos_sin: Tensor
+    ):
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        eps = float(config.hf.get("rms_norm_eps", 1e-6))
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self._query_rows, self._key_rows, self._inner = heads * head_dim, kv_heads * head_dim, inner
+        self._variant = variant
+        self.input_norm = factory.rms_norm(hidden, eps)
+        self.qkv = factory.linear(self._query_rows + 2 * self._key_rows, hidden, variant.qkv_bias)
+        self.q_norm = factory.rms_norm(head_dim, eps) if variant.head_norm else None
+        self.k_norm = factory.rms_norm(head_dim, eps) if variant.head_norm else None
+        self.attention = factory.attention(
+            index, heads, kv_heads, head_dim, window=variant.windows[index], cos_sin=cos_sin
+        )
+        self.output = factory.linear(hidden, self._query_rows, variant.output_bias)
+        self.post_norm = factory.rms_norm(hidden, eps)
+        self.gate_up = factory.linear(2 * inner, hidden, variant.mlp_bias)
+        self.down = factory.linear(hidden, inner, variant.mlp_bias)
+
+    def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
+        """hidden [T, hidden] -> attention's result before its output projection [T, heads * head_dim]."""
+        return self.attention(self.qkv(self.input_norm(hidden)), batch, pool, self.q_norm, self.k_norm)
+
+    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """The rest of the layer, token by token."""
+        hidden = self.output(attended, residual=hidden)
+        return self.down(self.gate_up.silu_mul(self.post_norm(hidden)), residual=hidden)
+
+    def layers(self) -> dict[str, Stateful]:
+        found: dict[str, Stateful] = {
+            "input_norm": self.input_norm,
+            "qkv": self.qkv,
+            "output": self.output,
+            "post_norm": self.post_norm,
+            "gate_up": self.gate_up,
+            "down": self.down,
+        }
+        if self.q_norm is not None and self.k_norm is not None:
+            found |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        return found
+
+    def loaders(self, prefix: str) -> dict[str, Loader]:
+        query, key, inner = self._query_rows, self._key_rows, self._inner
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        found = {
+            f"{prefix}input_layernorm.weight": self.input_norm.loader(),
+            f"{prefix}post_attention_layernorm.weight": self.post_norm.loader(),
+        }
+        pieces = (
+            (f"{attention}q_proj", self.qkv, 0, query, self._variant.qkv_bias),
+            (f"{attention}k_proj", self.qkv, query, key, self._variant.qkv_bias),
+            (f"{attention}v_proj", self.qkv, query + key, key, self._variant.qkv_bias),
+            (f"{attention}o_proj", self.output, 0, None, self._variant.output_bias),
+            (f"{mlp}gate_proj", self.gate_up, 0, inner, self._variant.mlp_bias),
+            (f"{mlp}up_proj", self.gate_up, inner, inner, self._variant.mlp_bias),
+            (f"{mlp}down_proj", self.down, 0, None, self._variant.mlp_bias),
+        )
+        for name, linear, first_row, num_rows, bias in pieces:
+            found[f"{name}.weight"] = linear.weight_loader(first_row, num_rows)
+            if bias:
+                found[f"{name}.bias"] = linear.bias_loader(first_row, num_rows)
+        if self.q_norm is not None and self.k_norm is not None:
+            found[f"{attention}q_norm.weight"] = self.q_norm.loader()
+            found[f"{attention}k_norm.weight"] = self.k_norm.loader()
+        return found
+
+
+class Llama:
+    """Every operation of the forward pass is one kernel; between them are only views."""
+
+    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
+        self.config = config
+        self.recordable = factory.recordable
+        self._select = factory.select
+        variant = _variant(config)
+        cos_sin = factory.rotary(config.hf, config.head_dim, config.max_position)
+        self.embedding = factory.embedding(config.vocab_size, config.hidden_size)
+        self.blocks = [LlamaLayer(config, variant, factory, i, cos_sin) for i in range(config.num_layers)]
+        self.norm = factory.rms_norm(config.hidden_size, float(config.hf.get("rms_norm_eps", 1e-6)))
+        tied_to = self.embedding if config.tie_word_embeddings else None
+        self.head = factory.output_head(config.vocab_size, config.hidden_size, tied_to)
+
+    def __call__(self, batch: Batch, pool: Pool) -> Tensor:
+        hidden = self.embedding(batch.token_ids)
+        for block in self.blocks[:-1]:
+            hidden = block.finish(block.attend(hidden, batch, pool), hidden)
+        # what follows the last attention is needed only where logits are
+        last, wanted = self.blocks[-1], batch.logits_indices
+        attended = last.attend(hidden, batch, pool)
+        hidden = last.finish(self._select(attended, wanted), self._select(hidden, wanted))
+        return self.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+    def loaders(self) -> dict[str, Loader]:
+        found = {"model.norm.weight": self.norm.loader()}
+        if self.config.tie_word_embeddings:
+            found["model.embed_tokens.weight"] = self.head.loader()
+        else:
+            found["model.embed_tokens.weight"] = self.embedding.loader()
+            found["lm_head.weight"] = self.head.loader()
+        for i, block in enumerate(self.blocks):
+            found |= block.loaders(f"model.layers.{i}.")
+        return found
+
+    def parameters(self) -> dict[str, Tensor]:
+        return collect(self._layers())
+
+    def adopt(self, parameters: Mapping[str, Tensor]) -> None:
+        distribute(self._layers(), parameters)
+
+    def _layers(self) -> dict[str, Stateful]:
+        found: dict[str, Stateful] = {"embedding": self.embedding, "norm": self.norm, "head": self.head}
+        for i, block in enumerate(self.blocks):
+            found |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
+        return found

@@ -1,0 +1,113 @@
+"""load: from a source of tensors to a model that can run, by way of the converted weights where they pay."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import WeightsError
+from quire.layers.factory import LayerFactory
+from quire.layers.loader import Loader
+from quire.models.model import Model
+from quire.models.registry import build, describe
+from quire.observe.logs import get_logger
+from quire.weights.converted import converted_path, read_converted, write_converted
+from quire.weights.source import Source
+
+logger = get_logger(__name__)
+
+Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+
+# Checkpoints of the bare decoder lack the outer module's name, and some add one more.
+PREFIXES = ("model.decoder.", "model.", "decoder.", "transformer.", "")
+NAMED = 4  # tensors that an error names
+
+
+def load(source: Source, factory: LayerFactory, progress: Progress | None = None, seed: int = 0) -> Model:
+    """A loaded model. Needs the model's own memory plus one tensor; WeightsError names what is missing or wrong.
+
+    A source with `random` set has no tensors: parameters are drawn from `seed`.
+    """
+    model = build(describe(source.config), factory)
+    if getattr(source, "random", False):
+        _stream(_random_tensors(model.loaders(), seed), model.loaders(), progress)
+        return model
+    if not factory.number_format.worth_keeping:
+        _stream(source.tensors(), model.loaders(), progress, source.num_tensors)
+        return model
+    path = converted_path(source.fingerprint, factory.number_format.name)
+    kept = read_converted(path)
+    if kept is not None and _adopt(model, kept):
+        logger.debug("mapped converted weights %s", path)
+        return model
+    _stream(source.tensors(), model.loaders(), progress, source.num_tensors)
+    if write_converted(path, model.parameters()):
+        kept = read_converted(path)
+        if kept is not None:
+            _adopt(model, kept)  # mapped pages can be dropped and shared, those just made cannot
+    return model
+
+
+def _adopt(model: Model, kept: Mapping[str, Tensor]) -> bool:
+    try:
+        model.adopt(kept)
+    except (KeyError, ValueError, WeightsError) as error:
+        logger.warning("converted weights do not fit and are made again: %s", error)
+        return False
+    return True
+
+
+def _stream(
+    tensors: Iterator[tuple[str, Tensor]],
+    loaders: Mapping[str, Loader],
+    progress: Progress | None,
+    total: int | None = None,
+) -> None:
+    """Hands every tensor to its loader, then checks that none is missing."""
+    missing = dict.fromkeys(loaders)
+    total = len(loaders) if total is None else total
+    for done, (name, tensor) in enumerate(tensors, start=1):
+        found = _find(name, loaders)
+        if found is None:
+            logger.debug("tensor %s is not used", name)
+        else:
+            _take(name, tensor, loaders[found])
+            missing.pop(found, None)
+        if progress is not None:
+            progress(done, total)
+    if missing:
+        names = ", ".join(list(missing)[:NAMED]) + (", …" if len(missing) > NAMED else "")
+        raise WeightsError(
+            f"{len(missing)} of {len(loaders)} tensors are missing from the weights: {names}. "
+            "Fetch the model again, or check that config.json belongs to it"
+        )
+
+
+def _take(name: str, tensor: Tensor, loader: Loader) -> None:
+    try:
+        loader(tensor)
+    except WeightsError as error:
+        raise WeightsError(f"tensor {name} does not fit: {error}") from error
+
+
+def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:
+    """The loader's own spelling of a tensor's name, whichever outer prefix the checkpoint has."""
+    if name in loaders:
+        return name
+    for prefix in PREFIXES:
+        if name.startswith(prefix):
+            for other in PREFIXES:
+                spelling = other + name[len(prefix) :]
+                if spelling in loaders:
+                    return spelling
+    return None
+
+
+def _random_tensors(loaders: Mapping[str, Loader], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Small normal matrices; vectors are ones where they scale and zeros where they shift."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, loader in loaders.items():
+        if len(loader.shape) == 1:
+            yield name, torch.full(loader.shape, 0.0 if name.endswith("bias") else 1.0)
+        else:
+            yield name, torch.randn(loader.shape, generator=generator) * 0.02

@@ -1,0 +1,38 @@
+"""What every architecture offers to the runner and to loading."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.core.config import ModelConfig
+from quire.layers.batch import Batch
+from quire.layers.loader import Loader
+from quire.layers.pool import Pool
+
+
+class Model(Protocol):
+    """A decoder. Calling it stores the batch's keys and values in the pool."""
+
+    config: ModelConfig
+    recordable: bool  # calling it runs native operations only, so that a tape can replay it
+
+    def __call__(self, batch: Batch, pool: Pool) -> Tensor:
+        """Hidden states after the final norm, of batch.logits_indices only: [L, width]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[L, width] -> [L, vocab] float32."""
+        ...
+
+    def loaders(self) -> dict[str, Loader]:
+        """Where each checkpoint tensor goes, by its Hugging Face name. All are needed."""
+        ...
+
+    def parameters(self) -> dict[str, Tensor]:
+        """After loading: every parameter as it is kept, under the model's own names; views, not copies."""
+        ...
+
+    def adopt(self, parameters: Mapping[str, Tensor]) -> None:
+        """The inverse of `parameters`, without copying. KeyError, ValueError or WeightsError if they do not fit."""
+        ...

@@ -1,0 +1,93 @@
+"""OPT in every size: norms before or after (350m), word embeddings of another width, positions that start at 2."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.core.config import ModelConfig
+from quire.layers.factory import LayerFactory
+from quire.layers.loader import Loader
+from quire.models.classic import Classic, ClassicDecoder
+from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
+from quire.models.model import Model
+
+POSITION_OFFSET = 2  # the first two rows of the position table belong to padding
+
+
+def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
+    hidden_size = positive(hf, "hidden_size")
+    num_heads = positive(hf, "num_attention_heads")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=positive(hf, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=positive(hf, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_size({}, hidden_size, num_heads),
+        intermediate_size=positive(hf, "ffn_dim"),
+        max_position=positive(hf, "max_position_embeddings"),
+        dtype=checkpoint_dtype(hf),
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
+        eos_token_ids=token_ids(hf, "eos_token_id"),
+        bos_token_id=first_token_id(hf, "bos_token_id"),
+        hf=dict(hf),
+    )
+
+
+def build(config: ModelConfig, factory: LayerFactory) -> Model:
+    return Opt(config, factory)
+
+
+def _kind(config: ModelConfig) -> Classic:
+    hf = config.hf
+    norm_first = bool(hf.get("do_layer_norm_before", True))
+    return Classic(
+        activation=hf.get("activation_function", "relu"),
+        eps=1e-5,
+        scales=(config.head_dim**-0.5,) * config.num_layers,
+        bias=bool(hf.get("enable_bias", True)),
+        affine=bool(hf.get("layer_norm_elementwise_affine", True)),
+        norm_first=norm_first,
+        final_norm=norm_first and not hf.get("_remove_final_layer_norm", False),
+        embedding_width=hf.get("word_embed_proj_dim"),
+        skipped_positions=POSITION_OFFSET,
+    )
+
+
+class Opt(ClassicDecoder):
+    """The classic decoder under OPT's names."""
+
+    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
+        self._kind = _kind(config)
+        super().__init__(config, self._kind, factory)
+
+    def loaders(self) -> dict[str, Loader]:
+        prefix = "model.decoder."
+        found = self.embedding_loaders(f"{prefix}embed_tokens.weight", "lm_head.weight")
+        found[f"{prefix}embed_positions.weight"] = self.positions.loader()
+        if self.norm is not None:
+            found |= self.norm.loaders(f"{prefix}final_layer_norm")
+        if self.project_in is not None and self.project_out is not None:
+            found[f"{prefix}project_in.weight"] = self.project_in.weight_loader()
+            found[f"{prefix}project_out.weight"] = self.project_out.weight_loader()
+        for i in range(self.config.num_layers):
+            found |= self._layer_loaders(f"{prefix}layers.{i}.", i)
+        return found
+
+    def _layer_loaders(self, prefix: str, index: int) -> dict[str, Loader]:
+        block, hidden = self.blocks[index], self.config.hidden_size
+        found = block.attention_norm.loaders(f"{prefix}self_attn_layer_norm")
+        found |= block.mlp_norm.loaders(f"{prefix}final_layer_norm")
+        pieces = (
+            ("self_attn.q_proj", block.qkv, 0, hidden),
+            ("self_attn.k_proj", block.qkv, hidden, hidden),
+            ("self_attn.v_proj", block.qkv, 2 * hidden, hidden),
+            ("self_attn.out_proj", block.output, 0, None),
+            ("fc1", block.up, 0, None),
+            ("fc2", block.down, 0, None),
+        )
+        for name, linear, first_row, num_rows in pieces:
+            found[f"{prefix}{name}.weight"] = linear.weight_loader(first_row, num_rows)
+            if self._kind.bias:
+                found[f"{prefix}{name}.bias"] = linear.bias_loader(first_row, num_rows)
+        return found

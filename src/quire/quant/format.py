@@ -1,0 +1,57 @@
+"""What every number format offers: an empty matrix that is filled row slice by row slice, then multiplied."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Matrix(Protocol):
+    """A weight [num_rows, num_columns] in some number format. Products are x @ weight.T."""
+
+    num_rows: int
+    num_columns: int
+
+    def load_rows(self, first_row: int, rows: Tensor) -> None:
+        """Converts float rows [n, num_columns] and keeps them; the float tensor is not kept."""
+        ...
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """x [T, num_columns] -> x @ weight.T (+ bias) (+ residual) [T, num_rows]."""
+        ...
+
+    def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Rows are gate, then up: silu(gate) * up [T, num_rows / 2]."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors that hold the weight, by name; views, not copies."""
+        ...
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what `state` gave, without copying; a KeyError or ValueError if it does not fit."""
+        ...
+
+
+class NumberFormat(Protocol):
+    """One way to keep matrices."""
+
+    name: str  # names the layout too: converted weights of another name are not read
+    activation_dtype: torch.dtype  # of x and of every result
+    native: bool  # products are native operations, which a tape can record
+    compact_tables: bool  # embedding tables need no more than 16 bits and are not shared with the output head
+    kept_precise: tuple[str, ...]  # what stays in higher precision, for people to read
+    worth_keeping: bool  # converting takes so long that the result belongs into the cache
+
+    def matrix(self, num_rows: int, num_columns: int) -> Matrix: ...
+
+
+def check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuses tensors whose shape or type is not what this format would have made itself."""
+    for name, like in expected.items():
+        found = state[name]
+        if found.shape != like.shape or found.dtype != like.dtype:
+            raise ValueError(
+                f"{name} is {found.dtype} {tuple(found.shape)}, not {like.dtype} {tuple(like.shape)}"
+            )

@@ -1,0 +1,62 @@
+"""Full precision: weights as they are, in one floating-point type."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels import choose
+from quire.kernels.registry import REFERENCE, load
+from quire.quant.format import Matrix, check_state
+
+
+class FullMatrix:
+    """A plain matrix; products by torch."""
+
+    def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self.num_columns = num_columns
+        self._like = torch.empty(num_rows, num_columns, dtype=dtype, device="meta")
+        self._device = device
+        self._weight: Tensor | None = None  # [num_rows, num_columns]
+        native = device.type != "cpu" or dtype is torch.float32
+        self._activation = choose("activation", device) if native else load("activation", REFERENCE)
+
+    def load_rows(self, first_row: int, rows: Tensor) -> None:
+        if self._weight is None:
+            self._weight = torch.empty_like(self._like, device=self._device)
+        self._weight[first_row : first_row + rows.shape[0]].copy_(rows)
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        assert self._weight is not None, "a matrix must be loaded before it is used"
+        y = F.linear(x, self._weight, bias)
+        return y if residual is None else y.add_(residual)
+
+    def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._activation.silu_mul(self.linear(x, bias, None))
+
+    def state(self) -> dict[str, Tensor]:
+        assert self._weight is not None, "a matrix must be loaded before it is kept"
+        return {"weight": self._weight}
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        check_state(state, {"weight": self._like})
+        self._weight = state["weight"].to(self._device)
+
+
+class FullPrecision:
+    """float32, float16 or bfloat16 throughout."""
+
+    native = False
+    compact_tables = False
+    kept_precise = ()
+    worth_keeping = False
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.name = str(dtype).removeprefix("torch.")
+        self.activation_dtype = dtype
+        self._device = device
+
+    def matrix(self, num_rows: int, num_columns: int) -> Matrix:
+        return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device)

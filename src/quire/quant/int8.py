@@ -1,0 +1,93 @@
+"""int8: weights with one scale per output channel, activations with one scale per token, exact int32 sums.
+
+A weight is quantized and packed as it arrives, so loading never holds more than one tensor in floats. A row of
+a product depends on that row alone, bit for bit.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from quire.kernels import choose
+from quire.kernels.registry import REFERENCE
+from quire.quant.format import Matrix, check_state
+
+# Rows that are quantized at a time: bounds the float32 copies of an embedding-sized matrix.
+ROWS_AT_A_TIME = 4096
+
+
+class Int8Matrix:
+    """A packed int8 matrix with its scales and row sums."""
+
+    def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self.num_columns = num_columns
+        self._kernel = choose("int8_linear", device)
+        self._packed: Tensor | None = None  # opaque int8, as the kernel packs it
+        self._scales = torch.empty(0)  # [num_rows] float32
+        self._sums = torch.empty(0)  # [num_rows] int32, of the quantized rows
+
+    def load_rows(self, first_row: int, rows: Tensor) -> None:
+        if self._packed is None:
+            self._packed = self._kernel.empty_packed(self.num_rows, self.num_columns)
+            self._scales = torch.zeros(self.num_rows, dtype=torch.float32)
+            self._sums = torch.zeros(self.num_rows, dtype=torch.int32)
+        for start in range(0, rows.shape[0], ROWS_AT_A_TIME):
+            self._load_piece(first_row + start, rows[start : start + ROWS_AT_A_TIME])
+
+    def _load_piece(self, first_row: int, rows: Tensor) -> None:
+        quantized, scales = self._kernel.quantize(rows)
+        last_row = first_row + rows.shape[0]
+        self._kernel.pack_rows(self._packed, first_row, quantized)
+        self._scales[first_row:last_row] = scales
+        self._sums[first_row:last_row] = self._kernel.row_sums(quantized)
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        return self._kernel.linear(x, self._packed, self._scales, self._sums, bias, residual)
+
+    def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._kernel.linear_silu_mul(x, self._packed, self._scales, self._sums, bias)
+
+    def state(self) -> dict[str, Tensor]:
+        assert self._packed is not None, "a matrix must be loaded before it is kept"
+        return {"packed": self._packed, "scales": self._scales, "sums": self._sums}
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        check_state(
+            state,
+            {
+                "packed": self._kernel.empty_packed(self.num_rows, self.num_columns),
+                "scales": torch.empty(self.num_rows, dtype=torch.float32, device="meta"),
+                "sums": torch.empty(self.num_rows, dtype=torch.int32, device="meta"),
+            },
+        )
+        self._packed, self._scales, self._sums = state["packed"], state["scales"], state["sums"]
+
+
+class Int8:
+    """Per-channel int8 weights, per-token int8 activations; everything between products is float32."""
+
+    activation_dtype = torch.float32
+    compact_tables = True
+    kept_precise = ("embedding table", "norms", "biases")  # every linear is int8, the output head too
+    worth_keeping = True
+
+    def __init__(self, device: torch.device) -> None:
+        kernel = choose("int8_linear", device)
+        self.name = f"int8-{_layout_digest(kernel)}"
+        self.native = not kernel.__name__.endswith(REFERENCE)
+        self._device = device
+
+    def matrix(self, num_rows: int, num_columns: int) -> Matrix:
+        return Int8Matrix(num_rows, num_columns, self._device)
+
+
+def _layout_digest(kernel: ModuleType) -> str:
+    """Tells how this kernel quantizes and packs: converted weights of another one must not be read as its own."""
+    probe = torch.arange(48 * 136, dtype=torch.float32).remainder(251).view(48, 136) - 125
+    quantized, scales = kernel.quantize(probe)
+    packed = kernel.pack(quantized)
+    return hashlib.sha256(packed.numpy().tobytes() + scales.numpy().tobytes()).hexdigest()[:12]

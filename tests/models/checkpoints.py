@@ -1,0 +1,137 @@
+"""Tiny random checkpoints of every architecture and variant, made by transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCAB = 97
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # large, so that logits differ
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def llama(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.LlamaConfig(**{**LLAMA, **changes})
+
+
+def rope(**parameters: Any) -> transformers.PreTrainedConfig:
+    return llama(rope_parameters=parameters)
+
+
+def mistral(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.MistralConfig(**{**LLAMA, **changes})
+
+
+def qwen2(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.Qwen2Config(**{**LLAMA, **changes})
+
+
+def qwen3(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.Qwen3Config(**{**LLAMA, "head_dim": 16, **changes})
+
+
+def opt(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "ffn_dim": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "init_std": 0.3,
+    }
+    return transformers.OPTConfig(**{**basic, **changes})
+
+
+def gpt2(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {
+        "vocab_size": VOCAB,
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 64,
+        "initializer_range": 0.3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return transformers.GPT2Config(**{**basic, **changes})
+
+
+VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "llama": llama,
+    "llama-one-layer": lambda: llama(num_hidden_layers=1),
+    "llama-tied": lambda: llama(tie_word_embeddings=True),
+    "llama-without-groups": lambda: llama(num_key_value_heads=6),
+    "llama-with-biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "llama-with-head-dim": lambda: llama(head_dim=16),
+    "llama-rope-theta": lambda: rope(rope_type="default", rope_theta=500.0),
+    "llama-rope-linear": lambda: rope(rope_type="linear", rope_theta=100.0, factor=3.0),
+    "llama-rope-dynamic": lambda: rope(rope_type="dynamic", rope_theta=100.0, factor=2.0),
+    "llama-rope-llama3": lambda: rope(**LLAMA3_ROPE),
+    "llama-rope-yarn": lambda: rope(**YARN_ROPE),
+    "llama-rope-yarn-tuned": lambda: rope(
+        **YARN_ROPE, mscale=0.8, mscale_all_dim=0.5, beta_fast=16, truncate=False
+    ),
+    "mistral-window": lambda: mistral(sliding_window=7),
+    "mistral-without-window": lambda: mistral(sliding_window=None),
+    "qwen2": lambda: qwen2(tie_word_embeddings=True),
+    "qwen2-window-in-last-layers": lambda: qwen2(
+        use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3": qwen3,
+    "qwen3-with-biases-and-window": lambda: qwen3(
+        attention_bias=True, use_sliding_window=True, sliding_window=6, max_window_layers=2
+    ),
+    "opt": opt,
+    "opt-350m": lambda: opt(word_embed_proj_dim=32, do_layer_norm_before=False),
+    "opt-gelu-untied": lambda: opt(activation_function="gelu", tie_word_embeddings=False),
+    "opt-plain": lambda: opt(enable_bias=False, layer_norm_elementwise_affine=False),
+    "opt-without-final-norm": lambda: opt(_remove_final_layer_norm=True),
+    "gpt2": gpt2,
+    "gpt2-scales-by-layer": lambda: gpt2(scale_attn_by_inverse_layer_idx=True, n_inner=72),
+    "gpt2-unscaled-untied": lambda: gpt2(scale_attn_weights=False, tie_word_embeddings=False),
+}
+
+
+def save(folder: Path, config: transformers.PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
+    """Saves a random model of this config and returns it; biases and norms are random too."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def reference_logits(model: Any, tokens: list[int]) -> Tensor:
+    """[length, vocab], one full forward pass without a cache."""
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].float()

@@ -1,0 +1,133 @@
+"""Every architecture and variant gives transformers' logits, over pages, in ragged batches."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.core.errors import ModelError
+from quire.layers.factory import LayerFactory
+from quire.models.loading import load
+from quire.models.model import Model
+from quire.models.registry import architectures, describe
+from quire.weights.folder import FolderSource
+from tests.models.checkpoints import LLAMA3_ROPE, VARIANTS, llama, prompts, reference_logits, save
+from tests.models.paging import Pages, only_native, run_chunked
+
+
+def load_folder(folder: Path, dtype: str = "auto", quantization: str = "none") -> Model:
+    source = FolderSource(folder)
+    return load(source, LayerFactory.of(describe(source.config), dtype=dtype, quantization=quantization))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_mixed_batch_over_pages_gives_the_logits_of_transformers(variant: str, tmp_path: Path) -> None:
+    reference = save(tmp_path, VARIANTS[variant]())
+    model = load_folder(tmp_path)
+    texts = prompts(19, 3, 33, 1)
+    expected = [reference_logits(reference, text) for text in texts]
+    assert max(logits.std(dim=-1).mean() for logits in expected) > 0.5, (
+        "logits that hardly differ prove nothing"
+    )
+    for block_size, chunks in ((1, (19, 3, 33, 1)), (4, (5, 1, 7, 1)), (16, (1, 3, 32, 1))):
+        found = run_chunked(model, texts, chunks, block_size)
+        for logits, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(logits, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt-350m", "gpt2"])
+def test_bfloat16_stays_near_transformers_in_bfloat16(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Some virtual machines advertise matrix tiles that oneDNN then cannot use: torch dies of an illegal instruction.
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    config = VARIANTS[variant]()
+    reference = save(tmp_path, config, torch.bfloat16)
+    model = load_folder(tmp_path, dtype="bfloat16")
+    (text,) = prompts(20)
+    (found,) = run_chunked(model, [text], [6], 4, "bfloat16")
+    right = reference_logits(reference, text)
+    assert found.dtype is torch.float32
+    assert (found - right).norm() < 0.1 * right.norm()
+
+
+@pytest.mark.parametrize("variant", ["llama-tied", "qwen2", "opt", "gpt2"])
+def test_int8_stays_near_full_precision(variant: str, tmp_path: Path, empty_cache: Path) -> None:
+    save(tmp_path / "model", VARIANTS[variant]())
+    texts = prompts(23, 9)
+    full = run_chunked(load_folder(tmp_path / "model"), texts, [23, 9], 4)
+    int8 = run_chunked(load_folder(tmp_path / "model", quantization="int8"), texts, [23, 9], 4)
+    for one, other in zip(int8, full, strict=True):
+        assert (one - other).norm() < 0.2 * other.norm()
+
+
+@only_native
+@pytest.mark.parametrize("variant", ["llama", "mistral-window", "qwen3", "opt-350m", "gpt2"])
+def test_int8_gives_the_same_bits_alone_and_in_any_batch(
+    variant: str, tmp_path: Path, empty_cache: Path
+) -> None:
+    save(tmp_path / "model", VARIANTS[variant]())
+    model = load_folder(tmp_path / "model", quantization="int8")
+    texts = prompts(21, 34, 5)
+    alone = [run_chunked(model, [text], [len(text)], 16)[0] for text in texts]
+    for block_size, chunks in ((1, (3, 34, 1)), (4, (21, 1, 5)), (16, (1, 8, 2))):
+        for one, other in zip(run_chunked(model, texts, chunks, block_size), alone, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_only_the_wanted_rows_come_back(tmp_path: Path) -> None:
+    save(tmp_path, llama())
+    model = load_folder(tmp_path)
+    (text,) = prompts(12)
+    pages = Pages(model, [12], 4)
+    batch = pages.batch([(0, 0, text)])
+    every = model(batch, pages.pool)
+    wanted = torch.tensor([11, 2])
+    torch.testing.assert_close(model(replace(batch, logits_indices=wanted), pages.pool), every[wanted])
+
+
+def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> None:
+    with pytest.raises(ModelError, match=r"BloomForCausalLM is not known.*LlamaForCausalLM") as caught:
+        describe({"architectures": ["BloomForCausalLM"]})
+    assert all(name in str(caught.value) for name in architectures())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "spiral"}}, r"spiral.*default.*yarn"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_key_value_heads": 4}, "6 attention heads.*4"),
+        ({"hidden_act": "swish2"}, "swish2"),
+    ],
+)
+def test_hyperparameters_that_make_no_sense_are_named(change: dict[str, object], message: str) -> None:
+    config = json.loads(llama().to_json_string()) | {"architectures": ["LlamaForCausalLM"]} | change
+    with pytest.raises(ModelError, match=message):
+        describe(config)
+
+
+def test_old_and_new_spellings_of_rope_are_the_same_model(tmp_path: Path) -> None:
+    save(tmp_path, llama(rope_parameters=dict(LLAMA3_ROPE)))
+    (text,) = prompts(40)
+    (new,) = run_chunked(load_folder(tmp_path), [text], [40], 16)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    parameters["type"] = parameters.pop("rope_type")
+    config["rope_scaling"] = parameters
+    path.write_text(json.dumps(config))
+    (old,) = run_chunked(load_folder(tmp_path), [text], [40], 16)
+    assert torch.equal(new, old)
+
+
+def test_describe_tells_what_every_room_needs(tmp_path: Path) -> None:
+    save(tmp_path, VARIANTS["qwen3"](), torch.bfloat16)
+    config = describe(json.loads((tmp_path / "config.json").read_text()))
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 6, 2, 16)
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (97, 48, 80)
+    assert (config.max_position, config.dtype) == (64, "bfloat16")
