@@ -1,0 +1,99 @@
+"""A benchmark's report: JSON with everything that a figure needs to be believed, and a table to read."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quire.bench.machine import describe_environment, describe_kernels, describe_machine, describe_versions
+from quire.bench.table import aligned
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.engine.build import Built
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """`results` is for programs, `rows` says the same for people."""
+
+    benchmark: str
+    settings: Mapping[str, Any]
+    results: Mapping[str, Any]
+    rows: Sequence[tuple[str, str]]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def as_json(self) -> str:
+        record = {
+            "benchmark": self.benchmark,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "kernels": describe_kernels(compiled_only=True),
+            "environment": describe_environment(),
+            "settings": self.settings,
+            "results": self.results,
+        }
+        return json.dumps(record, indent=2)
+
+    def as_text(self) -> str:
+        table = aligned([[name, value] for name, value in self.rows])
+        return "\n".join([f"{self.benchmark}", table, *self.notes])
+
+
+def write_json(report: BenchReport, path: str) -> None:
+    try:
+        Path(path).expanduser().write_text(report.as_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output-json {path}: cannot be written ({error})") from error
+
+
+def engine_record(config: EngineConfig, built: Built) -> dict[str, Any]:
+    """What was asked for, and what the engine made of it."""
+    decided = built.report
+    return {
+        "asked": asdict(config),
+        "decided": {
+            "model": decided.model,
+            "format": format_name(built),
+            "device": str(decided.numbers.device),
+            "kv_dtype": decided.numbers.kv_dtype,
+            "weights_bytes": decided.weights_bytes,
+            "pool_bytes": decided.pool.num_bytes,
+            "pool_tokens": decided.pool.num_tokens,
+            "max_model_len": decided.max_model_len,
+            "max_num_seqs": decided.max_num_seqs,
+            "max_num_batched_tokens": decided.max_num_batched_tokens,
+            "num_threads": decided.num_threads,
+        },
+    }
+
+
+def format_name(built: Built) -> str:
+    """`int8`, `float32`: a format's own name may go on with a digest of its layout."""
+    return built.report.numbers.format.name.partition("-")[0]
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles; of no values, nothing."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {
+        "mean": statistics.fmean(ordered),
+        "median": percentile(ordered, 50),
+        "p90": percentile(ordered, 90),
+        "p99": percentile(ordered, 99),
+        "min": ordered[0],
+        "max": ordered[-1],
+    }
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of sorted values, linear between neighbours, as numpy has it."""
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

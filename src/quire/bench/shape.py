@@ -1,0 +1,111 @@
+"""What a model's weights take in a number format, counted without any memory: its own file builds it on "meta"."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.core.config import ModelConfig
+from quire.kernels import choose
+from quire.layers.factory import LayerFactory
+from quire.models import registry
+from quire.quant.format import Matrix, NumberFormat
+from quire.quant.full import FullMatrix
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShape:
+    num_parameters: int
+    num_bytes: int  # all that the engine keeps
+    read_bytes: int  # what one step reads: embeddings are only gathered, unless the head shares them
+    read_parameters: int
+
+
+def weight_shape(model: ModelConfig, number_format: NumberFormat) -> WeightShape:
+    """Counts exactly what `parameters()` of the loaded model will hold."""
+    factory = LayerFactory(_Sized(number_format), META, max_position=1)
+    built = registry.build(model, factory)
+    checkpoint_dtype = getattr(torch, model.dtype)
+    loaders = built.loaders()
+    for loader in loaders.values():
+        loader(torch.empty(loader.shape, dtype=checkpoint_dtype, device=META))
+    parameters = built.parameters()
+    num_parameters = sum(math.prod(loader.shape) for loader in loaders.values())
+    gathered = _gathered(parameters, model, shares_head=not number_format.compact_tables)
+    return WeightShape(
+        num_parameters=num_parameters,
+        num_bytes=sum(_bytes(tensor) for tensor in parameters.values()),
+        read_bytes=sum(_bytes(tensor) for name, tensor in parameters.items() if name not in gathered),
+        read_parameters=num_parameters - _gathered_once(parameters, gathered, model),
+    )
+
+
+def _gathered(parameters: Mapping[str, Tensor], model: ModelConfig, shares_head: bool) -> set[str]:
+    """Tables that are read row by row: token and position embeddings, but not one that is the head as well."""
+    tables = {name: tensor for name, tensor in parameters.items() if name.endswith("/table")}
+    if model.tie_word_embeddings and shares_head:
+        tables = {name: tensor for name, tensor in tables.items() if tensor.shape[0] != model.vocab_size}
+    return set(tables)
+
+
+def _gathered_once(parameters: Mapping[str, Tensor], gathered: set[str], model: ModelConfig) -> int:
+    """Parameters that no product reads. A tied table counts once in the checkpoint, and the head does read it."""
+    sizes = {name: parameters[name].numel() for name in gathered}
+    if model.tie_word_embeddings:
+        sizes = {name: size for name, size in sizes.items() if parameters[name].shape[0] != model.vocab_size}
+    return sum(sizes.values())
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _Sized:
+    """A number format whose matrices have shapes but no content."""
+
+    def __init__(self, real: NumberFormat) -> None:
+        self.name = real.name
+        self.activation_dtype = real.activation_dtype
+        self.native = False
+        self.compact_tables = real.compact_tables
+        self.kept_precise = real.kept_precise
+        self.worth_keeping = False
+        self._is_int8 = real.name.startswith("int8")
+
+    def matrix(self, num_rows: int, num_columns: int) -> Matrix:
+        if self._is_int8:
+            return _SizedInt8(num_rows, num_columns)
+        return FullMatrix(num_rows, num_columns, self.activation_dtype, META)
+
+
+class _SizedInt8:
+    """As Int8Matrix keeps it; the kernel itself says how much packing pads."""
+
+    def __init__(self, num_rows: int, num_columns: int) -> None:
+        self.num_rows = num_rows
+        self.num_columns = num_columns
+
+    def load_rows(self, first_row: int, rows: Tensor) -> None:
+        pass
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        raise NotImplementedError("a sized matrix is never multiplied")
+
+    def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError("a sized matrix is never multiplied")
+
+    def state(self) -> dict[str, Tensor]:
+        with META:
+            return {
+                "packed": choose("int8_linear", CPU).empty_packed(self.num_rows, self.num_columns),
+                "scales": torch.empty(self.num_rows, dtype=torch.float32),
+                "sums": torch.empty(self.num_rows, dtype=torch.int32),
+            }
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        pass

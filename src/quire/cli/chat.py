@@ -1,0 +1,157 @@
+"""`quire chat`: a conversation in the terminal, or one turn a line from a pipe."""
+
+import argparse
+import sys
+import time
+from contextlib import suppress
+
+from quire.cli.conversation import Conversation
+from quire.cli.engine_flags import add_engine_flags
+from quire.cli.interrupt import interruptible
+from quire.cli.parser import Parser
+from quire.cli.sampling_flags import add_sampling_flags, sampling_from
+from quire.cli.start import dim, start_llm
+from quire.core.errors import EngineDead, QuireError
+from quire.core.sampling import SamplingParams
+from quire.llm.llm import LLM
+from quire.llm.outputs import RequestOutput
+from quire.llm.stream import stream
+
+with suppress(ImportError):  # not every Python has it
+    import readline  # noqa: F401 - input() gets line editing and history from it
+
+MAX_TOKENS = 1024
+# For models that recommend nothing: at temperature 1 small models wander off.
+CALM = {"temperature": 0.6, "top_p": 0.95}
+PROMPT = "> "
+COMMANDS = """\
+/reset          start a new conversation
+/system TEXT    set the system message and start a new conversation
+/help           this list
+/exit           leave (so does ctrl-D); ctrl-C stops an answer"""
+_NOT_FOR_CHAT = ("n", "best_of", "logprobs", "prompt_logprobs")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--quiet", action="store_true", help="answers only: no start report, no figures")
+    add_engine_flags(parser, without=("seed",))
+    add_sampling_flags(parser, without=_NOT_FOR_CHAT)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    sampling_from(arguments, SamplingParams(max_tokens=MAX_TOKENS))  # before loading anything
+    with start_llm(arguments, quiet=arguments.quiet) as llm:
+        sampling = sampling_from(arguments, chat_sampling(llm.default_sampling()))
+        _ = llm.template  # a model without one is refused now, not after the first message
+        return Chat(llm, sampling, arguments.system, quiet=arguments.quiet).run()
+
+
+def chat_sampling(recommended: SamplingParams) -> SamplingParams:
+    """What the model's makers recommend; where they don't, something calm."""
+    silent = SamplingParams(max_tokens=recommended.max_tokens) == recommended
+    return recommended.changed(max_tokens=MAX_TOKENS, **(CALM if silent else {}))
+
+
+class Chat:
+    """Reads turns, writes answers. A turn that cannot be answered costs one line, not the conversation."""
+
+    def __init__(
+        self, llm: LLM, sampling: SamplingParams, system: str | None, *, quiet: bool = False
+    ) -> None:
+        self._llm = llm
+        self._sampling = sampling
+        self._conversation = Conversation(system)
+        self._at_terminal = sys.stdin.isatty()
+        self._figures = not quiet and sys.stdout.isatty()
+        self._num_failed = 0
+
+    def run(self) -> int:
+        """Until the end of input. From a pipe, a turn that failed makes the exit code 2."""
+        if self._at_terminal:
+            print(
+                dim("Ask something. /help lists commands, ctrl-C stops an answer, ctrl-D leaves.", sys.stdout)
+            )
+        while (line := self._read()) is not None:
+            if line.strip() in ("/exit", "/quit", "/bye"):
+                break
+            if line.startswith("/") and self._at_terminal:
+                self._command(line.strip())
+            elif line.strip():
+                self._turn(line)
+        return 2 if self._num_failed and not self._at_terminal else 0
+
+    def _read(self) -> str | None:
+        if not self._at_terminal:
+            line = sys.stdin.readline()
+            return line.rstrip("\n") if line else None
+        while True:
+            try:
+                return input(PROMPT)
+            except EOFError:
+                print()
+                return None
+            except KeyboardInterrupt:
+                print(dim("\n(ctrl-D or /exit leaves)", sys.stdout))
+
+    def _command(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "/reset":
+            self._conversation.reset()
+            self._notice("a new conversation")
+        elif word == "/system":
+            self._conversation.reset()
+            self._conversation.system = rest.strip() or None
+            self._notice(f"system message {'set' if rest.strip() else 'removed'}, a new conversation")
+        elif word == "/help":
+            self._notice(COMMANDS)
+        else:
+            self._notice(f"{word} is no command\n{COMMANDS}")
+
+    def _turn(self, line: str) -> None:
+        self._conversation.say("user", line)
+        try:
+            answer = self._answer()
+        except EngineDead:
+            raise
+        except QuireError as error:
+            self._conversation.take_back()
+            self._num_failed += 1
+            print(f"quire: error: {error}", file=sys.stderr)
+        else:
+            self._conversation.say("assistant", answer)
+
+    def _answer(self) -> str:
+        """Streams one answer; what was said before ctrl-C is kept."""
+        prompt, num_forgotten = self._conversation.prompt(self._llm, self._sampling.max_tokens)
+        if num_forgotten:
+            self._notice(f"the context is full: the oldest {num_forgotten} messages are forgotten")
+        started = time.perf_counter()
+        output: RequestOutput | None = None
+        with interruptible() as interrupted:
+            for piece in stream(self._llm, prompt, self._sampling, interrupted):
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+                output = piece.output
+        print()
+        assert output is not None, "a stream ends with its output"
+        if self._figures:
+            print(dim(_figures(output, time.perf_counter() - started), sys.stdout))
+        return output.outputs[0].text
+
+    def _notice(self, text: str) -> None:
+        print(dim(text, sys.stderr), file=sys.stderr)
+
+
+def _figures(output: RequestOutput, seconds: float) -> str:
+    """`37 tokens, 54.2 tok/s, first after 0.12 s (812 of 830 prompt tokens cached)`."""
+    answer, first = output.outputs[0], output.metrics.first_token
+    num_tokens, num_prompt = len(answer.token_ids), len(output.prompt_token_ids)
+    parts = [f"{num_tokens} tokens"]
+    if first is not None and num_tokens > 1 and seconds > first:
+        parts.append(f"{(num_tokens - 1) / (seconds - first):.1f} tok/s")
+    if first is not None:
+        parts.append(f"first after {first:.2f} s")
+    if answer.finish_reason in ("length", "abort"):
+        parts.append("cut at the limit" if answer.finish_reason == "length" else "stopped")
+    return f"{', '.join(parts)} ({output.num_cached_tokens} of {num_prompt} prompt tokens cached)"

@@ -1,0 +1,147 @@
+"""`quire generate`: completes prompts; one streams to stdout, several come as text or JSON lines."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from quire.cli.engine_flags import add_engine_flags
+from quire.cli.interrupt import interruptible
+from quire.cli.parser import Collect, Parser
+from quire.cli.prompt_files import PromptEntry, gather_prompts
+from quire.cli.result_lines import result_record
+from quire.cli.sampling_flags import add_sampling_flags, sampling_from
+from quire.cli.start import start_llm
+from quire.core.errors import InvalidRequest, QuireError
+from quire.core.sampling import SamplingParams
+from quire.engine.build import DEFAULT_MAX_TOKENS
+from quire.llm.llm import LLM
+from quire.llm.outputs import RequestOutput
+from quire.llm.prompts import PreparedPrompt, prepare
+from quire.llm.stream import generate_each, stream
+
+REFUSED, INTERRUPTED = 2, 130
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--prompt", "-p", action=Collect, metavar="TEXT", help="a prompt (repeatable)")
+    parser.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="prompts, one a line, - for standard input; in a .jsonl file each line is a string or an object with "
+        "prompt, prompt_token_ids or messages",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="put each prompt through the model's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
+    parser.add_argument("--output", "-o", metavar="FILE", help="the same, into a .jsonl file")
+    parser.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    # one --seed serves both: the engine's stream of seeds and each request's own
+    add_engine_flags(parser, without=("seed",))
+    add_sampling_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    sampling_from(arguments, SamplingParams(max_tokens=DEFAULT_MAX_TOKENS))  # before loading anything
+    prompts = gather_prompts(arguments.prompt or (), arguments.prompt_file, sys.stdin)
+    if arguments.system is not None and not arguments.chat:
+        raise InvalidRequest("--system has no place in a plain prompt: add --chat")
+    with _opened(arguments.output) as file, start_llm(arguments, quiet=arguments.quiet) as llm:
+        sampling = sampling_from(arguments, llm.default_sampling())
+        records = file is not None or arguments.json
+        if len(prompts) == 1 and sampling.n == 1 and not records:
+            return _stream_one(llm, _prepared(llm, prompts[0], arguments), sampling)
+        return _generate_all(llm, prompts, sampling, arguments, file)
+
+
+def _stream_one(llm: LLM, prompt: PreparedPrompt, sampling: SamplingParams) -> int:
+    with interruptible() as interrupted:
+        for piece in stream(llm, prompt, sampling, interrupted):
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+        print()
+        return INTERRUPTED if interrupted() else 0
+
+
+def _generate_all(
+    llm: LLM,
+    prompts: Sequence[PromptEntry],
+    sampling: SamplingParams,
+    arguments: argparse.Namespace,
+    file: TextIO | None,
+) -> int:
+    """Every prompt that can be served is; the others get a line each on stderr and a code of 2."""
+    results: list[RequestOutput | QuireError | None] = [None] * len(prompts)
+    servable: list[tuple[int, PreparedPrompt]] = []
+    for index, prompt in enumerate(prompts):
+        try:
+            servable.append((index, _prepared(llm, prompt, arguments)))
+        except QuireError as error:
+            results[index] = error
+    hidden = arguments.quiet or not sys.stderr.isatty()
+    with interruptible() as interrupted, tqdm(total=len(prompts), disable=hidden, unit="req") as bar:
+        bar.update(len(prompts) - len(servable))
+        for position, result in generate_each(llm, [p for _, p in servable], sampling, interrupted):
+            results[servable[position][0]] = result
+            bar.update(1)
+        stopped = interrupted()
+    for index, outcome in enumerate(results):
+        _show(index, len(results), outcome, file, arguments.json)
+    refused = any(isinstance(outcome, QuireError) for outcome in results)
+    return INTERRUPTED if stopped else REFUSED if refused else 0
+
+
+def _show(
+    index: int, count: int, result: RequestOutput | QuireError | None, file: TextIO | None, as_json: bool
+) -> None:
+    if result is None:
+        return  # interrupted before it was done
+    if isinstance(result, QuireError):
+        print(f"quire: error: prompt {index + 1}: {result}", file=sys.stderr)
+    if file is not None or as_json:
+        line = json.dumps(result_record(index, result), ensure_ascii=False)
+        if file is not None:
+            file.write(line + "\n")
+        if as_json:
+            print(line)
+    elif isinstance(result, RequestOutput):
+        for output in result.outputs:
+            choice = f" answer {output.index + 1}" if len(result.outputs) > 1 else ""
+            print(f"--- prompt {index + 1} of {count}{choice}\n{output.text}")
+
+
+def _prepared(llm: LLM, prompt: PromptEntry, arguments: argparse.Namespace) -> PreparedPrompt:
+    messages: Any = prompt.get("messages") if isinstance(prompt, Mapping) else None
+    if messages is None and arguments.chat:
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if text is None:
+            raise InvalidRequest(
+                "--chat needs text or messages, and this prompt has token ids: leave --chat out"
+            )
+        messages = [{"role": "user", "content": text}]
+    if messages is None:
+        return prepare(prompt, llm.tokenizer)
+    if arguments.system is not None:
+        messages = [{"role": "system", "content": arguments.system}, *messages]
+    return prepare(llm.template.render(messages), llm.tokenizer, add_special_tokens=False)
+
+
+@contextmanager
+def _opened(path: str | None) -> Iterator[TextIO | None]:
+    """The output file, opened before the model is loaded: a path that cannot be written is known at once."""
+    if path is None:
+        yield None
+        return
+    try:
+        Path(path).touch()
+    except OSError as error:
+        raise InvalidRequest(f"--output {path}: cannot be written ({error})") from error
+    with Path(path).open("w", encoding="utf-8") as file:
+        yield file

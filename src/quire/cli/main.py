@@ -1,0 +1,117 @@
+"""`quire COMMAND …`: finds the command, parses its flags, turns errors into one line and an exit code."""
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from quire import __version__
+from quire.cli.parser import Parser
+from quire.core.errors import QuireError
+
+# 1: something unforeseen; 2: bad input or a bad setting; 130: interrupted, as shells have it
+FAULT, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+class Command(NamedTuple):
+    module: str
+    help: str
+
+
+# A command's module is imported when it is chosen: most of them need torch, and `quire --help` must not wait for it.
+COMMANDS = {
+    "chat": Command("quire.cli.chat", "talk with a model in the terminal"),
+    "generate": Command("quire.cli.generate", "complete prompts from flags, a file or standard input"),
+    "bench": Command("quire.cli.bench", "measure throughput, latency or startup on this machine"),
+    "plan": Command("quire.cli.plan", "what a model needs on a device: memory, sequences, speed, cost"),
+    "models": Command("quire.cli.models", "which models are cached here, how large, where"),
+    "env": Command("quire.cli.env", "what a bug report needs to know about this machine"),
+}
+
+
+class CommandModule(Protocol):
+    def add_arguments(self, parser: Parser) -> None: ...
+
+    def run(self, arguments: object) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code. Prints a traceback only with QUIRE_LOG_LEVEL=debug."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    _tolerate_narrow_encodings()
+    try:
+        if not words or words[0] not in COMMANDS:
+            return _without_command(words)
+        module = importlib.import_module(COMMANDS[words[0]].module)
+        parser = Parser(prog=f"quire {words[0]}", description=COMMANDS[words[0]].help)
+        module.add_arguments(parser)
+        code = int(module.run(parser.parse(words[1:])))
+        sys.stdout.flush()  # a reader that left is noticed here, not at the interpreter's exit
+        return code
+    except SystemExit as leave:  # argparse, after --help or a bad flag
+        return leave.code if isinstance(leave.code, int) else FAULT
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader left, as `| head` does: nothing to say, and nobody to say it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAULT
+    except Exception as error:
+        return _explain(error)
+
+
+def _without_command(words: list[str]) -> int:
+    listing = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    parser = Parser(
+        prog="quire",
+        usage="quire COMMAND [MODEL] [flags]",
+        description="Serves large language models. Without MODEL, the small built-in one.",
+        epilog=f"commands:\n{listing}\n\n`quire COMMAND --help` lists a command's flags.",
+    )
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    if not words:
+        parser.print_help()
+        return BAD_INPUT
+    if words[0].startswith("-"):
+        parser.parse_args(words)
+        return BAD_INPUT
+    return parser.error(f"{words[0]!r} is no command: {_hint(words[0])}")
+
+
+def _hint(word: str) -> str:
+    begun = [name for name in COMMANDS if name.startswith(word)]
+    near = begun or difflib.get_close_matches(word, COMMANDS)
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
+
+
+def _explain(error: Exception) -> int:
+    if os.environ.get("QUIRE_LOG_LEVEL", "").lower() == "debug":
+        traceback.print_exc()
+    if isinstance(error, QuireError):
+        _say(f"error: {error}")
+        return BAD_INPUT
+    if isinstance(error, OSError):
+        _say(f"error: {error}")
+        return FAULT
+    _say(
+        f"error: {type(error).__name__}: {error} (unforeseen: QUIRE_LOG_LEVEL=debug shows where; please report it)"
+    )
+    return FAULT
+
+
+def _say(message: str) -> None:
+    print("quire:", " ".join(message.split()), file=sys.stderr)
+
+
+def _tolerate_narrow_encodings() -> None:
+    """A model may write any character; a terminal in another encoding must not end the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""`quire models`: what is cached, how large, where."""
+
+import argparse
+import json
+
+from quire.bench.table import aligned, in_bytes
+from quire.cli.parser import Parser
+from quire.weights.builtin import BUILTIN, BUILTIN_NAME
+from quire.weights.cache import CachedItem, cache_folder, list_cached
+
+KINDS = {"model": "taken from a package", "converted": "converted for this engine", "hub": "from the hub"}
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    items = list_cached()
+    if arguments.json:
+        print(
+            json.dumps({"cache": str(cache_folder()), "models": [_record(item) for item in items]}, indent=2)
+        )
+        return 0
+    if items:
+        header = ["name", "size", "what", "where"]
+        rows = [
+            [_name(item), in_bytes(item.num_bytes), KINDS.get(item.kind, item.kind), str(item.path)]
+            for item in items
+        ]
+        print(aligned([header, *rows], right=(1,)))
+        print(f"\n{in_bytes(sum(item.num_bytes for item in items))} in all; the cache is {cache_folder()}")
+    else:
+        print(f"nothing is cached in {cache_folder()}")
+    if not any(item.path.name == _builtin_file() for item in items):
+        print(
+            f"the built-in model, {BUILTIN_NAME}, is fetched ({in_bytes(BUILTIN.num_bytes)}) when it is first used"
+        )
+    return 0
+
+
+def _record(item: CachedItem) -> dict[str, object]:
+    return {"name": item.name, "kind": item.kind, "path": str(item.path), "num_bytes": item.num_bytes}
+
+
+def _name(item: CachedItem) -> str:
+    return f"{BUILTIN_NAME} (built-in)" if item.path.name == _builtin_file() else item.name
+
+
+def _builtin_file() -> str:
+    return BUILTIN.member.rpartition("/")[2]

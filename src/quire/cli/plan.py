@@ -1,0 +1,217 @@
+"""`quire plan`: what a model needs on a device, how much fits, how fast it can be at best, what it costs."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from quire.bench.capacity import Capacity, Device, Floor, device_of, floor_of, plan_capacity
+from quire.bench.gpus import GPUS, GiB, find_gpu
+from quire.bench.machine import cpu_name, describe_gpus
+from quire.bench.probe import cpu_read_rate
+from quire.bench.table import aligned, in_bytes, in_seconds
+from quire.cli.engine_flags import add_engine_flags, engine_settings
+from quire.cli.parser import Parser
+from quire.cli.sizes import parse_gigabytes
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.llm.progress import load_progress
+from quire.weights.open import open_source
+from quire.weights.source import Source
+
+USUAL_CONTEXT = 2048
+BATCHES = (1, 8, 32, 128, 256, 512, 1024)
+_NOT_PLANNED = ("tokenizer", "chat_template", "served_model_name", "seed", "enforce_eager", "steps_in_flight")
+
+
+def add_arguments(parser: Parser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--gpu", metavar="NAME", help="a GPU of the table; see --list-gpus")
+    where.add_argument("--memory", type=parse_gigabytes, metavar="GB", help="some GPU with this much memory")
+    where.add_argument("--list-gpus", action="store_true", help="show the table of GPUs and leave")
+    parser.add_argument(
+        "--bandwidth", type=parse_gigabytes, metavar="GB", help="its memory's read rate per second"
+    )
+    parser.add_argument("--tflops", type=float, metavar="X", help="its dense bf16 TFLOP/s")
+    parser.add_argument(
+        "--price-per-hour", type=float, metavar="X", help="gives the cost of a million tokens"
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="N", help=f"tokens of each sequence (default: {USUAL_CONTEXT})"
+    )
+    parser.add_argument("--concurrency", type=int, metavar="N", help="sequences at once (default: several)")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    add_engine_flags(parser, without=_NOT_PLANNED)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.list_gpus:
+        print(_gpu_table())
+        return 0
+    _check(arguments)
+    settings = engine_settings(arguments)
+    config = EngineConfig.of(**settings)
+    device = _device(arguments, config)
+    capacity = plan_capacity(config, _described(config), device)
+    context = _context(arguments, capacity)
+    floors = _floors(arguments, capacity, device, context)
+    if arguments.json:
+        print(json.dumps(_record(capacity, device, context, floors, arguments.price_per_hour), indent=2))
+    else:
+        print(_text(capacity, device, context, floors, arguments.price_per_hour))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("context", "concurrency", "price_per_hour", "bandwidth", "tflops", "memory"):
+        value = getattr(arguments, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give more than 0")
+
+
+def _described(config: EngineConfig) -> Source:
+    """Only what the model says about itself: a folder needs config.json and nothing else."""
+    options = config.model
+    load_format = "auto" if options.model is None or options.model.lower().endswith(".gguf") else "dummy"
+    with load_progress(sys.stderr.isatty()) as progress:
+        return open_source(
+            options.model, revision=options.revision, load_format=load_format, progress=progress
+        )
+
+
+def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:
+    rate, flops = arguments.bandwidth or 0.0, (arguments.tflops or 0.0) * 1e12
+    if arguments.gpu is not None:
+        known = device_of(find_gpu(arguments.gpu))
+        return Device(
+            known.name, True, known.memory, rate or known.read_rate, flops or known.flops, known.source
+        )
+    if arguments.memory is not None:
+        on_gpu = config.runner.device != "cpu"
+        name = f"a {'GPU' if on_gpu else 'machine'} with {in_bytes(arguments.memory)}"
+        return Device(name, on_gpu, arguments.memory, rate, flops, "as given")
+    if config.runner.device != "cpu" and torch.cuda.is_available():
+        return _gpu_here(rate, flops)
+    return Device(
+        f"this machine, {cpu_name()}", False, None, rate or cpu_read_rate(), flops, "measured just now"
+    )
+
+
+def _gpu_here(rate: float, flops: float) -> Device:
+    here = describe_gpus()[0]
+    try:
+        known = device_of(find_gpu(here["name"]))
+    except ConfigError:
+        return Device(here["name"], True, here["memory_bytes"], rate, flops, "as PyTorch reports it")
+    return Device(
+        here["name"], True, here["memory_bytes"], rate or known.read_rate, flops or known.flops, known.source
+    )
+
+
+def _context(arguments: argparse.Namespace, capacity: Capacity) -> int:
+    context = arguments.context or min(USUAL_CONTEXT, capacity.max_model_len)
+    if context > capacity.max_model_len:
+        raise ConfigError(
+            f"--context {context} is more than the model's {capacity.max_model_len} tokens: lower it"
+        )
+    return context
+
+
+def _floors(arguments: argparse.Namespace, capacity: Capacity, device: Device, context: int) -> list[Floor]:
+    if not device.read_rate:
+        return []
+    fits = capacity.sequences_of(context)
+    wanted = [arguments.concurrency] if arguments.concurrency else [n for n in BATCHES if n < fits] + [fits]
+    if arguments.concurrency and arguments.concurrency > fits:
+        print(
+            f"quire: note: only {fits} sequences of {context} tokens fit at once; more would wait",
+            file=sys.stderr,
+        )
+    return [floor_of(capacity, device, context, count) for count in wanted if count > 0]
+
+
+def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor], price: float | None) -> str:
+    weights, pool = capacity.weights, capacity.pool
+    fits = capacity.sequences_of(context)
+    lines = [
+        [
+            "model",
+            f"{capacity.model_name}: {weights.num_parameters / 1e6:,.0f} M parameters, {capacity.format_name}",
+        ],
+        ["device", f"{device.name} ({device.source})"],
+        ["weights", f"{in_bytes(weights.num_bytes)}, of which a step reads {in_bytes(weights.read_bytes)}"],
+        ["kv cache", f"{in_bytes(capacity.kv_bytes_per_token)} a token in {capacity.kv_dtype}"],
+        [
+            "pool",
+            f"{in_bytes(pool.num_bytes)}: {pool.num_blocks:,} blocks of {pool.block_size} tokens (set by {pool.limit})",
+        ],
+        ["fits", f"{pool.num_tokens:,} tokens: {fits:,} sequences of {context:,}{_capped(capacity, fits)}"],
+    ]
+    text = aligned(lines)
+    if not floors:
+        return f"{text}\n\nno floor: the read rate is not known, give --bandwidth"
+    header = ["sequences", "a token each", "tokens/s", "bound by", *(["cost of 1M tokens"] if price else [])]
+    rows = [_floor_row(floor, price) for floor in floors]
+    table = aligned([header, *rows], right=(0, 1, 2, 4))
+    return f"{text}\n\nat best, from {in_bytes(device.read_rate)}/s, with {context:,} tokens each:\n{table}"
+
+
+def _capped(capacity: Capacity, fits: int) -> str:
+    return f" (limited by max_num_seqs={capacity.max_num_seqs})" if fits == capacity.max_num_seqs else ""
+
+
+def _floor_row(floor: Floor, price: float | None) -> list[str]:
+    row = [
+        f"{floor.num_sequences:,}",
+        in_seconds(floor.step_seconds),
+        f"{floor.tokens_per_second:,.0f}",
+        floor.bound,
+    ]
+    return [*row, f"{floor.cost_per_million(price):.4f}"] if price else row
+
+
+def _record(
+    capacity: Capacity, device: Device, context: int, floors: list[Floor], price: float | None
+) -> dict[str, Any]:
+    pool = capacity.pool
+    return {
+        "model": capacity.model_name,
+        "format": capacity.format_name,
+        "device": asdict(device),
+        "weights": asdict(capacity.weights),
+        "kv_bytes_per_token": capacity.kv_bytes_per_token,
+        "kv_dtype": capacity.kv_dtype,
+        "pool": {**asdict(pool), "num_bytes": pool.num_bytes, "num_tokens": pool.num_tokens},
+        "context": context,
+        "sequences": capacity.sequences_of(context),
+        "max_model_len": capacity.max_model_len,
+        "max_num_seqs": capacity.max_num_seqs,
+        "floors": [
+            {
+                "sequences": floor.num_sequences,
+                "seconds_per_token": floor.step_seconds,
+                "tokens_per_second": floor.tokens_per_second,
+                "bound": floor.bound,
+                "cost_per_million_tokens": floor.cost_per_million(price) if price else None,
+            }
+            for floor in floors
+        ],
+    }
+
+
+def _gpu_table() -> str:
+    header = ["gpu", "memory", "bandwidth", "bf16 TFLOP/s", "source"]
+    rows = [
+        [
+            gpu.name,
+            f"{gpu.memory / GiB:.1f} GiB",
+            f"{in_bytes(gpu.bandwidth)}/s",
+            f"{gpu.flops / 1e12:.0f}",
+            gpu.source,
+        ]
+        for gpu in GPUS
+    ]
+    return aligned([header, *rows], right=(1, 2, 3))

@@ -1,0 +1,113 @@
+"""A plan says within 2 % what the engine then allocates."""
+
+import pytest
+import torch
+
+from quire.bench.capacity import Device, device_of, floor_of, plan_capacity
+from quire.bench.gpus import find_gpu
+from quire.core.config import EngineConfig
+from quire.engine.build import build
+from quire.weights.open import open_source
+from tests.cli.conftest import write_model
+
+HERE = Device("here", False, None, 10e9, 0.0, "test")
+
+VARIANTS = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "odd sizes": {"vocab_size": 301, "hidden_size": 96, "intermediate_size": 100, "head_dim": 24},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "torch_dtype": "bfloat16"},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "tie_word_embeddings": True,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+    },
+    "opt": {
+        "architectures": ["OPTForCausalLM"],
+        "tie_word_embeddings": True,
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 32,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+    },
+}
+
+
+def assert_planned(config: EngineConfig, source) -> None:
+    planned = plan_capacity(config, source, HERE)
+    built = build(config)
+    try:
+        report = built.report
+        assert planned.weights.num_bytes == pytest.approx(report.weights_bytes, rel=0.02)
+        assert planned.pool.num_bytes == pytest.approx(report.pool.num_bytes, rel=0.02)
+        assert planned.pool.num_tokens == pytest.approx(report.pool.num_tokens, rel=0.02)
+        assert (planned.max_model_len, planned.kv_dtype) == (report.max_model_len, report.numbers.kv_dtype)
+        assert planned.max_num_seqs == report.max_num_seqs
+    finally:
+        built.engine.close()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "none"])
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_every_architecture_is_counted_as_the_engine_keeps_it(tmp_path, variant, quantization):
+    folder = str(write_model(tmp_path / "model", **VARIANTS[variant]))
+    config = EngineConfig.of(model=folder, load_format="dummy", quantization=quantization, device="cpu")
+    assert_planned(config, open_source(folder, load_format="dummy"))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "int8"},
+        {"quantization": "none"},
+        {"quantization": "int8", "kv_cache_memory_bytes": 100 << 20, "kv_cache_dtype": "float32"},
+        {"quantization": "int8", "block_size": 1, "num_blocks": 500},
+    ],
+)
+def test_the_built_in_model_is_counted_as_the_engine_keeps_it(settings):
+    assert_planned(EngineConfig.of(device="cpu", **settings), open_source(None))
+
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_an_8b_model_on_an_h200_has_the_known_floor(tmp_path):
+    folder = str(write_model(tmp_path / "model", **LLAMA_8B))
+    device = device_of(find_gpu("h200"))
+    planned = plan_capacity(EngineConfig.of(model=folder), open_source(folder, load_format="dummy"), device)
+    assert planned.weights.num_parameters == 8_030_261_248
+    assert planned.weights.read_bytes == pytest.approx(
+        15.0e9, rel=0.01
+    )  # the input embedding is only gathered
+    assert planned.kv_bytes_per_token == 131072
+    floor = floor_of(planned, device, context=1, num_sequences=1)
+    assert floor.step_seconds == pytest.approx(3.52e-3, rel=0.01)
+    assert floor.bound == "memory"
+    assert floor_of(planned, device, context=1, num_sequences=4096).bound == "compute"
+    assert floor.cost_per_million(3.6) == pytest.approx(0.001 / floor.tokens_per_second * 1e6)
+
+
+def test_planning_takes_no_memory_for_weights(tmp_path):
+    folder = str(
+        write_model(tmp_path / "model", **{**LLAMA_8B, "num_hidden_layers": 80, "hidden_size": 8192})
+    )
+    device = Device("cpu", False, 512 << 30, 10e9, 0.0, "test")
+    config = EngineConfig.of(model=folder, quantization="int8", device="cpu")
+    planned = plan_capacity(config, open_source(folder, load_format="dummy"), device)
+    assert planned.weights.num_bytes > 30e9
+    assert torch.empty(0).device.type == "cpu"  # "meta" did not stay the default

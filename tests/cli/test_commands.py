@@ -1,0 +1,99 @@
+"""models, env and plan: what they say, as text and as JSON."""
+
+import json
+
+import pytest
+
+from quire.bench.gpus import GPUS, find_gpu
+from quire.weights.builtin import BUILTIN_NAME
+
+
+def test_models_of_an_empty_cache(run, empty_cache, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(empty_cache / "hub"))
+    ran = run("models")
+    assert ran.code == 0
+    assert f"nothing is cached in {empty_cache}" in ran.out
+    assert f"the built-in model, {BUILTIN_NAME}, is fetched (98.4 MB) when it is first used" in ran.out
+
+
+def test_models_lists_what_lies_in_the_cache(run, empty_cache):
+    (empty_cache / "models").mkdir()
+    (empty_cache / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"x" * 5000)
+    ran = run("models")
+    assert f"{BUILTIN_NAME} (built-in)  5 kB" in ran.out
+    found = json.loads(run("models", "--json").out)
+    assert found["cache"] == str(empty_cache)
+    assert found["models"][0]["num_bytes"] == 5000
+
+
+def test_env_says_what_a_bug_report_needs(run):
+    text = run("env").out
+    found = json.loads(run("env", "--json").out)
+    for name in ("quire", "python", "torch", "numpy"):
+        assert found["versions"][name] in text
+    assert {"system", "cpu", "cpu_flags", "usable_cores", "memory_bytes", "gpus"} <= set(found["machine"])
+    assert {"native", "forced_reference"} <= set(found["kernels"])
+    assert found["places"]["cache"] in text
+
+
+def test_env_does_not_show_secrets(run, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("QUIRE_ISA", "avx2")
+    ran = run("env")
+    assert "hf_secret" not in ran.out
+    assert "QUIRE_ISA" in ran.out
+
+
+def test_plan_needs_only_config_json(run, tiny):
+    found = json.loads(
+        run("plan", tiny, "--gpu", "h200", "--price-per-hour", "3", "--context", "128", "--json").out
+    )
+    # 2 layers, k and v, 2 heads of 16, in the checkpoint's float32
+    assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+    assert found["weights"]["num_bytes"] == 4 * found["weights"]["num_parameters"]
+    assert found["sequences"] == 256
+    first = found["floors"][0]
+    assert first["sequences"] == 1
+    assert first["cost_per_million_tokens"] == pytest.approx(3 / 3600 * first["seconds_per_token"] * 1e6)
+
+
+def test_plan_as_text_says_what_fits_and_why(run, tiny):
+    text = run("plan", tiny, "--memory", "1GiB", "--bandwidth", "100", "--context", "128").out
+    assert "a GPU with 1.07 GB (as given)" in text
+    assert "256 sequences of 128 (limited by max_num_seqs=256)" in text
+    assert "at best, from 100 GB/s, with 128 tokens each" in text
+
+
+def test_plan_without_a_bandwidth_has_no_floor(run, tiny):
+    assert "give --bandwidth" in run("plan", tiny, "--memory", "8").out
+
+
+def test_plan_on_this_machine_measures_it(run, tiny):
+    found = json.loads(run("plan", tiny, "--device", "cpu", "--json").out)
+    assert found["device"]["read_rate"] > 1e8
+    assert found["kv_dtype"] in ("float16", "float32")
+
+
+def test_the_table_of_gpus_says_where_it_is_from(run):
+    text = run("plan", "--list-gpus").out
+    for gpu in GPUS:
+        assert gpu.name in text
+        assert gpu.source in text
+
+
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        ("rtx 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("a100 80gb", "A100-80"),
+        ("H200", "H200"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("4090", "RTX-4090"),
+    ],
+)
+def test_a_gpu_is_found_however_it_is_spelled(spelled, name):
+    assert find_gpu(spelled).name == name

@@ -1,0 +1,189 @@
+"""generate and chat on the built-in model, as a person or a script would use them."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+SMALL = ("--num-blocks", "64", "--quiet")
+GREEDY = ("--temperature", "0", *SMALL)
+
+pytestmark = pytest.mark.e2e
+
+
+class Pipe(io.StringIO):
+    """Standard input that is no terminal."""
+
+    def isatty(self):
+        return False
+
+
+def test_one_prompt_streams_its_text(run):
+    ran = run("generate", "--prompt", "The capital of France is", "--max-tokens", "3", *GREEDY)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith(" Paris.")
+
+
+def test_standard_input_is_one_prompt(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Pipe("The capital of\nFrance is\n"))
+    ran = run("generate", "--max-tokens", "2", "--json", *GREEDY)
+    assert json.loads(ran.out)["prompt"] == "The capital of\nFrance is"
+
+
+def test_records_have_what_was_asked_for(run, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("One two three\n\nThe capital of France is\n")
+    out = tmp_path / "out.jsonl"
+    words = ("--logprobs", "2", "--prompt-logprobs", "1", "--max-tokens", "4", "--ignore-eos")
+    assert run("generate", "--prompt-file", prompts, "--output", out, *words, *GREEDY).code == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["index"] for record in records] == [0, 1]
+    for record in records:
+        (output,) = record["outputs"]
+        assert len(output["token_ids"]) == len(output["logprobs"]) == 4
+        assert output["finish_reason"] == "length"
+        assert record["prompt_logprobs"][0] is None
+        assert len(record["prompt_logprobs"]) == record["num_prompt_tokens"]
+    assert "Paris" in records[1]["outputs"][0]["text"]
+
+
+def test_a_seed_gives_the_same_samples_again(run):
+    words = (
+        "generate",
+        "--prompt",
+        "Once upon a time",
+        "--n",
+        "2",
+        "--seed",
+        "7",
+        "--max-tokens",
+        "6",
+        "--json",
+        *SMALL,
+    )
+    first, second = (json.loads(run(*words).out)["outputs"] for _ in range(2))
+    assert [one["token_ids"] for one in first] == [one["token_ids"] for one in second]
+    assert first[0]["token_ids"] != first[1]["token_ids"]
+
+
+def test_chat_goes_through_the_template_and_stops_at_a_stop_string(run):
+    question = "What is the capital of France?"
+    ran = run(
+        "generate",
+        "--chat",
+        "--system",
+        "Be brief.",
+        "--prompt",
+        question,
+        "--stop",
+        "Paris",
+        "--json",
+        *GREEDY,
+    )
+    record = json.loads(ran.out)
+    assert record["prompt"].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    assert record["outputs"][0]["stop_reason"] == "Paris"
+    assert "Paris" not in record["outputs"][0]["text"]
+
+
+def test_the_start_is_reported_on_stderr(run):
+    ran = run("generate", "--prompt", "x", "--max-tokens", "1", "--num-blocks", "64")
+    for word in ("model ", "weights ", "pool ", "limits ", "started "):
+        assert word in ran.err
+
+
+def test_chat_from_a_pipe_answers_line_by_line(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Pipe("What is the capital of France?\nAnd of Italy?\n"))
+    ran = run("chat", "--max-tokens", "16", *GREEDY)
+    assert (ran.code, ran.err) == (0, "")
+    first, second = ran.out.strip().splitlines()
+    assert "Paris" in first
+    assert "Rome" in second
+
+
+def test_a_turn_that_is_too_long_costs_one_line(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Pipe("word " * 400 + "\nWhat is the capital of France?\n"))
+    ran = run("chat", "--max-tokens", "16", "--num-blocks", "16", "--temperature", "0", "--quiet")
+    assert "tokens with its template and the context is 256: shorten it" in ran.error
+    assert "Paris" in ran.out
+
+
+def test_a_full_context_forgets_with_a_notice(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Pipe("Tell me about France.\n" * 5))
+    ran = run("chat", "--max-tokens", "24", "--max-model-len", "160", *GREEDY)
+    assert ran.code == 0
+    assert "the context is full: the oldest 2 messages are forgotten" in ran.err
+
+
+class Terminal:
+    """quire chat on a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self.master, follower = pty.openpty()
+        command = [sys.executable, "-m", "quire", "chat", *words]
+        self.process = subprocess.Popen(
+            command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+        )
+        os.close(follower)
+        self.seen = ""
+
+    def wait_for(self, pattern: str, seconds: float = 60.0) -> str:
+        """What came up to the pattern; the rest stays."""
+        ends = time.monotonic() + seconds
+        while (found := re.search(pattern, self.seen)) is None:
+            assert time.monotonic() < ends, f"no {pattern!r} in {self.seen!r}"
+            if select.select([self.master], [], [], 0.2)[0]:
+                self.seen += os.read(self.master, 65536).decode(errors="replace")
+        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminal():
+    made = Terminal("--num-blocks", "128", "--temperature", "0")
+    yield made
+    made.close()
+
+
+def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(terminal):
+    terminal.wait_for(r"ctrl-D leaves")
+    terminal.wait_for(r"> ")
+    terminal.type("Write a very long story about a dragon.\n")
+    terminal.wait_for(r"story about a dragon\.\r\n.*\w+ \w+ \w+")
+    terminal.process.send_signal(signal.SIGINT)
+    assert "stopped" in terminal.wait_for(r"stopped \(\d+ of \d+ prompt tokens cached\)")
+    terminal.wait_for(r"> ")
+    terminal.process.send_signal(signal.SIGINT)  # at the prompt: a hint, not the end
+    terminal.wait_for(r"ctrl-D or /exit leaves")
+    terminal.type("/reset\n")
+    terminal.wait_for(r"a new conversation")
+    terminal.type("What is the capital of France?\n")
+    terminal.wait_for(r"Paris")
+    figures = terminal.wait_for(
+        r"tokens, [\d.]+ tok/s, first after [\d.]+ s \(\d+ of \d+ prompt tokens cached\)"
+    )
+    assert figures
+    terminal.type("And of Italy?\n")
+    cached = re.search(r"\((\d+) of", terminal.wait_for(r"\(\d+ of \d+ prompt tokens cached\)"))
+    assert cached is not None
+    assert int(cached[1]) >= 16  # the first turn's blocks were found again
+    terminal.wait_for(r"> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(20) == 0
