@@ -40,7 +40,9 @@ def perplexity(text: str, max_windows: int | None, **settings: object) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=None)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/perplexity.json"))
@@ -48,7 +50,9 @@ def main() -> None:
     text = read_text(arguments.text)
     exact, count = perplexity(text, arguments.windows, quantization="none")
     quantized, _ = perplexity(text, arguments.windows, quantization="int8")
-    print(f"{count} windows of {WINDOW} tokens: fp32 {exact:.4f}, int8 {quantized:.4f}, {quantized / exact - 1:+.3%}")
+    print(
+        f"{count} windows of {WINDOW} tokens: fp32 {exact:.4f}, int8 {quantized:.4f}, {quantized / exact - 1:+.3%}"
+    )
     result = {
         "text": arguments.text.name,
         "window": WINDOW,

@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from quire.llm.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "QuireError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "QuireError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _LAZY = {  # importing quire must not import torch: `quire --help` should answer at once
     "LLM": "quire.llm.llm",

@@ -15,28 +15,35 @@ def test_it_knows_the_capital_of_france(llm):
     (result,) = llm.chat(QUESTION, GREEDY, use_tqdm=False)
     output = result.outputs[0]
     assert "Paris" in output.text
-    assert output.finish_reason == "stop" and output.token_ids[-1] == llm.tokenizer.eos_token_id
-    assert result.finished and result.metrics.first_token <= result.metrics.total
+    assert output.finish_reason == "stop"
+    assert output.token_ids[-1] == llm.tokenizer.eos_token_id
+    assert result.finished
+    assert result.metrics.first_token <= result.metrics.total
 
 
 def test_results_come_in_the_order_of_the_prompts(llm):
     prompts = [f"{i} plus {i} is" for i in range(40)]
     results = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
     assert [r.prompt for r in results] == prompts
-    alone = [llm.generate(p, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)[0] for p in prompts[:5]]
+    alone = [
+        llm.generate(p, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)[0] for p in prompts[:5]
+    ]
     assert [r.outputs[0].text for r in alone] == [r.outputs[0].text for r in results[:5]]
 
 
 def test_text_and_token_ids_are_the_same_prompt(llm):
     ids = llm.tokenizer.encode("The sky is")
     by_text, by_ids = llm.generate(["The sky is", {"prompt_token_ids": ids}], GREEDY, use_tqdm=False)
-    assert by_text.prompt_token_ids == ids and by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids
+    assert by_text.prompt_token_ids == ids
+    assert by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids
 
 
 def test_a_stop_string_ends_the_text_before_it_or_after_it_if_asked(llm):
     whole = llm.generate("Count: one, two,", GREEDY.changed(max_tokens=24), use_tqdm=False)[0].outputs[0].text
     word = whole.split()[2]
-    cut = llm.generate("Count: one, two,", GREEDY.changed(max_tokens=24, stop=word), use_tqdm=False)[0].outputs[0]
+    cut = llm.generate("Count: one, two,", GREEDY.changed(max_tokens=24, stop=word), use_tqdm=False)[
+        0
+    ].outputs[0]
     assert cut.text == whole[: whole.index(word)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", word)
     kept = GREEDY.changed(max_tokens=24, stop=[word], include_stop_str_in_output=True)
@@ -47,7 +54,8 @@ def test_a_stop_token_ends_the_sequence_and_is_named(llm):
     free = llm.generate("Count: one, two,", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     stopped = GREEDY.changed(stop_token_ids=[free[5]])
     output = llm.generate("Count: one, two,", stopped, use_tqdm=False)[0].outputs[0]
-    assert output.token_ids == free[: free.index(free[5]) + 1] and output.stop_reason == free[5]
+    assert output.token_ids == free[: free.index(free[5]) + 1]
+    assert output.stop_reason == free[5]
 
 
 def test_ignore_eos_and_min_tokens_keep_it_talking(llm):
@@ -60,14 +68,16 @@ def test_several_samples_of_one_prompt_differ_and_repeat_with_the_seed(llm):
     first = llm.generate("Once upon a time", sampling, use_tqdm=False)[0]
     again = llm.generate("Once upon a time", sampling, use_tqdm=False)[0]
     texts = [o.text for o in first.outputs]
-    assert len(set(texts)) == 4 and texts == [o.text for o in again.outputs]
+    assert len(set(texts)) == 4
+    assert texts == [o.text for o in again.outputs]
 
 
 def test_best_of_returns_the_likeliest(llm):
     sampling = SamplingParams(n=2, best_of=6, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
     result = llm.generate("Once upon a time", sampling, use_tqdm=False)[0]
     scores = [o.cumulative_logprob for o in result.outputs]
-    assert len(scores) == 2 and scores == sorted(scores, reverse=True)
+    assert len(scores) == 2
+    assert scores == sorted(scores, reverse=True)
 
 
 def test_logprobs_are_those_of_the_chosen_tokens_and_the_best(llm):
@@ -77,7 +87,8 @@ def test_logprobs_are_those_of_the_chosen_tokens_and_the_best(llm):
         sum(position[t].logprob for position, t in zip(output.logprobs, output.token_ids, strict=True))
     )
     for position, token_id in zip(output.logprobs, output.token_ids, strict=True):
-        assert len(position) == 3 and position[token_id].rank == 1  # greedy takes the best
+        assert len(position) == 3
+        assert position[token_id].rank == 1
         assert sum(math.exp(p.logprob) for p in position.values()) <= 1.0
 
 
@@ -103,7 +114,10 @@ def test_a_prefix_computed_before_is_not_computed_again(llm):
 def test_a_bad_word_is_not_said(llm):
     free = llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].outputs[0].text
     assert "Paris" in free
-    assert "Paris" not in llm.chat(QUESTION, GREEDY.changed(bad_words=["Paris"]), use_tqdm=False)[0].outputs[0].text
+    assert (
+        "Paris"
+        not in llm.chat(QUESTION, GREEDY.changed(bad_words=["Paris"]), use_tqdm=False)[0].outputs[0].text
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,13 +130,18 @@ def test_a_bad_word_is_not_said(llm):
         ({"prompt_token_ids": [5] * 9000}, {}, "the prompt has 9000 tokens and the context is 8192"),
         ({"text": "no"}, {}, 'needs "prompt" or "prompt_token_ids"'),
         ("hello", {"logit_bias": {99999: 1.0}}, "logit_bias names token id 99999"),
-        ("hello", {"n": 33, "temperature": 1.0}, "n=33 sequences can never run together with max_num_seqs=32"),
+        (
+            "hello",
+            {"n": 33, "temperature": 1.0},
+            "n=33 sequences can never run together with max_num_seqs=32",
+        ),
     ],
 )
 def test_a_bad_request_is_one_clear_line_and_the_engine_serves_on(llm, prompt, sampling, message):
     with pytest.raises(InvalidRequest) as refused:
         llm.generate([prompt, "fine"], SamplingParams(**{"temperature": 0.0, **sampling}), use_tqdm=False)
-    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
     assert not llm.engine.has_work
     assert "Paris" in llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].outputs[0].text
 
@@ -153,7 +172,8 @@ def test_a_request_larger_than_the_pool_is_refused_but_a_missing_length_is_cappe
             small.generate("Hi", SamplingParams(max_tokens=200), use_tqdm=False)
         endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
         output = small.generate({"prompt_token_ids": [100] * 10}, endless, use_tqdm=False)[0].outputs[0]
-        assert output.finish_reason == "length" and len(output.token_ids) == 8 * 16 + 1 - 10
+        assert output.finish_reason == "length"
+        assert len(output.token_ids) == 8 * 16 + 1 - 10
 
 
 def test_closing_twice_is_fine_and_a_context_manager_closes():

@@ -57,7 +57,9 @@ def int8_outputs(prompts):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("setting", SETTINGS[1:], ids=lambda s: s.name)
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-def test_in_int8_tokens_do_not_depend_on_batch_chunks_blocks_or_preemption(setting, kind, prompts, int8_outputs):
+def test_in_int8_tokens_do_not_depend_on_batch_chunks_blocks_or_preemption(
+    setting, kind, prompts, int8_outputs
+):
     sampling = [GREEDY] * len(prompts) if kind == "greedy" else seeded(len(prompts))
     outputs, num_preemptions = generate(setting, prompts, sampling)
     assert ("tiny" in setting.name) == (num_preemptions > 0)

@@ -8,7 +8,8 @@ from quire.memory.blocks import BlockPool
 def test_blocks_are_taken_in_the_order_they_were_freed_and_never_block_zero():
     pool = BlockPool(3)
     taken = [pool.take() for _ in range(3)]
-    assert sorted(taken) == [1, 2, 3] and pool.num_free == 0
+    assert sorted(taken) == [1, 2, 3]
+    assert pool.num_free == 0
     for block in (2, 3, 1):
         pool.release(block)
     assert [pool.take() for _ in range(3)] == [2, 3, 1]
@@ -24,7 +25,8 @@ def test_an_empty_pool_says_so():
 def test_sharing_revives_a_free_block_out_of_the_middle_of_the_line():
     pool = BlockPool(3)
     pool.share(2)
-    assert pool.free_blocks() == [1, 3] and pool.ref_counts[2] == 1
+    assert pool.free_blocks() == [1, 3]
+    assert pool.ref_counts[2] == 1
 
 
 def test_a_block_released_too_often_is_an_error():

@@ -84,9 +84,11 @@ def test_a_fork_shares_every_block_and_copies_only_the_one_it_writes():
     delta = TableDelta()
     assert memory.grow(child, 11, delta)
     assert (delta.copy_sources, delta.copy_targets) == ([parent.block_ids[2]], [child.block_ids[2]])
-    assert child.block_ids[:2] == parent.block_ids[:2] and child.block_ids[2] != parent.block_ids[2]
+    assert child.block_ids[:2] == parent.block_ids[:2]
+    assert child.block_ids[2] != parent.block_ids[2]
     delta = TableDelta()
-    assert memory.grow(parent, 11, delta) and not delta.copy_sources  # the last owner writes in place
+    assert memory.grow(parent, 11, delta)
+    assert not delta.copy_sources
     memory.check_integrity([parent, child])
 
 
@@ -96,7 +98,9 @@ def test_growth_that_cannot_be_granted_changes_nothing():
     compute(memory, sequence)
     before, delta = list(sequence.block_ids), TableDelta()
     assert not memory.grow(sequence, 17, delta)
-    assert sequence.block_ids == before and not delta.blocks and memory.num_free == 1
+    assert sequence.block_ids == before
+    assert not delta.blocks
+    assert memory.num_free == 1
 
 
 def test_blocks_of_one_position_waste_nothing():

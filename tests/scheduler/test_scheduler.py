@@ -30,7 +30,9 @@ def step(scheduler, token=99):
         sequence.token_ids.append(token)
         if len(sequence.token_ids) >= sequence.request.max_len:
             scheduler.finish(sequence, FinishReason.LENGTH)
-    return [(s.request.request_id, n) for s, n in zip(planned.sequences, planned.step.num_tokens, strict=True)]
+    return [
+        (s.request.request_id, n) for s, n in zip(planned.sequences, planned.step.num_tokens, strict=True)
+    ]
 
 
 def test_prompts_are_cut_to_the_token_budget_and_decodes_come_first():
@@ -70,7 +72,8 @@ def test_the_last_to_arrive_is_preempted_and_returns_before_newcomers():
     assert scheduler.stats.num_preemptions == 1
     scheduler.add(request("c", 1, first=80))
     group = scheduler.waiting.peek()
-    assert group.request.request_id == "b" and group.sequences[0].phase is Phase.WAITING
+    assert group.request.request_id == "b"
+    assert group.sequences[0].phase is Phase.WAITING
     while scheduler.has_work:
         assert step(scheduler)
     assert scheduler.memory.num_free == 6
@@ -80,7 +83,7 @@ def test_a_full_queue_refuses_with_the_number_and_the_setting():
     scheduler = make(max_queue_requests=2)
     scheduler.add(request("a"))
     scheduler.add(request("b"))
-    with pytest.raises(QueueFull, match="2 requests are waiting already.*max_queue_requests"):
+    with pytest.raises(QueueFull, match=r"2 requests are waiting already.*max_queue_requests"):
         scheduler.add(request("c"))
 
 
@@ -100,7 +103,8 @@ def test_abort_at_any_moment_gives_everything_back(steps):
         step(scheduler)
     assert scheduler.abort("a")
     assert scheduler.abort("b")
-    assert not scheduler.has_work and not len(scheduler.waiting)
+    assert not scheduler.has_work
+    assert not len(scheduler.waiting)
     assert scheduler.memory.num_free == 8
 
 

@@ -14,7 +14,7 @@ from quire.models import registry
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, PoolSize, free_bytes_for_pool, pool_size
 from quire.weights.source import Source
 
-GPU_CONTEXT_BYTES = 500_000_000  # CUDA's context and the libraries' workspaces, as seen on an H200
+GPU_CONTEXT_BYTES = 500_000_000  # CUDA's context and the libraries' workspaces: an estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
     return Capacity(
         model_name=source.name,
         model=model,
-        format_name=numbers.format.name.partition("-")[0],  # without the digest of its layout
+        format_name=numbers.format_name,
         kv_dtype=numbers.kv_dtype,
         weights=weights,
         kv_bytes_per_token=layout.bytes_per_token,

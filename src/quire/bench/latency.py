@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.bench.drive import Bench, Watched
 from quire.bench.lengths import fixed, within
-from quire.bench.report import BenchReport, engine_record, format_name, summary
+from quire.bench.report import BenchReport, engine_record, summary
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import Built
@@ -65,7 +65,7 @@ def _rows(results: dict[str, Any], plan: LatencyPlan, built: Built) -> list[tupl
     return [
         (
             "model",
-            f"{built.report.model}, {format_name(built)}, {built.report.num_threads} threads",
+            f"{built.report.model}, {built.report.numbers.format_name}, {built.report.num_threads} threads",
         ),
         ("batch", f"{plan.batch_size} × {plan.input_len} in, {plan.output_len} out, {plan.iterations} times"),
         ("first token", _spread(results["first_token_seconds"], 1e3, "ms")),

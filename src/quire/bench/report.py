@@ -57,7 +57,7 @@ def engine_record(config: EngineConfig, built: Built) -> dict[str, Any]:
         "asked": asdict(config),
         "decided": {
             "model": decided.model,
-            "format": format_name(built),
+            "format": built.report.numbers.format_name,
             "device": str(decided.numbers.device),
             "kv_dtype": decided.numbers.kv_dtype,
             "weights_bytes": decided.weights_bytes,
@@ -69,11 +69,6 @@ def engine_record(config: EngineConfig, built: Built) -> dict[str, Any]:
             "num_threads": decided.num_threads,
         },
     }
-
-
-def format_name(built: Built) -> str:
-    """`int8`, `float32`: a format's own name may go on with a digest of its layout."""
-    return built.report.numbers.format.name.partition("-")[0]
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

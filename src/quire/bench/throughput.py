@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.bench.drive import Bench, Watched
 from quire.bench.lengths import Lengths, fixed, within
-from quire.bench.report import BenchReport, engine_record, format_name, summary
+from quire.bench.report import BenchReport, engine_record, summary
 from quire.core.config import EngineConfig
 from quire.engine.build import Built
 
@@ -97,7 +97,7 @@ def _rows(results: dict[str, Any], plan: ThroughputPlan, built: Built) -> list[t
     return [
         (
             "model",
-            f"{built.report.model}, {format_name(built)}, {built.report.num_threads} threads",
+            f"{built.report.model}, {built.report.numbers.format_name}, {built.report.num_threads} threads",
         ),
         ("requests", f"{results['num_requests']:,} ({plan.source}, {plan.sampling})"),
         ("tokens", f"{results['num_prompt_tokens']:,} in, {results['num_output_tokens']:,} out"),

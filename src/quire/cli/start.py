@@ -18,7 +18,7 @@ def start_llm(arguments: argparse.Namespace, *, quiet: bool = False) -> LLM:
         announce_compiling()
     llm = LLM(settings.pop("model", None), use_tqdm=not quiet and sys.stderr.isatty(), **settings)
     if not quiet:
-        for line in llm._built.report.lines():
+        for line in llm.report.lines():
             print(dim(line, sys.stderr), file=sys.stderr)
     return llm
 

@@ -76,7 +76,9 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
         if self.block_size > 256:
-            raise ConfigError(f"block_size={self.block_size} is larger than 256: choose 1 to 256 (16 is usual)")
+            raise ConfigError(
+                f"block_size={self.block_size} is larger than 256: choose 1 to 256 (16 is usual)"
+            )
         _at_least("num_blocks", self.num_blocks, 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, DTYPES)

@@ -14,7 +14,9 @@ class Request:
     sampling: SamplingParams
     seed: int  # always a number here: an unseeded request was given one on arrival
     max_len: int  # prompt and output together end here, whatever is generated
-    stop_token_ids: frozenset[int] = frozenset()  # the model's end tokens (unless ignored) and the request's own
+    stop_token_ids: frozenset[int] = (
+        frozenset()
+    )  # the model's end tokens (unless ignored) and the request's own
     arrival: float = 0.0  # seconds, monotonic clock
     priority: int = 0  # lower runs first where the schedule asks for it
     cache_salt: str = ""

@@ -46,7 +46,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         put = object.__setattr__  # frozen, but plain spellings (a lone string, a list, -1) are welcome
         put(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        put(self, "bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ()))
+        put(
+            self,
+            "bad_words",
+            (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ()),
+        )
         put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         put(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
         if self.allowed_token_ids is not None:
@@ -82,7 +86,9 @@ class SamplingParams:
                 "min_tokens",
             )
         if self.best_of is not None and self.best_of < self.n:
-            raise InvalidRequest(f"best_of={self.best_of} is smaller than n={self.n}: raise best_of", "best_of")
+            raise InvalidRequest(
+                f"best_of={self.best_of} is smaller than n={self.n}: raise best_of", "best_of"
+            )
         if self.greedy and self.num_sequences > 1:
             raise InvalidRequest(
                 f"n={self.num_sequences} with temperature=0 gives the same text {self.num_sequences} times: "
@@ -90,13 +96,16 @@ class SamplingParams:
                 "n",
             )
         if any(not word for word in self.stop):
-            raise InvalidRequest("stop contains an empty string, which would stop everything: remove it", "stop")
+            raise InvalidRequest(
+                "stop contains an empty string, which would stop everything: remove it", "stop"
+            )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", "allowed_token_ids")
         for token_id, bias in self.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
                 raise InvalidRequest(
-                    f"logit_bias[{token_id}]={bias} is outside [-100, 100]: choose a value within", "logit_bias"
+                    f"logit_bias[{token_id}]={bias} is outside [-100, 100]: choose a value within",
+                    "logit_bias",
                 )
 
     @property
@@ -120,7 +129,9 @@ def _within(name: str, value: float, low: float, high: float, low_open: bool = F
     valid = isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high
     if not valid or (low_open and value == low):
         bracket = "(" if low_open else "["
-        raise InvalidRequest(f"{name}={value!r} is outside {bracket}{low:g}, {high:g}]: choose a value within", name)
+        raise InvalidRequest(
+            f"{name}={value!r} is outside {bracket}{low:g}, {high:g}]: choose a value within", name
+        )
 
 
 def _whole(name: str, value: int, low: int, high: int | None = None) -> None:

@@ -91,7 +91,8 @@ class Door:
             for token_id in token_ids:
                 if not 0 <= token_id < self.limits.vocab_size:
                     raise InvalidRequest(
-                        f"{name} names token id {token_id}, outside the vocabulary of {self.limits.vocab_size}", name
+                        f"{name} names token id {token_id}, outside the vocabulary of {self.limits.vocab_size}",
+                        name,
                     )
 
     def _max_len(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:

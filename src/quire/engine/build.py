@@ -12,7 +12,13 @@ from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
-from quire.engine.resolve import MAX_NUM_SEQS, Numbers, resolve_max_model_len, resolve_numbers, resolve_scheduler
+from quire.engine.resolve import (
+    MAX_NUM_SEQS,
+    Numbers,
+    resolve_max_model_len,
+    resolve_numbers,
+    resolve_scheduler,
+)
 from quire.kernels import native
 from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
@@ -46,7 +52,7 @@ class Report:
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
         return [
-            f"model     {self.model}, {numbers.format.name} on {numbers.device.type}, {self.num_threads} threads",
+            f"model     {self.model}, {numbers.format_name} on {numbers.device.type}, {self.num_threads} threads",
             f"weights   {self.weights_bytes / 1e6:,.0f} MB",
             f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
@@ -80,7 +86,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     pool, size = _make_pool(config, described, numbers, max_model_len)
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
     runner = Runner(model, pool, _runner_limits(config, scheduler, model, max_model_len), numbers.device)
-    memory = PagedMemory(size.num_blocks, size.block_size, source.fingerprint, config.memory.enable_prefix_caching)
+    memory = PagedMemory(
+        size.num_blocks, size.block_size, source.fingerprint, config.memory.enable_prefix_caching
+    )
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(

@@ -45,7 +45,9 @@ class EngineStats:
 class Engine:
     """One model, one pool, one loop. Not thread-safe: one thread adds, aborts and steps."""
 
-    def __init__(self, config: SchedulerConfig, limits: Limits, memory: PagedMemory, runner: StepRunner, seed: int = 0):
+    def __init__(
+        self, config: SchedulerConfig, limits: Limits, memory: PagedMemory, runner: StepRunner, seed: int = 0
+    ):
         self.limits = limits
         self.memory = memory
         self.scheduler = Scheduler(config, memory)
@@ -67,7 +69,9 @@ class Engine:
     ) -> None:
         """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now."""
         if self.scheduler.has_request(request_id):
-            raise InvalidRequest(f"request id {request_id!r} is already being served: use another", "request_id")
+            raise InvalidRequest(
+                f"request id {request_id!r} is already being served: use another", "request_id"
+            )
         request = self._door.admit(
             request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt
         )

@@ -22,6 +22,11 @@ class Numbers:
     format: NumberFormat
     kv_dtype: str
 
+    @property
+    def format_name(self) -> str:
+        """`int8`, `float32`: a format's own name may go on with a digest of its layout."""
+        return self.format.name.partition("-")[0]
+
 
 def resolve_numbers(config: EngineConfig, model: ModelConfig) -> Numbers:
     device = resolve_device(config.runner.device)

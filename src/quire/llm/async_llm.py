@@ -14,9 +14,9 @@ from quire.engine.build import build
 from quire.llm.engine_thread import EngineThread
 from quire.llm.outputs import RequestOutput, request_output
 from quire.llm.progress import load_progress
-from quire.llm.prompts import Prompt, prepare, ready_to_sample
+from quire.llm.prompts import Prompt, choose_tokenizer, prepare, ready_to_sample
 from quire.text.answer import Answer
-from quire.text.tokenizer import Tokenizer, load_tokenizer
+from quire.text.tokenizer import Tokenizer
 
 _ABORTED = SequenceUpdate("", 0, (), finish_reason="abort")
 
@@ -28,7 +28,7 @@ class AsyncLLM:
         self.config = EngineConfig.of(model=model, **settings)
         with load_progress(use_tqdm) as progress:
             self._built = build(self.config, progress)
-        self.tokenizer: Tokenizer | None = load_tokenizer(self._built.source)
+        self.tokenizer: Tokenizer | None = choose_tokenizer(self.config.model, self._built.source)
         self._ids = itertools.count()
         self._queues: dict[str, asyncio.Queue[SequenceUpdate | BaseException]] = {}
         self._event_loop: asyncio.AbstractEventLoop | None = None

@@ -9,13 +9,13 @@ from tqdm.auto import tqdm
 from quire.core.config import EngineConfig
 from quire.core.errors import InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
-from quire.engine.build import Built, build
+from quire.engine.build import Built, Report, build
 from quire.llm.outputs import RequestOutput, request_output
 from quire.llm.progress import load_progress
-from quire.llm.prompts import PreparedPrompt, Prompt, as_list, prepare, ready_to_sample
+from quire.llm.prompts import PreparedPrompt, Prompt, as_list, choose_tokenizer, prepare, ready_to_sample
 from quire.text.answer import Answer
 from quire.text.template import ChatTemplate, load_template
-from quire.text.tokenizer import Tokenizer, load_tokenizer
+from quire.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ class LLM:
         with load_progress(use_tqdm) as progress:
             self._built: Built = build(self.config, progress)
         self.engine = self._built.engine
-        self.tokenizer: Tokenizer | None = load_tokenizer(self._built.source)
+        self.tokenizer: Tokenizer | None = choose_tokenizer(self.config.model, self._built.source)
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
 
@@ -81,6 +81,11 @@ class LLM:
             self._template = load_template(self._built.source, self.config.model.chat_template)
         return self._template
 
+    @property
+    def report(self) -> Report:
+        """What was decided at start: memory, blocks, limits."""
+        return self._built.report
+
     def default_sampling(self) -> SamplingParams:
         """What the model's generation_config.json asks for."""
         return self._built.default_sampling
@@ -99,7 +104,9 @@ class LLM:
         answers = self._submit(prompts, self._samplings(sampling, len(prompts)))
         by_id = {answer.request_id: answer for answer in answers}
         try:
-            with tqdm(total=len(answers), disable=not use_tqdm, desc="generate", unit="req", leave=True) as bar:
+            with tqdm(
+                total=len(answers), disable=not use_tqdm, desc="generate", unit="req", leave=True
+            ) as bar:
                 self._drive(by_id, bar)
         except BaseException:
             for answer in answers:  # ctrl-C included: nothing may be left running
@@ -121,7 +128,9 @@ class LLM:
         if isinstance(sampling, SamplingParams):
             return [ready_to_sample(sampling, self.tokenizer)] * count
         if len(sampling) != count:
-            raise InvalidRequest(f"{len(sampling)} sampling parameters for {count} prompts: give one, or one each")
+            raise InvalidRequest(
+                f"{len(sampling)} sampling parameters for {count} prompts: give one, or one each"
+            )
         return [ready_to_sample(one, self.tokenizer) for one in sampling]
 
     def _submit(self, prompts: list[PreparedPrompt], samplings: list[SamplingParams]) -> list[Answer]:

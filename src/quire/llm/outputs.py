@@ -57,7 +57,9 @@ def request_output(
             text=sequence.text,
             token_ids=list(sequence.token_ids),
             cumulative_logprob=sequence.cumulative_logprob,
-            logprobs=_positions(sequence.logprobs, tokenizer) if answer.sampling.logprobs is not None else None,
+            logprobs=_positions(sequence.logprobs, tokenizer)
+            if answer.sampling.logprobs is not None
+            else None,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
         )
@@ -81,7 +83,9 @@ def request_output(
     )
 
 
-def _positions(entries: list[TokenLogprobs] | tuple[TokenLogprobs, ...], tokenizer: Tokenizer | None) -> list[dict[int, Logprob]]:
+def _positions(
+    entries: list[TokenLogprobs] | tuple[TokenLogprobs, ...], tokenizer: Tokenizer | None
+) -> list[dict[int, Logprob]]:
     return [_position(entry, tokenizer) for entry in entries]
 
 

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.core.config import ModelOptions
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from quire.weights.source import Source
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
@@ -18,6 +20,13 @@ class PreparedPrompt:
     cache_salt: str = ""
 
 
+def choose_tokenizer(options: ModelOptions, source: Source) -> Tokenizer | None:
+    """The model's own tokenizer, or the one that `tokenizer=` names: a folder, a .gguf file or a hub id."""
+    if options.tokenizer is None:
+        return load_tokenizer(source)
+    return open_tokenizer(options.tokenizer, options.revision)
+
+
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: text, {"prompt": …}, {"prompt_token_ids": […]} or a list of token ids."""
     if isinstance(prompts, (str, Mapping)):
@@ -27,7 +36,9 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [several] if is_token_ids else several
 
 
-def prepare(prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> PreparedPrompt:
+def prepare(
+    prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True
+) -> PreparedPrompt:
     if isinstance(prompt, Mapping):
         salt = str(prompt.get("cache_salt") or "")
         if prompt.get("prompt_token_ids") is not None:
@@ -61,7 +72,9 @@ def ready_to_sample(sampling: SamplingParams, tokenizer: Tokenizer | None) -> Sa
             raise InvalidRequest("bad_words need a tokenizer, and this model has none", "bad_words")
         sampling = sampling.changed(bad_words_token_ids=tokenizer.bad_words(sampling.bad_words))
     if sampling.stop and tokenizer is None:
-        raise InvalidRequest("stop strings need a tokenizer, and this model has none: use stop_token_ids", "stop")
+        raise InvalidRequest(
+            "stop strings need a tokenizer, and this model has none: use stop_token_ids", "stop"
+        )
     if sampling.num_sequences > sampling.n and sampling.logprobs is None:
         sampling = sampling.changed(logprobs=0)  # sequences are ranked by it
     return sampling

@@ -1,6 +1,7 @@
 """PrefixIndex: full blocks found again by what they contain."""
 
 import hashlib
+
 from quire.core.ints import Ints
 
 

@@ -50,7 +50,7 @@ class FullPrecision:
 
     native = False
     compact_tables = False
-    kept_precise = ()
+    kept_precise: tuple[str, ...] = ()
     worth_keeping = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

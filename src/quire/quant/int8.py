@@ -72,7 +72,8 @@ class Int8:
 
     activation_dtype = torch.float32
     compact_tables = True
-    kept_precise = ("embedding table", "norms", "biases")  # every linear is int8, the output head too
+    # every linear is int8, the output head too
+    kept_precise: tuple[str, ...] = ("embedding table", "norms", "biases")
     worth_keeping = True
 
     def __init__(self, device: torch.device) -> None:

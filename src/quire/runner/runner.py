@@ -36,7 +36,9 @@ class RunnerLimits:
 class Runner:
     """The forward pass and sampling, in a worker thread: the caller plans the next step meanwhile."""
 
-    def __init__(self, model: Model, pool: Pool, limits: RunnerLimits, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, model: Model, pool: Pool, limits: RunnerLimits, device: torch.device | str = "cpu"
+    ) -> None:
         block_size = pool.layout.block_size
         self._model = model
         self._pool = pool
@@ -65,7 +67,9 @@ class Runner:
         started = time.perf_counter()
         self._rows.apply(step)
         if step.copy_sources:
-            sources, targets = (torch.tensor(b, dtype=torch.int64) for b in (step.copy_sources, step.copy_targets))
+            sources, targets = (
+                torch.tensor(b, dtype=torch.int64) for b in (step.copy_sources, step.copy_targets)
+            )
             self._pages.copy_blocks(self._pool.data, sources, targets)
         assembled = self._assembler.assemble(step)
         logits, scored = self._forward(assembled)

@@ -70,7 +70,9 @@ class Answer:
         """The `n` sequences to return: with best_of, those with the highest mean logprob."""
         if self.sampling.num_sequences == self.sampling.n:
             return self.sequences
-        ranked = sorted(self.sequences, key=lambda s: -(s.cumulative_logprob or 0.0) / max(1, len(s.token_ids)))
+        ranked = sorted(
+            self.sequences, key=lambda s: -(s.cumulative_logprob or 0.0) / max(1, len(s.token_ids))
+        )
         return ranked[: self.sampling.n]
 
     def _detokenizer(self, tokenizer: Tokenizer | None) -> Detokenizer | None:

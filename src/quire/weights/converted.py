@@ -39,8 +39,10 @@ _TYPE_NAMES = {
 
 def converted_path(fingerprint: str, format_name: str) -> Path:
     """Where the parameters of these weights in this format are kept, whether or not they are there."""
-    key = hashlib.sha256(f"{fingerprint} {format_name} {LAYOUT_VERSION}".encode()).hexdigest()[:32]
-    return converted_folder() / f"{key}.safetensors"
+    weights = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
+    kind, _, layout = format_name.partition("-")
+    version = hashlib.sha256(f"{layout} {LAYOUT_VERSION}".encode()).hexdigest()[:8]
+    return converted_folder() / f"{weights}-{kind}-{version}.safetensors"
 
 
 def read_converted(path: Path) -> dict[str, Tensor] | None:
@@ -73,6 +75,7 @@ def write_converted(path: Path, parameters: Mapping[str, Tensor]) -> bool:
             os.fsync(file.fileno())
         temporary.chmod(0o644)  # temporary files are private, but a cache may be shared
         os.replace(temporary, path)
+        _remove_older_layouts(path)
     except OSError as error:
         if temporary is not None:
             with suppress(OSError):
@@ -80,6 +83,15 @@ def write_converted(path: Path, parameters: Mapping[str, Tensor]) -> bool:
         logger.warning("converted weights are not kept, the next start converts again: %s", error)
         return False
     return True
+
+
+def _remove_older_layouts(path: Path) -> None:
+    """The same weights in a layout that this version no longer reads; a process that maps one keeps it."""
+    same_weights = path.stem.rpartition("-")[0]
+    for other in path.parent.glob(f"{same_weights}-*{path.suffix}"):
+        if other != path:
+            with suppress(OSError):
+                other.unlink()
 
 
 def _write(file: IO[bytes], parameters: Mapping[str, Tensor]) -> None:
