@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import InvalidRequest, ModelError
-from quire.text.tokenizer import Tokenizer, load_tokenizer
+from quire.text.load import load_tokenizer
+from quire.text.tokenizer import Tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 

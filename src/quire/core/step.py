@@ -76,7 +76,7 @@ class StepResult:
     seconds: float = 0.0  # wall time of forward and sampling
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one per token, and freezing triples the cost of making it
 class SequenceUpdate:
     """What the engine tells its caller about one sequence after a commit."""
 

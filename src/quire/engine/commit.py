@@ -34,24 +34,30 @@ class Committer:
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
         sequence.token_ids.append(token_id)
         request = sequence.request
+        if token_id in request.stop_token_ids or len(sequence.token_ids) >= request.max_len:
+            self._end(sequence, token_id)
+        prompt_logprobs = None
+        if request.sampling.prompt_logprobs is not None and sequence.num_outputs == 1:
+            prompt_logprobs = tuple(self._prompt_logprobs.get(request.request_id, ()))
+        return SequenceUpdate(
+            request.request_id,
+            sequence.index,
+            (token_id,),
+            (logprobs,) if logprobs is not None else (),
+            prompt_logprobs,
+            sequence.finish_reason,
+            sequence.stop_reason,
+            sequence.num_cached,
+        )
+
+    def _end(self, sequence: Sequence, token_id: int) -> None:
+        """A stop token counts once min_tokens are there; the length counts always."""
+        request = sequence.request
         if token_id in request.stop_token_ids and sequence.num_outputs > request.sampling.min_tokens:
             named = token_id in request.sampling.stop_token_ids
             self._scheduler.finish(sequence, FinishReason.STOP, token_id if named else None)
         elif len(sequence.token_ids) >= request.max_len:
             self._scheduler.finish(sequence, FinishReason.LENGTH)
-        prompt_logprobs = None
-        if sequence.num_outputs == 1 and request.sampling.prompt_logprobs is not None:
-            prompt_logprobs = tuple(self._prompt_logprobs.get(request.request_id, ()))
-        return SequenceUpdate(
-            request_id=request.request_id,
-            index=sequence.index,
-            token_ids=(token_id,),
-            logprobs=(logprobs,) if logprobs is not None else (),
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
-            stop_reason=sequence.stop_reason,
-            num_cached=sequence.num_cached,
-        )
 
     def _fail(self, sequence: Sequence) -> list[SequenceUpdate]:
         """Logits that are not numbers end their request, not its neighbours."""
@@ -63,15 +69,17 @@ class Committer:
         ended = self._scheduler.abort(request_id, FinishReason.ERROR)
         self.forget(request_id)
         return [
-            SequenceUpdate(request_id, s.index, (), finish_reason=FinishReason.ERROR.value, error=message)
+            SequenceUpdate(request_id, s.index, (), finish_reason=FinishReason.ERROR, error=message)
             for s in ended
         ]
 
     def _seal(self, planned: Planned) -> None:
         step, memory = planned.step, self._scheduler.memory
-        for i, sequence in enumerate(planned.sequences):
-            if sequence.phase is Phase.RUNNING:
-                memory.seal(sequence, step.num_computed[i] + step.num_tokens[i])
+        block_size = memory.block_size
+        for sequence, start, count in zip(planned.sequences, step.num_computed, step.num_tokens, strict=True):
+            computed = start + count
+            if computed // block_size > sequence.num_indexed and sequence.phase is Phase.RUNNING:
+                memory.seal(sequence, computed)
 
     def _collect_prompt_logprobs(self, planned: Planned, result: StepResult) -> None:
         for piece in result.prompt_logprobs:

@@ -8,11 +8,16 @@ from quire.core.request import Phase, Request, Sequence
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """`sequences` starts with one; the others are forked from it when its prompt is computed."""
+    """`sequences` starts with one; the others are forked from it when its prompt is computed.
+
+    After a preemption the same happens again: the first living sequence leads, and its followers share the
+    prompt's full blocks once it has computed them. So a group never needs more blocks than it did before.
+    """
 
     request: Request
     order: int  # arrival number: first come, first served
     sequences: list[Sequence] = field(default_factory=list)
+    queued: bool = False  # whether the waiting queue holds it
 
     def __post_init__(self) -> None:
         self.sequences.append(Sequence(self.request, index=0, token_ids=ints(self.request.prompt_token_ids)))
@@ -30,6 +35,16 @@ class Group:
         return self.num_unforked == 0 and not self.live
 
     @property
+    def followers(self) -> list[Sequence]:
+        """Living sequences that wait for their leader to compute the prompt again."""
+        return [s for s in self.live[1:] if s.phase is Phase.WAITING]
+
+    @property
     def num_rows(self) -> int:
         """Rows that the group needs to run."""
         return len(self.live) + self.num_unforked
+
+    @property
+    def num_rows_to_come(self) -> int:
+        """Of these, rows that forks and followers will take once the prompt is computed."""
+        return self.num_unforked + len(self.followers)

@@ -45,16 +45,19 @@ class WaitingQueue:
         if group is None:
             raise IndexError("pop from an empty queue")
         heapq.heappop(self._heap)
+        group.queued = False
         self.num_tokens -= group.request.num_prompt_tokens
         return group
 
     def remove(self, group: Group) -> None:
         """An aborted group leaves; its place in the heap is dropped when it comes up."""
         self._removed.add(group.order)
+        group.queued = False
         self.num_tokens -= group.request.num_prompt_tokens
 
     def _push(self, group: Group) -> None:
         heapq.heappush(self._heap, (group.order, group))
+        group.queued = True
         self.num_tokens += group.request.num_prompt_tokens
 
     def __len__(self) -> int:

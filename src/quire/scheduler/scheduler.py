@@ -43,7 +43,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by arrival
         self.stats = SchedulerStats()
         self._groups: dict[str, Group] = {}
-        self._unforked: dict[str, Group] = {}  # running groups whose rows for forks are spoken for
+        self._forking: dict[str, Group] = {}  # running groups whose forks or followers are still to come
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
         self._next_step_id = 0
@@ -63,34 +63,40 @@ class Scheduler:
         if group is None:
             return []
         ended = group.live
-        if any(s.phase is Phase.WAITING for s in ended):
-            self.waiting.remove(group)
         for sequence in ended:
-            self.finish(sequence, reason)
-        self._groups.pop(request_id, None)
-        self._unforked.pop(request_id, None)
+            self._end(sequence, reason, None)
+        self._forget(group)
         return ended
 
     def stop(self, request_id: str, index: int) -> bool:
         """Ends one sequence; the request's others go on."""
         group = self._groups.get(request_id)
         sequence = next((s for s in group.live if s.index == index), None) if group else None
-        if group is None or sequence is None:
-            return False
-        if sequence.phase is Phase.WAITING and group.live == [sequence]:
-            self.waiting.remove(group)
-        self.finish(sequence, FinishReason.STOP)
-        return True
+        if sequence is not None:
+            self.finish(sequence, FinishReason.STOP)
+        return sequence is not None
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Releases the sequence's blocks and row. A token still in flight for it will be discarded."""
+        group = self._groups[sequence.request.request_id]
+        led = group.live[0] is sequence
+        self._end(sequence, reason, stop_reason)
+        if group.finished:
+            self._forget(group)
+        elif led and group.followers and group.request.request_id in self._forking:
+            self._send_back(group)  # they cannot follow any more: another must lead
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         self._leave_row(sequence)
         sequence.phase = Phase.FINISHED
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
-        request_id = sequence.request.request_id
-        if self._groups[request_id].finished:
-            del self._groups[request_id]
+
+    def _forget(self, group: Group) -> None:
+        if group.queued:
+            self.waiting.remove(group)
+        self._groups.pop(group.request.request_id, None)
+        self._forking.pop(group.request.request_id, None)
 
     def has_request(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -156,16 +162,18 @@ class Scheduler:
     def _preempt(self, victim: Sequence, plan: Plan) -> int:
         """Sends the victim's whole group back to the queue; returns the tokens that this frees in the plan."""
         group = self._groups[victim.request.request_id]
-        live = group.live
-        freed = plan.drop_from(live[0])
-        for sequence in live:
+        freed = plan.drop_from(group.live[0])
+        self._send_back(group)
+        self.stats.num_preemptions += 1
+        return freed
+
+    def _send_back(self, group: Group) -> None:
+        for sequence in group.live:
             self._leave_row(sequence)
             sequence.phase = Phase.WAITING
             sequence.num_preemptions += 1
-        self._unforked.pop(group.request.request_id, None)
+        self._forking.pop(group.request.request_id, None)
         self.waiting.put_back(group)
-        self.stats.num_preemptions += 1
-        return freed
 
     # ------------------------------------------------------------------ admission
 
@@ -173,7 +181,7 @@ class Scheduler:
         promised = None  # blocks that running prompts will still take; counted only if someone waits
         while budget > 0:
             group = self.waiting.peek()
-            spoken_for = sum(g.num_unforked for g in self._unforked.values())
+            spoken_for = sum(g.num_rows_to_come for g in self._forking.values())
             if group is None or group.num_rows > len(self._free_rows) - spoken_for:
                 return
             if promised is None:
@@ -185,38 +193,45 @@ class Scheduler:
             promised = self._num_promised()
 
     def _admit_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
-        """Admits all of the group or nothing; returns the tokens it computes now."""
-        live = group.live
-        found = [self.memory.match(sequence) for sequence in live]
-        needed = sum(self.memory.blocks_for(len(s.token_ids)) - len(s.block_ids) for s in live)
+        """Admits all of the group or nothing; returns the tokens that its leader computes now."""
+        leader = group.live[0]
+        num_found = self.memory.match(leader)
+        needed = self._blocks_to_resume(group) - len(leader.block_ids)
         spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
         if needed + promised + spare > self.memory.num_free:
-            for sequence in live:
-                self.memory.release(sequence)
+            self.memory.release(leader)
             return None
         self.waiting.pop()
         self.stats.num_admissions += 1
-        if group.num_unforked:
-            self._unforked[group.request.request_id] = group
-        spent = 0
-        for sequence, num_found in zip(live, found, strict=True):
-            sequence.phase = Phase.RUNNING
-            sequence.num_computed = num_found
-            self.memory.stats.prefix_queries += len(sequence.token_ids)
-            self.memory.stats.prefix_hits += num_found
-            if not sequence.num_preemptions:
-                sequence.num_cached = num_found
-            self._enter_row(sequence, plan)
-            distance = min(sequence.target - num_found, budget - spent)
-            if distance > 0:
-                self.memory.grow(sequence, num_found + distance, plan.delta)
-                plan.advance(sequence, distance)
-                spent += distance
-        return spent
+        self.memory.stats.prefix_queries += len(leader.token_ids)
+        self.memory.stats.prefix_hits += num_found
+        if not leader.num_preemptions:
+            leader.num_cached = num_found
+        leader.phase = Phase.RUNNING
+        leader.num_computed = num_found
+        self._enter_row(leader, plan)
+        distance = min(leader.target - num_found, budget)
+        self.memory.grow(leader, num_found + distance, plan.delta)
+        plan.advance(leader, distance)
+        if group.num_rows_to_come:
+            self._forking[group.request.request_id] = group
+        return distance
+
+    def _blocks_to_resume(self, group: Group) -> int:
+        """Blocks that hold all the group knows: followers share the prompt's full ones with their leader."""
+        blocks_for = self.memory.blocks_for
+        shared = group.request.num_prompt_tokens // self.memory.block_size
+        leader, *others = group.live
+        return blocks_for(len(leader.token_ids)) + sum(blocks_for(len(s.token_ids)) - shared for s in others)
 
     def _num_promised(self) -> int:
         blocks_for = self.memory.blocks_for
-        return sum(max(0, blocks_for(s.target) - len(s.block_ids)) for s in self.running)
+        running = sum(max(0, blocks_for(s.target) - len(s.block_ids)) for s in self.running)
+        return running + sum(
+            blocks_for(len(s.token_ids)) - g.request.num_prompt_tokens // self.memory.block_size
+            for g in self._forking.values()
+            for s in g.followers
+        )
 
     # ------------------------------------------------------------------ rows, samples, forks
 
@@ -238,17 +253,27 @@ class Scheduler:
         self.memory.release(sequence)
 
     def _fork_finished_prompts(self, plan: Plan) -> None:
-        """A request's other samples begin where its prompt ends, and sample from the same logits."""
-        if not self._unforked:
-            return
-        for source, parent in zip(list(plan.sources), list(plan.receivers), strict=True):
-            group = self._unforked.pop(parent.request.request_id, None)
-            while group is not None and group.num_unforked:
-                child = Sequence(parent.request, index=len(group.sequences), token_ids=parent.token_ids[:])
+        """Where this step completes a prompt, the request's other sequences begin from its blocks."""
+        for group in list(self._forking.values()):
+            leader, request = group.live[0], group.request
+            if leader not in plan.sequences:
+                continue
+            source = plan.sequences.index(leader)
+            num_computed = leader.num_computed + plan.num_tokens[source]
+            if num_computed < request.num_prompt_tokens:
+                continue
+            del self._forking[request.request_id]
+            for follower in group.followers:
+                full = request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
+                self.memory.fork(leader, follower, full)
+                follower.phase = Phase.RUNNING
+                self._enter_row(follower, plan)
+            while group.num_unforked:  # these have no token of their own yet: they sample beside their leader
+                child = Sequence(request, index=len(group.sequences), token_ids=leader.token_ids[:])
                 group.sequences.append(child)
                 child.phase = Phase.RUNNING
-                child.num_cached = parent.num_cached
-                self.memory.fork(parent, child, parent.num_computed + plan.num_tokens[source])
+                child.num_cached = leader.num_cached
+                self.memory.fork(leader, child, num_computed)
                 self._enter_row(child, plan)
                 plan.sources.append(source)
                 plan.receivers.append(child)

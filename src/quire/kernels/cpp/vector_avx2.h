@@ -53,13 +53,6 @@ inline Floats divide(Floats a, Floats b) {
 inline Floats fused(Floats a, Floats b, Floats c) {
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
-inline Floats negated_fused(Floats a, Floats b, Floats c) {
-    return {_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)};
-}
-inline __m256 reciprocal_guess(__m256 a) {
-    return _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_set1_epi32(0x7ef311c7), _mm256_castps_si256(a)));
-}
-inline Floats reciprocal_guess(Floats a) { return {reciprocal_guess(a.low), reciprocal_guess(a.high)}; }
 inline Floats maximum(Floats a, Floats b) {
     return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
 }
@@ -79,6 +72,13 @@ inline __m256 power_of_two(__m256 n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
 }
 inline Floats power_of_two(Floats n) { return {power_of_two(n.low), power_of_two(n.high)}; }
+inline __m256 add_to_exponent(__m256 a, __m256 shifted) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), exponent));
+}
+inline Floats add_to_exponent(Floats a, Floats shifted) {
+    return {add_to_exponent(a.low, shifted.low), add_to_exponent(a.high, shifted.high)};
+}
 inline Floats keep_at_least(Floats x, Floats limit, Floats a) {
     return {_mm256_and_ps(_mm256_cmp_ps(x.low, limit.low, _CMP_GE_OQ), a.low),
             _mm256_and_ps(_mm256_cmp_ps(x.high, limit.high, _CMP_GE_OQ), a.high)};

@@ -34,12 +34,6 @@ inline Floats multiply(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats divide(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
 // a * b + c, rounded once.
 inline Floats fused(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// c - a * b, rounded once.
-inline Floats negated_fused(Floats a, Floats b, Floats c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }
-// 1 / a to within an eighth, from the bits alone.
-inline Floats reciprocal_guess(Floats a) {
-    return {_mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32(0x7ef311c7), _mm512_castps_si512(a.v)))};
-}
 inline Floats maximum(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Floats minimum(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Floats absolute(Floats a) { return {_mm512_abs_ps(a.v)}; }
@@ -50,6 +44,11 @@ inline Floats round_even(Floats a) {
 inline Floats power_of_two(Floats n) {
     const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
+}
+// a * 2^n, where the lowest bits of `shifted` are n.
+inline Floats add_to_exponent(Floats a, Floats shifted) {
+    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), exponent))};
 }
 // a where x >= limit, else zero.
 inline Floats keep_at_least(Floats x, Floats limit, Floats a) {

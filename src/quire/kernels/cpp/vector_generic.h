@@ -62,12 +62,6 @@ inline Floats divide(Floats a, Floats b) { return each([&](int i) { return a.lan
 inline Floats fused(Floats a, Floats b, Floats c) {
     return each([&](int i) { return __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]); });
 }
-inline Floats negated_fused(Floats a, Floats b, Floats c) {
-    return each([&](int i) { return __builtin_fmaf(-a.lane[i], b.lane[i], c.lane[i]); });
-}
-inline Floats reciprocal_guess(Floats a) {
-    return each([&](int i) { return float_of_bits(0x7ef311c7u - bits_of_float(a.lane[i])); });
-}
 // The order of the comparison is that of the vector instructions, which matters when a lane is not a number.
 inline Floats maximum(Floats a, Floats b) {
     return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
@@ -80,6 +74,11 @@ inline Floats round_even(Floats a) { return each([&](int i) { return __builtin_r
 inline Floats power_of_two(Floats n) {
     return each([&](int i) {
         return float_of_bits(static_cast<uint32_t>(static_cast<int32_t>(n.lane[i]) + 127) << 23);
+    });
+}
+inline Floats add_to_exponent(Floats a, Floats shifted) {
+    return each([&](int i) {
+        return float_of_bits(bits_of_float(a.lane[i]) + (bits_of_float(shifted.lane[i]) << 23));
     });
 }
 inline Floats keep_at_least(Floats x, Floats limit, Floats a) {

@@ -67,11 +67,20 @@ inline void quantize_rows(LinearProblem& p) {
 }
 
 // (acc * x_scale) * w_scale (+ bias), the order that the reference has.
-inline Floats scaled(const LinearProblem& p, const int32_t* sums, float row_scale, int64_t channel) {
-    const int64_t count = p.channels - channel;
-    const Floats product = multiply(load_ints(sums), broadcast(row_scale));
-    const Floats y = multiply(product, load_part(p.scales + channel, count));
-    return p.bias == nullptr ? y : add(y, load_part(p.bias + channel, count));
+template <bool kBias>
+inline Floats scaled(const int32_t* sums, Floats row_scale, Floats scale, Floats bias) {
+    const Floats y = multiply(multiply(load_ints(sums), row_scale), scale);
+    return kBias ? add(y, bias) : y;
+}
+
+// Rows of one pair whose sums are there and whose results are not.
+struct PairRows {
+    int64_t pair, row, end;
+    const int32_t* sums;  // [end - row][32]
+};
+
+inline Floats bias_of(const LinearProblem& p, int64_t channel) {
+    return p.bias == nullptr ? zeros() : load_part(p.bias + channel, p.channels - channel);
 }
 
 // Where the two blocks of a pair lie, and what becomes of their sums.
@@ -82,16 +91,32 @@ struct PlainPair {
         const int64_t channel = pair * kPairChannels + kChannels;
         return channel < p.channels ? channel : pair * kPairChannels;
     }
-    static void finish(const LinearProblem& p, int64_t pair, int64_t row, const int32_t* sums) {
-        for (int64_t half = 0; half < 2; ++half) {
-            const int64_t channel = pair * kPairChannels + half * kChannels;
-            const int64_t count = p.channels - channel;
-            if (count <= 0) return;
-            Floats y = scaled(p, sums + half * kChannels, p.row_scales[row], channel);
-            if (p.residual != nullptr) {
-                y = add(y, load_part(p.residual + row * p.residual_stride + channel, count));
+
+    template <bool kBias, bool kResidual>
+    static void finish_block(const LinearProblem& p, const PairRows& rows, int64_t half) {
+        const int64_t channel = rows.pair * kPairChannels + half * kChannels, count = p.channels - channel;
+        if (count <= 0) return;
+        const Floats scale = load_part(p.scales + channel, count), bias = bias_of(p, channel);
+        const float* row_scales = p.row_scales;
+        const float* residual = kResidual ? p.residual + rows.row * p.residual_stride + channel : nullptr;
+        float* out = p.out + rows.row * p.out_stride + channel;
+        const int32_t* sums = rows.sums + half * kChannels;
+        const int64_t out_stride = p.out_stride, residual_stride = p.residual_stride;
+        for (int64_t row = rows.row; row < rows.end; ++row, sums += kPairChannels, out += out_stride) {
+            Floats y = scaled<kBias>(sums, broadcast(row_scales[row]), scale, bias);
+            if (kResidual) {
+                y = add(y, load_part(residual, count));
+                residual += residual_stride;
             }
-            store_part(p.out + row * p.out_stride + channel, y, count);
+            store_part(out, y, count);
+        }
+    }
+
+    template <bool kBias>
+    static void finish_with(const LinearProblem& p, const PairRows& rows) {
+        for (int64_t half = 0; half < 2; ++half) {
+            if (p.residual != nullptr) finish_block<kBias, true>(p, rows, half);
+            else finish_block<kBias, false>(p, rows, half);
         }
     }
 };
@@ -101,23 +126,44 @@ struct GatedPair {
     static int64_t count(const LinearProblem& p) { return p.channels / kPairChannels; }
     static int64_t first(const LinearProblem&, int64_t pair) { return pair * kChannels; }
     static int64_t second(const LinearProblem& p, int64_t pair) { return p.channels / 2 + pair * kChannels; }
-    static void finish(const LinearProblem& p, int64_t pair, int64_t row, const int32_t* sums) {
-        const Floats gate = scaled(p, sums, p.row_scales[row], first(p, pair));
-        const Floats up = scaled(p, sums + kChannels, p.row_scales[row], second(p, pair));
-        store(p.out + row * p.out_stride + pair * kChannels, silu_times(gate, up));
+
+    template <bool kBias>
+    static void finish_with(const LinearProblem& p, const PairRows& rows) {
+        const int64_t gate_channel = first(p, rows.pair), up_channel = second(p, rows.pair);
+        const Floats gate_scale = load(p.scales + gate_channel), up_scale = load(p.scales + up_channel);
+        const Floats gate_bias = bias_of(p, gate_channel), up_bias = bias_of(p, up_channel);
+        const float* row_scales = p.row_scales;
+        const int64_t out_stride = p.out_stride;
+        const int32_t* sums = rows.sums;
+        float* out = p.out + rows.row * out_stride + gate_channel;
+        for (int64_t row = rows.row; row < rows.end; ++row, sums += kPairChannels, out += out_stride) {
+            const Floats row_scale = broadcast(row_scales[row]);
+            const Floats gate = scaled<kBias>(sums, row_scale, gate_scale, gate_bias);
+            const Floats up = scaled<kBias>(sums + kChannels, row_scale, up_scale, up_bias);
+            store(out, silu_times(gate, up));
+        }
     }
 };
 
-// Rows whose sums are ready and whose results are not: finished while the next product is at work.
+// Not inlined: inside the loop over tiles it would take the registers that the loop needs.
+template <class Pair>
+__attribute__((noinline)) void finish_rows(const LinearProblem& p, const PairRows& rows) {
+    if (p.bias != nullptr) Pair::template finish_with<true>(p, rows);
+    else Pair::template finish_with<false>(p, rows);
+}
+
+// Rows that are finished while the next product is at work.
 template <class Pair>
 struct Unfinished {
     const LinearProblem& p;
-    int64_t pair = 0, row = 0, end = 0;
-    const int32_t* sums = nullptr;
+    PairRows rows{0, 0, 0, nullptr};
 
     void operator()(int64_t count) {
-        const int64_t stop = row + count < end ? row + count : end;
-        for (; row < stop; ++row, sums += kPairChannels) Pair::finish(p, pair, row, sums);
+        const int64_t end = rows.row + count < rows.end ? rows.row + count : rows.end;
+        if (rows.row == end) return;
+        finish_rows<Pair>(p, {rows.pair, rows.row, end, rows.sums});
+        rows.sums += (end - rows.row) * kPairChannels;
+        rows.row = end;
     }
 };
 
@@ -160,10 +206,7 @@ inline void run_items(const LinearProblem& p, int64_t begin, int64_t end) {
             input.x = p.rows + row * p.padded_columns;
             Product::run(input, rows, results[turn], unfinished);
             unfinished(kRowsPerItem);
-            unfinished.pair = pair;
-            unfinished.row = row;
-            unfinished.end = row + rows;
-            unfinished.sums = results[turn];
+            unfinished.rows = {pair, row, row + rows, results[turn]};
             input.ahead_first = nullptr;
         }
     }
