@@ -15,6 +15,14 @@ def test_blocks_are_taken_in_the_order_they_were_freed_and_never_block_zero():
     assert [pool.take() for _ in range(3)] == [2, 3, 1]
 
 
+def test_a_block_with_nothing_worth_keeping_is_the_next_to_be_taken():
+    pool = BlockPool(3)
+    first, second = pool.take(), pool.take()
+    pool.release(first)
+    pool.release(second, keep=False)
+    assert pool.free_blocks() == [second, 3, first]
+
+
 def test_an_empty_pool_says_so():
     pool = BlockPool(1)
     pool.take()

@@ -11,7 +11,8 @@ from quire.core.sampling import SamplingParams
 from quire.engine.build import Built
 from quire.engine.engine import Engine
 from quire.text.answer import Answer
-from quire.text.tokenizer import Tokenizer, load_tokenizer
+from quire.text.load import load_tokenizer
+from quire.text.tokenizer import Tokenizer
 
 SAMPLINGS = ("greedy", "random", "mixed")
 _MARGIN = 10  # without a tokenizer, special tokens are most likely at either end of the vocabulary

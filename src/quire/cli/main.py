@@ -23,6 +23,7 @@ class Command(NamedTuple):
 
 # A command's module is imported when it is chosen: most of them need torch, and `quire --help` must not wait for it.
 COMMANDS = {
+    "serve": Command("quire.cli.serve", "serve a model over HTTP, as OpenAI does"),
     "chat": Command("quire.cli.chat", "talk with a model in the terminal"),
     "generate": Command("quire.cli.generate", "complete prompts from flags, a file or standard input"),
     "bench": Command("quire.cli.bench", "measure throughput, latency or startup on this machine"),

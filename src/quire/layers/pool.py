@@ -1,12 +1,10 @@
 """Pool: the one region of device memory, in pages. A block holds all layers' K and V of its positions."""
 
-import mmap
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.core.layout import BlockLayout
+from quire.kernels import huge_pages
 
 
 class Pool:
@@ -35,7 +33,6 @@ class Pool:
 
 def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
     """Zeroed bytes. On the CPU they are mapped, so a page costs memory only once it is written."""
-    if device.type != "cpu":
-        return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
-    mapped = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
-    return torch.from_numpy(mapped).view(num_blocks, block_bytes)
+    if device.type == "cpu":
+        return huge_pages.zeros(num_blocks, block_bytes, dtype=torch.uint8)
+    return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)

@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.core.config import ModelOptions
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
-from quire.text.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
-from quire.weights.source import Source
+from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
@@ -18,13 +16,6 @@ class PreparedPrompt:
     text: str | None
     token_ids: list[int]
     cache_salt: str = ""
-
-
-def choose_tokenizer(options: ModelOptions, source: Source) -> Tokenizer | None:
-    """The model's own tokenizer, or the one that `tokenizer=` names: a folder, a .gguf file or a hub id."""
-    if options.tokenizer is None:
-        return load_tokenizer(source)
-    return open_tokenizer(options.tokenizer, options.revision)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""BlockPool: reference-counted block ids with an O(1) free list, least recently freed first."""
+"""BlockPool: reference-counted block ids with an O(1) free list, worthless content first, then oldest first."""
 
 
 class BlockPool:
@@ -16,7 +16,7 @@ class BlockPool:
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
     def take(self) -> int:
-        """The block that was freed longest ago, now with one reference. The caller checked `num_free`."""
+        """The first free block, now with one reference. The caller checked `num_free`."""
         block = self._next[0]
         if block == 0:
             raise RuntimeError("take from an empty block pool: check num_free first")
@@ -30,18 +30,20 @@ class BlockPool:
             self._unlink(block)
         self.ref_counts[block] += 1
 
-    def release(self, block: int) -> None:
-        """One reference less; without any the block joins the end of the free list."""
+    def release(self, block: int, keep: bool = True) -> None:
+        """One reference less; without any the block joins the free list: at its end if its content is worth
+        keeping, else at its front, where the next taker finds it still warm in the caches.
+        """
         count = self.ref_counts[block] - 1
         if count < 0:
             raise RuntimeError(f"block {block} was released more often than it was taken")
         self.ref_counts[block] = count
         if count == 0:
-            last = self._previous[0]
-            self._next[last] = block
-            self._previous[block] = last
-            self._next[block] = 0
-            self._previous[0] = block
+            before, after = (self._previous[0], 0) if keep else (0, self._next[0])
+            self._next[before] = block
+            self._previous[block] = before
+            self._next[block] = after
+            self._previous[after] = block
             self.num_free += 1
 
     def _unlink(self, block: int) -> None:

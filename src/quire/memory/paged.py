@@ -99,7 +99,7 @@ class PagedMemory:
             source, target = block_ids[index], self._take()
             delta.copy_sources.append(source)
             delta.copy_targets.append(target)
-            self.pool.release(source)
+            self.pool.release(source)  # others hold it still
             block_ids[index] = target
             self._note(delta, sequence.row, index, target)
             sequence.num_indexed = min(sequence.num_indexed, index)
@@ -135,7 +135,7 @@ class PagedMemory:
     def release(self, sequence: Sequence) -> None:
         """Gives everything back. Later blocks go first: a prefix is worth more than its end."""
         for block in reversed(sequence.block_ids):
-            self.pool.release(block)
+            self.pool.release(block, keep=self.index.knows(block))
         sequence.block_ids = []
         sequence.num_indexed = 0
         sequence.num_computed = 0

@@ -28,6 +28,10 @@ class PrefixIndex:
     def find(self, content: bytes) -> int | None:
         return self._block_of.get(content)
 
+    def knows(self, block: int) -> bool:
+        """Whether the block's content could be found again."""
+        return self._hash_of[block] is not None
+
     def put(self, content: bytes, block: int) -> None:
         """Names the block's content; a second block with the same content stays unnamed."""
         if content not in self._block_of:

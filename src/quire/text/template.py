@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import ConfigError, InvalidRequest
 from quire.text.messages import checked_messages, plain
 from quire.text.tokenizer import special_tokens
-from quire.weights.source import Source
+
+if TYPE_CHECKING:  # who has a template's text needs no weights library
+    from quire.weights.source import Source
 
 MAX_CHARACTERS = 16_000_000  # of rendered text: a template that loops must not fill the memory
 _CONTINUE_MARK = "\ue0f0CONTINUE\ue0f1 "  # ends in a space to show whether the template trims
@@ -108,15 +110,19 @@ class ChatTemplate:
         return self._compiled[name]
 
 
-def load_template(source: Source, chosen: str | None = None) -> ChatTemplate:
+def load_template(source: "Source", chosen: str | None = None) -> ChatTemplate:
     """The source's template, or `chosen`: a file's path or the template's text itself."""
-    config = source.tokenizer_config()
+    return template_from(source.tokenizer_config(), source.name, chosen)
+
+
+def template_from(config: Mapping[str, Any], name: str, chosen: str | None = None) -> ChatTemplate:
+    """As load_template, from the contents of a model's tokenizer_config.json and its name."""
     found: Any = config.get("chat_template") if chosen is None else _chosen_text(chosen)
     if isinstance(found, list):
         found = {str(one["name"]): str(one["template"]) for one in found}
     if not found:
         raise InvalidRequest(
-            f"{source.name} has no chat template: give one with --chat-template, or send a plain prompt",
+            f"{name} has no chat template: give one with --chat-template, or send a plain prompt",
             "messages",
         )
     return ChatTemplate(found, special_tokens(config))

@@ -3,16 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from quire.core.errors import InvalidRequest, ModelError, WeightsError
-from quire.weights.folder import read_text, read_tokenizer_config
-from quire.weights.gguf import GgufSource
-from quire.weights.hub import snapshot_folder
-from quire.weights.source import Source
+from quire.core.errors import InvalidRequest, ModelError
 
 
 class Tokenizer:
@@ -125,28 +120,6 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._inner.token_to_id(token)
-
-
-def load_tokenizer(source: Source) -> Tokenizer | None:
-    """The source's tokenizer; None where it has none (a folder of bare weights, a dummy)."""
-    text = source.tokenizer_json()
-    return None if text is None else Tokenizer(text, source.tokenizer_config())
-
-
-def open_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
-    """A tokenizer apart from its model: a folder or hub id with tokenizer.json, or a .gguf file."""
-    path = Path(name).expanduser()
-    if path.suffix.lower() == ".gguf":
-        source = GgufSource(path)
-        text, config = source.tokenizer_json(), source.tokenizer_config()
-    else:
-        folder = path if path.is_dir() else snapshot_folder(name, revision=revision, with_weights=False)
-        text, config = read_text(folder / "tokenizer.json"), read_tokenizer_config(folder)
-    if text is None:
-        raise WeightsError(
-            f"{name}: there is no tokenizer.json: give a folder, hub id or .gguf file with one"
-        )
-    return Tokenizer(text, config)
 
 
 def is_byte_token(token: str) -> bool:

@@ -26,6 +26,7 @@ namespace {
 constexpr auto kSpinTime = std::chrono::microseconds(80);
 constexpr int kPausesPerClock = 32;
 constexpr int kPausesBeforeYield = 4000;
+constexpr uint64_t kClosed = 0xffffffffu;  // a chunk number that no job has
 
 // A ticket is (epoch << 32 | next chunk). Claiming compares the epoch, so a thread that woke too late for its
 // job can never take a chunk of the next one.
@@ -56,7 +57,7 @@ void run_chunks(Pool& p, uint64_t epoch) {
     const void* context = p.context.load(std::memory_order_relaxed);
     const int64_t count = p.count.load(std::memory_order_relaxed);
     const int64_t grain = p.grain.load(std::memory_order_relaxed);
-    const int64_t chunks = p.chunks.load(std::memory_order_relaxed);
+    const int64_t chunks = p.chunks.load(std::memory_order_acquire);
     uint64_t ticket = p.ticket.load(std::memory_order_acquire);
     for (;;) {
         const int64_t chunk = static_cast<int64_t>(ticket & 0xffffffffu);
@@ -137,13 +138,17 @@ void run_parallel(int64_t count, int64_t grain, Work work, const void* context) 
     Pool& p = *pool;
     start_workers(p);
     const int64_t chunks = (count + grain - 1) / grain;
+    // Closed before the job changes: a worker that is late for the last job would otherwise find the next one's
+    // numbers behind the last one's ticket, and run a chunk that nobody counts.
+    const uint64_t last = epoch_of(p.ticket.load(std::memory_order_relaxed));
+    p.ticket.store(last << 32 | kClosed, std::memory_order_seq_cst);
     p.work.store(work, std::memory_order_relaxed);
     p.context.store(context, std::memory_order_relaxed);
     p.count.store(count, std::memory_order_relaxed);
     p.grain.store(grain, std::memory_order_relaxed);
-    p.chunks.store(chunks, std::memory_order_relaxed);
     p.unfinished.store(chunks, std::memory_order_relaxed);
-    const uint64_t epoch = (epoch_of(p.ticket.load(std::memory_order_relaxed)) + 1) & 0xffffffffu;
+    p.chunks.store(chunks, std::memory_order_release);
+    const uint64_t epoch = (last + 1) & 0xffffffffu;
     p.ticket.store(epoch << 32, std::memory_order_seq_cst);
     if (p.sleeping.load(std::memory_order_seq_cst) > 0) {
         { std::lock_guard<std::mutex> lock(p.sleep_mutex); }

@@ -44,6 +44,20 @@ inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm
 inline Floats subtract(Floats a, Floats b) {
     return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)};
 }
+template <int distance>
+inline __m256 butterfly(__m256 a) {
+    constexpr int second = distance == 1 ? 0xaa : distance == 2 ? 0xcc : 0xf0;
+    const __m256 other = distance == 1   ? _mm256_permute_ps(a, 0xb1)
+                         : distance == 2 ? _mm256_permute_ps(a, 0x4e)
+                                         : _mm256_permute2f128_ps(a, a, 1);
+    return _mm256_blend_ps(_mm256_add_ps(a, other), _mm256_sub_ps(other, a), second);
+}
+// Lanes `distance` apart become their sum and their difference.
+template <int distance>
+inline Floats butterfly(Floats a) {
+    if constexpr (distance == 8) return {_mm256_add_ps(a.low, a.high), _mm256_sub_ps(a.low, a.high)};
+    else return {butterfly<distance>(a.low), butterfly<distance>(a.high)};
+}
 inline Floats multiply(Floats a, Floats b) {
     return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
 }

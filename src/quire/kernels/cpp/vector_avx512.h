@@ -30,6 +30,16 @@ inline void store(BFloat* target, Floats a) {
 inline Floats broadcast(float x) { return {_mm512_set1_ps(x)}; }
 inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Floats subtract(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+// Lanes `distance` apart become their sum and their difference.
+template <int distance>
+inline Floats butterfly(Floats a) {
+    constexpr __mmask16 second = distance == 1 ? 0xaaaa : distance == 2 ? 0xcccc : distance == 4 ? 0xf0f0 : 0xff00;
+    const __m512 other = distance == 1   ? _mm512_permute_ps(a.v, 0xb1)
+                         : distance == 2 ? _mm512_permute_ps(a.v, 0x4e)
+                         : distance == 4 ? _mm512_shuffle_f32x4(a.v, a.v, 0xb1)
+                                         : _mm512_shuffle_f32x4(a.v, a.v, 0x4e);
+    return {_mm512_mask_sub_ps(_mm512_add_ps(a.v, other), second, other, a.v)};
+}
 inline Floats multiply(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats divide(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
 // a * b + c, rounded once.

@@ -57,6 +57,14 @@ inline void store(BFloat* target, Floats a) {
 inline Floats broadcast(float x) { return each([=](int) { return x; }); }
 inline Floats add(Floats a, Floats b) { return each([&](int i) { return a.lane[i] + b.lane[i]; }); }
 inline Floats subtract(Floats a, Floats b) { return each([&](int i) { return a.lane[i] - b.lane[i]; }); }
+// Lanes `distance` apart become their sum and their difference.
+template <int distance>
+inline Floats butterfly(Floats a) {
+    return each([&](int i) {
+        const float other = a.lane[i ^ distance];
+        return (i & distance) != 0 ? other - a.lane[i] : a.lane[i] + other;
+    });
+}
 inline Floats multiply(Floats a, Floats b) { return each([&](int i) { return a.lane[i] * b.lane[i]; }); }
 inline Floats divide(Floats a, Floats b) { return each([&](int i) { return a.lane[i] / b.lane[i]; }); }
 inline Floats fused(Floats a, Floats b, Floats c) {

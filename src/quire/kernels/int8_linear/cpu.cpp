@@ -28,13 +28,38 @@ struct LinearProblem {
     float* row_scales;
 };
 
+// Sixty-four columns times a Hadamard matrix / 8, as the reference has it. Weights were mixed likewise, so products
+// stay what they are, but an outlier is spread over its block and no longer takes every other column's precision.
+inline void mix_block(const float* source, float* target) {
+    Floats v[4];
+    for (int i = 0; i < 4; ++i) {
+        v[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(source + i * kLanes)))));
+    }
+    const Floats eighth = broadcast(0.125f);
+    const Floats a = add(v[0], v[1]), b = subtract(v[0], v[1]), c = add(v[2], v[3]), d = subtract(v[2], v[3]);
+    store(target, multiply(add(a, c), eighth));
+    store(target + kLanes, multiply(add(b, d), eighth));
+    store(target + 2 * kLanes, multiply(subtract(a, c), eighth));
+    store(target + 3 * kLanes, multiply(subtract(b, d), eighth));
+}
+
+// The whole row; columns beyond the last full block stay as they are.
+inline const float* mix_row(const float* x, int64_t columns) {
+    constexpr int64_t kBlock = 4 * kLanes;
+    float* mixed = static_cast<float*>(thread_scratch(static_cast<size_t>(columns) * sizeof(float)));
+    int64_t i = 0;
+    for (; i + kBlock <= columns; i += kBlock) mix_block(x + i, mixed + i);
+    if (i < columns) std::memcpy(mixed + i, x + i, static_cast<size_t>(columns - i) * sizeof(float));
+    return mixed;
+}
+
 template <class Product>
 inline void quantize_row(const LinearProblem& p, int64_t row) {
     constexpr float kSmallest = 1e-30f;
     const auto target = [&](int64_t column) { return p.rows + Product::place(row, column, p.padded_columns); };
     int64_t i = 0;
     if (row < p.tokens) {
-        const float* x = p.x + row * p.x_stride;
+        const float* x = mix_row(p.x + row * p.x_stride, p.columns);
         Floats magnitude = zeros();
         for (; i < p.columns; i += kLanes) {
             magnitude = maximum(magnitude, absolute(load_part(x + i, p.columns - i)));

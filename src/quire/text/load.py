@@ -1,0 +1,59 @@
+"""Finding a model's tokenizer. Apart from Tokenizer itself, so that who has its text needs no weights library."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.core.config import ModelOptions
+from quire.core.errors import WeightsError
+from quire.text.tokenizer import Tokenizer
+from quire.weights.folder import read_text, read_tokenizer_config
+from quire.weights.gguf import GgufSource
+from quire.weights.hub import snapshot_folder
+from quire.weights.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The text of tokenizer.json (None: there is none) and what tokenizer_config.json says."""
+
+    text: str | None
+    config: Mapping[str, Any]
+
+    def tokenizer(self) -> Tokenizer | None:
+        return None if self.text is None else Tokenizer(self.text, self.config)
+
+
+def choose_tokenizer(options: ModelOptions, source: Source) -> Tokenizer | None:
+    """The model's own tokenizer, or the one that `tokenizer=` names: a folder, a .gguf file or a hub id."""
+    return tokenizer_files(options, source).tokenizer()
+
+
+def tokenizer_files(options: ModelOptions, source: Source) -> TokenizerFiles:
+    """As choose_tokenizer, for another process to make the tokenizer from."""
+    if options.tokenizer is None:
+        return TokenizerFiles(source.tokenizer_json(), source.tokenizer_config())
+    return _named_files(options.tokenizer, options.revision)
+
+
+def load_tokenizer(source: Source) -> Tokenizer | None:
+    """The source's tokenizer; None where it has none (a folder of bare weights, a dummy)."""
+    text = source.tokenizer_json()
+    return None if text is None else Tokenizer(text, source.tokenizer_config())
+
+
+def _named_files(name: str, revision: str | None) -> TokenizerFiles:
+    path = Path(name).expanduser()
+    config: Mapping[str, Any]
+    if path.suffix.lower() == ".gguf":
+        source = GgufSource(path)
+        text, config = source.tokenizer_json(), source.tokenizer_config()
+    else:
+        folder = path if path.is_dir() else snapshot_folder(name, revision=revision, with_weights=False)
+        text, config = read_text(folder / "tokenizer.json"), read_tokenizer_config(folder)
+    if text is None:
+        raise WeightsError(
+            f"{name}: there is no tokenizer.json: give a folder, hub id or .gguf file with one"
+        )
+    return TokenizerFiles(text, config)
