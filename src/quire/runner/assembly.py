@@ -35,28 +35,35 @@ class ScoredRow:
 class _Buffer:
     """One persistent line of memory, as a tensor for kernels and an array for the host."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.tensor = torch.zeros(shape, dtype=dtype)
-        self.array = self.tensor.numpy()
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._tensor = torch.zeros(shape, dtype=dtype)
+        self._device = device
+        self.array = self._tensor.numpy()
 
     def put(self, values: np.ndarray) -> Tensor:
         self.array[: len(values)] = values
-        return self.tensor[: len(values)]
+        return self.first(len(values))
+
+    def first(self, count: int) -> Tensor:
+        """What is there, on the device: on the CPU the same memory, elsewhere a copy."""
+        return self._tensor[:count].to(self._device)
 
 
 class Assembler:
     """Buffers live as long as the runner, so that a recorded pass finds its inputs where they were."""
 
-    def __init__(self, rows: Rows, max_rows: int, max_tokens: int, block_size: int) -> None:
+    def __init__(
+        self, rows: Rows, max_rows: int, max_tokens: int, block_size: int, device: torch.device
+    ) -> None:
         self._rows = rows
         self._block_size = block_size
-        self._token_ids = _Buffer((max_tokens,), torch.int32)
-        self._positions = _Buffer((max_tokens,), torch.int32)
-        self._slots = _Buffer((max_tokens,), torch.int64)
-        self._query_starts = _Buffer((max_rows + 1,), torch.int32)
-        self._context_lens = _Buffer((max_rows,), torch.int32)
-        self._tables = _Buffer((max_rows, rows.max_blocks), torch.int32)
-        self._logits_indices = _Buffer((max_tokens + max_rows,), torch.int64)
+        self._token_ids = _Buffer((max_tokens,), torch.int32, device)
+        self._positions = _Buffer((max_tokens,), torch.int32, device)
+        self._slots = _Buffer((max_tokens,), torch.int64, device)
+        self._query_starts = _Buffer((max_rows + 1,), torch.int32, device)
+        self._context_lens = _Buffer((max_rows,), torch.int32, device)
+        self._tables = _Buffer((max_rows, rows.max_blocks), torch.int32, device)
+        self._logits_indices = _Buffer((max_tokens + max_rows,), torch.int64, device)
 
     def assemble(self, step: Step) -> Assembled:
         rows = np.asarray(step.rows, np.int64)
@@ -96,7 +103,7 @@ class Assembler:
     def _gather_tables(self, rows: np.ndarray, longest: int) -> Tensor:
         width = -(-longest // self._block_size)
         self._tables.array[: len(rows), :width] = self._rows.tables[rows, :width]
-        return self._tables.tensor[: len(rows)]
+        return self._tables.first(len(rows))
 
     def _scored(self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray) -> tuple[ScoredRow, ...]:
         wanted = self._rows.prompt_logprobs[rows]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.ints import ints
+from quire.core.ints import Ints, ints
 from quire.core.step import PromptLogprobs, Step, StepResult
 from quire.kernels import choose
 from quire.layers.batch import Batch
@@ -39,12 +39,13 @@ class Runner:
     def __init__(
         self, model: Model, pool: Pool, limits: RunnerLimits, device: torch.device | str = "cpu"
     ) -> None:
+        self._device = torch.device(device)
         block_size = pool.layout.block_size
         self._model = model
         self._pool = pool
         self._rows = Rows(limits.max_num_seqs, limits.max_model_len, block_size, model.config.vocab_size)
         self._assembler = Assembler(
-            self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size
+            self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size, self._device
         )
         self._sampler = Sampler(device)
         self._pages = choose("pages", device)
@@ -67,9 +68,7 @@ class Runner:
         started = time.perf_counter()
         self._rows.apply(step)
         if step.copy_sources:
-            sources, targets = (
-                torch.tensor(b, dtype=torch.int64) for b in (step.copy_sources, step.copy_targets)
-            )
+            sources, targets = self._ids(step.copy_sources), self._ids(step.copy_targets)
             self._pages.copy_blocks(self._pool.data, sources, targets)
         assembled = self._assembler.assemble(step)
         logits, scored = self._forward(assembled)
@@ -82,6 +81,9 @@ class Runner:
             failed=failed,
             seconds=time.perf_counter() - started,
         )
+
+    def _ids(self, blocks: Ints) -> Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self._device)
 
     def _forward(self, assembled: Assembled) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
         """Logits of the sampled rows, and logprobs of the prompt tokens that were asked for."""
@@ -99,6 +101,7 @@ class Runner:
 
     def _score(self, scored: ScoredRow, hidden: Tensor) -> PromptLogprobs:
         following = self._rows.token_ids[scored.row, scored.first + 1 : scored.first + 1 + scored.count]
+        following = following.to(self._device)
         entries = []
         for start in range(0, scored.count, SCORED_PER_PASS):
             logits = self._model.logits(hidden[start : start + SCORED_PER_PASS])
@@ -109,10 +112,11 @@ class Runner:
         rows, positions = assembled.sample_rows, assembled.sample_positions
         if not len(rows):
             return [], (), ()
-        requests = SampleRequests(rows, positions, self._rows.columns, self._rows.token_ids)
+        token_ids_so_far = self._rows.token_ids.to(self._device)  # on the CPU the same memory
+        requests = SampleRequests(rows, positions, self._rows.columns, token_ids_so_far)
         sampled = self._sampler(logits, requests)
-        token_ids = sampled.token_ids.numpy()
+        token_ids = sampled.token_ids.cpu().numpy()
         self._rows.tokens[rows, positions] = token_ids
-        finite = sampled.finite.numpy()
+        finite = sampled.finite.cpu().numpy()
         failed = () if finite.all() else tuple(int(i) for i in np.flatnonzero(~finite))
         return token_ids.tolist(), logprob_entries(sampled), failed
