@@ -1,11 +1,15 @@
 """The same request gives the same tokens, and in fp32 they are transformers' tokens."""
 
+import numpy as np
 import pytest
+import torch
 
 from quire import SamplingParams
+from quire.sampling.random import Purpose, stream_key, uniforms
 from tests.e2e.conftest import MAX_TOKENS, SETTINGS, Setting, generate
-from tests.e2e.reference import greedy_differences
+from tests.e2e.reference import greedy_differences, reference_logits
 
+EDGE = 1e-3  # of probability
 TIE = 1e-4  # the reference's own two best logits may be this close; then either is right
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
@@ -21,7 +25,7 @@ def seeded(count: int) -> list[SamplingParams]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+@pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s.name)
 def test_in_fp32_greedy_tokens_are_those_of_transformers(setting: Setting, prompts, record_property):
     outputs, num_preemptions = generate(setting, prompts, [GREEDY] * len(prompts), quantization="none")
     assert ("tiny" in setting.name) == (num_preemptions > 0)
@@ -66,11 +70,25 @@ def test_in_int8_tokens_do_not_depend_on_batch_chunks_blocks_or_preemption(
     assert outputs == int8_outputs[kind]
 
 
-def test_in_fp32_seeded_tokens_do_not_depend_on_neighbours(prompts):
-    few = prompts[:16]
-    alone, _ = generate(SETTINGS[0], few, seeded(len(few)), quantization="none")
-    together, _ = generate(SETTINGS[4], few, seeded(len(few)), quantization="none")
-    assert alone == together
+@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[4]], ids=lambda s: s.name)
+def test_in_fp32_seeded_tokens_are_drawn_from_the_distribution_of_transformers(setting, prompts):
+    """The counted random number of each position must fall into the chosen token's share of the reference.
+
+    Shares move by rounding between batches in fp32, so a number at their very edge may fall to either side.
+    """
+    few, temperature = prompts[:12], 0.8
+    sampling = [SamplingParams(temperature=temperature, seed=i, max_tokens=32) for i in range(len(few))]
+    outputs, _ = generate(setting, few, sampling, quantization="none")
+    for seed, (prompt, output) in enumerate(zip(few, outputs, strict=True)):
+        logits = reference_logits(prompt + output)[len(prompt) - 1 : -1].double()
+        ends = (logits / temperature).softmax(-1).cumsum(-1)
+        chosen = torch.tensor(output)[:, None]
+        upper = ends.gather(1, chosen).squeeze(1)
+        lower = upper - (logits / temperature).softmax(-1).gather(1, chosen).squeeze(1)
+        positions = np.arange(len(prompt), len(prompt) + len(output))
+        key = np.full(len(output), stream_key(seed, 0, Purpose.TOKEN), np.uint64)
+        drawn = torch.from_numpy(uniforms(key, positions))
+        assert bool(((lower - EDGE <= drawn) & (drawn <= upper + EDGE)).all())
 
 
 def test_prefix_hits_change_no_token(prompts, int8_outputs):
