@@ -29,7 +29,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup chat test test-quick test-e2e check format compare-cpu bench clean
+.PHONY: help setup serve chat test test-quick test-e2e check format compare-cpu bench clean
 
 help: ## list the targets
 	@echo "make TARGET, where TARGET is one of"
@@ -38,6 +38,9 @@ help: ## list the targets
 
 setup: $(CACHED).model $(KERNELS) ## make .venv, install pinned packages, fetch the model, compile the kernels
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo "Set up. Next: make chat",:)
+
+serve: setup ## set up, then serve the built-in model on 127.0.0.1:8000
+	@$(VENV)/bin/quire serve
 
 chat: setup ## set up, then talk with the built-in model
 	@$(VENV)/bin/quire chat

@@ -47,7 +47,7 @@ def test_no_command_shows_the_help_and_is_an_error(run):
     ("words", "expected"),
     [
         (["gen"], "'gen' is no command: did you mean generate?"),
-        (["serv3"], "'serv3' is no command: choose one of chat, generate"),
+        (["frobnicate"], "'frobnicate' is no command: choose one of serve, chat"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["env", "--jsn"], "quire env: error: unrecognized arguments: --jsn (see quire env --help)"),
         (["generate", "--block-size", "many"], "argument --block-size: invalid int value: 'many'"),

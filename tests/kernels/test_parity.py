@@ -200,6 +200,9 @@ def test_sampling_agrees(kernel: Kernel, vocabulary: int, spread: float) -> None
     logits = torch.randn(rows, vocabulary) * spread
     logits[:, 3] = logits[:, 1]  # ties
     assert torch.equal(native.argmax(logits), reference.argmax(logits))
+    broken = logits.clone()
+    broken[0, 1], broken[-1, -1] = float("nan"), float("inf")
+    assert torch.equal(native.peaks(broken).nan_to_num(-1.0), reference.peaks(broken).nan_to_num(-1.0))
     tokens = torch.randint(vocabulary, (rows,))
     torch.testing.assert_close(
         native.log_softmax_gather(logits, tokens),

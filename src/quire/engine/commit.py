@@ -15,6 +15,8 @@ class Committer:
     def commit(self, planned: Planned, result: StepResult) -> list[SequenceUpdate]:
         self._collect_prompt_logprobs(planned, result)
         failed = set(result.failed)
+        if not failed:  # pages behind logits that are not numbers are not worth finding again
+            self._seal(planned)
         updates: list[SequenceUpdate] = []
         for i, sequence in enumerate(planned.receivers):
             if sequence.phase is Phase.FINISHED:
@@ -25,7 +27,6 @@ class Committer:
                 continue
             logprobs = result.logprobs[i] if result.logprobs else None
             updates.append(self._append(sequence, result.token_ids[i], logprobs))
-        self._seal(planned)
         return updates
 
     def forget(self, request_id: str) -> None:

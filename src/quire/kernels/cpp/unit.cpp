@@ -30,6 +30,7 @@ const NamedOperation operations[] = {
     {"linear_silu_mul", linear_silu_mul},
     {"log_softmax_gather", log_softmax_gather},
     {"paged_attention", paged_attention},
+    {"peaks", peaks},
     {"rms_norm", rms_norm},
     {"rotate_and_store", rotate_and_store},
     {"sample_filtered", sample_filtered},

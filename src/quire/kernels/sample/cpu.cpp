@@ -179,6 +179,32 @@ inline void argmax(const int64_t* words) {
     });
 }
 
+// A NaN, which comparisons pass over, has more bits set than infinity once its sign is gone.
+inline bool has_nan(const float* logits, int64_t vocabulary) {
+    uint32_t most = 0;
+    for (int64_t i = 0; i < vocabulary; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, logits + i, sizeof bits);
+        bits &= 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    return most > 0x7f800000u;
+}
+
+// Arguments: logits, stride, rows, vocabulary, out fp32.
+inline void peaks(const int64_t* words) {
+    const Arguments a{words};
+    const float* logits = a.pointer<const float>(0);
+    const int64_t stride = a.integer(1), vocabulary = a.integer(3);
+    float* out = a.pointer<float>(4);
+    parallel_for(a.integer(2), 1, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const float* x = logits + row * stride;
+            out[row] = has_nan(x, vocabulary) ? __builtin_nanf("") : largest_logit(x, vocabulary);
+        }
+    });
+}
+
 // Arguments: logits, stride, rows, vocabulary, token ids, out fp32.
 inline void log_softmax_gather(const int64_t* words) {
     const Arguments a{words};

@@ -8,10 +8,19 @@ from quire.kernels import native
 
 def argmax(logits: Tensor) -> Tensor:
     """logits [S, V] -> int64 [S]; ties go to the lowest id."""
-    out = native.empty(logits.shape[0], dtype=torch.int64)
+    return _per_row("argmax", logits, torch.int64)
+
+
+def peaks(logits: Tensor) -> Tensor:
+    """logits [S, V] -> fp32 [S], each row's largest; NaN where the row has one."""
+    return _per_row("peaks", logits, torch.float32)
+
+
+def _per_row(name: str, logits: Tensor, dtype: torch.dtype) -> Tensor:
+    out = native.empty(logits.shape[0], dtype=dtype)
     native.check_floats(logits)
     native.call(
-        "argmax",
+        name,
         (logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], out.data_ptr()),
         (logits, out),
     )

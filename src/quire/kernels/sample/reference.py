@@ -13,6 +13,11 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.where(logits == largest, ids, logits.shape[-1]).amin(dim=-1)
 
 
+def peaks(logits: Tensor) -> Tensor:
+    """logits [S, V] -> fp32 [S], each row's largest; NaN where the row has one."""
+    return logits.amax(dim=-1)
+
+
 def log_softmax_gather(logits: Tensor, token_ids: Tensor) -> Tensor:
     """logits [S, V], token_ids [S] int64 -> fp32 [S], the log probability of each token."""
     chosen = logits.gather(-1, token_ids.long()[:, None]).squeeze(-1).float()

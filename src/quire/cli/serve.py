@@ -1,0 +1,130 @@
+"""`quire serve`: an OpenAI-compatible HTTP server in front of the engine."""
+
+import argparse
+import os
+import sys
+from dataclasses import fields
+from typing import Any
+
+from quire.cli.engine_flags import add_engine_flags, engine_settings
+from quire.cli.parser import Collect, Parser
+from quire.cli.sizes import parse_bytes
+from quire.core.config import EngineConfig
+from quire.observe import logs
+from quire.server.keys import read_key_file
+from quire.server.run import serve
+from quire.server.settings import ServerSettings
+
+DEFAULTS = ServerSettings()
+_OWN_FLAGS = ("max_queue_requests", "max_queue_tokens")  # bounded here, before the engine
+
+
+def add_arguments(parser: Parser) -> None:
+    _add_network(parser.add_argument_group("network"))
+    _add_access(parser.add_argument_group("access"))
+    _add_limits(parser.add_argument_group("limits"))
+    parser.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        default=None,
+        help="let requests bring a chat template of their own",
+    )
+    group = parser.add_argument_group("logs")
+    group.add_argument("--log-requests", action="store_true", help="one line for each request")
+    group.add_argument("--log-format", choices=logs.FORMATS, help="text, or json: one object a line")
+    group.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")
+    add_engine_flags(parser, without=_OWN_FLAGS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _set_up_logs(arguments)
+    engine = engine_settings(arguments)
+    for name in _OWN_FLAGS:
+        engine.pop(name, None)
+    serve(server_settings(arguments), EngineConfig.of(**engine), show_progress=sys.stderr.isatty())
+    return 0
+
+
+def server_settings(arguments: argparse.Namespace) -> ServerSettings:
+    given: dict[str, Any] = {}
+    for field in fields(ServerSettings):
+        value = getattr(arguments, field.name, None)
+        if value is not None:
+            given[field.name] = value
+    given["api_keys"] = _api_keys(arguments)
+    given["admin_key"] = arguments.admin_key or os.environ.get("QUIRE_ADMIN_KEY") or None
+    given["allowed_origins"] = tuple(arguments.allowed_origins or ())
+    if arguments.served_model_name:
+        given["served_names"] = (arguments.served_model_name,)
+    return ServerSettings(**given)
+
+
+def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """From all three places together."""
+    keys = [key for key in arguments.api_key or () if key]
+    if arguments.api_key_file is not None:
+        keys += read_key_file(arguments.api_key_file)
+    keys += [key for key in os.environ.get("QUIRE_API_KEY", "").split(",") if key]
+    return tuple(dict.fromkeys(keys))
+
+
+def _add_network(group: Any) -> None:
+    group.add_argument("--host", help=f"address to listen on (default: {DEFAULTS.host}, this machine only)")
+    group.add_argument("--port", type=int, metavar="N", help=f"0: any free one (default: {DEFAULTS.port})")
+    group.add_argument("--root-path", metavar="PATH", help="the prefix under which a proxy serves this")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="serve TLS with this certificate")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="and this key")
+    group.add_argument(
+        "--allowed-origins",
+        action=Collect,
+        metavar="ORIGIN",
+        help="allow browsers from there (may be repeated; *)",
+    )
+
+
+def _add_access(group: Any) -> None:
+    group.add_argument(
+        "--api-key", action=Collect, metavar="KEY", help="ask for one of these keys (also: QUIRE_API_KEY)"
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="keys, one a line")
+    group.add_argument("--admin-key", metavar="KEY", help="allow operators' calls (also: QUIRE_ADMIN_KEY)")
+    group.add_argument(
+        "--max-concurrent-per-key",
+        type=int,
+        metavar="N",
+        help="requests of one key at a time (default: no limit)",
+    )
+    group.add_argument(
+        "--isolate-keys", action="store_true", default=None, help="keys share no cached prefixes"
+    )
+
+
+def _add_limits(group: Any) -> None:
+    requests, tokens = DEFAULTS.max_queue_requests, DEFAULTS.max_queue_tokens
+    group.add_argument(
+        "--max-queue-requests", type=int, metavar="N", help=f"requests that may wait (default: {requests})"
+    )
+    group.add_argument(
+        "--max-queue-tokens", type=int, metavar="N", help=f"prompt tokens that may wait (default: {tokens})"
+    )
+    group.add_argument(
+        "--max-body-bytes", type=parse_bytes, metavar="BYTES", help="size of a request (default: 16MiB)"
+    )
+    group.add_argument(
+        "--request-timeout", type=float, metavar="X", help="seconds for one request (default: no limit)"
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        metavar="X",
+        help=f"seconds for requests under way after SIGTERM (default: {DEFAULTS.shutdown_timeout:g})",
+    )
+
+
+def _set_up_logs(arguments: argparse.Namespace) -> None:
+    """Through the environment: the engine's process writes lines too."""
+    if arguments.log_format:
+        os.environ["QUIRE_LOG_FORMAT"] = arguments.log_format
+    if arguments.log_level:
+        os.environ["QUIRE_LOG_LEVEL"] = arguments.log_level
+    logs.configure()

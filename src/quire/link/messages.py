@@ -1,0 +1,245 @@
+"""What the two processes say to each other: msgspec structs over one local socket. No pickle, no code."""
+
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import msgspec
+
+from quire.core.config import EngineConfig
+from quire.core.sampling import SamplingParams
+from quire.core.step import SequenceUpdate
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An array with its name in front. Both ends are the same version of the same package."""
+
+
+# ---------------------------------------------------------------------- to the engine
+
+
+class Add(_Message, frozen=True):
+    request_id: str
+    prompt_token_ids: bytes  # int32 in this machine's order: see pack_ints
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Abort(_Message, frozen=True):
+    """Ends requests; nothing more is said about them."""
+
+    request_ids: list[str]
+
+
+class Stop(_Message, frozen=True):
+    """A stop string appeared in this sequence's text."""
+
+    request_id: str
+    index: int
+
+
+class ResetPrefixCache(_Message, frozen=True):
+    call_id: int
+
+
+class CheckIntegrity(_Message, frozen=True):
+    call_id: int
+
+
+class AskFigures(_Message, frozen=True):
+    call_id: int
+
+
+class Shutdown(_Message, frozen=True):
+    """The process ends after the step it is in; whatever still runs is dropped."""
+
+
+ToEngine = Add | Abort | Stop | ResetPrefixCache | CheckIntegrity | AskFigures | Shutdown
+
+# ---------------------------------------------------------------------- from the engine
+
+
+class Progress(_Message, frozen=True):
+    what: str
+    done: int
+    total: int
+
+
+class Note(_Message, frozen=True):
+    """A line for people, while the engine starts."""
+
+    text: str
+
+
+class Described(_Message, frozen=True):
+    """The model's text side, from which the other process makes tokenizer and chat template."""
+
+    tokenizer_json: str | None
+    tokenizer_config: dict[str, Any]  # of the tokenizer in use
+    template_config: dict[str, Any]  # of the model itself
+
+
+class Ready(_Message, frozen=True):
+    """Every limit, count and memory figure that the engine decided."""
+
+    model: str
+    pid: int
+    described: Described
+    default_sampling: SamplingParams
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+    pool_bytes: int
+    weights_bytes: int
+    num_threads: int
+    seconds: float
+    lines: list[str]  # the same for people
+
+
+class Failed(_Message, frozen=True):
+    """Why the process ends: `kind` is the error's class where it was foreseen, else "fault"."""
+
+    kind: str
+    message: str
+
+
+class Refused(_Message, frozen=True):
+    request_id: str
+    kind: str  # "invalid" | "leaving" | "fault"
+    message: str
+    param: str | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True):
+    """The usual update, in columns: one more token for a sequence that goes on."""
+
+    request_ids: list[str]
+    indices: list[int]
+    token_ids: list[int]
+    num_cached: list[int]
+
+
+class Began(msgspec.Struct, frozen=True, array_like=True):
+    """A request left the queue for the first time, after so many seconds."""
+
+    request_id: str
+    seconds: float
+
+
+class Figures(msgspec.Struct, frozen=True, array_like=True):
+    """The engine's gauges and counters as they stand."""
+
+    num_running: int = 0  # sequences
+    num_waiting: int = 0  # requests
+    num_waiting_tokens: int = 0
+    num_blocks_used: int = 0
+    num_requests: int = 0  # this and all below only grow
+    num_finished: int = 0  # sequences
+    num_preemptions: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_steps: int = 0
+    step_seconds: float = 0.0
+
+
+class Updates(_Message, frozen=True):
+    """What one step did: at most one message per step."""
+
+    tokens: Tokens
+    others: list[SequenceUpdate]
+    began: list[Began]
+    figures: Figures
+
+
+class Done(_Message, frozen=True):
+    """Answers the call of that id; `error` says what was wrong."""
+
+    call_id: int
+    figures: Figures
+    error: str | None = None
+
+
+FromEngine = Progress | Note | Ready | Failed | Refused | Updates | Done
+
+# ---------------------------------------------------------------------- bytes
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_config: msgspec.msgpack.Decoder[EngineConfig] = msgspec.msgpack.Decoder(EngineConfig)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    return _from_engine.decode(data)
+
+
+def framed_config(config: EngineConfig) -> bytes:
+    """The config behind its length, as an engine process reads it from its stdin."""
+    data = _encoder.encode(config)
+    return _LENGTH.pack(len(data)) + data
+
+
+def read_config(stdin: BinaryIO) -> EngineConfig:
+    (length,) = _LENGTH.unpack(stdin.read(_LENGTH.size))
+    return _config.decode(stdin.read(length))
+
+
+def pack_ints(values: Sequence[int]) -> bytes:
+    """OverflowError for a number that int32 cannot hold."""
+    return array("i", values).tobytes()
+
+
+def unpack_ints(data: bytes) -> list[int]:
+    values = array("i")
+    values.frombytes(data)
+    return values.tolist()
+
+
+def pack_updates(updates: list[SequenceUpdate], began: list[Began], figures: Figures) -> Updates:
+    plain = [u for u in updates if _is_plain(u)]
+    others = [u for u in updates if not _is_plain(u)] if len(plain) < len(updates) else []
+    tokens = Tokens(
+        [u.request_id for u in plain],
+        [u.index for u in plain],
+        [u.token_ids[0] for u in plain],
+        [u.num_cached for u in plain],
+    )
+    return Updates(tokens, others, began, figures)
+
+
+def unpack_updates(message: Updates) -> list[SequenceUpdate]:
+    columns = message.tokens
+    tokens = [
+        SequenceUpdate(request_id, index, (token_id,), num_cached=num_cached)
+        for request_id, index, token_id, num_cached in zip(
+            columns.request_ids, columns.indices, columns.token_ids, columns.num_cached, strict=True
+        )
+    ]
+    return tokens + message.others
+
+
+def _is_plain(update: SequenceUpdate) -> bool:
+    return (
+        update.finish_reason is None
+        and len(update.token_ids) == 1
+        and not update.logprobs
+        and update.prompt_logprobs is None
+        and update.error is None
+    )

@@ -1,0 +1,190 @@
+"""Supervision: starts the engine process, watches it, and starts another when it dies."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from quire.core import errors
+from quire.core.config import EngineConfig
+from quire.core.errors import EngineDead, QuireError
+from quire.link.channel import Channel
+from quire.link.messages import Failed, FromEngine, Note, Progress, Ready, Shutdown, framed_config
+from quire.observe.logs import get_logger
+
+log = get_logger(__name__)
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a restart; doubled each time
+STEADY_SECONDS = 60.0  # an engine that lived so long starts the pauses anew
+LAST_WORDS_SECONDS = 0.2  # for messages that a dead process left behind
+CLOSE_SECONDS = 5.0
+
+
+class Listener(Protocol):
+    """Whom the supervisor tells; all calls come from the event loop."""
+
+    def engine_up(self, ready: Ready, channel: Channel) -> None: ...
+
+    def engine_says(self, message: FromEngine) -> None: ...
+
+    def engine_down(self, fault: EngineDead) -> None: ...
+
+
+class Supervisor:
+    """One engine process at a time. The first start fails loudly; later ones are tried again and again."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        listener: Listener,
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._on_progress = on_progress
+        self._process: asyncio.subprocess.Process | None = None
+        self._channel: Channel | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._first: asyncio.Future[Ready] | None = None
+        self._closing = False
+        self.restarts = True  # False: the next death is the last
+        self._failure: Failed | None = None  # the process's own last words
+        self.ready: Ready | None = None  # None: not now
+        self.status = "the engine has not been started"
+        self.num_starts = 0
+        self.num_failures = 0  # starts and short lives in a row
+
+    async def start(self) -> Ready:
+        """Returns when the engine is ready; raises why it cannot be."""
+        self._first = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(), name="engine-supervisor")
+        return await self._first
+
+    async def close(self) -> None:
+        """Ends the process: asked, then told, then killed. Calling it twice is fine."""
+        self._closing = True
+        process = self._process
+        if process is not None and process.returncode is None:
+            if self.ready is not None and self._channel is not None:
+                self._channel.send(Shutdown())
+            else:
+                _signal(process, signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), CLOSE_SECONDS)
+            except TimeoutError:
+                _signal(process, signal.SIGKILL)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while not self._closing:
+            born = time.monotonic()
+            fault = await self._live()
+            self.ready = None
+            if self._closing or not self.restarts:
+                self.status = str(fault)
+                return
+            assert self._first is not None
+            if not self._first.done():
+                self._first.set_exception(fault)
+                return
+            lived = time.monotonic() - born
+            self.num_failures = 1 if lived > STEADY_SECONDS else self.num_failures + 1
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self.num_failures - 1))
+            self.status = f"{fault}; it will be started again"
+            log.error("%s; starting it again in %.1f s", fault, pause)
+            await asyncio.sleep(pause)
+
+    async def _live(self) -> QuireError:
+        """One process from birth to death; says how it ended."""
+        self._failure = None
+        self.status = "the engine is starting"
+        channel = self._channel = Channel()
+        try:
+            process = self._process = await _spawn(self._config, channel.path)
+        except OSError as error:
+            channel.close()
+            return EngineDead(f"the engine process cannot be started ({error})")
+        self.num_starts += 1
+        receiving = asyncio.create_task(self._receive(channel), name="engine-messages")
+        try:
+            await process.wait()
+            # Its last words may still be on their way; after them nothing comes.
+            await asyncio.wait({receiving}, timeout=LAST_WORDS_SECONDS)
+            fault = self._how_it_ended(process)
+            if self.ready is not None:
+                self.ready = None
+                self._listener.engine_down(EngineDead(str(fault)))
+            return fault
+        finally:
+            if process.returncode is None:
+                _signal(process, signal.SIGKILL)
+            receiving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await receiving
+            channel.close()
+
+    async def _receive(self, channel: Channel) -> None:
+        while self._failure is None:
+            message = await channel.receive()
+            match message:
+                case Ready():
+                    self._up(message, channel)
+                case Failed():
+                    self._failure = message
+                case Note(text):
+                    log.info("%s", text)
+                case Progress(what, done, total):
+                    if self._on_progress is not None:
+                        self._on_progress(what, done, total)
+                case _:
+                    self._listener.engine_says(message)
+
+    def _up(self, ready: Ready, channel: Channel) -> None:
+        self.ready = ready
+        self.status = "ready"
+        self._listener.engine_up(ready, channel)
+        assert self._first is not None
+        if self._first.done():
+            log.info("the engine is ready again (pid %d, started in %.1f s)", ready.pid, ready.seconds)
+        else:
+            self._first.set_result(ready)
+
+    def _how_it_ended(self, process: asyncio.subprocess.Process) -> QuireError:
+        if self._failure is not None and self.ready is None:
+            kind = getattr(errors, self._failure.kind, EngineDead)
+            if kind is EngineDead:
+                return EngineDead(f"the engine cannot start: {self._failure.message}")
+            return kind(self._failure.message)
+        if self._failure is not None:
+            return EngineDead(f"the engine process (pid {process.pid}) stopped: {self._failure.message}")
+        return EngineDead(f"the engine process (pid {process.pid}) {_ending(process.returncode)}")
+
+
+async def _spawn(config: EngineConfig, path: str) -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "quire.link.worker", path, stdin=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead already: its exit code will say
+        process.stdin.write(framed_config(config))
+        await process.stdin.drain()
+    return process
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "ended"
+    if code >= 0:
+        return f"exited with code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")

@@ -1,0 +1,136 @@
+"""The engine process: `python -m quire.link.worker SOCKET`, its config on stdin. Started by supervise.py only.
+
+stdin stays open for as long as the parent lives; its end is how an orphan learns that it is one.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+
+from quire.core.config import EngineConfig
+from quire.core.errors import QuireError
+from quire.engine.build import Built, build
+from quire.kernels import compile as compilation
+from quire.link.channel import WorkerChannel, remove_socket
+from quire.link.loop import EngineLoop
+from quire.link.messages import Described, Failed, Note, Progress, Ready, read_config
+from quire.observe.logs import get_logger
+from quire.text.load import tokenizer_files
+
+log = get_logger(__name__)
+PROGRESS_SECONDS = 0.1
+# 1: unforeseen; 2: a setting or a model that cannot work
+FAULT, BAD_SETTING = 1, 2
+
+
+class Leave:
+    """SIGTERM: an engine at work finishes what it has, one that loads ends at once; so does a second SIGTERM."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.serving = False
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if self.asked or not self.serving:
+            raise SystemExit(128 + number)
+        self.asked = True
+
+
+def main() -> int:
+    path = sys.argv[1]
+    leave = Leave()
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
+    config = read_config(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, args=(path,), name="parent-watch", daemon=True).start()
+    channel = WorkerChannel(path)
+    try:
+        return _serve(config, channel, leave)
+    finally:
+        channel.close()
+
+
+def _serve(config: EngineConfig, channel: WorkerChannel, leave: Leave) -> int:
+    try:
+        _announce_compiling(channel)
+        built = build(config, _Reporter(channel))
+        ready = _ready(config, built)
+    except QuireError as error:
+        channel.send(Failed(type(error).__name__, str(error)))
+        return BAD_SETTING
+    except Exception as fault:
+        log.debug("the engine could not start", exc_info=True)
+        channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
+        return FAULT
+    leave.serving = True
+    channel.send(ready)
+    try:
+        EngineLoop(built.engine, channel, leave).run()
+    except Exception as fault:
+        log.exception("the engine stopped")
+        channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
+        return FAULT
+    finally:
+        built.engine.close()
+    return 0
+
+
+def _ready(config: EngineConfig, built: Built) -> Ready:
+    report, limits = built.report, built.engine.limits
+    files = tokenizer_files(config.model, built.source)
+    return Ready(
+        model=report.model,
+        pid=os.getpid(),
+        described=Described(files.text, dict(files.config), dict(built.source.tokenizer_config())),
+        default_sampling=built.default_sampling,
+        vocab_size=limits.vocab_size,
+        max_model_len=report.max_model_len,
+        max_num_seqs=report.max_num_seqs,
+        max_num_batched_tokens=report.max_num_batched_tokens,
+        num_blocks=report.pool.num_blocks,
+        block_size=report.pool.block_size,
+        pool_bytes=report.pool.num_bytes,
+        weights_bytes=report.weights_bytes,
+        num_threads=report.num_threads,
+        seconds=report.seconds,
+        lines=report.lines(),
+    )
+
+
+class _Reporter:
+    """Progress for the parent: a stage's first and last figure, and some between."""
+
+    def __init__(self, channel: WorkerChannel) -> None:
+        self._channel = channel
+        self._last = ("", 0.0)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        stage, at = self._last
+        now = time.monotonic()
+        if what != stage or done >= total or now - at > PROGRESS_SECONDS:
+            self._last = (what, now)
+            self._channel.send(Progress(what, done, total))
+
+
+def _announce_compiling(channel: WorkerChannel) -> None:
+    """The one start that takes a minute must not look like one that hangs."""
+    with suppress(compilation.BuildError, OSError):  # without a compiler there is nothing to wait for
+        if not compilation.library_path().exists():
+            channel.send(Note("compiling kernels for this CPU, once: about a minute …"))
+
+
+def _end_with_parent(path: str) -> None:
+    """Whatever ended the parent, this process does not outlive it, and leaves no socket behind."""
+    with suppress(OSError):
+        while os.read(0, 1):  # not through sys.stdin: a thread blocked in there breaks the interpreter's exit
+            pass
+    remove_socket(path)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

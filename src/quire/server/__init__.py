@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's endpoints, streaming, keys, limits, health."""

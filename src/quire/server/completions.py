@@ -1,0 +1,176 @@
+"""POST /v1/completions."""
+
+import time
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.core.step import TokenLogprobs
+from quire.llm.prompts import PreparedPrompt
+from quire.server.chat import FINGERPRINT
+from quire.server.documents import ERRORS, answers
+from quire.server.generation import Change, Generation
+from quire.server.logprobs import completion_logprobs, prompt_logprobs
+from quire.server.protocol.base import Usage
+from quire.server.protocol.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from quire.server.reply import DONE, Events, JsonReply, event, streamed
+from quire.server.sampling import completion_sampling
+from quire.server.service import Service
+from quire.server.unsupported import refuse_unsupported_completion
+from quire.text.answer import Answer, AnswerSequence
+from quire.text.tokenizer import Tokenizer
+
+
+def completions_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=["completions"])
+
+    @router.post("/v1/completions", responses={**answers(Completion, Completion), **ERRORS})
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continues one prompt or several, whole or in pieces."""
+        model = service.model_named(body.model)
+        refuse_unsupported_completion(body)
+        sampling = completion_sampling(body, model.ready.default_sampling)
+        service.check_room()
+        prompts = await model.prompts.completions(body.prompt, body.add_special_tokens)
+        response_id, generation = service.generate(request, body, prompts, sampling, "cmpl")
+        reply = CompletionReply(
+            response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer
+        )
+        if body.stream:
+            return await streamed(reply.events(), response_id)
+        await generation.finish()
+        return JsonReply(reply.whole())
+
+    return router
+
+
+class CompletionReply:
+    """The answers of a generation in OpenAI's shape; choice `i` of prompt `p` has index p * n + i."""
+
+    def __init__(
+        self,
+        response_id: str,
+        body: CompletionRequest,
+        model: str,
+        generation: Generation,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._body = body
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._num_choices = body.n or 1
+        self._only_prompt = bool(body.echo) and body.max_tokens == 0
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._offsets: dict[int, int] = {}  # letters that each choice has sent
+        self._head = {
+            "id": response_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def whole(self) -> Completion:
+        choices = []
+        for position, answer in enumerate(self._generation.answers):
+            for index, sequence in enumerate(answer.best):
+                choice = self._choice(position, index, answer, sequence, sequence.text, 0, first=True)
+                if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
+                choices.append(choice)
+        return {**self._head, "choices": choices, "usage": self._usage()}  # type: ignore[typeddict-item]
+
+    async def events(self) -> Events:
+        """Server-sent events: text as it comes, usage if asked for, and the end."""
+        async with aclosing(self._generation.changes()) as changes:
+            async for batch in changes:
+                if shown := b"".join(self._piece(change) for change in batch):
+                    yield shown
+        if self._with_usage:
+            yield self._event([], usage=self._usage())
+        yield DONE
+
+    def _piece(self, change: Change) -> bytes:
+        """Nothing, where a step added nothing that can be shown yet."""
+        answer, sequence = self._generation.answers[change.position], change.sequence
+        first = self._index(change.position, sequence.index) not in self._offsets
+        wants_logprobs = self._body.logprobs is not None and len(sequence.token_ids) > change.first_token
+        shows_prompt = first and bool(self._body.echo)
+        if not (change.text or wants_logprobs or shows_prompt or sequence.finish_reason is not None):
+            return b""
+        choice = self._choice(
+            change.position, sequence.index, answer, sequence, change.text, change.first_token, first=first
+        )
+        return self._event([choice])
+
+    def _choice(
+        self,
+        position: int,
+        index: int,
+        answer: Answer,
+        sequence: AnswerSequence,
+        text: str,
+        first_token: int,
+        *,
+        first: bool,
+    ) -> CompletionChoice:
+        number = self._index(position, index)
+        text = "" if self._only_prompt else text
+        if first and self._body.echo:
+            text = self._prompt_text(self._generation.prompts[position]) + text
+        logprobs = None
+        if self._body.logprobs is not None:
+            logprobs = self._logprobs(
+                position, answer, sequence, first_token, first, self._offsets.get(number, 0)
+            )
+        self._offsets[number] = self._offsets.get(number, 0) + len(text)
+        return {
+            "index": number,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+        }
+
+    def _logprobs(
+        self,
+        position: int,
+        answer: Answer,
+        sequence: AnswerSequence,
+        first_token: int,
+        first: bool,
+        offset: int,
+    ) -> CompletionLogprobs:
+        entries: list[TokenLogprobs | int] = []
+        if first and self._body.echo:
+            entries.append(self._generation.prompts[position].token_ids[0])
+            entries += answer.prompt_logprobs or ()
+        if not self._only_prompt:
+            entries += sequence.logprobs[first_token:]
+        return completion_logprobs(entries, self._tokenizer, offset)
+
+    def _prompt_text(self, prompt: PreparedPrompt) -> str:
+        if prompt.text is not None or self._tokenizer is None:
+            return prompt.text or ""
+        return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+    def _index(self, position: int, index: int) -> int:
+        return position * self._num_choices + index
+
+    def _usage(self) -> Usage:
+        usage = self._generation.usage()
+        if self._only_prompt:
+            usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
+        return usage
+
+    def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
+        chunk: dict[str, object] = {**self._head, "choices": choices}
+        if self._with_usage:
+            chunk["usage"] = usage
+        return event(chunk)

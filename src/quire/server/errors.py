@@ -1,0 +1,119 @@
+"""Errors as HTTP says them: a status, and OpenAI's body."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.server.protocol.base import ErrorBody
+
+
+class ApiError(Exception):
+    """Ends a request with this status and body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind or _kind(status)
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> ErrorBody:
+        return {
+            "error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code},
+        }
+
+
+class ClientGone(Exception):
+    """The caller closed the connection; nobody is left to tell."""
+
+
+class Unavailable(ApiError):
+    """Not now: the engine is starting, restarting or shutting down."""
+
+    def __init__(self, message: str, code: str, retry_seconds: int = 5) -> None:
+        super().__init__(503, message, code=code, headers={"Retry-After": str(retry_seconds)})
+
+
+class TimedOut(ApiError):
+    def __init__(self, seconds: float) -> None:
+        message = (
+            f"the request took longer than {seconds:g} s: ask for fewer tokens, or raise --request-timeout"
+        )
+        super().__init__(504, message, code="request_timeout")
+
+
+def not_supported(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="unsupported")
+
+
+def as_api_error(error: Exception, retry_seconds: int = 1) -> ApiError:
+    """Any error, as its caller may see it."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequest():
+            return ApiError(400, str(error), param=error.param)
+        case QueueFull():
+            return ApiError(
+                429,
+                str(error),
+                kind="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": str(retry_seconds)},
+            )
+        case EngineDead():
+            return ApiError(500, str(error), code="engine_dead")
+        case QuireError():
+            return ApiError(500, str(error))
+    return ApiError(500, "an unforeseen fault of the server: its log says more under this request's id")
+
+
+def from_validation(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """pydantic's findings as one 400: the first place that is wrong, and everything said about it."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        detail = first.get("ctx", {}).get("error", "")
+        return ApiError(400, f"the body is no valid JSON ({detail}, at character {first['loc'][-1]})")
+    param = _place(first, body)
+    if not param:
+        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    said: dict[str, None] = {}
+    for problem in problems:
+        if _place(problem, body) == param:
+            said[_lowered(str(problem["msg"]))] = None
+    return ApiError(400, f"{param}: {', or '.join(said)}", param=param)
+
+
+def _place(problem: Mapping[str, Any], body: Any) -> str:
+    """`messages[0].role`. Stops where pydantic goes on with the names of a union's members."""
+    path = ""
+    is_missing = problem["type"] == "missing"
+    for part in problem["loc"][1:]:
+        if isinstance(part, int) and isinstance(body, list):
+            path += f"[{part}]"
+            body = body[part] if part < len(body) else None
+        elif isinstance(part, str) and isinstance(body, dict) and (part in body or is_missing):
+            path += f".{part}" if path else part
+            body = body.get(part)
+        else:
+            break
+    return path
+
+
+def _lowered(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _kind(status: int) -> str:
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")

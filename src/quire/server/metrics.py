@@ -1,0 +1,150 @@
+"""Metrics in Prometheus's text format, under the names that dashboards for other engines use."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from quire.link.client import EngineClient
+from quire.link.messages import Figures, Ready
+from quire.observe.counters import Registry
+
+PREFIX = "quire_"
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class Metrics:
+    """What the HTTP side counts by itself. Endpoints call it; `rendered` adds what the engine said last."""
+
+    def __init__(self) -> None:
+        registry = self.registry = Registry()
+        self._first = registry.histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._gap = registry.histogram("inter_token_latency_seconds", "Between a sequence's tokens.")
+        self._whole = registry.histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self._queue = registry.histogram("request_queue_time_seconds", "Waiting to run for the first time.")
+        self._prefill = registry.histogram("request_prefill_time_seconds", "From running to the first token.")
+        self._decode = registry.histogram("request_decode_time_seconds", "From the first token to the last.")
+        self._prompt = registry.counter("prompt_tokens_total", "Prompt tokens of answered requests.")
+        self._generated = registry.counter("generation_tokens_total", "Tokens that were generated.")
+        self._aborted = registry.counter("requests_disconnected_total", "Requests whose client left.")
+
+    def gap(self, seconds: float, num_tokens: int = 1) -> None:
+        self._gap.observe(seconds / num_tokens, num_tokens)
+
+    def first_token(
+        self, since_arrival: float, queued: float, prefill: float, num_prompt_tokens: int
+    ) -> None:
+        self._first.observe(since_arrival)
+        self._queue.observe(queued)
+        self._prefill.observe(prefill)
+        self._prompt.add(num_prompt_tokens)
+
+    def generated(self, num_tokens: int) -> None:
+        self._generated.add(num_tokens)
+
+    def finished(self, since_arrival: float, decode: float, reasons: Iterable[str]) -> None:
+        self._whole.observe(since_arrival)
+        self._decode.observe(decode)
+        for reason in reasons:
+            help = "Sequences that ended, by reason."
+            self.registry.counter("request_success_total", help, finished_reason=reason).add()
+
+    def disconnected(self) -> None:
+        self._aborted.add()
+
+    def refused(self, reason: str) -> None:
+        self.registry.counter(
+            "requests_refused_total", "Requests that were turned away.", reason=reason
+        ).add()
+
+    def http_request(self, path: str, status: int) -> None:
+        help = "Responses, by endpoint and status; 499: the client left first."
+        self.registry.counter("http_requests_total", help, path=path, status=str(status)).add()
+
+    def rendered(self, client: EngineClient) -> bytes:
+        return generate_latest(_once(_Collector(self.registry, client)))
+
+
+class _Collector(Collector):
+    def __init__(self, registry: Registry, client: EngineClient) -> None:
+        self._registry = registry
+        self._client = client
+        self._model = client.ready.model if client.ready is not None else ""
+
+    def collect(self) -> Iterator[Family]:
+        for name, metric in self._registry.snapshot().items():
+            yield self._counted(name, metric)
+        for kind, name, value, help in _engine_values(self._client):
+            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
+                PREFIX + name, help, labels=["model_name"]
+            )
+            family.add_metric([self._model], value)
+            yield family
+
+    def _counted(self, name: str, metric: dict[str, Any]) -> Family:
+        series = metric["series"]
+        names = ["model_name", *sorted(series[0]["labels"])]
+        families: dict[str, type[Family]] = {
+            "counter": CounterMetricFamily,
+            "gauge": GaugeMetricFamily,
+            "histogram": HistogramMetricFamily,
+        }
+        family = families[metric["kind"]](PREFIX + name, metric["help"], labels=names)
+        for one in series:
+            labels = [self._model, *(one["labels"][label] for label in names[1:])]
+            if isinstance(family, HistogramMetricFamily):
+                family.add_metric(labels, _buckets(one), one["sum"])
+            else:
+                family.add_metric(labels, one["value"])
+        return family
+
+
+def _buckets(series: dict[str, Any]) -> list[tuple[str, float]]:
+    """Prometheus counts each bucket with all below it."""
+    total, buckets = 0, []
+    for bound, count in zip([*series["bounds"], "+Inf"], series["counts"], strict=True):
+        total += count
+        buckets.append((str(bound), float(total)))
+    return buckets
+
+
+def _engine_values(client: EngineClient) -> Iterator[tuple[str, str, float, str]]:
+    """(kind, name, value, help). Counters of the engine's own start anew when it is restarted."""
+    figures, ready = client.figures, client.ready
+    yield "gauge", "engine_up", float(client.is_ready), "Whether the engine can serve."
+    yield "counter", "engine_restarts_total", client.num_restarts, "Engines started after the first."
+    yield from _running_values(figures, ready)
+    if ready is not None:
+        yield from _limits(ready)
+
+
+def _running_values(figures: Figures, ready: Ready | None) -> Iterator[tuple[str, str, float, str]]:
+    used = figures.num_blocks_used / ready.num_blocks if ready is not None else 0.0
+    yield "gauge", "num_requests_running", figures.num_running, "Sequences in the batch."
+    yield "gauge", "num_requests_waiting", figures.num_waiting, "Requests in the engine's queue."
+    yield "gauge", "kv_cache_usage_perc", used, "Share of the pool's blocks in use, 0 to 1."
+    yield "counter", "num_preemptions_total", figures.num_preemptions, "Requests sent back to the queue."
+    yield "counter", "prefix_cache_queries_total", figures.prefix_queries, "Tokens looked up."
+    yield "counter", "prefix_cache_hits_total", figures.prefix_hits, "Tokens found in the prefix cache."
+    yield "counter", "engine_steps_total", figures.num_steps, "Forward passes."
+    yield "counter", "engine_computed_tokens_total", figures.num_computed_tokens, "Tokens through the model."
+    yield "counter", "engine_step_seconds_total", figures.step_seconds, "Seconds in forward passes."
+
+
+def _limits(ready: Ready) -> Iterator[tuple[str, str, float, str]]:
+    yield "gauge", "max_model_len", ready.max_model_len, "Tokens per sequence."
+    yield "gauge", "max_num_seqs", ready.max_num_seqs, "Sequences that run at once."
+    yield "gauge", "max_num_batched_tokens", ready.max_num_batched_tokens, "Tokens per step."
+    yield "gauge", "kv_cache_blocks", ready.num_blocks, "Blocks in the pool."
+    yield "gauge", "kv_cache_block_size", ready.block_size, "Tokens per block."
+    yield "gauge", "kv_cache_bytes", ready.pool_bytes, "Size of the pool."
+    yield "gauge", "weights_bytes", ready.weights_bytes, "Size of the weights."
+    yield "gauge", "engine_start_seconds", ready.seconds, "How long the engine took to start."
+
+
+def _once(collector: Collector) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return registry

@@ -1,0 +1,138 @@
+"""Prompts: from text, messages or token ids to what the engine takes. Long ones are made in a thread."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from quire.core.errors import ConfigError, InvalidRequest
+from quire.link.messages import Ready
+from quire.llm.prompts import PreparedPrompt, as_list, prepare
+from quire.server.errors import ApiError
+from quire.text.template import ChatTemplate, template_from
+from quire.text.tokenizer import Tokenizer, special_tokens
+
+INLINE_CHARACTERS = 8192  # a text this long takes about a millisecond; longer ones leave the event loop
+T = TypeVar("T")
+
+
+class PromptMaker:
+    def __init__(self, ready: Ready, chat_template: str | None) -> None:
+        described = ready.described
+        self.max_model_len = ready.max_model_len
+        self.tokenizer: Tokenizer | None = None
+        if described.tokenizer_json is not None:
+            self.tokenizer = Tokenizer(described.tokenizer_json, described.tokenizer_config)
+        self._special = special_tokens(described.template_config)
+        self._template: ChatTemplate | InvalidRequest
+        try:
+            self._template = template_from(described.template_config, ready.model, chat_template)
+            _try_out(self._template)
+        except InvalidRequest as missing:  # completions can still be served
+            self._template = missing
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        add_special_tokens: bool | None = None,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> PreparedPrompt:
+        """A conversation through the model's template, or through the text of another."""
+        generation = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+
+        def make() -> PreparedPrompt:
+            text = self._chosen(template).render(
+                [_plain_role(message) for message in messages],
+                add_generation_prompt=generation,
+                continue_final_message=bool(continue_final_message),
+                **_checked(variables or {}),
+            )
+            return prepare(text, self.tokenizer, add_special_tokens=bool(add_special_tokens))
+
+        size = sum(len(str(message.get("content"))) for message in messages)
+        return await self._run(make, size if template is None else INLINE_CHARACTERS)
+
+    async def completions(
+        self, prompt: str | Sequence[Any], add_special_tokens: bool | None = None
+    ) -> list[PreparedPrompt]:
+        """One prompt or several, as text or token ids."""
+        prompts = as_list(prompt)
+        if not prompts:
+            raise InvalidRequest("prompt is an empty list: send at least one prompt", "prompt")
+        special = add_special_tokens is not False
+
+        def make() -> list[PreparedPrompt]:
+            return [prepare(one, self.tokenizer, add_special_tokens=special) for one in prompts]
+
+        return await self._run(make, sum(len(one) for one in prompts if isinstance(one, str)))
+
+    def fitted(self, prompt: PreparedPrompt, keep: int | None, max_tokens: int | None) -> list[int]:
+        """The token ids, cut to their last `keep` if asked; a prompt that leaves no room is refused."""
+        token_ids = prompt.token_ids
+        if keep is not None:
+            if keep < -1 or keep == 0:
+                raise InvalidRequest(
+                    f"truncate_prompt_tokens={keep}: give at least 1, or -1 for as many as fit",
+                    "truncate_prompt_tokens",
+                )
+            room = max(1, self.max_model_len - (max_tokens or 1))
+            token_ids = token_ids[-(room if keep == -1 else keep) :]
+        if len(token_ids) >= self.max_model_len:
+            raise ApiError(
+                400,
+                f"the prompt has {len(token_ids)} tokens and the context is {self.max_model_len}, which must hold "
+                "at least one more: shorten the prompt, or send truncate_prompt_tokens",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return token_ids
+
+    def _chosen(self, text: str | None) -> ChatTemplate:
+        if text is not None:
+            return _Sent(text, self._special)
+        if isinstance(self._template, InvalidRequest):
+            raise self._template
+        return self._template
+
+    async def _run(self, make: Callable[[], T], num_characters: int) -> T:
+        try:
+            return make() if num_characters < INLINE_CHARACTERS else await asyncio.to_thread(make)
+        except RecursionError:
+            raise InvalidRequest("the request nests too deeply: send flatter values", "messages") from None
+
+
+class _Sent(ChatTemplate):
+    """A template that came with a request: what is wrong with it is the caller's affair."""
+
+    def render(self, *arguments: Any, **variables: Any) -> str:
+        try:
+            return super().render(*arguments, **variables)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), "chat_template") from None
+
+
+def _try_out(template: ChatTemplate) -> None:
+    """A template that is no valid jinja ends the start, with ConfigError, not the first request."""
+    with suppress(InvalidRequest):  # it may want other messages than this one
+        template.render([{"role": "user", "content": "Hello"}])
+
+
+def _plain_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """OpenAI's newer name for a system message; templates know the old one."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _checked(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Variables for the template, none of which may stand in for what the server itself gives it."""
+    taken = {"messages", "tools", "add_generation_prompt", "continue_final_message"}.intersection(variables)
+    if taken:
+        name = sorted(taken)[0]
+        raise InvalidRequest(
+            f"chat_template_kwargs may not set {name!r}: send it as a field of its own",
+            "chat_template_kwargs",
+        )
+    return variables

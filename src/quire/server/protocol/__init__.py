@@ -1,0 +1,1 @@
+"""The wire formats: pydantic models for what comes in, typed dicts for what goes out."""

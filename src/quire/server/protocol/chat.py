@@ -1,0 +1,106 @@
+"""/v1/chat/completions."""
+
+from typing import Any, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from quire.server.protocol.base import Int, PromptLogprob, Usage
+from quire.server.protocol.sampling import SamplingFields
+
+_MESSAGES: dict[str, Any] = {
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {
+            "role": {"type": "string", "examples": ["system", "user", "assistant", "tool"]},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "object"}},
+                    {"type": "null"},
+                ]
+            },
+        },
+        "required": ["role"],
+    },
+}
+
+
+class ChatCompletionRequest(SamplingFields):
+    messages: list[dict[str, Any]] = Field(json_schema_extra=_MESSAGES)
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatMessage(TypedDict):
+    role: str
+    content: str | None
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[str]
+    content: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: NotRequired[int | str | None]
+
+
+class ChatCompletionChunk(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]

@@ -1,0 +1,50 @@
+"""The sampling fields that /v1/chat/completions and /v1/completions share: OpenAI's, then vLLM's."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from quire.server.protocol.base import Int, RequestBody, StreamOptions
+
+MAX_STOPS = 64  # strings; each costs time on every letter of the answer
+Stops = Annotated[list[str], Field(max_length=MAX_STOPS)]
+
+
+class SamplingFields(RequestBody):
+    model: str | None = Field(
+        None, description="A name that /v1/models lists; the first of them if left out."
+    )
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Int | None = Field(None, description="Answers per prompt, at most max_num_seqs.")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
+        None, description="The same seed and request give the same tokens."
+    )
+    stop: str | Stops | None = None
+    max_tokens: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(
+        None, description="Token id, as text, to a bias in [-100, 100]."
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    stop_token_ids: list[Int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = Field(
+        None, description="Keep the prompt's last so many tokens; -1: as many as fit."
+    )
+    priority: Int | None = None
+    cache_salt: str | None = Field(None, description="Requests share cached prefixes within one salt only.")
+    add_special_tokens: bool | None = None

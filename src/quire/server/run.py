@@ -1,0 +1,168 @@
+"""serve: the HTTP side's process, from binding the port to the last drained request."""
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+import time
+from contextlib import suppress
+from types import FrameType
+
+import uvicorn
+
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.link.admission import Bounds
+from quire.link.client import EngineClient
+from quire.link.messages import Ready
+from quire.llm.progress import load_progress
+from quire.observe.logs import ROOT, get_logger
+from quire.server.app import create_app
+from quire.server.errors import Unavailable
+from quire.server.service import Service
+from quire.server.settings import ServerSettings
+
+log = get_logger(__name__)
+LAST_BYTES_SECONDS = 5  # for answers, or their error events, to reach their clients
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: who closes first must not be the server
+
+
+def serve(settings: ServerSettings, config: EngineConfig, show_progress: bool = False) -> None:
+    """Serves until SIGTERM or SIGINT. Raises what makes serving impossible, before or while the engine starts."""
+    listener = _bind(settings)
+    _adopt_uvicorn_logs()
+    _allow_open_files()
+    log.info("loading   %s", config.model.model or "the built-in model")
+    try:
+        with load_progress(show_progress) as progress:
+            bounds = Bounds(settings.max_queue_requests, settings.max_queue_tokens)
+            client = EngineClient(config, bounds, progress)
+            service = Service(client, settings)
+            server = DrainingServer(_uvicorn_config(service), service)
+            with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+                runner.run(_serve(server, service, listener))
+    finally:
+        listener.close()
+
+
+async def _serve(server: "DrainingServer", service: Service, listener: socket.socket) -> None:
+    """HTTP answers from the first moment: /health says alive while a large model is still loading."""
+    client = service.client
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(client.start())
+    try:
+        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            ready = starting.result()
+            service.introduce(ready)
+            _report(service.settings, ready, listener)
+        await serving
+    finally:
+        server.should_exit = True
+        starting.cancel()
+        await asyncio.wait({serving})
+        await client.close()
+
+
+class DrainingServer(uvicorn.Server):
+    """The first SIGTERM or SIGINT drains, the second aborts what is left at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._num_signals = 0
+        self._draining: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._loop.call_soon_threadsafe(self._begin, signal.Signals(sig).name)
+
+    def _begin(self, name: str) -> None:
+        self._draining = asyncio.create_task(self._drain(name))
+
+    async def _drain(self, name: str) -> None:
+        service, timeout = self._service, self._service.settings.shutdown_timeout
+        service.draining = True
+        client = service.client
+        client.let_end()  # whoever signals the whole group ends the engine too, once it has no more work
+        log.info("%s: no new requests; up to %g s for the %d under way", name, timeout, client.num_open)
+        deadline = time.monotonic() + timeout
+        while client.num_open and time.monotonic() < deadline and self._num_signals < 2:
+            await asyncio.sleep(0.05)
+        aborted = client.fail_open(
+            Unavailable(
+                f"the server shut down, and the answer took longer than {timeout:g} s", "shutting_down"
+            )
+        )
+        if aborted:
+            log.warning("%d requests were aborted", aborted)
+        self.should_exit = True
+
+
+def _uvicorn_config(service: Service) -> uvicorn.Config:
+    settings = service.settings
+    return uvicorn.Config(
+        create_app(service),
+        http="httptools",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        timeout_graceful_shutdown=LAST_BYTES_SECONDS,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
+
+
+def _bind(settings: ServerSettings) -> socket.socket:
+    """Before anything is loaded: a port that is taken should cost no model start."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}): choose another --host or --port"
+        ) from error
+    return listener
+
+
+def _allow_open_files() -> None:
+    """Each connection is a file: take as many as the system gives without being asked twice."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system may refuse "no limit"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _report(settings: ServerSettings, ready: Ready, listener: socket.socket) -> None:
+    for line in ready.lines:
+        log.info("%s", line)
+    tokens = f" or {settings.max_queue_tokens:,} prompt tokens" if settings.max_queue_tokens else ""
+    log.info("queue     %s requests%s, then 429", f"{settings.max_queue_requests:,}", tokens)
+    log.info(
+        "keys      %s", f"{len(settings.api_keys)} API keys" if settings.api_keys else "none: anyone may ask"
+    )
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if settings.ssl_certfile else "http"
+    shown = f"[{host}]" if ":" in host else host
+    log.info("serving   %s://%s:%d%s/v1", scheme, shown, port, settings.root_path)
+
+
+def _adopt_uvicorn_logs() -> None:
+    """uvicorn's warnings in our format; its chatter stays out."""
+    theirs = logging.getLogger("uvicorn")
+    theirs.handlers = logging.getLogger(ROOT).handlers
+    theirs.propagate = False
+    theirs.setLevel(logging.WARNING)

@@ -1,0 +1,98 @@
+"""From a request's fields to SamplingParams, over what the model's makers recommend."""
+
+from typing import Any
+
+from quire.core.errors import InvalidRequest
+from quire.core.sampling import SamplingParams
+from quire.server.protocol.chat import ChatCompletionRequest
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.sampling import SamplingFields
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat goes on for as long as the context allows
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+)
+
+
+def chat_sampling(body: ChatCompletionRequest, recommended: SamplingParams) -> SamplingParams:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: set logprobs to true", "top_logprobs")
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    _check_stream(body)
+    given = _given(body) | {"max_tokens": limit}
+    if body.logprobs:
+        given["logprobs"] = body.top_logprobs or 0
+    return _named(body, recommended.changed, given)
+
+
+def completion_sampling(body: CompletionRequest, recommended: SamplingParams) -> SamplingParams:
+    _check_stream(body)
+    limit = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.echo and limit == 0:
+        limit = 1  # the prompt alone is wanted; the engine makes one token that nobody sees
+    given = _given(body) | {"max_tokens": limit}
+    if body.logprobs is not None:
+        given["logprobs"] = body.logprobs
+        if body.echo:
+            given["prompt_logprobs"] = body.logprobs
+    if body.best_of is not None:
+        given["best_of"] = body.best_of
+    sampling: SamplingParams = _named(body, recommended.changed, given)
+    if body.stream and sampling.num_sequences > sampling.n:
+        raise InvalidRequest(
+            f"best_of={sampling.best_of} can only be chosen from at the end: set stream to false", "best_of"
+        )
+    return sampling
+
+
+def _given(body: SamplingFields) -> dict[str, Any]:
+    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.logit_bias:
+        given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    return given
+
+
+def _named(body: SamplingFields, change: Any, given: dict[str, Any]) -> Any:
+    """Errors name the fields as the caller spelled them."""
+    try:
+        return change(**given)
+    except InvalidRequest as error:
+        chat = isinstance(body, ChatCompletionRequest)
+        if chat and error.param == "logprobs":
+            raise InvalidRequest(str(error).replace("logprobs", "top_logprobs", 1), "top_logprobs") from None
+        if chat and error.param == "max_tokens" and body.max_tokens is None:
+            said = str(error).replace("max_tokens", "max_completion_tokens", 1)
+            raise InvalidRequest(said, "max_completion_tokens") from None
+        raise
+
+
+def _check_stream(body: SamplingFields) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: set stream to true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs come with a whole answer: set stream to false", "prompt_logprobs"
+        )
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise InvalidRequest(f"logit_bias has the key {key[:40]!r}: keys are token ids", "logit_bias")
+    return int(key)

@@ -1,0 +1,150 @@
+"""The real engine in a real process: it answers, refuses, dies, comes back, and never outlives its parent."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from quire.core.config import EngineConfig
+from quire.core.errors import EngineDead, InvalidRequest, WeightsError
+from quire.core.sampling import SamplingParams
+from quire.core.step import SequenceUpdate
+from quire.link.admission import Ask, Bounds
+from quire.link.client import EngineClient
+from quire.link.stream import Stream
+
+pytestmark = pytest.mark.e2e
+SMALL = {"num_blocks": 64, "max_num_seqs": 4}
+LONG = SamplingParams(max_tokens=600, temperature=0, ignore_eos=True)
+
+
+def with_engine(use: Callable[[EngineClient], Awaitable[None]]) -> None:
+    async def run() -> None:
+        client = EngineClient(EngineConfig.of(**SMALL), Bounds(8))
+        try:
+            await client.start()
+            await use(client)
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+async def collect(stream: Stream) -> list[SequenceUpdate]:
+    found: list[SequenceUpdate] = []
+    while not found or found[-1].finish_reason is None:
+        found += await stream.updates()
+    for request_id in stream.request_ids:
+        stream.done(request_id)
+    stream.close()
+    return found
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        await asyncio.sleep(0.02)
+
+
+def test_requests_are_answered_refused_aborted_and_leave_no_trace():
+    async def use(client: EngineClient) -> None:
+        greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        answered = await collect(client.submit([Ask("a", [1, 2, 3], greedy)]))
+        assert sum(len(u.token_ids) for u in answered) == 5
+        again = await collect(client.submit([Ask("b", [1, 2, 3], greedy)]))
+        assert [u.token_ids for u in again] == [u.token_ids for u in answered]
+
+        with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+            await client.submit([Ask("c", [2**31 - 1], greedy)]).updates()
+
+        stream = client.submit([Ask("d", [1, 2, 3], LONG)])
+        await stream.updates()
+        assert client.admission.num_running == 1
+        stream.close()
+        await until(lambda: client.figures.num_running == 0)
+        assert await client.check_integrity() is None
+        assert (client.num_open, client.figures.num_blocks_used) == (0, 0)
+
+    with_engine(use)
+
+
+def test_a_killed_engine_fails_what_was_under_way_and_comes_back():
+    async def use(client: EngineClient) -> None:
+        assert client.ready is not None
+        streams = [client.submit([Ask(f"r{i}", [1, 2, 3], LONG)]) for i in range(6)]
+        await streams[0].updates()
+        first = client.ready.pid
+        os.kill(first, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDead, match=r"killed by SIGKILL.*restarted"):
+                await collect(stream)
+        assert not client.is_ready
+        with pytest.raises(EngineDead, match="try again"):
+            client.submit([Ask("x", [1], LONG)])
+        await until(lambda: client.is_ready)
+        assert (client.ready.pid != first, client.num_restarts, client.num_open) == (True, 1, 0)
+        assert await collect(client.submit([Ask("y", [1, 2], SamplingParams(max_tokens=2))]))
+
+    with_engine(use)
+
+
+def test_an_engine_that_is_asked_to_leave_finishes_what_it_has():
+    async def use(client: EngineClient) -> None:
+        assert client.ready is not None
+        stream = client.submit([Ask("a", [1, 2, 3], LONG.changed(max_tokens=60))])
+        await stream.updates()
+        os.kill(client.ready.pid, signal.SIGTERM)
+        assert (await collect(stream))[-1].finish_reason == "length"
+        await until(lambda: not client.is_ready)
+        await until(lambda: client.is_ready)
+
+    with_engine(use)
+
+
+def test_a_model_that_cannot_be_loaded_is_one_clear_error_of_its_own_kind():
+    async def run() -> None:
+        client = EngineClient(EngineConfig.of(model="./no/such/folder"), Bounds(8))
+        try:
+            with pytest.raises(
+                WeightsError, match=r"^\./no/such/folder: no such folder or file: check the path$"
+            ):
+                await client.start()
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+PARENT = """
+import asyncio, os, sys
+from quire.core.config import EngineConfig
+from quire.link.admission import Bounds
+from quire.link.client import EngineClient
+async def run():
+    client = EngineClient(EngineConfig.of(num_blocks=64, max_num_seqs=4), Bounds(8))
+    ready = await client.start()
+    print(ready.pid, client._channel.path, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(run())
+"""
+
+
+def test_the_engine_ends_with_its_parent_and_its_socket_is_private_and_removed():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid, path = parent.stdout.readline().split()
+    assert os.stat(Path(path).parent).st_mode & 0o777 == 0o700
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(path).parent.exists()

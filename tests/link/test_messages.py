@@ -1,0 +1,86 @@
+"""Messages arrive as they were sent, and a step's updates keep their order."""
+
+import io
+
+import pytest
+
+from quire.core.config import EngineConfig
+from quire.core.sampling import SamplingParams
+from quire.core.step import SequenceUpdate, TokenLogprobs
+from quire.link import messages as m
+
+SAMPLING = SamplingParams(
+    n=2,
+    temperature=0.5,
+    stop=("a", "b"),
+    logit_bias={7: -1.5},
+    bad_words=("no",),
+    bad_words_token_ids=((1, 2), (3,)),
+    allowed_token_ids=(1, 2, 3),
+    seed=2**64 - 1,
+    max_tokens=None,
+    logprobs=3,
+)
+LOGPROBS = TokenLogprobs(5, -0.5, 2, (4, 5), (-0.25, -0.5))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Add("r", m.pack_ints([1, 2, 3]), SAMPLING, -5, "salt"),
+        m.Abort(["a", "b"]),
+        m.Stop("r", 3),
+        m.ResetPrefixCache(1),
+        m.CheckIntegrity(2),
+        m.AskFigures(3),
+        m.Shutdown(),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_goes_to_the_engine_arrives_as_it_was_sent(message):
+    assert m.decode_to_engine(m.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Progress("weights", 1, 2),
+        m.Note("compiling"),
+        m.Failed("ConfigError", "no"),
+        m.Refused("r", "invalid", "too long", "prompt"),
+        m.Done(1, m.Figures(num_running=2, step_seconds=0.5), "block 3"),
+        m.Ready("m", 1, m.Described("{}", {"a": [1]}, {}), SAMPLING, *range(1, 10), 0.5, ["line"]),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_comes_from_the_engine_arrives_as_it_was_sent(message):
+    assert m.decode_from_engine(m.encode(message)) == message
+
+
+def test_updates_of_a_sequence_keep_their_order_and_everything_they_hold():
+    updates = [
+        SequenceUpdate("a", 0, (11,), num_cached=16),
+        SequenceUpdate("a", 1, (12,), logprobs=(LOGPROBS,), prompt_logprobs=(LOGPROBS,)),
+        SequenceUpdate("b", 0, (13,), finish_reason="stop", stop_reason=13),
+        SequenceUpdate("c", 0, (), finish_reason="error", error="not finite"),
+        SequenceUpdate("d", 0, (14, 15)),
+    ]
+    packed = m.pack_updates(updates, [m.Began("a", 0.25)], m.Figures(num_running=3))
+    assert packed.tokens.token_ids == [11]  # the usual kind travels in columns
+    arrived = m.decode_from_engine(m.encode(packed))
+    assert isinstance(arrived, m.Updates)
+    assert arrived.began == [m.Began("a", 0.25)]
+    assert sorted(m.unpack_updates(arrived), key=updates.index) == updates
+
+
+def test_a_config_travels_through_a_pipe_whole():
+    config = EngineConfig.of(
+        model="x", block_size=32, num_blocks=5, enable_prefix_caching=False, dtype="float32"
+    )
+    assert m.read_config(io.BytesIO(m.framed_config(config) + b"more")) == config
+
+
+def test_token_ids_that_are_no_int32_are_noticed():
+    assert m.unpack_ints(m.pack_ints([0, 2**31 - 1])) == [0, 2**31 - 1]
+    with pytest.raises(OverflowError):
+        m.pack_ints([2**31])

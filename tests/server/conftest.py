@@ -1,0 +1,42 @@
+"""One server for all tests that leave it as they found it; others start their own."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.running import RunningServer
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever uses a server is an end-to-end test."""
+    for item in items:
+        if FOLDER in item.path.parents and {"server", "start_server"} & set(
+            getattr(item, "fixturenames", ())
+        ):
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    running = RunningServer()
+    try:
+        yield running.wait_ready()
+        running.wait_idle()
+    finally:
+        running.close()
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., RunningServer]]:
+    started: list[RunningServer] = []
+
+    def start(*flags: str, **environment: str) -> RunningServer:
+        started.append(RunningServer(*flags, **environment))
+        return started[-1].wait_ready()
+
+    yield start
+    for one in started:
+        one.close()

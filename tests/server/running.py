@@ -1,0 +1,132 @@
+"""A real `quire serve` process on a free port, for tests to talk to, signal and bury."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+MODEL = "SmolLM2-135M-Instruct"
+ADMIN_KEY = "the-operators-key"
+SMALL = ("--kv-cache-memory-bytes", "256M", "--max-num-seqs", "16")
+
+
+class RunningServer:
+    """Started at once; `wait_ready` waits. Its log is kept, and shown by pytest when a test fails."""
+
+    def __init__(self, *flags: str, **environment: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "quire",
+            "serve",
+            "--port",
+            "0",
+            "--admin-key",
+            ADMIN_KEY,
+            "--log-requests",
+        ]
+        self.process = subprocess.Popen(
+            [*command, *SMALL, *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._serving = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            print(line, end="", file=sys.stderr)
+            found = re.search(r"serving\s+(https?://\S+)/v1", line)
+            if found:
+                self.url = found[1]
+                self._serving.set()
+        self._serving.set()
+
+    def wait_ready(self) -> "RunningServer":
+        assert self._serving.wait(60), "the server did not start"
+        assert self.url, "the server ended: " + "\n".join(self.lines[-5:])
+        return self
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "any", "max_retries": 0, **options})
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", **{"api_key": "any", "max_retries": 0, **options}
+        )
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=30, **options)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", timeout=60, **options)
+
+    def error(self, path: str, status: int, **options: Any) -> dict[str, Any]:
+        """The error that a request must get, after a look at its shape."""
+        response = self.post(path, **options)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert isinstance(error["type"], str)
+        return error
+
+    def chat_error(self, status: int = 400, **fields: Any) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, **fields}
+        return self.error("/v1/chat/completions", status, json=body)
+
+    def pool(self) -> dict[str, Any]:
+        """The pool, recounted; fails if it is not whole."""
+        response = self.post("/check_integrity", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def wait_idle(self, seconds: float = 10.0) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while (pool := self.pool())["requests_open"] or pool["blocks_used"]:
+            assert time.monotonic() < deadline, pool
+            time.sleep(0.02)
+        return pool
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all series of that name that have these labels."""
+        total = 0.0
+        for line in self.get("/metrics").text.splitlines():
+            head, _, value = line.rpartition(" ")
+            found, _, rest = head.partition("{")
+            if found == f"quire_{name}" and all(f'{k}="{v}"' in rest for k, v in labels.items()):
+                total += float(value)
+        return total
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        found = [pid for pid in children if "quire.link.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(found) == 1
+        return int(found[0])
+
+    def wait_exit(self, seconds: float = 20.0) -> int:
+        return self.process.wait(seconds)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise

@@ -1,0 +1,240 @@
+"""Overload, keys, limits, shutdown and the engine's death: each costs only what it must."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from tests.server.running import ADMIN_KEY, MODEL, RunningServer
+
+LONG = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+Start = Callable[..., RunningServer]
+
+
+def test_overload_keys_sizes_and_time_are_limited(start_server: Start, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nfrom-file\n\n")
+    server = start_server(
+        *("--max-num-seqs", "2", "--max-queue-requests", "2", "--request-timeout", "1.5"),
+        *("--api-key", "from-flag", "--api-key-file", str(keys), "--max-concurrent-per-key", "4"),
+        *("--max-body-bytes", "20K", "--allowed-origins", "https://a.example", "--root-path", "/llm"),
+        *("--log-format", "json", "--isolate-keys", "--trust-request-chat-template"),
+        QUIRE_API_KEY="from-environment",
+    )
+    _keys(server)
+    _templates(server)
+    _sizes(server)
+    _origins_and_root_path(server)
+    _overload(server)
+    _concurrency(server)
+    assert all(line.startswith('{"time":') for line in server.lines)
+
+
+def _keys(server: RunningServer) -> None:
+    for key in ("from-flag", "from-file", "from-environment"):
+        assert server.client(api_key=key).models.list().data
+    for key in ("from-fla", "from-flag2", "# ours", ADMIN_KEY):
+        with pytest.raises(openai.AuthenticationError):
+            server.client(api_key=key).models.list()
+    assert server.error("/v1/completions", 401, json=LONG)["code"] == "invalid_api_key"
+    assert server.error("/check_integrity", 401, headers={"Authorization": "Bearer from-flag"})
+    for path in ("/health", "/ready", "/metrics", "/version"):
+        assert server.get(path).status_code == 200
+    prompt = "A prompt of which every key has its own cached copy, if it is at least sixteen tokens long."
+    for key in ("from-flag", "from-file"):
+        answer = server.client(api_key=key).completions.create(model=MODEL, prompt=prompt, max_tokens=1)
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def _templates(server: RunningServer) -> None:
+    headers = {"Authorization": "Bearer from-flag"}
+    body = {"messages": [{"role": "user", "content": "One, two,"}], "max_tokens": 1}
+    plain = {**body, "chat_template": "{{ messages[0].content }}"}
+    answer = server.post("/v1/chat/completions", json=plain, headers=headers)
+    assert answer.json()["usage"]["prompt_tokens"] == 4
+    for wrong in ("{% for %}", "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", ""):
+        sent = {**body, "chat_template": wrong}
+        assert server.error("/v1/chat/completions", 400, json=sent, headers=headers)["type"]
+    named = server.post(
+        "/v1/chat/completions", json={**body, "chat_template": "/etc/hostname"}, headers=headers
+    )
+    assert named.json()["usage"]["prompt_tokens"] < 10  # a text like any other, not a file's name
+
+
+def _sizes(server: RunningServer) -> None:
+    headers = {"Authorization": "Bearer from-flag", "Content-Type": "application/json"}
+    large = b'{"prompt": "' + b"a" * 30_000 + b'"}'
+    error = server.error("/v1/completions", 413, content=large, headers=headers)
+    assert error["code"] == "body_too_large"
+
+    def pieces():
+        for start in range(0, len(large), 1000):
+            yield large[start : start + 1000]
+
+    assert server.error("/v1/completions", 413, content=pieces(), headers=headers)["code"] == "body_too_large"
+
+
+def _origins_and_root_path(server: RunningServer) -> None:
+    bare = server.url.removesuffix("/llm")
+    assert httpx.get(f"{bare}/llm/ready").status_code == httpx.get(f"{bare}/ready").status_code == 200
+    assert httpx.get(f"{bare}/llm/v1/models").status_code == 401
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    allowed = httpx.options(f"{bare}/v1/completions", headers=asked)
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    refused = httpx.post(f"{bare}/v1/completions", json=LONG, headers={"Origin": "https://a.example"})
+    assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (401, True)
+
+
+def _overload(server: RunningServer) -> None:
+    """Two run, two wait, the others hear so at once; those that take too long end with an error."""
+    headers = [{"Authorization": f"Bearer {key}"} for key in ("from-flag", "from-file")]
+
+    def ask(number: int) -> httpx.Response:
+        return server.post("/v1/completions", json=LONG, headers=headers[number % 2])
+
+    with ThreadPoolExecutor(8) as pool:
+        started = time.monotonic()
+        answers = list(pool.map(ask, range(8)))
+        assert time.monotonic() - started < 4
+    counts = {status: [a.status_code for a in answers].count(status) for status in (429, 504)}
+    assert sum(counts.values()) == 8, [a.text for a in answers]
+    assert 4 <= counts[429] <= 5  # a request that begins at that very moment makes room for another
+    for answer in answers:
+        if answer.status_code == 429:
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert answer.json()["error"]["code"] == "queue_full"
+        else:
+            assert answer.json()["error"]["code"] == "request_timeout"
+    server.wait_idle(3)
+    assert server.metric("requests_refused_total", reason="queue_full") == counts[429]
+    lines = server.client(api_key="from-flag").completions.create(model=MODEL, **_openai(LONG), stream=True)
+    with pytest.raises(openai.APIError, match=r"longer than 1\.5 s"):
+        list(lines)
+
+
+def _concurrency(server: RunningServer) -> None:
+    async def run() -> list[int]:
+        async with httpx.AsyncClient(timeout=30, headers={"Authorization": "Bearer from-flag"}) as client:
+            answers = await asyncio.gather(
+                *(client.post(f"{server.url}/v1/completions", json=LONG) for _ in range(9))
+            )
+            return [a.json()["error"]["code"] for a in answers]
+
+    assert "concurrency_limit" in asyncio.run(run())
+    server.wait_idle(3)
+
+
+def _openai(fields: dict) -> dict:
+    return {
+        "prompt": fields["prompt"],
+        "max_tokens": fields["max_tokens"],
+        "extra_body": {"ignore_eos": True},
+    }
+
+
+async def _stream(
+    client: openai.AsyncOpenAI, max_tokens: int, begun: asyncio.Semaphore
+) -> tuple[int, str | None]:
+    """(how many tokens came, the error that ended them)."""
+    count = 0
+    try:
+        chunks = await client.completions.create(
+            model=MODEL, prompt="a", max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for chunk in chunks:
+            if not count:
+                begun.release()
+            count += len(chunk.choices)
+    except openai.APIError as error:
+        return count, str(error.code)
+    return count, None
+
+
+def test_sigterm_lets_short_answers_end_and_aborts_long_ones_with_an_error(start_server: Start):
+    server = start_server("--shutdown-timeout", "2")
+
+    async def run() -> list[tuple[int, str | None]]:
+        begun = asyncio.Semaphore(0)
+        async with server.async_client() as client:
+            tasks = [asyncio.create_task(_stream(client, n, begun)) for n in (20, 20, 20, 8000, 8000)]
+            for _ in tasks:
+                await begun.acquire()
+            os.kill(server.engine_pid(), signal.SIGTERM)  # both, as systemd does
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.3)
+            ready = await asyncio.to_thread(server.get, "/ready")
+            assert (ready.status_code, ready.json()["status"]) == (503, "shutting down")
+            refused = await asyncio.to_thread(server.chat_error, 503)
+            assert refused["code"] == "shutting_down"
+            return await asyncio.gather(*tasks)
+
+    ended = asyncio.run(run())
+    assert [error for _, error in ended[:3]] == [None] * 3
+    assert [error for _, error in ended[3:]] == ["shutting_down"] * 2
+    assert all(count > 0 for count, _ in ended)
+    assert server.wait_exit() == 0
+    assert not any("starting it again" in line for line in server.lines)
+
+
+def test_a_killed_engine_costs_its_requests_and_nothing_else(start_server: Start):
+    server = start_server()
+
+    async def run() -> list[tuple[int, str | None]]:
+        begun = asyncio.Semaphore(0)
+        async with server.async_client() as client:
+            tasks = [asyncio.create_task(_stream(client, 8000, begun)) for _ in range(16)]
+            whole = asyncio.create_task(asyncio.to_thread(server.error, "/v1/completions", 500, json=LONG))
+            for _ in range(8):
+                await begun.acquire()
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            ended = await asyncio.gather(*tasks)
+            assert (await whole)["code"] == "engine_dead"
+            assert server.get("/ready").status_code == 503
+            assert server.get("/health").status_code == 200
+            refused = await asyncio.to_thread(server.post, "/v1/completions", json=LONG)
+            assert (refused.status_code, "Retry-After" in refused.headers) == (503, True)
+            return ended
+
+    ended = asyncio.run(run())
+    assert {error for _, error in ended} == {"engine_dead"}
+    deadline = time.monotonic() + 20
+    while server.get("/ready").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    answer = server.client().completions.create(model=MODEL, prompt="One, two,", max_tokens=4)
+    assert answer.usage.completion_tokens == 4
+    pool = server.wait_idle()
+    assert (pool["status"], pool["requests_open"]) == ("ok", 0)
+    assert server.metric("engine_restarts_total") == 1
+    killed = [line for line in server.lines if "killed by SIGKILL" in line and "starting it again" in line]
+    assert len(killed) == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["./no/such/model"], "no such folder or file"),
+        (["--num-blocks", "2", "--max-num-seqs", "9"], "lower max_num_seqs"),
+        (["--chat-template", "{% for %}"], "no valid jinja"),
+        (["--port", "70000"], "outside 0 to 65535"),
+        (["--host", "203.0.113.1"], "cannot listen on"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_start_that_cannot_work_is_one_line(flags: list[str], said: str):
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("quire: error: ")
+    assert said in last
+    assert "Traceback" not in ended.stderr
