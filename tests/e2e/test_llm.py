@@ -178,5 +178,7 @@ def test_a_request_larger_than_the_pool_is_refused_but_a_missing_length_is_cappe
 
 def test_closing_twice_is_fine_and_a_context_manager_closes():
     with LLM(use_tqdm=False, num_blocks=64) as engine:
-        engine.generate("Hi", SamplingParams(max_tokens=2), use_tqdm=False)
+        assert engine.generate("Hi", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
     engine.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        engine.generate("Hi", SamplingParams(max_tokens=2), use_tqdm=False)
