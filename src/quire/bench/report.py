@@ -26,12 +26,14 @@ class BenchReport:
     notes: Sequence[str] = field(default_factory=tuple)
 
     def as_json(self) -> str:
+        kernels = describe_kernels(compiled_only=True)
+        kernels.pop("path", None)  # a record may be published, and says nothing of where things lie here
         record = {
             "benchmark": self.benchmark,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": describe_machine(),
             "versions": describe_versions(),
-            "kernels": describe_kernels(compiled_only=True),
+            "kernels": kernels,
             "environment": describe_environment(),
             "settings": self.settings,
             "results": self.results,
