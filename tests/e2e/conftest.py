@@ -38,10 +38,10 @@ def questions(shared: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def prompts(questions: list[str]) -> list[list[int]]:
-    """Token ids in the chat format, cut so that the tiny pool can hold any one of them."""
+    """Token ids in the chat format. The tiny pool can hold any one of them."""
     with LLM(use_tqdm=False) as llm:
         texts = [llm.template.render([{"role": "user", "content": q}]) for q in questions]
-        return [llm.tokenizer.encode(text, add_special_tokens=False)[-400:] for text in texts]
+        return [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def generate(setting: Setting, prompts: list[list[int]], sampling: list[SamplingParams], **options: Any):

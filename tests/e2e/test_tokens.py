@@ -1,5 +1,7 @@
 """The same request gives the same tokens, and in fp32 they are transformers' tokens."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -26,14 +28,15 @@ def seeded(count: int) -> list[SamplingParams]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("setting", SETTINGS[:5], ids=lambda s: s.name)
-def test_in_fp32_greedy_tokens_are_those_of_transformers(setting: Setting, prompts, record_property):
+def test_in_fp32_greedy_tokens_are_those_of_transformers(setting: Setting, prompts):
     outputs, num_preemptions = generate(setting, prompts, [GREEDY] * len(prompts), quantization="none")
     assert ("tiny" in setting.name) == (num_preemptions > 0)
     differences = []
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         assert 0 < len(output) <= MAX_TOKENS
         differences += _checked(i, tuple(prompt), tuple(output))
-    record_property("near ties", str(differences))
+    if differences:  # allowed or not, people should see them
+        warnings.warn(f"{setting.name}: not the reference's best token: {differences}", stacklevel=1)
     assert all(d.gap <= TIE for d in differences), differences
 
 
