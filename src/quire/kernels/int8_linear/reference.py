@@ -22,8 +22,8 @@ def mix(x: Tensor) -> Tensor:
     """x [T, K] fp32: every 64 columns times a Hadamard matrix / 8; columns beyond the last full block stay.
 
     Weights and activations are mixed alike, and the matrix is orthogonal, so products stay what they are. But an
-    outlier is spread over its block instead of taking the precision of every other column: without this, one scale
-    per token costs 3 % of perplexity on the built-in model, with it 0.3 %.
+    outlier is spread over its block instead of taking the precision of every other column
+    (benchmarks/perplexity.py shows what is left of it).
     """
     full = x.shape[1] // MIXED * MIXED
     blocks = x[:, :full].reshape(-1, MIXED)
