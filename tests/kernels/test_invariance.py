@@ -46,6 +46,19 @@ def test_instruction_sets_agree_bit_for_bit_on_the_gated_linear(width: int) -> N
     assert all(torch.equal(result[:3], results[0][:3]) for result in results)
 
 
+@pytest.mark.usefixtures("isa")
+def test_full_attention_does_not_depend_on_the_neighbours() -> None:
+    from quire.kernels.full_attention import cpu
+
+    lengths = [5, 70, 1, 600]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    q, k, v = torch.randn(sum(lengths), 3, 4, 32).unbind(1)
+    whole = cpu.full_attention(q, k, v, starts, 0.2).split(lengths)
+    for row, pieces in enumerate(zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)):
+        alone = cpu.full_attention(*pieces, torch.tensor([0, lengths[row]], dtype=torch.int32), 0.2)
+        assert torch.equal(alone, whole[row])
+
+
 def _attend(
     shape: Shape, lengths: list[int], content: list[torch.Tensor], chunks: list[int], window: int
 ) -> list[torch.Tensor]:

@@ -12,11 +12,14 @@ from tests.kernels.cases import Shape, instruction_set, instruction_sets, random
 _tested: set[str] = set()
 
 
-def _parametrize(operation: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _parametrize(
+    operation: str, names: tuple[str, ...] = ("cpu", "triton")
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     _tested.add(operation)
     found = [
         (operation, name, isa)
         for name in registry.alternatives(operation)
+        if name in names
         for isa in (instruction_sets() if name == "cpu" else ("",))
     ]
     return pytest.mark.parametrize("kernel", found, indirect=True, ids="-".join)
@@ -131,10 +134,33 @@ def test_rotation_and_store_have_the_bits_of_the_reference(
         )
         results.append((qkv, pool))
     assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    # Triton's interpreter cuts bits off where it should round to bfloat16
+    exact = dtype is not torch.bfloat16 or native.__name__.endswith("cpu")
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0 if exact else 2**-7, atol=0)
 
 
-@_parametrize("attention")
+@_parametrize("attention", ("triton",))
+@pytest.mark.parametrize(("q_dtype", "dtype", "heads", "kv_heads", "head_dim", "block_size", "window"), [
+    (torch.float32, torch.float16, 6, 2, 64, 16, 0), (torch.bfloat16, torch.bfloat16, 3, 3, 24, 1, 0),
+    (torch.float16, torch.float16, 16, 1, 80, 128, 30), (torch.float32, torch.float32, 4, 1, 128, 16, 30),
+])  # fmt: skip
+def test_attention_in_triton_agrees(
+    kernel: Kernel, q_dtype: torch.dtype, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int,
+    block_size: int, window: int,
+) -> None:  # fmt: skip
+    """Few shapes, each with something of its own: the interpreter is slow."""
+    triton, reference = kernel
+    case = random_case(
+        Shape(heads, kv_heads, head_dim, block_size, dtype), [1, 70, 5, 130, 64], [1, 1, 5, 40, 3]
+    )
+    q, *others = case.arguments(window)
+    actual = triton.paged_attention(q.to(q_dtype), *others)
+    expected = reference.paged_attention(q.to(q_dtype), *others)
+    tolerance = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}[q_dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@_parametrize("attention", ("cpu",))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 24), (16, 1, 80)])
 @pytest.mark.parametrize(("block_size", "window"), [(16, 0), (1, 0), (128, 30)])
@@ -161,12 +187,25 @@ def test_attention_agrees_over_several_segments(kernel: Kernel, window: int) -> 
     )
 
 
+@_parametrize("full_attention")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 12, 32), (4, 2, 24), (3, 3, 80)])
+def test_full_attention_agrees(kernel: Kernel, heads: int, kv_heads: int, head_dim: int) -> None:
+    native, reference = kernel
+    starts = torch.tensor([0, 1, 6, 39, 103, 103, 233, 836], dtype=torch.int32)  # one sequence is empty
+    qkv = torch.randn(836, heads + 2 * kv_heads, head_dim) * 2
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    actual = native.full_attention(q, k, v, starts, head_dim**-0.5)
+    expected = reference.full_attention(q, k, v, starts, head_dim**-0.5)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
 @_parametrize("activation")
 def test_activations_agree(kernel: Kernel) -> None:
     native, reference = kernel
     x = torch.randn(7, 2 * 45) * 20
     torch.testing.assert_close(native.silu_mul(x), reference.silu_mul(x), rtol=2e-6, atol=1e-6)
-    assert torch.equal(native.gelu(x, "tanh"), reference.gelu(x, "tanh"))
+    for kind in ("none", "tanh"):
+        torch.testing.assert_close(native.gelu(x, kind), reference.gelu(x, kind), rtol=2e-6, atol=1e-6)
     assert torch.equal(native.relu(x), reference.relu(x))
 
 
@@ -197,6 +236,9 @@ def test_blocks_are_copied_as_they_were(kernel: Kernel, targets: list[int]) -> N
 def test_sampling_agrees(kernel: Kernel, vocabulary: int, spread: float) -> None:
     native, reference = kernel
     rows = 24
+    chosen = torch.arange(rows)
+    if native.__name__.endswith("triton"):  # the interpreter is slow
+        vocabulary, chosen = min(vocabulary, 1500), torch.randperm(rows)[:6]
     logits = torch.randn(rows, vocabulary) * spread
     logits[:, 3] = logits[:, 1]  # ties
     assert torch.equal(native.argmax(logits), reference.argmax(logits))
@@ -219,6 +261,7 @@ def test_sampling_agrees(kernel: Kernel, vocabulary: int, spread: float) -> None
         torch.tensor([0.0] * 12 + [0.05] * 12),
         torch.rand(rows, dtype=torch.float64),
     )
+    arguments = tuple(argument[chosen].contiguous() for argument in arguments)
     actual, expected = native.sample_filtered(*arguments), reference.sample_filtered(*arguments)
     # A uniform may fall between two sums that differ in their last bits; more than one such row is a mistake.
     assert (actual != expected).sum() <= (1 if vocabulary > 1000 else 0)
@@ -227,11 +270,69 @@ def test_sampling_agrees(kernel: Kernel, vocabulary: int, spread: float) -> None
 @_parametrize("sample")
 def test_filters_keep_ties_lowest_id_first(kernel: Kernel) -> None:
     for module in kernel:
-        logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]]).repeat(40, 1)
-        uniforms = torch.arange(40, dtype=torch.float64) / 40
-        ones, zeros = torch.ones(40), torch.zeros(40)
-        two = torch.full((40,), 2, dtype=torch.int32)
+        rows = 4 if module.__name__.endswith("triton") else 40
+        logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]]).repeat(rows, 1)
+        uniforms = torch.arange(rows, dtype=torch.float64) / rows
+        ones, zeros = torch.ones(rows), torch.zeros(rows)
+        two = torch.full((rows,), 2, dtype=torch.int32)
         drawn = module.sample_filtered(logits, ones, two, ones, zeros, uniforms)
-        assert drawn.tolist() == [1] * 20 + [2] * 20
+        assert drawn.tolist() == [1] * (rows // 2) + [2] * (rows // 2)
         one_only = module.sample_filtered(logits, ones, torch.zeros_like(two), zeros + 1e-6, zeros, uniforms)
-        assert one_only.tolist() == [1] * 40
+        assert one_only.tolist() == [1] * rows
+
+
+@_parametrize("inputs")
+def test_a_step_is_spread_alike(kernel: Kernel) -> None:
+    """A chunk in the middle of a row, padding, and a prompt over several programs."""
+    rows = torch.tensor([3, -1, 0], dtype=torch.int32)
+    num_computed = torch.tensor([5, -1, 0], dtype=torch.int32)
+    starts = torch.tensor([0, 3, 4, 304], dtype=torch.int32)
+    tokens = torch.randint(99, (5, 400), dtype=torch.int32)
+    tables = torch.randint(1, 50, (5, 100), dtype=torch.int32)
+    results = []
+    for module in kernel:
+        whole = [torch.zeros(304, dtype=kind) for kind in (torch.int32, torch.int32, torch.int64)]
+        lens, gathered = torch.full((3,), 7, dtype=torch.int32), torch.zeros(3, 100, dtype=torch.int32)
+        module.spread(rows, num_computed, starts, tokens, tables, 4, 300, *whole, lens, gathered)
+        results.append([*whole, lens, gathered[0, :2], gathered[2, :75]])
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+@_parametrize("inputs")
+def test_entries_are_scattered_alike(kernel: Kernel) -> None:
+    places = torch.randperm(40 * 50)[:1500].int()
+    results = []
+    for module in kernel:
+        target = torch.zeros(40, 50, dtype=torch.int32)
+        module.scatter(target, places // 50, places % 50, torch.arange(1500, dtype=torch.int32))
+        results.append(target)
+    assert torch.equal(*results)
+
+
+@_parametrize("invariant_linear")
+def test_invariant_products_agree_and_rows_do_not_depend_on_their_number(kernel: Kernel) -> None:
+    x, weight, bias, residual = (
+        torch.randn(70, 100),
+        torch.randn(90, 100),
+        torch.randn(90),
+        torch.randn(70, 90),
+    )
+    fast, reference = kernel
+    expected = reference.linear(x, weight, bias, residual.clone())
+    actual = fast.linear(x, weight, bias, residual.clone())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    for module in kernel:
+        whole = module.linear(x, weight)
+        assert torch.equal(module.linear(x[65:66], weight), whole[65:66])
+
+
+@_parametrize("fp8_rows")
+def test_float8_rows_agree(kernel: Kernel) -> None:
+    fast, reference = kernel
+    x = torch.randn(5, 300) * torch.tensor([[1.0], [0.0], [1e-4], [1e4], [3.0]])
+    (actual, scales), (expected, expected_scales) = fast.quantize(x), reference.quantize(x)
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+    # Neighbours in e4m3 may differ by an eighth; Triton's interpreter loses some carries when it rounds.
+    close = torch.isclose(actual.float(), expected.float(), rtol=2**-3, atol=2**-9)
+    assert close.float().mean() > 0.97

@@ -12,6 +12,7 @@ from quire.kernels import choose
 from quire.layers.factory import LayerFactory
 from quire.models import registry
 from quire.quant.format import Matrix, NumberFormat
+from quire.quant.fp8 import Fp8Matrix
 from quire.quant.full import FullMatrix
 
 META = torch.device("meta")
@@ -76,8 +77,14 @@ class _Sized:
         self.kept_precise = real.kept_precise
         self.worth_keeping = False
         self._is_int8 = real.name.startswith("int8")
+        self._is_fp8 = real.name.startswith("fp8")
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
+        if self._is_fp8:
+            return Fp8Matrix(num_rows, num_columns, self.activation_dtype, META)
+        return self.head(num_rows, num_columns)
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
         if self._is_int8:
             return _SizedInt8(num_rows, num_columns)
         return FullMatrix(num_rows, num_columns, self.activation_dtype, META)
@@ -97,6 +104,9 @@ class _SizedInt8:
         raise NotImplementedError("a sized matrix is never multiplied")
 
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError("a sized matrix is never multiplied")
+
+    def logits(self, x: Tensor) -> Tensor:
         raise NotImplementedError("a sized matrix is never multiplied")
 
     def state(self) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Which alternative of an operation serves on which device. Chosen once, at construction."""
 
 import importlib
+import importlib.util
 import os
 from types import ModuleType
 
@@ -13,14 +14,18 @@ REFERENCE = "reference"
 # Every operation and its alternatives beside the reference, best first, as (name, device type).
 # The parity test walks this table, so an alternative that is not listed here does not exist.
 _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
-    "activation": (("cpu", "cpu"),),
-    "attention": (("cpu", "cpu"),),
-    "embedding": (("cpu", "cpu"),),
+    "activation": (("cpu", "cpu"), ("triton", "cuda")),
+    "attention": (("cpu", "cpu"), ("triton", "cuda")),
+    "embedding": (("cpu", "cpu"), ("triton", "cuda")),
+    "fp8_rows": (("triton", "cuda"),),
+    "full_attention": (("cpu", "cpu"),),
+    "inputs": (("triton", "cuda"),),
     "int8_linear": (("cpu", "cpu"),),
-    "norm": (("cpu", "cpu"),),
-    "pages": (("cpu", "cpu"),),
-    "rotary": (("cpu", "cpu"),),
-    "sample": (("cpu", "cpu"),),
+    "invariant_linear": (("triton", "cuda"),),
+    "norm": (("cpu", "cpu"), ("triton", "cuda")),
+    "pages": (("cpu", "cpu"), ("triton", "cuda")),
+    "rotary": (("cpu", "cpu"), ("triton", "cuda")),
+    "sample": (("cpu", "cpu"), ("triton", "cuda")),
 }
 
 
@@ -55,4 +60,8 @@ def choose(operation: str, device: str | torch.device) -> ModuleType:
 
 
 def _can_run(alternative: str) -> bool:
-    return native.available() if alternative == "cpu" else True
+    if alternative == "cpu":
+        return native.available()
+    return importlib.util.find_spec("triton") is not None and (
+        torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    )

@@ -4,6 +4,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from quire.kernels.attention.cudnn import contiguous_attention
 from quire.layers.batch import Batch
 from quire.layers.norm import RMSNorm
 from quire.layers.pool import Pool
@@ -60,13 +61,27 @@ class Attention:
             k_pages,
             v_pages,
         )
-        return self._attention.paged_attention(
-            heads[:, :num_heads],
-            k_pages,
-            v_pages,
-            batch.query_starts,
-            batch.context_lens,
-            batch.block_tables,
-            self._scale,
-            self._window,
-        )
+        return self._attend(heads, batch, k_pages, v_pages)
+
+    def _attend(self, heads: Tensor, batch: Batch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """heads [T, heads + 2 * kv_heads, head_dim], rotated."""
+        queries = heads[:, : self._num_heads]
+        where = (k_pages, v_pages, batch.query_starts, batch.context_lens, batch.block_tables)
+        if batch.plans is None:
+            return self._attention.paged_attention(queries, *where, self._scale, self._window)
+        out = queries.new_empty(queries.shape[0], self._num_heads * self._head_dim)
+        fresh = () if self._window else batch.fresh
+        if fresh:
+            keys, values = heads[:, self._num_heads :].chunk(2, dim=1)
+            contiguous_attention(queries, keys, values, [(s.first, s.last) for s in fresh], self._scale, out)
+        if len(fresh) < batch.context_lens.shape[0]:
+            self._attention.paged_attention(
+                queries,
+                *where,
+                self._scale,
+                self._window,
+                out,
+                plan=batch.plans.of(self._window),
+                max_query_len=batch.max_query_len,
+            )
+        return out

@@ -4,6 +4,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quire.layers.plans import AttentionPlans
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A row's tokens first … last - 1 of the batch, which are its whole context: nothing of it is cached."""
+
+    first: int
+    last: int
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -19,4 +29,7 @@ class Batch:
     query_starts: Tensor  # [R + 1] int32
     context_lens: Tensor  # [R] int32, positions that exist after this step
     block_tables: Tensor  # [R, max_blocks] int32
-    logits_indices: Tensor  # [L] int64, tokens whose hidden state is turned into logits
+    logits_indices: Tensor | None  # [L] ints, tokens whose hidden state is turned into logits; None: all
+    max_query_len: int | None = None  # of any row, where the host knows it
+    fresh: tuple[Span, ...] = ()  # rows that are long enough to be read from the batch itself, not from pages
+    plans: AttentionPlans | None = None  # where attention's kernel divides its work once for all layers

@@ -13,6 +13,7 @@ from quire.kernels.registry import REFERENCE, load
 from quire.layers.activation import activation
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
+from quire.layers.full_attention import FullAttention
 from quire.layers.linear import Linear, OutputHead
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rope import rotary_table
@@ -82,11 +83,13 @@ class LayerFactory:
 
     def output_head(self, vocab_size: int, width: int, tied_to: Embedding | None = None) -> OutputHead:
         """Logits; `tied_to` gives the same weights, shared in memory where the format allows it."""
-        matrix = self.number_format.matrix(vocab_size, width)
+        matrix = self.number_format.head(vocab_size, width)
         return OutputHead(matrix, tied_to, share=not self.number_format.compact_tables)
 
-    def select(self, rows: Tensor, indices: Tensor) -> Tensor:
-        """rows [T, width], indices [L] -> [L, width]."""
+    def select(self, rows: Tensor, indices: Tensor | None) -> Tensor:
+        """rows [T, width], indices [L] -> [L, width]; without indices the rows as they are."""
+        if indices is None:
+            return rows
         return self.kernel("embedding").gather(rows, indices, dtype=self.dtype)
 
     def rotary(self, hf: Mapping[str, Any], head_dim: int, max_position: int) -> Tensor:
@@ -116,6 +119,10 @@ class LayerFactory:
             window,
             cos_sin,
         )
+
+    def full_attention(self, num_heads: int, head_dim: int) -> FullAttention:
+        """An encoder's attention: every token sees its whole sequence."""
+        return FullAttention(self.kernel("full_attention"), num_heads, head_dim, head_dim**-0.5)
 
     def _vector(self, size: int, fill: float = 0.0) -> Vector:
         return Vector(size, self.dtype, self.device, fill)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from quire.layers.embedding import Embedding
@@ -19,7 +18,7 @@ class Linear:
         self._bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [T, columns], residual [T, rows] -> [T, rows]."""
+        """x [T, columns], residual [T, rows] -> [T, rows]. The residual may be used up."""
         return self._matrix.linear(x, self._bias.value if self._bias else None, residual)
 
     def silu_mul(self, x: Tensor) -> Tensor:
@@ -73,8 +72,7 @@ class OutputHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [L, width] -> logits [L, vocab] float32."""
-        logits = self._matrix.linear(hidden, None, None)
-        return logits if logits.dtype is torch.float32 else logits.float()
+        return self._matrix.logits(hidden)
 
     def loader(self) -> Loader:
         """Takes the head's checkpoint tensor; a tied head's is the embedding's, and loads both."""

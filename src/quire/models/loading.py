@@ -8,8 +8,8 @@ from torch import Tensor
 from quire.core.errors import WeightsError
 from quire.layers.factory import LayerFactory
 from quire.layers.loader import Loader
-from quire.models.model import Model
-from quire.models.registry import build, describe
+from quire.models.model import Encoder, Loadable, Model
+from quire.models.registry import build, build_encoder, describe, describe_encoder
 from quire.observe.logs import get_logger
 from quire.weights.converted import converted_path, read_converted, write_converted
 from quire.weights.source import Source
@@ -18,8 +18,8 @@ logger = get_logger(__name__)
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
 
-# Checkpoints of the bare decoder lack the outer module's name, and some add one more.
-PREFIXES = ("model.decoder.", "model.", "decoder.", "transformer.", "")
+# Checkpoints of the bare model lack the outer module's name, and some add one more.
+PREFIXES = ("model.decoder.", "model.", "decoder.", "transformer.", "bert.", "roberta.", "distilbert.", "")
 NAMED = 4  # tensors that an error names
 
 
@@ -29,26 +29,41 @@ def load(source: Source, factory: LayerFactory, progress: Progress | None = None
     A source with `random` set has no tensors: parameters are drawn from `seed`.
     """
     model = build(describe(source.config), factory)
+    _fill(model, source, factory, progress, seed)
+    return model
+
+
+def load_encoder(
+    source: Source, factory: LayerFactory, progress: Progress | None = None, seed: int = 0
+) -> Encoder:
+    """As `load`, for a model that makes embeddings."""
+    encoder = build_encoder(describe_encoder(source.config), factory)
+    _fill(encoder, source, factory, progress, seed)
+    return encoder
+
+
+def _fill(
+    model: Loadable, source: Source, factory: LayerFactory, progress: Progress | None, seed: int
+) -> None:
     if getattr(source, "random", False):
-        _stream(_random_tensors(model.loaders(), seed), model.loaders(), progress)
-        return model
+        _stream(_random_tensors(model.loaders(), seed, factory.device), model.loaders(), progress)
+        return
     if not factory.number_format.worth_keeping:
         _stream(source.tensors(), model.loaders(), progress, source.num_tensors)
-        return model
+        return
     path = converted_path(source.fingerprint, factory.number_format.name)
     kept = read_converted(path)
     if kept is not None and _adopt(model, kept):
         logger.debug("mapped converted weights %s", path)
-        return model
+        return
     _stream(source.tensors(), model.loaders(), progress, source.num_tensors)
     if write_converted(path, model.parameters()):
         kept = read_converted(path)
         if kept is not None:
             _adopt(model, kept)  # mapped pages can be dropped and shared, those just made cannot
-    return model
 
 
-def _adopt(model: Model, kept: Mapping[str, Tensor]) -> bool:
+def _adopt(model: Loadable, kept: Mapping[str, Tensor]) -> bool:
     try:
         model.adopt(kept)
     except (KeyError, ValueError, WeightsError) as error:
@@ -103,11 +118,13 @@ def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:
     return None
 
 
-def _random_tensors(loaders: Mapping[str, Loader], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Small normal matrices; vectors are ones where they scale and zeros where they shift."""
-    generator = torch.Generator().manual_seed(seed)
+def _random_tensors(
+    loaders: Mapping[str, Loader], seed: int, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Small normal matrices, drawn where they will stay; vectors are ones where they scale, zeros where they shift."""
+    generator = torch.Generator(device).manual_seed(seed)
     for name, loader in loaders.items():
         if len(loader.shape) == 1:
             yield name, torch.full(loader.shape, 0.0 if name.endswith("bias") else 1.0)
         else:
-            yield name, torch.randn(loader.shape, generator=generator) * 0.02
+            yield name, torch.randn(loader.shape, generator=generator, device=device).mul_(0.02)

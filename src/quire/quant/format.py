@@ -18,7 +18,11 @@ class Matrix(Protocol):
         ...
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """x [T, num_columns] -> x @ weight.T (+ bias) (+ residual) [T, num_rows]."""
+        """x [T, num_columns] -> x @ weight.T (+ bias) (+ residual) [T, num_rows]. The residual may be used up."""
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, num_columns] -> x @ weight.T [T, num_rows] in float32."""
         ...
 
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -45,6 +49,10 @@ class NumberFormat(Protocol):
     worth_keeping: bool  # converting takes so long that the result belongs into the cache
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix: ...
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
+        """The output head's: logits are sensitive, and some formats keep it precise."""
+        ...
 
 
 def check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

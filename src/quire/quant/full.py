@@ -30,8 +30,16 @@ class FullMatrix:
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         assert self._weight is not None, "a matrix must be loaded before it is used"
+        if residual is not None and bias is None and x.is_cuda:  # the sum costs nothing inside the product
+            return residual.addmm_(x, self._weight.t())
         y = F.linear(x, self._weight, bias)
         return y if residual is None else y.add_(residual)
+
+    def logits(self, x: Tensor) -> Tensor:
+        assert self._weight is not None, "a matrix must be loaded before it is used"
+        if x.is_cuda and x.dtype is not torch.float32:  # sums are float32 inside: rounding them makes ties
+            return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
+        return F.linear(x, self._weight).float()
 
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._activation.silu_mul(self.linear(x, bias, None))
@@ -45,18 +53,36 @@ class FullMatrix:
         self._weight = state["weight"].to(self._device)
 
 
+class InvariantMatrix(FullMatrix):
+    """A plain matrix whose products do not depend on how many tokens are multiplied at once."""
+
+    def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(num_rows, num_columns, dtype, device)
+        self._kernel = choose("invariant_linear", device)
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        return self._kernel.linear(x, self._weight, bias, residual)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self._kernel.linear(x, self._weight, dtype=torch.float32)
+
+
 class FullPrecision:
-    """float32, float16 or bfloat16 throughout."""
+    """float32, float16 or bfloat16 throughout. `invariant`: batch-invariant products."""
 
     native = False
     compact_tables = False
     kept_precise: tuple[str, ...] = ()
     worth_keeping = False
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, invariant: bool = False) -> None:
         self.name = str(dtype).removeprefix("torch.")
         self.activation_dtype = dtype
         self._device = device
+        self._kind = InvariantMatrix if invariant else FullMatrix
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
-        return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device)
+        return self._kind(num_rows, num_columns, self.activation_dtype, self._device)
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
+        return self.matrix(num_rows, num_columns)

@@ -48,6 +48,9 @@ class Int8Matrix:
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         return self._kernel.linear(x, self._packed, self._scales, self._sums, bias, residual)
 
+    def logits(self, x: Tensor) -> Tensor:
+        return self.linear(x, None, None)
+
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._kernel.linear_silu_mul(x, self._packed, self._scales, self._sums, bias)
 
@@ -84,6 +87,9 @@ class Int8:
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
         return Int8Matrix(num_rows, num_columns, self._device)
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
+        return self.matrix(num_rows, num_columns)
 
 
 def _layout_digest(kernel: ModuleType) -> str:

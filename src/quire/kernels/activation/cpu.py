@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from quire.kernels import native
-from quire.kernels.activation.reference import gelu, relu
+from quire.kernels.activation import reference
+from quire.kernels.activation.reference import relu
 
 __all__ = ["gelu", "relu", "silu_mul"]
 
@@ -16,6 +17,20 @@ def silu_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     native.call(
         "silu_mul",
         (x.data_ptr(), x.stride(0), rows, width, out.data_ptr(), out.stride(0)),
+        (x, out),
+    )
+    return out
+
+
+def gelu(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    """GELU; approximate is "none" (erf) or "tanh"."""
+    if approximate != "none" or x.dim() != 2:
+        return reference.gelu(x, approximate, out)
+    out = native.empty(*x.shape) if out is None else out
+    native.check_floats(x, out)
+    native.call(
+        "gelu",
+        (x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], out.data_ptr(), out.stride(0)),
         (x, out),
     )
     return out

@@ -1,4 +1,6 @@
 // Paged attention: cuts a ragged batch into items, each a (request, KV head, part), and runs them on all threads.
+#pragma once
+
 #include "narrow.h"
 #include "state.h"
 #include "wide.h"
@@ -171,27 +173,16 @@ struct WideScratch {
     }
 };
 
+// The queries in `scratch`, of which the first sees positions from `seen` on, over everything before `end`.
 template <class Element>
-inline void run_wide(const AttentionProblem& p, const AttentionItem& item) {
-    const int64_t start_token = p.query_starts[item.row], padded_dim = p.padded_dim();
-    const int64_t queries = p.query_starts[item.row + 1] - start_token;
-    const int64_t first = item.part * kBlockTokens;
-    const int64_t tokens = queries - first < kBlockTokens ? queries - first : kBlockTokens;
-    const int64_t num_rows = tokens * p.group();
-    const int64_t padded_rows = (num_rows + kWideRows - 1) / kWideRows * kWideRows;
-    WideScratch scratch(padded_rows, padded_dim);
-    const int64_t first_position = p.context_lens[item.row] - queries + first;
-    for (int64_t row = 0; row < padded_rows; ++row) {
-        scratch.positions[row] = first_position + (row < num_rows ? row : num_rows - 1) / p.group();
-    }
-    scale_queries(p, start_token + first, num_rows, item.kv_head, scratch.queries);
-    const int64_t end = first_position + tokens, seen = p.first_seen(first_position);
+inline void attend_wide(const AttentionProblem& p, const int32_t* table, int64_t kv_head, int64_t padded_rows,
+                        const WideScratch& scratch, int64_t seen, int64_t end) {
+    const int64_t padded_dim = p.padded_dim();
     bool is_first = true;
     for (int64_t segment = seen / kSegmentPositions * kSegmentPositions; segment < end; segment += kSegmentPositions) {
         const int64_t segment_end = segment + kSegmentPositions < end ? segment + kSegmentPositions : end;
-        wide_segment<Element>(p, p.block_tables + item.row * p.table_stride, item.kv_head, padded_rows,
-                              scratch.queries, scratch.positions, scratch.current, seen > segment ? seen : segment,
-                              segment_end, scratch.tile);
+        wide_segment<Element>(p, table, kv_head, padded_rows, scratch.queries, scratch.positions, scratch.current,
+                              seen > segment ? seen : segment, segment_end, scratch.tile);
         for (int64_t row = 0; row < padded_rows; ++row) {
             if (is_first) {
                 const State swapped = scratch.total[row];
@@ -204,6 +195,24 @@ inline void run_wide(const AttentionProblem& p, const AttentionItem& item) {
         }
         is_first = false;
     }
+}
+
+template <class Element>
+inline void run_wide(const AttentionProblem& p, const AttentionItem& item) {
+    const int64_t start_token = p.query_starts[item.row], padded_dim = p.padded_dim();
+    const int64_t queries = p.query_starts[item.row + 1] - start_token;
+    const int64_t first = item.part * kBlockTokens;
+    const int64_t tokens = queries - first < kBlockTokens ? queries - first : kBlockTokens;
+    const int64_t num_rows = tokens * p.group();
+    const int64_t padded_rows = (num_rows + kWideRows - 1) / kWideRows * kWideRows;
+    const WideScratch scratch(padded_rows, padded_dim);
+    const int64_t first_position = p.context_lens[item.row] - queries + first;
+    for (int64_t row = 0; row < padded_rows; ++row) {
+        scratch.positions[row] = first_position + (row < num_rows ? row : num_rows - 1) / p.group();
+    }
+    scale_queries(p, start_token + first, num_rows, item.kv_head, scratch.queries);
+    attend_wide<Element>(p, p.block_tables + item.row * p.table_stride, item.kv_head, padded_rows, scratch,
+                         p.first_seen(first_position), first_position + tokens);
     for (int64_t row = 0; row < num_rows; ++row) {
         write_result(scratch.total[row], result_of(p, start_token + first, row, item.kv_head), p.head_dim);
     }

@@ -77,11 +77,11 @@ inline void wide_scores(const float* queries, int64_t padded_dim, const float* k
     }
 }
 
-// Adds probability * value over the first `count` positions of a tile, for four queries.
-inline void wide_values(const State* states, const float* probabilities, const float* values, int64_t padded_dim,
-                        int64_t count) {
-    constexpr int kVectors = 4;
-    int64_t start = 0;
+// Adds probability * value over the first `count` positions of a tile to kVectors vectors of four queries, from `start`
+// on; says where it stopped.
+template <int kVectors>
+inline int64_t wide_columns(const State* states, const float* probabilities, const float* values, int64_t padded_dim,
+                            int64_t count, int64_t start) {
     for (; start + kVectors * kLanes <= padded_dim; start += kVectors * kLanes) {
         Floats sums[kWideRows][kVectors];
         for (int row = 0; row < kWideRows; ++row) {
@@ -99,16 +99,15 @@ inline void wide_values(const State* states, const float* probabilities, const f
             for (int i = 0; i < kVectors; ++i) store(states[row].values() + start + i * kLanes, sums[row][i]);
         }
     }
-    for (; start < padded_dim; start += kLanes) {
-        for (int row = 0; row < kWideRows; ++row) {
-            Floats total = load(states[row].values() + start);
-            for (int64_t j = 0; j < count; ++j) {
-                const Floats probability = broadcast(probabilities[row * kTilePositions + j]);
-                total = fused(probability, load(values + j * padded_dim + start), total);
-            }
-            store(states[row].values() + start, total);
-        }
-    }
+    return start;
+}
+
+// Adds probability * value over the first `count` positions of a tile, for four queries.
+inline void wide_values(const State* states, const float* probabilities, const float* values, int64_t padded_dim,
+                        int64_t count) {
+    int64_t start = wide_columns<4>(states, probabilities, values, padded_dim, count, 0);
+    start = wide_columns<2>(states, probabilities, values, padded_dim, count, start);
+    wide_columns<1>(states, probabilities, values, padded_dim, count, start);
 }
 
 // `num_rows` queries (a multiple of four), at rising `positions`, over positions [start, end) of one segment.
@@ -131,6 +130,7 @@ inline void wide_segment(const AttentionProblem& p, const int32_t* table, int64_
             if (count <= 0 || p.first_seen(positions[row]) >= tile_end) continue;
             const float* q = queries + row * padded_dim;
             if (padded_dim == 64) wide_scores<64>(q, padded_dim, wide.keys, count, scores);
+            else if (padded_dim == 32) wide_scores<32>(q, padded_dim, wide.keys, count, scores);
             else wide_scores<0>(q, padded_dim, wide.keys, count, scores);
             for (int i = 0; i < kWideRows; ++i) {
                 const int64_t position = positions[row + i];

@@ -8,6 +8,7 @@
 #include "../activation/cpu.cpp"
 #include "../attention/cpu.cpp"
 #include "../embedding/cpu.cpp"
+#include "../full_attention/cpu.cpp"
 #include "../int8_linear/cpu.cpp"
 #include "../norm/cpu.cpp"
 #include "../pages/cpu.cpp"
@@ -23,7 +24,9 @@ const NamedOperation operations[] = {
     {"add_rms_norm", add_rms_norm},
     {"argmax", argmax},
     {"copy_blocks", copy_blocks},
+    {"full_attention", full_attention},
     {"gather", gather},
+    {"gelu", gelu},
     {"head_rms_norm", head_rms_norm},
     {"layer_norm", layer_norm},
     {"linear", linear},

@@ -1,0 +1,426 @@
+"""Checks and times the Triton attention kernels on a GPU.
+
+    PYTHONPATH=src python benchmarks/attention_gpu.py [--sections check,decode,prompt,naive,paged] [--output FILE]
+
+Needs torch, triton and numpy only. Times are medians of CUDA graph replays; every layer of a graph reads its own part
+of the pool, and the pool is larger than the cache, as in a model. Numbers go to FILE ($OUT/attention_gpu.json).
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from attention_cases import DEVICE, REPORT, Case, Heads, error, graph_time, make_case, record, reference
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from quire.kernels.attention import triton as attention
+from quire.kernels.attention import triton_contiguous, triton_decode, triton_plan, triton_prompt
+from quire.kernels.attention.triton import Tuning
+
+READ_CEILING = 4.26e12  # bytes per second, measured
+CACHE_BYTES = 60 << 20
+LOG2_E = math.log2(math.e)
+
+
+# --- check ---------------------------------------------------------------------------------------------------------
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+VARIANTS: dict[str, tuple[Tuning, bool]] = {
+    "default": (Tuning(), False),
+    "unfused": (Tuning(fused_reduction=False), False),
+    "deterministic": (Tuning(), True),
+}
+
+
+def check() -> None:
+    """Every variant on ragged batches, then graphs with changed lengths, then bits of the deterministic form."""
+    contexts = [1, 70, 5, 1300, 64, 4000, 900, 33, 2048, 17]
+    queries = [1, 1, 5, 400, 3, 1, 1, 33, 300, 2]
+    shapes = [Heads(), Heads(3, 3, 64), Heads(2, 8, 80, 1), Heads(4, 1, 96, 128, torch.float16)]
+    for heads in [*shapes, Heads(2, 4, 64, 16, torch.float32)]:
+        case = make_case(heads, contexts, queries, poison=True)
+        for window in (0, 100):
+            expected = reference(case, window)
+            for name, (tuning, deterministic) in VARIANTS.items():
+                plan = case.planner(tuning, deterministic).plan(
+                    case.query_starts, case.context_lens, len(contexts), window=window
+                )
+                out = torch.full_like(expected, float("nan"), dtype=heads.dtype)
+                attention.paged_attention(*case.arguments(0), window, out, plan=plan)
+                found = error(out, expected)
+                record("check", what=f"{heads.kv_heads}x{heads.group}x{heads.head_dim} block {heads.block_size} "
+                       f"{str(heads.dtype)[6:]}", window=window, variant=name, error=found,
+                       ok=found < LIMITS[heads.dtype])  # fmt: skip
+    check_contiguous(make_case(Heads(), contexts, queries))
+    check_graph()
+    check_bits()
+
+
+def check_contiguous(case: Case) -> None:
+    """Gathered rows through the tensor memory accelerator."""
+    plan = case.planner().plan(case.query_starts, case.context_lens, len(case.contexts))
+    expected, out = reference(case), torch.full_like(reference(case), float("nan"), dtype=case.heads.dtype)
+    gathered_attention(case, plan, out)
+    triton_decode.decode(case.q, *case.pages(0), case.block_tables, plan, case.arguments(0)[-1] * LOG2_E,
+                         1.0, out)  # fmt: skip
+    record(
+        "check",
+        what="gathered",
+        variant="contiguous",
+        error=error(out, expected),
+        ok=error(out, expected) < 1e-2,
+    )
+
+
+def check_graph() -> None:
+    """A captured plan and attention, replayed at other lengths, also many times over for races."""
+    for name, (tuning, deterministic) in VARIANTS.items():
+        case = make_case(Heads(), [2000] * 48, [1] * 48)
+        planner, out = (
+            case.planner(tuning, deterministic),
+            torch.empty(48, 4096, dtype=torch.bfloat16, device=DEVICE),
+        )
+
+        def step() -> None:
+            plan = planner.plan(case.query_starts, case.context_lens, 48)  # noqa: B023
+            attention.paged_attention(*case.arguments(0), 0, out, plan=plan, max_query_len=1)  # noqa: B023
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        worst, moved = 0.0, False
+        for _ in range(4):
+            lengths = torch.randint(1, 2001, (48,)).tolist()
+            case.context_lens.copy_(torch.tensor(lengths))
+            expected, first = reference(case, 0, lengths), None
+            for _ in range(50):
+                out.fill_(float("nan"))
+                graph.replay()
+                moved |= first is not None and not torch.equal(out, first)
+                first = out.clone()
+            worst = max(worst, error(out, expected))
+        record(
+            "check",
+            what="graph replays",
+            variant=name,
+            error=worst,
+            ok=worst < 1e-2 and not moved,
+            moved=moved,
+        )
+
+
+def check_bits() -> None:
+    """Deterministic: a query's bits alone, in a chunk, in a batch and in a decode are equal."""
+    length = 3000
+    case = make_case(Heads(), [length, 700, 1500], [length, 1, 40])
+    whole = attention.paged_attention(*case.arguments(0), deterministic=True)
+    equal = {}
+    for count in (1, 2, 33, 500):
+        q, (k, v) = case.q[length - count : length], case.pages(0)
+        starts = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+        part = attention.paged_attention(
+            q,
+            k,
+            v,
+            starts,
+            case.context_lens[:1],
+            case.block_tables[:1],
+            case.arguments(0)[-1],
+            deterministic=True,
+        )
+        equal[count] = torch.equal(part, whole[length - count : length])
+    record("check", what="bits", variant="deterministic", equal=equal, ok=all(equal.values()))
+
+
+# --- decode --------------------------------------------------------------------------------------------------------
+
+DECODE_TUNINGS = [
+    Tuning(),
+    Tuning(decode_pieces=4),
+    Tuning(decode_pieces=16),
+    Tuning(fused_reduction=False),
+    Tuning(decode_registers=168),
+    Tuning(decode_tile=128, decode_stages=3),
+    Tuning(decode_tile=64, decode_stages=3),
+    Tuning(decode_tile=64, decode_stages=3, decode_pieces=16),
+    Tuning(decode_tile=64, decode_stages=4),
+    Tuning(decode_tile=128, decode_warps=8),
+]
+
+
+def ragged(rows: int, mean: int = 500) -> list[int]:
+    """Lengths like those of running conversations: a long tail, between 10 and 2000."""
+    generator = torch.Generator().manual_seed(1)
+    draws = torch.empty(rows).log_normal_(0.0, 0.9, generator=generator)
+    return (draws / draws.mean() * mean).clamp(10, 2000).int().tolist()
+
+
+def label(tuning: Tuning) -> str:
+    """What is set, in words."""
+    words = f"tile {tuning.decode_tile} warps {tuning.decode_warps} stages {tuning.decode_stages}"
+    words += f" pieces {tuning.decode_pieces} regs {tuning.decode_registers or '-'}"
+    return words if tuning.fused_reduction else words + " unfused"
+
+
+def time_decode(
+    name: str, heads: Heads, contexts: list[int], tunings: list[Tuning], deterministic: bool = True
+) -> None:
+    """Terabytes per second of K and V; the plan is made before, its cost is shown once."""
+    num_bytes = sum(contexts) * heads.token_bytes()
+    layers = max(1, min(32, -(-5 * CACHE_BYTES // num_bytes)))
+    case = make_case(heads, contexts, [1] * len(contexts), layers)
+    out = torch.empty(len(contexts), heads.num_heads * heads.head_dim, dtype=heads.dtype, device=DEVICE)
+    forms = [(tuning, False) for tuning in tunings] + ([(Tuning(), True)] if deterministic else [])
+    for tuning, fixed in forms:
+        planner = case.planner(tuning, fixed)
+        make_plan = lambda: planner.plan(case.query_starts, case.context_lens, len(contexts))  # noqa: B023
+        plan = make_plan()
+
+        def run() -> None:
+            for layer in range(layers):
+                attention.paged_attention(*case.arguments(layer), 0, out, plan=plan, max_query_len=1)  # noqa: B023
+
+        seconds = graph_time(run, layers)
+        record("decode", case=name, tuning="deterministic" if fixed else label(tuning), us=seconds * 1e6,
+               tb_s=num_bytes / seconds / 1e12, percent=100 * num_bytes / seconds / READ_CEILING,
+               plan_us=graph_time(make_plan, seconds=0.02) * 1e6)  # fmt: skip
+
+
+def decode() -> None:
+    """Batches of decodes, for a small grid of tunings, then other shapes of heads with the default."""
+    main = Heads()
+    for rows, context in ((64, 4096), (256, 1024), (64, 1024)):
+        time_decode(f"{rows}x{context}", main, [context] * rows, DECODE_TUNINGS)
+    few = [DECODE_TUNINGS[index] for index in (0, 2, 3, 6, 7)]
+    for rows, context in ((16, 8192), (1, 1024), (1, 8192)):
+        time_decode(f"{rows}x{context}", main, [context] * rows, few)
+    time_decode("ragged 256", main, ragged(256), few)
+    time_decode("ragged 1024", main, ragged(1024), few)
+    wide = [Tuning(), Tuning(decode_tile=64, decode_stages=3)]
+    for heads in (Heads(8, 4, 64), Heads(3, 3, 64), Heads(40, 1, 128)):
+        name = f"ragged 256, {heads.kv_heads} heads of {heads.head_dim}, group {heads.group}"
+        time_decode(name, heads, ragged(256), wide, deterministic=False)
+
+
+# --- prompt --------------------------------------------------------------------------------------------------------
+
+PROMPT_TUNINGS = [
+    Tuning(),
+    Tuning(prompt_tile=128, prompt_stages=2),
+    Tuning(prompt_tile=128, prompt_stages=3),
+    Tuning(prompt_tile=64, prompt_stages=4),
+    Tuning(prompt_rows=64, prompt_warps=4),
+    Tuning(prompt_warps=4, prompt_stages=2),
+]
+
+
+def prompt_flops(heads: Heads, length: int) -> float:
+    """Products of causal attention, half of the square, as FlashAttention counts them."""
+    return 2.0 * length * length * heads.num_heads * heads.head_dim
+
+
+def gathered_attention(case: Case, plan: triton_plan.AttentionPlan, out: Tensor) -> None:
+    """Pages to one piece, then attention over it; zeros once, since what follows a row must be finite."""
+    starts, tokens = triton_contiguous.aligned_starts(case.contexts, DEVICE)
+    k, v = (torch.zeros(tokens, case.heads.kv_heads, case.heads.head_dim, dtype=case.heads.dtype, device=DEVICE)
+            for _ in range(2))  # fmt: skip
+    run_gathered(case, plan, out, starts, k, v)
+
+
+def run_gathered(
+    case: Case,
+    plan: triton_plan.AttentionPlan,
+    out: Tensor,
+    starts: Tensor,
+    k: Tensor,
+    v: Tensor,
+    copy: bool = True,
+) -> None:
+    if copy:
+        for pages, piece in zip(case.pages(0), (k, v), strict=True):
+            triton_contiguous.gather(
+                pages, case.block_tables, case.context_lens, starts, max(case.contexts), piece
+            )
+    triton_contiguous.contiguous_prompt(case.q, k, v, starts, plan, case.arguments(0)[-1], out)
+
+
+def time_prompt(heads: Heads, length: int, tunings: list[Tuning]) -> None:
+    """One fresh prompt, through pages and gathered, and the library beside it."""
+    case = make_case(heads, [length], [length])
+    out = torch.empty(length, heads.num_heads * heads.head_dim, dtype=heads.dtype, device=DEVICE)
+    name = f"{length}, {heads.num_heads}/{heads.kv_heads} heads of {heads.head_dim}"
+
+    def show(what: str, run: Callable[[], object]) -> None:
+        try:
+            seconds = graph_time(run)
+        except Exception as fault:  # a size that does not fit is a result too
+            record("prompt", case=name, what=what, failed=str(fault).splitlines()[0][:100])
+            return
+        record(
+            "prompt",
+            case=name,
+            what=what,
+            us=seconds * 1e6,
+            tflops=prompt_flops(heads, length) / seconds / 1e12,
+        )
+
+    starts, tokens = triton_contiguous.aligned_starts([length], DEVICE)
+    pieces = [
+        torch.randn(tokens, heads.kv_heads, heads.head_dim, device=DEVICE).to(heads.dtype) for _ in range(2)
+    ]
+    for tuning in tunings:
+        words = (f"rows {tuning.prompt_rows} tile {tuning.prompt_tile} warps {tuning.prompt_warps} "
+                 f"stages {tuning.prompt_stages}")  # fmt: skip
+        plan = case.planner(tuning).plan(case.query_starts, case.context_lens, 1)
+        scale = case.arguments(0)[-1] * LOG2_E
+        show(f"pages, {words}", lambda: triton_prompt.prompt(
+            case.q, *case.pages(0), case.block_tables, plan, scale, 1.0, out))  # noqa: B023  # fmt: skip
+        show(f"tma, {words}", lambda: run_gathered(case, plan, out, starts, *pieces, copy=False))  # noqa: B023
+        if tuning == tunings[0]:
+            show(f"gather + tma, {words}", lambda: run_gathered(case, plan, out, starts, *pieces))  # noqa: B023
+    plan = case.planner(None, True).plan(case.query_starts, case.context_lens, 1)
+    show("deterministic", lambda: attention.paged_attention(*case.arguments(0), 0, out, plan=plan))
+    tensors = [tensor[:length].transpose(0, 1).unsqueeze(0) for tensor in (case.q, *pieces)]
+    for what, backend in (
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+        ("flash-attention 2", SDPBackend.FLASH_ATTENTION),
+    ):
+        with sdpa_kernel(backend):
+            show(what, lambda: scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True))
+    if length <= 8192:
+        show("naive", lambda: naive_attention(case.q, *pieces))
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores in memory."""
+    group = q.shape[1] // k.shape[1]
+    heads = [tensor[: q.shape[0]].transpose(0, 1) for tensor in (q, k, v)]
+    heads[1:] = [tensor.repeat_interleave(group, 0) for tensor in heads[1:]]
+    scores = (heads[0] @ heads[1].transpose(1, 2)).mul_(q.shape[2] ** -0.5)
+    hidden = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).triu_(1)
+    return scores.masked_fill_(hidden, float("-inf")).softmax(-1) @ heads[2]
+
+
+def prompt() -> None:
+    """Fresh prompts of two lengths and some shapes."""
+    time_prompt(Heads(), 8192, PROMPT_TUNINGS)
+    time_prompt(Heads(), 2048, PROMPT_TUNINGS[:3])
+    time_prompt(Heads(32, 1), 8192, PROMPT_TUNINGS[:2])
+    time_prompt(Heads(8, 4, 64), 8192, PROMPT_TUNINGS[:3])
+
+
+# --- naive against tiled, paged against contiguous -----------------------------------------------------------------
+
+
+def naive() -> None:
+    """Time and peak memory from 512 to 64k tokens; the naive form up to what fits."""
+    heads, length = Heads(), 512
+    while length <= 65536:
+        case = make_case(heads, [length], [length])
+        out = torch.empty(length, heads.num_heads * heads.head_dim, dtype=heads.dtype, device=DEVICE)
+        plan = case.planner().plan(case.query_starts, case.context_lens, 1)
+        k, v = (
+            torch.randn(length, heads.kv_heads, heads.head_dim, device=DEVICE).to(heads.dtype) for _ in "kv"
+        )
+        forms: dict[str, Callable[[], object]] = {
+            "tiled": lambda: attention.paged_attention(*case.arguments(0), 0, out, plan=plan)  # noqa: B023
+        }
+        if 2 * heads.num_heads * length * length * 2 < 60e9:
+            forms["naive"] = lambda: naive_attention(case.q, k, v)  # noqa: B023
+        for what, run in forms.items():
+            run()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run()
+            torch.cuda.synchronize()
+            peak = (torch.cuda.max_memory_allocated() - before) / 1e6
+            record("naive", tokens=length, what=what, ms=graph_time(run) * 1e3, peak_mb=peak)
+            torch.cuda.empty_cache()
+        length *= 2
+
+
+def paged() -> None:
+    """Decodes over blocks of 1, 16 and 128 against one block as long as the context."""
+    for rows, context in ((1, 2048), (16, 2048), (64, 512), (64, 2048), (64, 8192), (256, 512), (256, 2048)):
+        times = {}
+        for block_size in (1, 16, 128, context):
+            heads = Heads(block_size=block_size)
+            layers = max(1, min(16, -(-4 * CACHE_BYTES // (rows * context * heads.token_bytes()))))
+            case = make_case(heads, [context] * rows, [1] * rows, layers)
+            out = torch.empty(rows, heads.num_heads * heads.head_dim, dtype=heads.dtype, device=DEVICE)
+            plan = case.planner().plan(case.query_starts, case.context_lens, rows)
+
+            def run() -> None:
+                for layer in range(layers):  # noqa: B023
+                    attention.paged_attention(*case.arguments(layer), 0, out, plan=plan, max_query_len=1)  # noqa: B023
+
+            times[block_size] = graph_time(run, layers) * 1e6
+        record("paged", rows=rows, context=context, contiguous_us=times[context],
+               **{f"block_{size}_us": times[size] for size in (1, 16, 128)},
+               cost_of_16_percent=100 * (times[16] / times[context] - 1))  # fmt: skip
+
+
+SECTIONS: dict[str, Callable[[], None]] = {
+    "check": check, "decode": decode, "prompt": prompt, "naive": naive, "paged": paged,
+}  # fmt: skip
+
+
+def num_compiled() -> int:
+    """Kernels that were compiled so far."""
+    modules = (triton_plan, triton_decode, triton_prompt, triton_contiguous)
+    kernels = [
+        value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")
+    ]
+    return sum(len(cache[0]) for kernel in kernels for cache in getattr(kernel, "device_caches", {}).values())
+
+
+def summary() -> None:
+    """The best of each case, last."""
+    print("\n== summary")
+    bad = [line for line in REPORT.get("check", []) if not line["ok"]]
+    if "check" in REPORT:
+        print(
+            f"check: {len(REPORT['check'])} cases, {len(bad)} wrong"
+            + "".join(f"\n  WRONG {line}" for line in bad)
+        )
+    for section, key in (("decode", "percent"), ("prompt", "tflops")):
+        for case in dict.fromkeys(line["case"] for line in REPORT.get(section, [])):
+            lines = [line for line in REPORT[section] if line["case"] == case and key in line]
+            for line in sorted(lines, key=lambda line: -line[key])[:3]:
+                print(f"{section:7s} {case:45s} {line[key]:7.1f} {key}  {line['us']:9.1f} us  "
+                      f"{line.get('tuning') or line.get('what')}")  # fmt: skip
+
+
+def main() -> None:
+    """Runs the chosen sections."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument(
+        "--output", type=Path, default=Path(os.environ.get("OUT", ".")) / "attention_gpu.json"
+    )
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    for name in arguments.sections.split(","):
+        begin, compiled = time.perf_counter(), num_compiled()
+        try:
+            SECTIONS[name]()
+        finally:
+            arguments.output.write_text(json.dumps(REPORT, indent=1, default=str))
+        print(
+            f"== {name}: {time.perf_counter() - begin:.0f} s, {num_compiled() - compiled} kernels compiled",
+            flush=True,
+        )
+    summary()
+
+
+if __name__ == "__main__":
+    main()

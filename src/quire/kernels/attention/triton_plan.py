@@ -1,0 +1,280 @@
+"""The work of one step's attention, cut into equal pieces once and shared by all layers.
+
+A plan lists items of eight integers: decodes (rows with one query) cut along their context so that every
+multiprocessor gets its share, and prompts (rows with more) cut into tiles of queries. It is made on the device from
+tensors alone, so a captured graph may hold it: grids follow the largest sizes, never the lengths.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Fields of an item. A slot is where a piece of a row leaves its sum, -1 where the piece is the whole row.
+ROW, TOKEN, COUNT, POSITION, BEGIN, END, FIRST_SLOT, NUM_SLOTS = range(8)
+ITEM = 8
+# Totals lie apart so that pointers to both are equally aligned, and kernels are compiled once for both.
+TOTAL_STRIDE = 4
+MULTIPROCESSORS_WITHOUT_GPU = 4  # the interpreter runs one program after another
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes that change speed and never results, but for the last bits. Measured defaults for Hopper."""
+
+    decode_tile: int = 128  # keys per iteration
+    decode_warps: int = 4
+    decode_stages: int = 2
+    decode_registers: int | None = None  # per thread at most: fewer let more programs share a multiprocessor
+    decode_pieces: int = 8  # pieces per multiprocessor that decodes are cut into, about
+    fused_reduction: bool = True  # the last piece of a row to finish adds its pieces up; else a second kernel
+    prompt_rows: int = 128  # queries × heads of a group per program
+    prompt_tile: int = 64  # keys per iteration
+    prompt_warps: int = 8
+    prompt_stages: int = 3
+    prompt_programs: int = 32  # per multiprocessor at most; further tiles go round
+
+
+# One kernel with one set of tiles computes decodes and prompts, so that a query's bits do not tell which it was.
+DETERMINISTIC = Tuning(decode_tile=64, prompt_rows=64, prompt_tile=64, prompt_warps=4, prompt_stages=3)
+DETERMINISTIC_CHUNK = 512
+# Tiles are sized for rows of K of this many bytes (128 × bf16); wider rows get smaller tiles.
+FITTING_BYTES = 256
+
+
+def fitted(tuning: Tuning, head_dim: int, dtype: torch.dtype) -> Tuning:
+    """The tuning with tiles that fit shared memory and registers for these heads."""
+    excess = max(1, padded_power(head_dim) * dtype.itemsize // FITTING_BYTES)
+    # Full precision has no matrix units: its products are held in registers as they are computed.
+    rows = tuning.prompt_rows // min(excess, 2) // (2 if dtype.itemsize == 4 else 1)
+    return replace(
+        tuning,
+        decode_tile=max(16, tuning.decode_tile // excess),
+        prompt_tile=max(16, tuning.prompt_tile // excess),
+        prompt_rows=max(16, rows),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What the attention kernels of one step need beside q and the pages. Valid until the next plan is made."""
+
+    decode_items: Tensor  # [max_decode_items, 8] int32
+    prompt_items: Tensor  # [max_prompt_items, 8] int32
+    totals: Tensor  # [8] int32: number of decode items at 0, of prompt items at 4
+    row_slots: Tensor  # [max_rows, 2] int32: first slot and number of slots of each row
+    partial_acc: Tensor  # [max_decode_items, num_heads, head_dim] fp32
+    partial_max: Tensor  # [max_decode_items, num_heads, 2] fp32: maximum and sum
+    counters: Tensor  # [max_rows, num_kv_heads] int32: finished pieces, zero between launches
+    num_rows: int
+    num_decode_programs: int  # per KV head
+    num_prompt_programs: int  # per KV head
+    num_multiprocessors: int
+    window: int
+    chunk: int  # fixed chunk of a deterministic plan, else 0
+    tuning: Tuning
+
+
+def padded_power(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the device has."""
+    if device.type != "cuda":
+        return MULTIPROCESSORS_WITHOUT_GPU
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class AttentionPlanner:
+    """Owns the buffers of plans: allocated once, so that graphs may be captured over them."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: str | torch.device,
+        *,
+        max_tokens: int,  # of one step, over all rows
+        max_context: int = 0,  # longest context; needed by deterministic plans only
+        dtype: torch.dtype = torch.bfloat16,  # of q
+        deterministic: bool = False,
+        tuning: Tuning | None = None,
+    ) -> None:
+        if deterministic and max_context <= 0:
+            raise ValueError("a deterministic planner needs max_context: its pieces lie at fixed positions")
+        chosen = DETERMINISTIC if deterministic else tuning or Tuning()
+        self.tuning = fitted(chosen, head_dim, dtype)
+        self.device = torch.device(device)
+        self.max_rows, self.max_tokens = max_rows, max_tokens
+        self.group = num_heads // num_kv_heads
+        self.chunk = _fixed_chunk(max_rows, max_context) if deterministic else 0
+        self.multiprocessors = multiprocessors(self.device)
+        self.target = max(1, self.tuning.decode_pieces * self.multiprocessors // num_kv_heads)
+        rows = max(self.tuning.prompt_rows, padded_power(self.group))
+        self.tuning = replace(self.tuning, prompt_rows=rows)
+        self.prompt_queries = rows // self.group
+        slots = max_rows * -(-max_context // self.chunk) if deterministic else max_rows + self.target
+        self._max_prompt_items = self._prompt_bound(max_rows, max_tokens)
+        self._max_decode_items = slots
+        self._partial_acc = self._empty(slots, num_heads, head_dim, dtype=torch.float32)
+        self._partial_max = self._empty(slots, num_heads, 2, dtype=torch.float32)
+        self._counters = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=self.device)
+        # A step of a model with two kinds of windows has two plans alive at once.
+        self._lists: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that partial sums take."""
+        return self._partial_acc.nbytes + self._partial_max.nbytes
+
+    def plan(
+        self,
+        query_starts: Tensor,  # [num_rows + 1] int32
+        context_lens: Tensor,  # [num_rows] int32
+        num_rows: int,
+        *,
+        window: int = 0,
+        num_tokens: int | None = None,  # of this step; the largest if unknown
+    ) -> AttentionPlan:
+        """Lists the work of these rows, on the device. Ends the life of the last plan with this window."""
+        if num_rows > self.max_rows:
+            raise ValueError(
+                f"{num_rows} rows, but this planner was made for {self.max_rows}: raise max_rows"
+            )
+        num_tokens = self.max_tokens if num_tokens is None else min(num_tokens, self.max_tokens)
+        decode_items, prompt_items, totals, row_slots = self._lists_of(window)
+        tuning, fixed = self.tuning, self.chunk > 0
+        _plan_kernel[(1,)](
+            query_starts, context_lens, decode_items, prompt_items, totals, row_slots,
+            num_rows, self.target,
+            ITEM=ITEM, TOTAL_STRIDE=TOTAL_STRIDE, WINDOW=window, CHUNK=self.chunk,
+            DECODE_TILE=tuning.decode_tile,
+            PROMPT_TILE=tuning.prompt_tile,
+            PROMPT_QUERIES=self.prompt_queries, BLOCK=min(1024, padded_power(max(16, self.max_rows))),
+            num_warps=4,
+        )  # fmt: skip
+        bound = num_rows + self.target if not fixed else self._max_decode_items
+        return AttentionPlan(
+            decode_items, prompt_items, totals, row_slots,
+            self._partial_acc, self._partial_max, self._counters,
+            num_rows, bound, self._prompt_bound(num_rows, num_tokens), self.multiprocessors,
+            window, self.chunk, tuning,
+        )  # fmt: skip
+
+    def _prompt_bound(self, num_rows: int, num_tokens: int) -> int:
+        # A row of a prompt has two tokens or more.
+        return num_tokens // self.prompt_queries + min(num_rows, num_tokens // 2)
+
+    def _lists_of(self, window: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if window not in self._lists:
+            self._lists[window] = (
+                self._empty(self._max_decode_items, ITEM),
+                self._empty(max(1, self._max_prompt_items), ITEM),
+                torch.zeros(2 * TOTAL_STRIDE, dtype=torch.int32, device=self.device),
+                self._empty(self.max_rows, 2),
+            )
+        return self._lists[window]
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+def _fixed_chunk(max_rows: int, max_context: int) -> int:
+    # Depends on the configuration alone, never on a batch. Long contexts of many rows would need too many sums.
+    chunk = DETERMINISTIC_CHUNK
+    while max_rows * -(-max_context // chunk) > 16384 and chunk < max_context:
+        chunk *= 2
+    return chunk
+
+
+@triton.jit
+def _write(items, at, mask, row, token, count, position, begin, end, first, number, ITEM: tl.constexpr):
+    place = items + at * ITEM
+    tl.store(place, row, mask)
+    tl.store(place + 1, token, mask)
+    tl.store(place + 2, count, mask)
+    tl.store(place + 3, position, mask)
+    tl.store(place + 4, begin, mask)
+    tl.store(place + 5, end, mask)
+    tl.store(place + 6, first, mask)
+    tl.store(place + 7, number, mask)
+
+
+@triton.jit
+def _decode_rows(starts, lens, row, num_rows, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """(first key, tokens, tiles) of each row in a block; no tiles where the row is not a decode."""
+    inside = row < num_rows
+    queries = tl.load(starts + row + 1, inside, 0) - tl.load(starts + row, inside, 0)
+    length = tl.load(lens + row, inside, 0)
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // TILE * TILE
+    tiles = tl.where(queries == 1, (length - first + TILE - 1) // TILE, 0)
+    return first, length, tiles
+
+
+# No new compilation because a count happens to be 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["num_rows", "target"], do_not_specialize_on_alignment=["starts", "lens"])
+def _plan_kernel(
+    starts, lens, decode_items, prompt_items, totals, row_slots, num_rows, target,
+    ITEM: tl.constexpr, TOTAL_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    DECODE_TILE: tl.constexpr, PROMPT_TILE: tl.constexpr, PROMPT_QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    num_tiles = 0
+    for block in range(0, num_rows, BLOCK):
+        _, _, tiles = _decode_rows(starts, lens, block + lane, num_rows, WINDOW, DECODE_TILE)
+        num_tiles += tl.sum(tiles)
+    piece = tl.maximum((num_tiles + target - 1) // target, 1)
+    num_decode, num_prompt = 0, 0
+    for block in range(0, num_rows, BLOCK):
+        row = block + lane
+        first, length, tiles = _decode_rows(starts, lens, row, num_rows, WINDOW, DECODE_TILE)
+        token = tl.load(starts + row, row < num_rows, 0)
+        if CHUNK > 0:
+            number = tl.where(tiles > 0, (length + CHUNK - 1) // CHUNK - first // CHUNK, 0)
+            width = tiles * 0 + CHUNK
+            origin = first // CHUNK * CHUNK
+        else:
+            # Equal pieces of whole tiles: no short rest that would cost as much as a long piece to start.
+            number = (tiles + piece - 1) // piece
+            width = (tiles + tl.maximum(number, 1) - 1) // tl.maximum(number, 1)
+            number = (tiles + tl.maximum(width, 1) - 1) // tl.maximum(width, 1)
+            width = width * DECODE_TILE
+            origin = first
+        at = num_decode + tl.cumsum(number, 0) - number
+        tl.store(row_slots + row * 2, at, row < num_rows)
+        tl.store(row_slots + row * 2 + 1, number, row < num_rows)
+        slot = tl.where(number > 1, at, -1)
+        for j in range(tl.max(number, 0)):
+            begin = tl.maximum(origin + j * width, first)
+            end = tl.minimum(origin + (j + 1) * width, length)
+            _write(
+                decode_items, at + j, j < number, row, token, 1, length - 1, begin, end, slot, number, ITEM
+            )
+        num_decode += tl.sum(number)
+
+        queries = tl.load(starts + row + 1, row < num_rows, 0) - token
+        number = tl.where((queries > 1) & (length > 0), (queries + PROMPT_QUERIES - 1) // PROMPT_QUERIES, 0)
+        at = num_prompt + tl.cumsum(number, 0) - number
+        for j in range(tl.max(number, 0)):
+            # The last tile of a row sees the most: heavy programs first.
+            skipped = (number - 1 - j) * PROMPT_QUERIES
+            count = tl.minimum(queries - skipped, PROMPT_QUERIES)
+            position = length - queries + skipped
+            begin = position * 0
+            if WINDOW > 0:
+                begin = tl.maximum(position - WINDOW + 1, 0) // PROMPT_TILE * PROMPT_TILE
+            _write(
+                prompt_items, at + j, j < number, row, token + skipped, count, position, begin,
+                position + count, begin * 0 - 1, begin * 0 + 1, ITEM,
+            )  # fmt: skip
+        num_prompt += tl.sum(number)
+    tl.store(totals, num_decode)
+    tl.store(totals + TOTAL_STRIDE, num_prompt)

@@ -1,0 +1,100 @@
+"""What the attention kernels share: finding pages, one tile of online softmax, merging sums of pieces."""
+
+import os
+
+import triton
+import triton.language as tl
+
+# A file's constants reach a kernel as constexpr only.
+NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+# Triton's interpreter multiplies the bits of bfloat16 as if they were integers: there, products are taken in fp32.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def page_ids(table, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Blocks that hold positions start .. start + TILE: one id where they share a block, else one per position."""
+    if BLOCK_SIZE % TILE == 0:
+        return tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        positions = start + tl.arange(0, TILE)
+        return tl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
+
+
+@triton.jit
+def slot_offsets(ids, start, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Where positions start .. start + TILE lie, given their blocks. A pool is larger than 32 bits can say."""
+    positions = start + tl.arange(0, TILE)
+    return ids.to(tl.int64) * stride_block + (positions % BLOCK_SIZE) * stride_token
+
+
+@triton.jit
+def load_tile(
+    pages, offsets, start, end,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """[TILE, BLOCK_D] of K or V; zeros, not what a slot happens to hold, outside the context and the head."""
+    positions = start + tl.arange(0, TILE)
+    columns = tl.arange(0, BLOCK_D)
+    pointers = pages + offsets[:, None] + columns[None, :]
+    if MASKED:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(pointers, mask=(positions < end)[:, None], other=0.0)
+        else:
+            inside = (positions < end)[:, None] & (columns < HEAD_DIM)[None, :]
+            return tl.load(pointers, mask=inside, other=0.0)
+    else:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def visible_keys(query_positions, start, end, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """[rows, TILE]: which keys of a tile each query may see."""
+    keys = start + tl.arange(0, TILE)
+    visible = (keys[None, :] <= query_positions[:, None]) & (keys < end)[None, :]
+    if WINDOW > 0:
+        visible = visible & (keys[None, :] > query_positions[:, None] - WINDOW)
+    return visible
+
+
+@triton.jit
+def product(a, b, acc):
+    """a @ b (+ acc), added in fp32; fp32 operands are not rounded."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def attend_tile(q, k, v, visible, acc, top, total, scale, MASKED: tl.constexpr):
+    """One step of online softmax in base 2. A tile of which a row sees nothing leaves its bits as they were."""
+    scores = product(q, tl.trans(k.to(q.dtype)), None)
+    if MASKED:
+        scores = tl.where(visible, scores * scale, NEGATIVE_INFINITY)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == NEGATIVE_INFINITY, 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+    else:
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        base = new_top
+        weights = tl.exp2(scores * scale - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = product(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+    return acc, new_top, total
+
+
+@triton.jit
+def merge(acc, top, total, other_acc, other_top, other_total):
+    """Sums of two pieces as one. Products and additions are spelt out: the same bits in every kernel."""
+    new_top = tl.maximum(top, other_top)
+    base = tl.where(new_top == NEGATIVE_INFINITY, 0.0, new_top)
+    shrink, other_shrink = tl.exp2(top - base), tl.exp2(other_top - base)
+    total = tl.fma(total, shrink, other_total * other_shrink)
+    wide = tl.broadcast_to(shrink[:, None], acc.shape)
+    acc = tl.fma(acc, wide, other_acc * other_shrink[:, None])
+    return acc, new_top, total

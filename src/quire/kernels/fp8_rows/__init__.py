@@ -1,0 +1,1 @@
+"""Rows in eight-bit floating point, each with its own scale."""

@@ -1,0 +1,1 @@
+"""Products whose rows do not depend on how many rows there are."""

@@ -1,0 +1,98 @@
+"""Rotary position embedding and the store into pages, one launch of Triton. Promises are those of the reference."""
+
+from functools import cache
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv, cos_sin, positions, slots, k_pages, v_pages,
+    qkv_stride, cos_stride, k_block_stride, k_token_stride, k_head_stride,
+    v_block_stride, v_token_stride, v_head_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FIRST_HEAD: tl.constexpr, ROTATES: tl.constexpr,
+    HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token. A thread holds both partners of a pair, so that it may write in place."""
+    token = tl.program_id(0).to(tl.int64)
+    head = FIRST_HEAD + tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    slot = tl.load(slots + token).to(tl.int64)
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (slot >= 0)
+    rotated = head < NUM_HEADS + NUM_KV_HEADS
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    heads = qkv + token * qkv_stride + head * HEAD_DIM
+    keys = k_pages + block * k_block_stride + offset * k_token_stride + (head - NUM_HEADS) * k_head_stride
+    values = v_pages + block * v_block_stride + offset * v_token_stride
+    values += (head - NUM_HEADS - NUM_KV_HEADS) * v_head_stride
+
+    column = tl.arange(0, HALF_BLOCK)[None, :]
+    wanted = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (column < HALF)
+    first = tl.load(heads + column, mask=wanted, other=0.0)
+    second = tl.load(heads + HALF + column, mask=wanted, other=0.0)
+    if ROTATES:
+        position = tl.load(positions + token).to(tl.int64)
+        angles = cos_sin + position * cos_stride + column
+        cosine = tl.load(angles, mask=column < HALF, other=0.0)
+        sine = tl.load(angles + HALF, mask=column < HALF, other=0.0)
+        one = first.to(tl.float32) * cosine - second.to(tl.float32) * sine
+        two = second.to(tl.float32) * cosine + first.to(tl.float32) * sine
+        first = tl.where(rotated, one.to(first.dtype), first)
+        second = tl.where(rotated, two.to(second.dtype), second)
+        tl.store(heads + column, first, mask=wanted & rotated)
+        tl.store(heads + HALF + column, second, mask=wanted & rotated)
+    tl.store(keys + column, first.to(k_pages.dtype.element_ty), mask=wanted & is_key)
+    tl.store(keys + HALF + column, second.to(k_pages.dtype.element_ty), mask=wanted & is_key)
+    tl.store(values + column, first.to(v_pages.dtype.element_ty), mask=wanted & is_value)
+    tl.store(values + HALF + column, second.to(v_pages.dtype.element_ty), mask=wanted & is_value)
+    if REST_BLOCK > 0:
+        # what lies past the rotated part goes to the pages as it is
+        column = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+        rest = tl.load(heads + column, mask=(is_key | is_value) & (column < HEAD_DIM), other=0.0)
+        tl.store(keys + column, rest.to(k_pages.dtype.element_ty), mask=is_key & (column < HEAD_DIM))
+        tl.store(values + column, rest.to(v_pages.dtype.element_ty), mask=is_value & (column < HEAD_DIM))
+
+
+@cache
+def _shape(head_dim: int, rotary_dim: int, few: bool) -> tuple[int, int, int, int]:
+    """(half of the rotated part, its tile, the rest's tile, heads per program)."""
+    half = (rotary_dim or head_dim - head_dim % 2) // 2
+    rest = head_dim - 2 * half
+    half_block = triton.next_power_of_2(half)
+    # about 2048 elements keep four warps busy; fewer where there are few tokens to spread over the device
+    heads = max(1, (512 if few else 2048) // (2 * half_block))
+    return half, half_block, triton.next_power_of_2(rest) if rest else 0, heads
+
+
+def rotate_and_store(
+    qkv: Tensor,  # [T, (Hq + 2 * Hkv) * D], q and k are rotated in place
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    cos_sin: Tensor | None,  # [P, rotary_dim] fp32, cosines | sines; None: no rotation
+    positions: Tensor,  # [T] int32
+    slots: Tensor,  # [T] int64, block * block_size + offset; negative: nothing is stored
+    k_pages: Tensor,  # [num_blocks, block_size, Hkv, D], any strides but the last
+    v_pages: Tensor,
+) -> None:
+    """Rotates q and k in place ("rotate half" of the first rotary_dim), writes k and v to their slots."""
+    tokens = qkv.shape[0]
+    if tokens == 0:
+        return
+    few = tokens < 64
+    half, half_block, rest_block, heads = _shape(head_dim, 0 if cos_sin is None else cos_sin.shape[1], few)
+    first_head = num_heads if cos_sin is None else 0
+    table = qkv if cos_sin is None else cos_sin
+    k_block, k_token, k_head, _ = k_pages.stride()
+    v_block, v_token, v_head, _ = v_pages.stride()
+    _rotate_kernel[(tokens, -(-(num_heads + 2 * num_kv_heads - first_head) // heads), 1)](
+        qkv, table, positions, slots, k_pages, v_pages,
+        qkv.stride(0), table.stride(0), k_block, k_token, k_head, v_block, v_token, v_head,
+        num_heads, num_kv_heads, head_dim, half, k_pages.shape[1], first_head, cos_sin is not None,
+        heads, half_block, rest_block,
+        num_warps=1 if few else 4,
+    )  # fmt: skip

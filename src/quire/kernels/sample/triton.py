@@ -1,0 +1,244 @@
+"""Sampling in Triton, a program per row and no sort. Promises are those of the reference.
+
+`sample_rows` is one launch for a whole step: it takes each row's parameters from columns on the device, counts its
+random number, chooses, and writes the token where the next step reads it.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.sample.columns import WORDS, Word
+from quire.kernels.sample.reference import GREEDY
+from quire.kernels.sample.triton_draw import draw_token
+from quire.kernels.sample.triton_passes import INFINITY, best_pass, peak_pass
+
+_GREEDY = tl.constexpr(GREEDY)
+_WORDS = tl.constexpr(WORDS)
+_TEMPERATURE, _TOP_K = tl.constexpr(int(Word.TEMPERATURE)), tl.constexpr(int(Word.TOP_K))
+_TOP_P, _MIN_P = tl.constexpr(int(Word.TOP_P)), tl.constexpr(int(Word.MIN_P))
+_KEY_LOW, _KEY_HIGH = tl.constexpr(int(Word.KEY_LOW)), tl.constexpr(int(Word.KEY_HIGH))
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes that change speed and never results, but for the last bits. Powers of two."""
+
+    tile: int = 4096  # logits per iteration of a pass
+    stages: int = 3
+    warps: int = 8
+    sample: int = 4096  # logits that guess the first thresholds
+    listed: int = 4096  # tokens that the list holds
+    wide: int = 4096  # logits per step of a draw from the row
+    narrow: int = 2048  # and in its last step
+    registers: int = 128  # per thread, so that two programs share a multiprocessor
+
+
+TUNING = Tuning()
+
+
+class RowColumns(Protocol):
+    """Each row's parameters, on the device."""
+
+    packed: Tensor  # [max_rows, WORDS] int32, see `columns.Word`
+
+
+@triton.jit
+def _uniform(key_low, key_high, position):
+    """The number at `position` of a stream, fp64 in [0, 1): splitmix64, as the sampling room counts it."""
+    key = (key_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | key_low.to(tl.uint32, bitcast=True)
+    bits = key + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+    bits = bits ^ (bits >> 31)
+    return (bits >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _sample_kernel(
+    logits, logits_stride, vocab, temperature, top_k, top_p, min_p, uniforms,
+    columns, rows, positions, usable, token_ids, token_stride, out_tokens, out_finite, scratch,
+    FUSED: tl.constexpr, HAS_USABLE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, SAMPLE: tl.constexpr, LIST: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """One row per program. FUSED: parameters by row id, counted numbers, a place for the token; else all by index."""
+    index = tl.program_id(0).to(tl.int64)
+    row_id = index
+    if FUSED:
+        row_id = tl.load(rows + index).to(tl.int64)
+    if row_id >= 0:
+        row = logits + index * logits_stride
+        words = columns + row_id * _WORDS
+        if FUSED:
+            heat = tl.load(words + _TEMPERATURE).to(tl.float32, bitcast=True)
+        else:
+            heat = tl.load(temperature + index)
+        token = vocab * 0 - 1
+        if heat < _GREEDY:
+            peak, best, broken = best_pass(row, vocab, TILE, STAGES)
+            token = tl.where((peak > -INFINITY) & (peak < INFINITY) & (broken == 0), best, -1)
+        else:
+            if FUSED:
+                k = tl.load(words + _TOP_K)
+                p = tl.load(words + _TOP_P).to(tl.float32, bitcast=True)
+                least = tl.load(words + _MIN_P).to(tl.float32, bitcast=True)
+                position = tl.load(positions + index).to(tl.int64)
+                uniform = _uniform(tl.load(words + _KEY_LOW), tl.load(words + _KEY_HIGH), position)
+            else:
+                k = tl.load(top_k + index)
+                p = tl.load(top_p + index)
+                least = tl.load(min_p + index)
+                uniform = tl.load(uniforms + index)
+            values = (scratch + index * (2 * LIST)).to(tl.pointer_type(tl.float32), bitcast=True)
+            ids = scratch + index * (2 * LIST) + LIST
+            token = draw_token(
+                row, vocab, heat, k, p, least, uniform, values, ids,
+                TILE, STAGES, SAMPLE, LIST, WIDE, NARROW,
+            )  # fmt: skip
+        finite = token >= 0
+        if HAS_USABLE:
+            finite = finite & (tl.load(usable + index) != 0)
+        token = tl.where(finite, token, 0)
+        tl.store(out_tokens + index, token.to(out_tokens.dtype.element_ty))
+        if FUSED:
+            tl.store(out_finite + index, finite.to(out_finite.dtype.element_ty))
+            place = token_ids + row_id * token_stride + tl.load(positions + index).to(tl.int64)
+            tl.store(place, token.to(token_ids.dtype.element_ty))
+
+
+@triton.jit
+def _argmax_kernel(logits, stride, vocab, out, TILE: tl.constexpr, STAGES: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    _, token, broken = best_pass(logits + index * stride, vocab, TILE, STAGES)
+    tl.store(out + index, tl.where(broken != 0, vocab, token).to(tl.int64))
+
+
+@triton.jit
+def _peaks_kernel(logits, stride, vocab, out, TILE: tl.constexpr, STAGES: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    peak, _, broken = best_pass(logits + index * stride, vocab, TILE, STAGES)
+    tl.store(out + index, tl.where(broken != 0, float("nan"), peak))
+
+
+@triton.jit
+def _log_softmax_kernel(logits, stride, vocab, token_ids, out, TILE: tl.constexpr, STAGES: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * stride
+    chosen = tl.load(row + tl.load(token_ids + index).to(tl.int64)).to(tl.float32)
+    peak = peak_pass(row, vocab, TILE, STAGES)
+    lanes = tl.arange(0, TILE)
+    sums = tl.zeros([TILE], tl.float32)
+    for start in tl.range(0, vocab, TILE, num_stages=STAGES):
+        x = tl.load(row + start + lanes, mask=start + lanes < vocab, other=-INFINITY).to(tl.float32)
+        sums += tl.exp(x - peak)
+    tl.store(out + index, (chosen - peak) - tl.log(tl.sum(sums, axis=0)))
+
+
+@triton.jit
+def _ranks_kernel(logits, stride, vocab, token_ids, out, TILE: tl.constexpr, STAGES: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * stride
+    chosen = tl.load(row + tl.load(token_ids + index).to(tl.int64)).to(tl.float32)
+    lanes = tl.arange(0, TILE)
+    above = tl.zeros([TILE], tl.int32)
+    for start in tl.range(0, vocab, TILE, num_stages=STAGES):
+        x = tl.load(row + start + lanes, mask=start + lanes < vocab, other=-INFINITY).to(tl.float32)
+        above += (x > chosen).to(tl.int32)
+    tl.store(out + index, (tl.sum(above, axis=0) + 1).to(tl.int64))
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """logits [S, V] -> int64 [S]; ties go to the lowest id."""
+    return _per_row(_argmax_kernel, logits, torch.int64)
+
+
+def peaks(logits: Tensor) -> Tensor:
+    """logits [S, V] -> fp32 [S], each row's largest; NaN where the row has one."""
+    return _per_row(_peaks_kernel, logits, torch.float32)
+
+
+def log_softmax_gather(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """logits [S, V], token_ids [S] int64 -> fp32 [S], the log probability of each token."""
+    return _per_row(_log_softmax_kernel, logits, torch.float32, token_ids)
+
+
+def token_ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """int64 [S]: 1 + how many tokens of the row have a strictly larger logit."""
+    return _per_row(_ranks_kernel, logits, torch.int64, token_ids)
+
+
+def sample_filtered(
+    logits: Tensor,  # [S, V] fp32, bf16 or fp16
+    temperature: Tensor,  # [S] fp32; 0 means greedy
+    top_k: Tensor,  # [S] int32; 0 is off
+    top_p: Tensor,  # [S] fp32; 1 is off
+    min_p: Tensor,  # [S] fp32; 0 is off
+    uniforms: Tensor,  # [S] fp64 in [0, 1)
+) -> Tensor:  # [S] int64
+    """Draws a token per row: temperature, then min-p, then top-k, then top-p, then inverse CDF by token id.
+
+    Ties are kept lowest id first. A row that cannot be sampled gets 0.
+    """
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    if len(out):
+        given = (temperature, top_k, top_p, min_p, uniforms)
+        _launch(logits, len(out), given, (out, out, out, out, out, 0, out, out), False, False)
+    return out
+
+
+def sample_rows(
+    logits: Tensor,  # [S, V] fp32, bf16 or fp16
+    rows: Tensor,  # [S] int32 or int64; negative: nothing is done for this entry
+    positions: Tensor,  # [S] int32 or int64, of the token being chosen
+    columns: RowColumns,
+    token_ids: Tensor,  # [max_rows, max_len] int32; the token is written to [row, position]
+    out_tokens: Tensor,  # [S] int32 or int64
+    out_finite: Tensor,  # [S] bool or int8
+    num: int | None = None,  # how many of the S entries count; None: all
+    usable: Tensor | None = None,  # [S] bool; False: the row has failed already
+) -> None:
+    """A token per entry by its row's parameters, in one launch and without a word from the host.
+
+    As the sampler's promise: a row whose logits are not finite, or with every token banned, gets token 0 and False.
+    """
+    count = logits.shape[0] if num is None else num
+    if count:
+        packed = columns.packed
+        failed = out_finite if usable is None else usable
+        rest = (packed, rows, positions, failed, token_ids, token_ids.stride(0), out_tokens, out_finite)
+        _launch(logits, count, (packed, packed, packed, packed, packed), rest, True, usable is not None)
+
+
+def _launch(
+    logits: Tensor,
+    count: int,
+    parameters: tuple[Tensor, ...],
+    rest: tuple[Tensor | int, ...],
+    fused: bool,
+    has_usable: bool,
+) -> None:
+    tuning = TUNING
+    scratch = torch.empty((count, 2 * tuning.listed), dtype=torch.int32, device=logits.device)
+    _sample_kernel[(count, 1, 1)](
+        logits, logits.stride(0), logits.shape[1], *parameters, *rest, scratch, fused, has_usable,
+        tuning.tile, tuning.stages, tuning.sample, tuning.listed, tuning.wide, tuning.narrow,
+        num_warps=tuning.warps, maxnreg=tuning.registers,
+    )  # fmt: skip
+
+
+def _per_row(
+    kernel: triton.JITFunction, logits: Tensor, dtype: torch.dtype, token_ids: Tensor | None = None
+) -> Tensor:
+    out = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+    if len(out):
+        extra = () if token_ids is None else (token_ids,)
+        kernel[(len(out), 1, 1)](
+            logits, logits.stride(0), logits.shape[1], *extra, out, TUNING.tile, TUNING.stages,
+            num_warps=TUNING.warps,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,87 @@
+"""Eight-bit floating point: weights scaled per output channel, activations per token, sums in float32."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ConfigError
+from quire.kernels import choose
+from quire.quant.format import Matrix, check_state
+from quire.quant.full import FullMatrix
+
+ALIGNED = 16  # rows and columns of a product come in multiples of this
+
+
+class Fp8Matrix:
+    """float8 (e4m3) weights; products by the matrix units' own float8 path."""
+
+    def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self.num_columns = num_columns
+        self._dtype = dtype
+        self._device = device
+        self._rows = choose("fp8_rows", device)
+        self._activation = choose("activation", device)
+        self._weight: Tensor | None = None  # [num_rows, num_columns] float8_e4m3fn
+        self._scales = torch.empty(0)  # [1, num_rows] float32
+
+    def load_rows(self, first_row: int, rows: Tensor) -> None:
+        if self._weight is None:
+            self._weight = torch.empty(
+                self.num_rows, self.num_columns, dtype=torch.float8_e4m3fn, device=self._device
+            )
+            self._scales = torch.empty(1, self.num_rows, dtype=torch.float32, device=self._device)
+        quantized, scales = self._rows.quantize(rows.to(self._device).contiguous())
+        self._weight[first_row : first_row + rows.shape[0]] = quantized
+        self._scales[0, first_row : first_row + rows.shape[0]] = scales[:, 0]
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        assert self._weight is not None, "a matrix must be loaded before it is used"
+        quantized, scales = self._rows.quantize(x)
+        y = torch._scaled_mm(
+            quantized, self._weight.t(), scale_a=scales, scale_b=self._scales, bias=bias,
+            out_dtype=torch.bfloat16, use_fast_accum=True,
+        ).to(self._dtype)  # fmt: skip
+        return y if residual is None else y.add_(residual)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.linear(x, None, None).float()
+
+    def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._activation.silu_mul(self.linear(x, bias, None))
+
+    def state(self) -> dict[str, Tensor]:
+        assert self._weight is not None, "a matrix must be loaded before it is kept"
+        return {"weight": self._weight, "scales": self._scales}
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        like = torch.empty(self.num_rows, self.num_columns, dtype=torch.float8_e4m3fn, device="meta")
+        check_state(state, {"weight": like, "scales": torch.empty(1, self.num_rows, device="meta")})
+        self._weight = state["weight"].to(self._device)
+        self._scales = state["scales"].to(self._device)
+
+
+class Fp8:
+    """Linear layers in float8; what is small or sensitive stays in the activations' type."""
+
+    name = "fp8"
+    native = False
+    compact_tables = False
+    kept_precise: tuple[str, ...] = ("embedding table", "output head", "norms", "biases")
+    worth_keeping = False
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.activation_dtype = dtype
+        self._device = device
+
+    def matrix(self, num_rows: int, num_columns: int) -> Matrix:
+        if num_rows % ALIGNED or num_columns % ALIGNED:
+            raise ConfigError(
+                f"quantization='fp8' needs matrices whose sides are multiples of {ALIGNED}, and this model has "
+                f"one of {num_rows} × {num_columns}: choose none"
+            )
+        return Fp8Matrix(num_rows, num_columns, self.activation_dtype, self._device)
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
+        return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device)

@@ -1,0 +1,20 @@
+"""Kernels in Triton run in its interpreter here. Read when a kernel is defined, so set before any is imported."""
+
+import os
+
+import pytest
+import torch
+
+from quire.kernels import registry
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def small_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow: small tiles, so that small vocabularies reach every branch of the sampling kernel."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in registry.alternatives("sample"):
+        module = registry.load("sample", "triton")
+        tuning = module.Tuning(tile=256, stages=1, warps=4, sample=128, listed=64, wide=256, narrow=64)
+        monkeypatch.setattr(module, "TUNING", tuning)

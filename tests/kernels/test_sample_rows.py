@@ -1,0 +1,141 @@
+"""The kernel that samples a whole step on the device: the CPU sampler's tokens, from the same random numbers."""
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from quire.core.sampling import SamplingParams
+from quire.kernels import registry
+from quire.sampling import DeviceColumns, Sampler, SampleRequests, SamplingColumns
+from quire.sampling.random import Purpose, stream_key, uniforms
+
+pytestmark = pytest.mark.skipif(
+    "triton" not in registry.alternatives("sample"), reason="triton cannot run here"
+)
+
+KINDS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(temperature=1.5),
+    SamplingParams(temperature=1.0, top_k=100, top_p=0.6),  # more than the list holds
+    SamplingParams(temperature=0.7, min_p=0.1, top_k=9),
+    SamplingParams(temperature=2.0, top_k=3, top_p=0.9),
+)
+
+
+@pytest.fixture
+def kernel() -> ModuleType:
+    return registry.load("sample", "triton")
+
+
+def requests_of(params: list[SamplingParams], vocabulary: int, rows: list[int]) -> SampleRequests:
+    columns = SamplingColumns(max(rows) + 1, vocabulary)
+    for row, sampling in zip(rows, params, strict=True):
+        columns.start_row(row, sampling, seed=row * 31 + 5, sample_index=row % 3, num_prompt_tokens=2)
+    token_ids = torch.full((max(rows) + 1, 40), -7, dtype=torch.int32)
+    token_ids[:, :8] = torch.randint(vocabulary, (max(rows) + 1, 8), dtype=torch.int32)
+    return SampleRequests(np.array(rows), np.array([4 + row % 4 for row in rows]), columns, token_ids)
+
+
+def sampler_with(kernel: ModuleType) -> Sampler:
+    made = Sampler("cpu")
+    made._kernel, made._samples_rows = kernel, True
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.3, 6.0])
+def test_the_same_numbers_give_the_cpu_samplers_tokens(
+    kernel: ModuleType, spread: float, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(int(spread * 10))
+    rows = [7, 0, 3, 11, 4, 9]
+    requests = requests_of(list(KINDS), 700, rows)
+    logits = (torch.randn(6, 700) * spread).to(dtype)
+    expected = Sampler("cpu")(logits.float(), requests)
+    sampled = sampler_with(kernel)(logits, requests)
+    assert sampled.token_ids.tolist() == expected.token_ids.tolist()
+    assert sampled.finite.all()
+    assert requests.token_ids[rows, requests.positions].tolist() == expected.token_ids.tolist()
+
+
+def test_edited_rows_go_through_the_same_stages(kernel: ModuleType) -> None:
+    torch.manual_seed(4)
+    params = [
+        SamplingParams(temperature=0.9, frequency_penalty=0.7, repetition_penalty=1.4, logprobs=3),
+        SamplingParams(temperature=0.0, logit_bias={5: 100.0}),
+        SamplingParams(temperature=1.0, allowed_token_ids=(3, 8, 13), top_p=0.8),
+        SamplingParams(temperature=0.0, logprobs=2),
+    ]
+    requests = requests_of(params, 300, [1, 2, 0, 5])
+    logits = torch.randn(4, 300) * 3
+    expected = Sampler("cpu")(logits.clone(), requests)
+    sampled = sampler_with(kernel)(logits.clone(), requests)
+    assert sampled.token_ids.tolist() == expected.token_ids.tolist()
+    assert sampled.logprobs is not None
+    assert expected.logprobs is not None
+    torch.testing.assert_close(sampled.logprobs.logprobs, expected.logprobs.logprobs)
+    assert torch.equal(sampled.logprobs.top_ids, expected.logprobs.top_ids)
+
+
+@pytest.mark.parametrize("sampling", [KINDS[0], KINDS[1], KINDS[4]])
+def test_rows_that_cannot_be_sampled_are_marked_and_padding_is_left_alone(
+    kernel: ModuleType, sampling: SamplingParams
+) -> None:
+    columns = SamplingColumns(5, 600)
+    for row in range(5):
+        columns.start_row(row, sampling, row, 0, 1)
+    device_columns = DeviceColumns(columns, "cpu")
+    device_columns.update(np.arange(5))
+    logits = torch.randn(5, 600)
+    logits[0, 555], logits[1, 2], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, :590] = -torch.inf  # the sample sees none of the others
+    token_ids = torch.full((5, 9), -7, dtype=torch.int32)
+    tokens, finite = torch.full((5,), -7), torch.full((5,), -7, dtype=torch.int8)
+    rows = torch.tensor([0, 1, 2, 3, -1], dtype=torch.int32)
+    kernel.sample_rows(logits, rows, torch.full((5,), 8), device_columns, token_ids, tokens, finite)
+    assert finite.tolist() == [0, 0, 0, 1, -7]
+    assert tokens[:3].tolist() == [0, 0, 0]
+    assert 590 <= int(tokens[3]) < 600
+    assert int(tokens[4]) == -7
+    assert token_ids[:, 8].tolist() == [*tokens[:4].tolist(), -7]
+
+
+def test_crowds_of_equal_logits_are_kept_lowest_id_first(kernel: ModuleType) -> None:
+    """Far more equals than the list holds: 400 tokens of one weight, half of which top-k or top-p keep."""
+    logits = torch.full((4, 500), -torch.inf)
+    logits[:, 50:450] = 1.25
+    numbers = torch.tensor([0.0, 0.999, 0.0, 0.999], dtype=torch.float64)
+    top_k = torch.tensor([200, 200, 0, 0], dtype=torch.int32)
+    top_p = torch.tensor([1.0, 1.0, 0.5, 0.5])
+    drawn = kernel.sample_filtered(logits, torch.ones(4), top_k, top_p, torch.zeros(4), numbers)
+    assert drawn.tolist() == [50, 249, 50, 249]
+
+
+def test_random_numbers_on_the_device_are_the_hosts_to_the_last_bit(kernel: ModuleType) -> None:
+    """All weights equal: the token is the number's place among V, so its leading bits show."""
+    rows, vocabulary = 6, 500
+    columns = SamplingColumns(rows, vocabulary)
+    for row in range(rows):
+        columns.start_row(
+            row, SamplingParams(temperature=1.0), seed=2**63 + row, sample_index=row, num_prompt_tokens=1
+        )
+    assert columns.token_key[1] == stream_key(2**63 + 1, 1, Purpose.TOKEN)
+    device_columns = DeviceColumns(columns, "cpu")
+    device_columns.update(np.array([5, 1]))
+    device_columns.update(np.array([0, 2, 3, 4]))
+    positions = np.arange(rows) * 1000
+    tokens, finite = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.bool)
+    kernel.sample_rows(
+        torch.zeros(rows, vocabulary),
+        torch.arange(rows),
+        torch.from_numpy(positions),
+        device_columns,
+        torch.zeros(rows, 6000, dtype=torch.int32),
+        tokens,
+        finite,
+    )
+    expected = np.floor(uniforms(columns.token_key, positions) * vocabulary)
+    assert tokens.tolist() == expected.astype(int).tolist()

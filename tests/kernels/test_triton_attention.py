@@ -1,0 +1,152 @@
+"""Attention in Triton beyond parity: plans, padding, fixed bits, gathered pages, and fresh prompts."""
+
+import pytest
+import torch
+
+from quire.kernels.attention import cudnn, reference
+from tests.kernels.cases import PagedCase, Shape, paged_case, random_case
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("these run in the interpreter, on CPU tensors", allow_module_level=True)
+
+from quire.kernels.attention import triton, triton_contiguous, triton_plan
+
+SHAPE = Shape(num_heads=4, num_kv_heads=2, head_dim=32)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(2)
+
+
+def _planner(case: PagedCase, max_rows: int = 8, **settings: object) -> triton.AttentionPlanner:
+    _, heads, head_dim = case.q.shape
+    return triton.AttentionPlanner(
+        max_rows, heads, case.k_pages.shape[2], head_dim, "cpu", max_tokens=64, dtype=case.q.dtype, **settings
+    )
+
+
+def _items(items: torch.Tensor, count: int) -> list[dict[int, int]]:
+    return [dict(enumerate(line)) for line in items[:count].tolist()]
+
+
+@pytest.mark.parametrize("chunk", [False, True])
+@pytest.mark.parametrize("window", [0, 300])
+def test_a_plan_covers_every_visible_key_once_and_no_other(chunk: bool, window: int) -> None:
+    contexts, queries = [1, 0, 700, 5000, 64, 129, 40], [1, 1, 1, 1, 1, 1, 40]
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    planner = triton.AttentionPlanner(
+        7, 4, 2, 32, "cpu", max_tokens=64, max_context=5000, deterministic=chunk
+    )
+    plan = planner.plan(starts, torch.tensor(contexts, dtype=torch.int32), 7, window=window)
+    number = int(plan.totals[0])
+    assert number <= plan.decode_items.shape[0]
+    for row, context in enumerate(contexts[:6]):
+        pieces = [item for item in _items(plan.decode_items, number) if item[triton_plan.ROW] == row]
+        seen = [key for item in pieces for key in range(item[triton_plan.BEGIN], item[triton_plan.END])]
+        first = max(0, context - window) if window else 0
+        assert seen == list(range(seen[0] if seen else 0, context))
+        assert not seen or seen[0] <= first
+        assert all((item[triton_plan.FIRST_SLOT] < 0) == (len(pieces) == 1) for item in pieces)
+    tiles = _items(plan.prompt_items, int(plan.totals[triton_plan.TOTAL_STRIDE]))
+    tokens = [item[triton_plan.TOKEN] + query for item in tiles for query in range(item[triton_plan.COUNT])]
+    assert sorted(tokens) == list(range(6, 46))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_plan_serves_many_calls_and_lengths_may_change(fused: bool) -> None:
+    case = random_case(SHAPE, [700, 90, 30], [1, 1, 4])
+    tuning = triton.Tuning(fused_reduction=fused, decode_tile=64, prompt_tile=32)
+    planner = _planner(case, tuning=tuning)
+    for shorter in (0, 200):
+        case.context_lens[0] -= shorter
+        plan = planner.plan(case.query_starts, case.context_lens, 3)
+        assert int(plan.row_slots[0, 1]) > 1  # several pieces, or nothing is reduced
+        for _ in range(2):
+            actual = triton.paged_attention(*case.arguments(), plan=plan)
+            torch.testing.assert_close(
+                actual, reference.paged_attention(*case.arguments()), rtol=2e-5, atol=2e-5
+            )
+
+
+def test_padding_is_left_alone() -> None:
+    case = random_case(SHAPE, [20, 1, 33], [1, 1, 3])
+    case.context_lens[1] = 0
+    starts = torch.tensor([0, 1, 2, 5, 5], dtype=torch.int32)  # and a row without queries
+    lens = torch.cat((case.context_lens, torch.tensor([9], dtype=torch.int32)))
+    tables = torch.cat((case.block_tables, torch.zeros_like(case.block_tables[:1])))
+    out = torch.full((5, 128), 7.0)
+    triton.paged_attention(case.q, case.k_pages, case.v_pages, starts, lens, tables, case.scale, out=out)
+    expected = reference.paged_attention(*case.arguments())
+    expected[1] = 7.0
+    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_without_prompts_only_decodes_are_written() -> None:
+    case = random_case(SHAPE, [20, 33], [1, 3])
+    out = torch.full((4, 128), 7.0)
+    triton.paged_attention(*case.arguments(), out=out, max_query_len=1)
+    torch.testing.assert_close(out[0], reference.paged_attention(*case.arguments())[0], rtol=2e-5, atol=2e-5)
+    assert (out[1:] == 7.0).all()
+
+
+@pytest.mark.parametrize("window", [0, 530])
+def test_deterministic_bits_do_not_depend_on_batch_chunk_or_block_size(window: int) -> None:
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    lengths, content = [600, 150], [torch.randn(600, 8, 16), torch.randn(150, 8, 16)]
+
+    def attend(block_size: int, rows: list[int], chunks: list[int]) -> list[torch.Tensor]:
+        keys, values = [content[r][:, :2] for r in rows], [content[r][:, 2:4] for r in rows]
+        q = [content[r][-count:, 4:] for r, count in zip(rows, chunks, strict=True)]
+        case = paged_case(
+            Shape(**heads, block_size=block_size), [lengths[r] for r in rows], chunks, keys, values, q
+        )
+        return list(triton.paged_attention(*case.arguments(window), deterministic=True).split(chunks))
+
+    whole = attend(16, [0], [100])[0]
+    for block_size, chunks in ((1, [1, 150]), (128, [33, 1])):
+        part = attend(block_size, [0, 1], chunks)[0]
+        assert torch.equal(part, whole[-chunks[0] :])
+
+
+def test_gathered_pages_give_the_same_prompts() -> None:
+    case = random_case(SHAPE, [70, 5, 130], [1, 5, 40])
+    contexts = case.context_lens.tolist()
+    plan = _planner(case).plan(case.query_starts, case.context_lens, 3)
+    starts, tokens = triton_contiguous.aligned_starts(contexts, "cpu")
+    pieces = [torch.zeros(tokens, 2, 32) for _ in "kv"]
+    for pages, piece in zip((case.k_pages, case.v_pages), pieces, strict=True):
+        triton_contiguous.gather(pages, case.block_tables, case.context_lens, starts, max(contexts), piece)
+    out = torch.zeros(46, 128)
+    triton_contiguous.contiguous_prompt(case.q, *pieces, starts, plan, case.scale, out)
+    expected = reference.paged_attention(*case.arguments())
+    torch.testing.assert_close(out[1:], expected[1:], rtol=2e-5, atol=2e-5)
+
+
+def test_fresh_prompts_need_no_pages() -> None:
+    case = random_case(SHAPE, [20, 1, 33], [20, 1, 33])
+    qkv = torch.randn(54, 8 * 32)
+    k, v = qkv[:, 128:192].view(54, 2, 32), qkv[:, 192:].view(54, 2, 32)
+    rows, out = [(0, 20), (21, 54)], torch.full((54, 128), 7.0)
+    cudnn.contiguous_attention(case.q, k, v, rows, case.scale, out)
+    for first, end in rows:
+        table, length = torch.tensor([[0]], dtype=torch.int32), torch.tensor([end - first], dtype=torch.int32)
+        expected = reference.paged_attention(
+            case.q[first:end], k[None, first:end], v[None, first:end],
+            torch.tensor([0, end - first]), length, table, case.scale,
+        )  # fmt: skip
+        torch.testing.assert_close(out[first:end], expected, rtol=2e-5, atol=2e-5)
+    assert (out[20] == 7.0).all()
+
+
+def test_a_plan_for_another_window_or_more_rows_is_refused() -> None:
+    case = random_case(SHAPE, [20, 33], [1, 3])
+    planner = _planner(case, max_rows=2)
+    plan = planner.plan(case.query_starts, case.context_lens, 2)
+    with pytest.raises(ValueError, match="window"):
+        triton.paged_attention(*case.arguments(8), plan=plan)
+    with pytest.raises(ValueError, match="max_rows"):
+        planner.plan(case.query_starts, case.context_lens, 3)
+    with pytest.raises(ValueError, match="max_context"):
+        _planner(case, deterministic=True)
