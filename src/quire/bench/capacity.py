@@ -9,9 +9,9 @@ from quire.bench.shape import WeightShape, weight_shape
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import block_layout
-from quire.engine.resolve import MAX_NUM_SEQS, Numbers, resolve_max_model_len, resolve_numbers
+from quire.engine.resolve import Numbers, default_limits, resolve_max_model_len, resolve_numbers
 from quire.models import registry
-from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, PoolSize, free_bytes_for_pool, pool_size
+from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, PoolSize, free_host_bytes, pool_size
 from quire.weights.source import Source
 
 GPU_CONTEXT_BYTES = 500_000_000  # CUDA's context and the libraries' workspaces: an estimate
@@ -77,7 +77,7 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
     weights = weight_shape(model, numbers.format)
     layout = block_layout(config.memory.block_size, model, numbers)
     free = _free_bytes(config, device, weights, mapped=numbers.format.worth_keeping)
-    max_rows = config.scheduler.max_num_seqs or MAX_NUM_SEQS
+    max_rows, _ = default_limits(config.scheduler, numbers.device)
     pool = pool_size(config.memory, layout, max_rows, max_model_len, free)
     return Capacity(
         model_name=source.name,
@@ -117,7 +117,7 @@ def _free_bytes(config: EngineConfig, device: Device, weights: WeightShape, mapp
     if not device.on_gpu:
         if device.memory is not None:
             return int(min(CPU_POOL_LIMIT, CPU_POOL_SHARE * max(0, device.memory - kept)))
-        now = free_bytes_for_pool(torch.device("cpu"), 1.0)
+        now = free_host_bytes()
         return now if now >= CPU_POOL_LIMIT else int(max(0, now - CPU_POOL_SHARE * kept))
     assert device.memory is not None, "a GPU's memory is known"
     usable = int(device.memory * config.memory.gpu_memory_utilization)

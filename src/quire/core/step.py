@@ -1,8 +1,8 @@
 """Step: one forward pass as decided. StepResult: what came back. Arrays and deltas, no object per token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from quire.core.ints import Ints
+from quire.core.ints import Ints, ints
 from quire.core.sampling import SamplingParams
 
 
@@ -40,6 +40,7 @@ class Step:
     copy_targets: Ints  # [C] int32
     sample_sources: Ints  # [S] int32, index into `rows`: whose last logits are sampled
     sample_rows: Ints  # [S] int32, the row that receives the token (a fork samples into several rows)
+    masked: Ints = field(default_factory=ints)  # [M] int32, indices into [S] that wait for a grammar's mask
 
     @property
     def total_tokens(self) -> int:
@@ -89,3 +90,4 @@ class SequenceUpdate:
     stop_reason: int | str | None = None
     num_cached: int = 0
     error: str | None = None
+    param: str | None = None  # with an error: the request itself is at fault, and this field of it

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.core.step import Step
 from quire.layers.batch import Batch
 from quire.runner.rows import Rows
+from quire.runner.scored import ScoredRow, scored_rows, wanted_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +19,8 @@ class Assembled:
     batch: Batch
     sample_rows: np.ndarray  # [S] int64
     sample_positions: np.ndarray  # [S] int64, where the sampled token will stand
-    scored: tuple["ScoredRow", ...]  # rows that want logprobs of prompt tokens from this step
+    scored: tuple[ScoredRow, ...]  # rows that want logprobs of prompt tokens from this step
     is_decode: bool  # every row advances by one token and is sampled, in order
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRow:
-    """Positions first … first + count - 1 of a row predict the prompt tokens after them."""
-
-    row: int
-    first: int
-    count: int
-    num_top: int
 
 
 class _Buffer:
@@ -78,7 +69,7 @@ class Assembler:
         else:
             token_rows = np.repeat(rows, counts)
             positions = np.arange(num_tokens) + np.repeat(contexts - ends, counts)
-        scored = self._scored(rows, computed, counts)
+        scored = scored_rows(self._rows.settings, rows, computed, counts)
         batch = Batch(
             token_ids=self._token_ids.put(self._rows.tokens[token_rows, positions]),
             positions=self._positions.put(positions),
@@ -86,7 +77,7 @@ class Assembler:
             query_starts=self._query_starts.put(np.concatenate(([0], ends))),
             context_lens=self._context_lens.put(contexts),
             block_tables=self._gather_tables(rows, int(contexts.max())),
-            logits_indices=self._logits_indices.put(self._wanted(ends, sources, scored, rows, counts)),
+            logits_indices=self._logits_indices.put(wanted_tokens(ends, sources, scored, rows, counts)),
         )
         return Assembled(
             batch=batch,
@@ -104,31 +95,3 @@ class Assembler:
         width = -(-longest // self._block_size)
         self._tables.array[: len(rows), :width] = self._rows.tables[rows, :width]
         return self._tables.first(len(rows))
-
-    def _scored(self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray) -> tuple[ScoredRow, ...]:
-        wanted = self._rows.prompt_logprobs[rows]
-        if (wanted < 0).all():
-            return ()
-        found = []
-        for i in np.flatnonzero(wanted >= 0):
-            last = int(self._rows.num_prompt_tokens[rows[i]]) - 1  # the position that predicts an output
-            count = min(int(counts[i]), last - int(computed[i]))
-            if count > 0:
-                found.append(ScoredRow(int(rows[i]), int(computed[i]), count, int(wanted[i])))
-        return tuple(found)
-
-    @staticmethod
-    def _wanted(
-        ends: np.ndarray,
-        sources: np.ndarray,
-        scored: tuple[ScoredRow, ...],
-        rows: np.ndarray,
-        counts: np.ndarray,
-    ) -> np.ndarray:
-        """Token indices whose hidden states are needed: one per sample, then those of scored rows."""
-        pieces = [ends[sources] - 1]
-        for score in scored:
-            position = int(np.flatnonzero(rows == score.row)[0])
-            begin = int(ends[position] - counts[position])
-            pieces.append(np.arange(begin, begin + score.count))
-        return np.concatenate(pieces)

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -15,11 +16,12 @@ from quire.kernels import choose
 from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
-from quire.runner.assembly import Assembled, Assembler, ScoredRow
+from quire.runner.assembly import Assembled, Assembler
 from quire.runner.recorded import RecordedDecodes
 from quire.runner.rows import Rows
+from quire.runner.scored import ScoredRow
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
-from quire.sampling.records import SampleRequests
+from quire.sampling.records import SampleRequests, TokenMask
 from quire.sampling.sampler import Sampler
 
 SCORED_PER_PASS = 256  # prompt positions turned into logits at once: bounds memory, not speed
@@ -31,6 +33,8 @@ class RunnerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     record_decodes: bool  # replay decode passes instead of calling every layer
+    half_precision: bool = False  # activations have 16 bits
+    deterministic: bool = False  # on a GPU: a request's tokens do not depend on its neighbours
 
 
 class Runner:
@@ -52,15 +56,21 @@ class Runner:
         self._recorded = RecordedDecodes(model, pool) if limits.record_decodes else None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
         self._launched: deque[Future[StepResult]] = deque()
+        self._masks: SimpleQueue[TokenMask | None] = SimpleQueue()  # of launched steps that wait for one
 
     def launch(self, step: Step) -> None:
         self._launched.append(self._worker.submit(self._run, step))
+
+    def mask(self, mask: TokenMask) -> None:
+        """Lets the oldest step that waits for a mask sample."""
+        self._masks.put(mask)
 
     def collect(self) -> StepResult:
         """The result of the oldest step not yet collected; waits for it."""
         return self._launched.popleft().result()
 
     def close(self) -> None:
+        self._masks.put(None)  # a mask that was still to come will not
         self._worker.shutdown(wait=True)
 
     @torch.inference_mode()
@@ -72,7 +82,8 @@ class Runner:
             self._pages.copy_blocks(self._pool.data, sources, targets)
         assembled = self._assembler.assemble(step)
         logits, scored = self._forward(assembled)
-        token_ids, logprobs, failed = self._sample(logits, assembled)
+        mask = self._masks.get() if step.masked else None
+        token_ids, logprobs, failed = self._sample(logits, assembled, mask)
         return StepResult(
             step_id=step.step_id,
             token_ids=ints(token_ids),
@@ -108,12 +119,14 @@ class Runner:
             entries += prompt_logprobs(logits, following[start : start + SCORED_PER_PASS], scored.num_top)
         return PromptLogprobs(scored.row, scored.first + 1, tuple(entries))
 
-    def _sample(self, logits: Tensor, assembled: Assembled) -> tuple[list[int], tuple, tuple[int, ...]]:
+    def _sample(
+        self, logits: Tensor, assembled: Assembled, mask: TokenMask | None
+    ) -> tuple[list[int], tuple, tuple[int, ...]]:
         rows, positions = assembled.sample_rows, assembled.sample_positions
         if not len(rows):
             return [], (), ()
         token_ids_so_far = self._rows.token_ids.to(self._device)  # on the CPU the same memory
-        requests = SampleRequests(rows, positions, self._rows.columns, token_ids_so_far)
+        requests = SampleRequests(rows, positions, self._rows.settings.columns, token_ids_so_far, mask)
         sampled = self._sampler(logits, requests)
         token_ids = sampled.token_ids.cpu().numpy()
         self._rows.tokens[rows, positions] = token_ids

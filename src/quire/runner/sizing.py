@@ -12,6 +12,7 @@ from quire.core.layout import BlockLayout
 
 CPU_POOL_SHARE = 0.25  # of the memory that is free after loading: a laptop has other things to do
 CPU_POOL_LIMIT = 4 << 30
+GPU_MARGIN = 512 << 20  # libraries allocate workspaces when they are first used
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,36 @@ def pool_size(
     return PoolSize(num_blocks, layout.block_size, layout.block_bytes, limit)
 
 
-def free_bytes_for_pool(device: torch.device, gpu_memory_utilization: float) -> int:
-    """What the pool may take on this device now, after the weights are loaded."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1.0 - gpu_memory_utilization) * total))
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """How a GPU's memory is divided, in bytes. Printed at start: it must add up for whoever reads it."""
+
+    total: int
+    others: int  # other processes, and the driver's own
+    weights: int
+    activations: int  # the largest step's, measured
+    pool: int
+    spare: int  # what gpu_memory_utilization leaves alone
+
+
+def divide_gpu(device: torch.device, utilization: float, activations: int) -> DeviceMemory:
+    """What the pool may take now that weights are loaded, whatever else lives on the same card.
+
+    `utilization` is this process's share of the card; what others hold is never counted as ours to give.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    ours = torch.cuda.memory_reserved(device)
+    weights = torch.cuda.memory_allocated(device)
+    others = total - free - ours
+    allowed = min(int(utilization * total) - weights, free + ours - weights - GPU_MARGIN) - activations
+    pool = max(0, allowed)
+    return DeviceMemory(
+        total, others, weights, activations, pool, total - others - weights - activations - pool
+    )
+
+
+def free_host_bytes() -> int:
+    """What the pool may take on a CPU."""
     return int(min(CPU_POOL_LIMIT, CPU_POOL_SHARE * _available_memory()))
 
 

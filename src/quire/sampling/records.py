@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.sampling.columns import SamplingColumns
+from quire.sampling.device_columns import DeviceColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +20,21 @@ class TokenMask:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequests:
-    """S tokens to choose. Only `token_ids` is on the device: the last token may not have reached the host."""
+    """S tokens to choose. Only `token_ids` is on the device: the last token may not have reached the host.
+
+    Where the device has a kernel for whole steps, the sampler also writes each token to `token_ids[row, position]`, so
+    that the next step finds it there; elsewhere that is the caller's to do. Such a device takes rows, positions and
+    parameters from the `device_` fields; what is None is copied from the host.
+    """
 
     rows: np.ndarray  # [S] int64, the row that receives each token
     positions: np.ndarray  # [S] int64, position of the token being chosen: as many tokens come before it
     columns: SamplingColumns
     token_ids: Tensor  # [max_rows, max_len] int32, each row's tokens; read up to `positions` only
     mask: TokenMask | None = None
+    device_rows: Tensor | None = None  # [S] int32 or int64, on the device; negative: padding, nothing is done
+    device_positions: Tensor | None = None  # [S] int32 or int64, on the device
+    device_columns: DeviceColumns | None = None  # the rows' parameters on the device
 
     def __len__(self) -> int:
         return len(self.rows)

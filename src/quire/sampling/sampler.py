@@ -8,6 +8,7 @@ from quire.kernels import choose
 from quire.kernels.registry import REFERENCE
 from quire.sampling import masks
 from quire.sampling.columns import CHANGING, RowFlag
+from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.draw import Draws, draw
 from quire.sampling.logprobs import measure
 from quire.sampling.penalties import Penalties
@@ -27,11 +28,20 @@ class Sampler:
         self._kernel = choose("sample", self._device)
         # the reference sorts every row; `draw` is as plain, and sorts where it must
         self._fused = not self._kernel.__name__.endswith(REFERENCE)
+        # a kernel for whole steps, where the device has one
+        self._samples_rows = hasattr(self._kernel, "sample_rows")
         self._penalties = Penalties()
+
+    @property
+    def writes_tokens(self) -> bool:
+        """Whether chosen tokens are written to `SampleRequests.token_ids` here, not by the caller."""
+        return self._samples_rows
 
     def __call__(self, logits: Tensor, requests: SampleRequests) -> Sampled:
         """logits [S, V] float32, contiguous. They are used up: edits are made in place."""
         flags = _current_flags(requests)
+        if self._samples_rows:
+            return self._sample_on_device(logits, flags, requests)
         finite = self._kernel.peaks(logits).isfinite()
         asking = np.flatnonzero(flags & RowFlag.LOGPROBS)
         raw = self._raw(logits, flags, asking, requests)
@@ -39,6 +49,24 @@ class Sampler:
         chosen = self._choose(logits, flags, requests).clamp_(0, logits.shape[1] - 1)
         finite &= logits.gather(1, chosen[:, None]).squeeze(1).isfinite()
         chosen = chosen.masked_fill_(~finite, 0)
+        if raw is None:
+            return Sampled(chosen, finite)
+        return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests))
+
+    def _sample_on_device(self, logits: Tensor, flags: np.ndarray, requests: SampleRequests) -> Sampled:
+        """As `__call__`, with one launch for the choice; it writes the tokens to their rows as well."""
+        usable = None
+        asking = np.flatnonzero(flags & RowFlag.LOGPROBS)
+        if requests.mask is not None or (flags & CHANGING).any():
+            usable = self._kernel.peaks(logits).isfinite()  # an edit may hide what was wrong
+        raw = self._raw(logits, flags, asking, requests)
+        self._edit(logits, flags, requests)
+        chosen = torch.empty(len(logits), dtype=torch.int64, device=self._device)
+        finite = torch.empty(len(logits), dtype=torch.bool, device=self._device)
+        rows, positions, columns = _device_inputs(requests, self._device)
+        self._kernel.sample_rows(
+            logits, rows, positions, columns, requests.token_ids, chosen, finite, usable=usable
+        )
         if raw is None:
             return Sampled(chosen, finite)
         return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests))
@@ -94,6 +122,19 @@ class Sampler:
         token_ids = chosen if len(asking) == len(chosen) else chosen[on_device(asking, self._device)]
         num_top = requests.columns.num_logprobs[requests.rows[asking]]
         return measure(raw, token_ids, asking, num_top, self._kernel)
+
+
+def _device_inputs(requests: SampleRequests, device: torch.device) -> tuple[Tensor, Tensor, DeviceColumns]:
+    """Rows, positions and parameters on the device; made from the host's where the caller has none there."""
+    rows, positions, columns = requests.device_rows, requests.device_positions, requests.device_columns
+    if rows is None:
+        rows = on_device(requests.rows, device)
+    if positions is None:
+        positions = on_device(requests.positions, device)
+    if columns is None:
+        columns = DeviceColumns(requests.columns, device)
+        columns.update(np.unique(requests.rows))
+    return rows, positions, columns
 
 
 def _current_flags(requests: SampleRequests) -> np.ndarray:

@@ -54,6 +54,9 @@ class Plan:
             copy_targets=ints(delta.copy_targets),
             sample_sources=ints(self.sources),
             sample_rows=ints([s.row for s in self.receivers]),
+            masked=ints(
+                [i for i, s in enumerate(self.receivers) if s.request.sampling.structured is not None]
+            ),
         )
 
 

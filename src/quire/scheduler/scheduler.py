@@ -190,7 +190,7 @@ class Scheduler:
             if admitted is None:
                 return
             budget -= admitted
-            promised = self._num_promised()
+            promised += self._num_promised_to(group.live[0]) + self._num_promised_to_followers(group)
 
     def _admit_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
         """Admits all of the group or nothing; returns the tokens that its leader computes now."""
@@ -225,13 +225,16 @@ class Scheduler:
         return blocks_for(len(leader.token_ids)) + sum(blocks_for(len(s.token_ids)) - shared for s in others)
 
     def _num_promised(self) -> int:
-        blocks_for = self.memory.blocks_for
-        running = sum(max(0, blocks_for(s.target) - len(s.block_ids)) for s in self.running)
-        return running + sum(
-            blocks_for(len(s.token_ids)) - g.request.num_prompt_tokens // self.memory.block_size
-            for g in self._forking.values()
-            for s in g.followers
+        return sum(map(self._num_promised_to, self.running)) + sum(
+            map(self._num_promised_to_followers, self._forking.values())
         )
+
+    def _num_promised_to(self, running: Sequence) -> int:
+        return max(0, self.memory.blocks_for(running.target) - len(running.block_ids))
+
+    def _num_promised_to_followers(self, group: Group) -> int:
+        shared = group.request.num_prompt_tokens // self.memory.block_size
+        return sum(self.memory.blocks_for(len(s.token_ids)) - shared for s in group.followers)
 
     # ------------------------------------------------------------------ rows, samples, forks
 

@@ -1,0 +1,215 @@
+"""DeviceRunner: executes Steps on a GPU. The host sends integers, launches, and reads tokens one step late."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.config import ModelConfig
+from quire.core.ints import ints
+from quire.core.step import PromptLogprobs, Step, StepResult
+from quire.kernels import choose
+from quire.layers.pool import Pool
+from quire.models.model import Model
+from quire.runner.device_inputs import DeviceInputs, Staged
+from quire.runner.graphs import DecodeGraphs
+from quire.runner.rows import RowSettings
+from quire.runner.runner import RunnerLimits
+from quire.runner.scored import ScoredRow
+from quire.sampling.device_columns import DeviceColumns
+from quire.sampling.logprobs import logprob_entries, prompt_logprobs
+from quire.sampling.records import Sampled, SampleRequests, TokenMask
+from quire.sampling.sampler import Sampler
+
+FRESH_TOKENS = 1024  # a prompt of so many tokens, all of them in the step, gains from a contiguous kernel
+SCORED_PER_PASS = 256  # prompt positions turned into logits at once: bounds memory, not speed
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step on the device."""
+
+    step: Step
+    staged: Staged
+    logits: Tensor | None  # [S, vocab]; used up by sampling
+    scored: tuple[PromptLogprobs, ...]
+    started: float
+    sampled: Sampled | None = None
+    token_ids: Tensor | None = None  # [S] int64 in host memory
+    good: Tensor | None = None  # [S] bool in host memory
+    arrived: torch.cuda.Event | None = None  # None on the CPU, where nothing is ever late
+
+
+class DeviceRunner:
+    """Everything is queued on one stream, in order: nothing here waits but `collect`."""
+
+    def __init__(self, model: Model, pool: Pool, limits: RunnerLimits, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._model = model
+        self._pool = pool
+        self._settings = RowSettings(limits.max_num_seqs, model.config.vocab_size)
+        self._inputs = DeviceInputs(
+            self._settings,
+            limits.max_num_seqs,
+            max(limits.max_num_batched_tokens, limits.max_num_seqs),
+            limits.max_model_len,
+            pool.layout.block_size,
+            self._device,
+            attention_planner(model.config, limits, self._device),
+            FRESH_TOKENS if self._reads_fresh(limits) else None,
+        )
+        self._columns = DeviceColumns(self._settings.columns, self._device)
+        self._sampler = Sampler(self._device)
+        self._pages = choose("pages", self._device)
+        self._graphs: DecodeGraphs | None = None
+        if self._device.type == "cuda" and limits.record_decodes:
+            self._graphs = DecodeGraphs(model, pool, self._inputs, limits.max_num_seqs)
+        self._launched: deque[_Launched] = deque()
+        self._last_arrival = 0.0
+
+    @torch.inference_mode()
+    def warm_up(self, seconds: float) -> int:
+        """Captures graphs for about so long; the rest follow when they are needed. How many there are."""
+        if self._graphs is None:
+            return 0
+        self._model(self._inputs.decode(1), self._pool)  # whatever compiles or allocates once does so outside
+        torch.cuda.synchronize(self._device)
+        return self._graphs.capture(seconds)
+
+    def _reads_fresh(self, limits: RunnerLimits) -> bool:
+        """Whether long prompts may go through a contiguous kernel: it knows half precision only, and no order."""
+        return self._device.type == "cuda" and limits.half_precision and not limits.deterministic
+
+    # ------------------------------------------------------------------ the three calls
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> None:
+        """Queues the forward pass, and sampling unless it waits for a mask."""
+        started = time.perf_counter()
+        for start in step.starts:
+            self._settings.start(start)
+        self._columns.update(np.array([start.row for start in step.starts], np.int64))
+        self._inputs.apply(step)
+        if step.copy_sources:
+            copies = self._inputs.send(np.stack([step.copy_sources, step.copy_targets]).astype(np.int32))
+            self._pages.copy_blocks(self._pool.data, *copies.long().unbind(0))
+        staged = self._stage(step)
+        self._inputs.put(staged)
+        logits, scored = self._forward(staged)
+        launched = _Launched(step, staged, logits, scored, started)
+        self._launched.append(launched)
+        if not step.masked:
+            self._sample(launched, None)
+
+    @torch.inference_mode()
+    def mask(self, mask: TokenMask) -> None:
+        """Samples the step that was launched last, which waited for this."""
+        self._sample(self._launched[-1], mask)
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step not yet collected; waits for it."""
+        launched = self._launched.popleft()
+        if launched.arrived is not None:
+            launched.arrived.synchronize()
+        if launched.token_ids is None or launched.good is None:
+            raise RuntimeError("a step that waits for its mask was collected before it had one")
+        good = launched.good.numpy()
+        now = time.perf_counter()
+        seconds = now - max(launched.started, self._last_arrival)
+        self._last_arrival = now
+        return StepResult(
+            step_id=launched.step.step_id,
+            token_ids=ints(launched.token_ids.tolist()),
+            logprobs=logprob_entries(launched.sampled) if launched.sampled is not None else (),
+            prompt_logprobs=launched.scored,
+            failed=() if good.all() else tuple(np.flatnonzero(~good).tolist()),
+            seconds=seconds,
+        )
+
+    def close(self) -> None:
+        self._launched.clear()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    # ------------------------------------------------------------------ the pass
+
+    def _stage(self, step: Step) -> Staged:
+        padded = self._graphs.padded(len(step.rows)) if self._graphs is not None else 0
+        return self._inputs.stage(step, padded)
+
+    def _forward(self, staged: Staged) -> tuple[Tensor | None, tuple[PromptLogprobs, ...]]:
+        """Logits of the sampled rows, and logprobs of the prompt tokens that were asked for."""
+        num_samples = len(staged.sample_rows)
+        if staged.is_decode:
+            if self._graphs is not None:
+                hidden = self._graphs.run(staged.num_rows)
+            else:
+                hidden = self._model(self._inputs.decode(staged.num_rows), self._pool)
+            return self._model.logits(hidden[:num_samples]), ()
+        hidden = self._model(self._inputs.mixed(staged), self._pool)
+        scored = []
+        first = num_samples
+        for row in staged.scored:
+            scored.append(self._score(row, hidden[first : first + row.count]))
+            first += row.count
+        return self._model.logits(hidden[:num_samples]) if num_samples else None, tuple(scored)
+
+    def _score(self, scored: ScoredRow, hidden: Tensor) -> PromptLogprobs:
+        """Waits for the device: whoever wants every prompt token's logprobs reads far more than one token."""
+        following = self._inputs.row_tokens[scored.row, scored.first + 1 : scored.first + 1 + scored.count]
+        entries = []
+        for start in range(0, scored.count, SCORED_PER_PASS):
+            logits = self._model.logits(hidden[start : start + SCORED_PER_PASS])
+            entries += prompt_logprobs(logits, following[start : start + SCORED_PER_PASS], scored.num_top)
+        return PromptLogprobs(scored.row, scored.first + 1, tuple(entries))
+
+    def _sample(self, launched: _Launched, mask: TokenMask | None) -> None:
+        staged = launched.staged
+        launched.token_ids = self._on_host(len(staged.sample_rows), torch.int64)
+        launched.good = self._on_host(len(staged.sample_rows), torch.bool)
+        if launched.logits is not None:
+            rows, positions = self._inputs.samples(staged)
+            requests = SampleRequests(
+                staged.sample_rows,
+                staged.sample_positions,
+                self._settings.columns,
+                self._inputs.row_tokens,
+                mask,
+                rows,
+                positions,
+                self._columns,
+            )
+            sampled = self._sampler(launched.logits, requests)
+            if not self._sampler.writes_tokens:
+                self._inputs.row_tokens[rows.long(), positions.long()] = sampled.token_ids.int()
+            launched.logits = None
+            launched.sampled = sampled
+            launched.token_ids.copy_(sampled.token_ids, non_blocking=True)
+            launched.good.copy_(sampled.finite, non_blocking=True)
+        if self._device.type == "cuda":
+            launched.arrived = torch.cuda.Event()
+            launched.arrived.record()
+
+    def _on_host(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+
+def attention_planner(config: ModelConfig, limits: RunnerLimits, device: torch.device) -> Any:
+    """What divides attention's work on this device; None where its kernel needs none."""
+    planner = getattr(choose("attention", device), "AttentionPlanner", None)
+    if planner is None:
+        return None
+    return planner(
+        limits.max_num_seqs,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        device,
+        max_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
+        max_context=limits.max_model_len,
+        deterministic=limits.deterministic,
+    )

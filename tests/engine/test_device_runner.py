@@ -1,0 +1,65 @@
+"""DeviceRunner gives the tokens of Runner: same steps, same model, rows kept on the device."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.core.config import EngineConfig
+from quire.core.sampling import SamplingParams
+from quire.engine import build as building
+from quire.runner.device_runner import DeviceRunner
+from quire.runner.runner import Runner
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+PROMPTS = [[5, 6, 7], list(range(10, 60)), [9] * 17, list(range(10, 26)), [3]]
+SAMPLINGS = [
+    SamplingParams(temperature=0, max_tokens=20),
+    SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=12),
+    SamplingParams(temperature=1.0, top_p=0.8, seed=1, max_tokens=30, presence_penalty=1.0),
+    SamplingParams(temperature=0, max_tokens=9, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=0.7, top_k=5, seed=8, max_tokens=40, min_tokens=4),
+]
+
+
+def _outputs(
+    runner: type, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object
+) -> dict[tuple[str, int], tuple]:
+    monkeypatch.setattr(building, "Runner", runner)
+    config = EngineConfig.of(
+        model=str(folder), load_format="dummy", dtype="float32", device="cpu", block_size=4, **settings
+    )
+    engine = building.build(config).engine
+    for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
+        engine.add(str(index), prompt, sampling)
+    found: dict[tuple[str, int], tuple] = {}
+    while engine.has_work:
+        for update in engine.step():
+            key = (update.request_id, update.index)
+            found[key] = found.get(key, ()) + update.token_ids
+            if update.prompt_logprobs:
+                found[(update.request_id, -1)] = tuple(entry.token_id for entry in update.prompt_logprobs)
+    engine.check_integrity()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"steps_in_flight": 0}, {"max_num_batched_tokens": 8}, {"num_blocks": 40, "max_num_seqs": 6},
+])  # fmt: skip
+def test_tokens_are_those_of_the_plain_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    expected = _outputs(Runner, tmp_path, monkeypatch, **settings)
+    assert _outputs(DeviceRunner, tmp_path, monkeypatch, **settings) == expected
