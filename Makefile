@@ -5,6 +5,7 @@ PYTHON ?= python3
 OTHER_PYTHONS := $(if $(filter file,$(origin PYTHON)),python3.13 python3.12 python3.11 python3.14)
 VENV ?= .venv
 INSTALL_ARGS ?=
+EXTRAS ?= dev
 ARGS ?=
 
 CONSTRAINTS := requirements/constraints.txt
@@ -29,15 +30,17 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup serve chat test test-quick test-e2e check format compare-cpu bench clean
+.PHONY: help setup install serve chat test test-quick test-e2e check format compare-cpu bench clean
 
 help: ## list the targets
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "Variables: PYTHON=$(PYTHON) (3.11 or later), VENV=$(VENV), INSTALL_ARGS (for pip), ARGS (for pytest), QUIRE_CACHE=$(CACHE)"
+	@echo "Variables: PYTHON=$(PYTHON) (3.11 or later), VENV=$(VENV), INSTALL_ARGS (for pip), EXTRAS=$(EXTRAS), ARGS (for pytest), QUIRE_CACHE=$(CACHE)"
 
 setup: $(CACHED).model $(KERNELS) ## make .venv, install pinned packages, fetch the model, compile the kernels
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo "Set up. Next: make chat",:)
+
+install: $(STAMPS)/packages ## only .venv and the pinned packages of EXTRAS, as the container image does
 
 serve: setup ## set up, then serve the built-in model on 127.0.0.1:8000
 	@$(VENV)/bin/quire serve
@@ -94,9 +97,9 @@ $(STAMPS)/packages: $(STAMPS)/venv pyproject.toml $(CONSTRAINTS)
 	@echo "== 2/4 packages, as $(CONSTRAINTS) pins them (the first time some minutes: torch is large)"
 	@grep -qx "torch==$$($(PY) -c 'import importlib.metadata as m; print(m.version("torch").split("+")[0])' \
 	  2>/dev/null)" $(CONSTRAINTS) || $(PIP) install $(INSTALL_ARGS) -c $(CONSTRAINTS) torch setuptools
-	@echo "   the engine's other packages and the dev tools, quietly"
+	@echo "   the engine's other packages and those of $(EXTRAS), quietly"
 	@$(PIP) install $(INSTALL_ARGS) --quiet -c $(CONSTRAINTS) setuptools
-	@$(PIP) install $(INSTALL_ARGS) --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[dev]'
+	@$(PIP) install $(INSTALL_ARGS) --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(CACHED).model: $(STAMPS)/packages

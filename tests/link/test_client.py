@@ -24,9 +24,9 @@ SMALL = {"num_blocks": 64, "max_num_seqs": 4}
 LONG = SamplingParams(max_tokens=600, temperature=0, ignore_eos=True)
 
 
-def with_engine(use: Callable[[EngineClient], Awaitable[None]]) -> None:
+def with_engine(use: Callable[[EngineClient], Awaitable[None]], **options: float) -> None:
     async def run() -> None:
-        client = EngineClient(EngineConfig.of(**SMALL), Bounds(8))
+        client = EngineClient(EngineConfig.of(**SMALL), Bounds(8), **options)
         try:
             await client.start()
             await use(client)
@@ -93,6 +93,26 @@ def test_a_killed_engine_fails_what_was_under_way_and_comes_back():
         assert await collect(client.submit([Ask("y", [1, 2], SamplingParams(max_tokens=2))]))
 
     with_engine(use)
+
+
+def test_an_engine_that_is_stopped_under_a_request_is_given_up_and_replaced():
+    async def use(client: EngineClient) -> None:
+        assert client.ready is not None
+        first = client.ready.pid
+        await collect(client.submit([Ask("a", [1, 2, 3], LONG.changed(max_tokens=4))]))
+        await asyncio.sleep(2)
+        assert client.num_restarts == 0  # one that idles owes nothing
+        stream = client.submit([Ask("b", [1, 2, 3], LONG)])
+        await stream.updates()
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(EngineDead, match=r"no sign of life.*restarted"):
+            await collect(stream)
+        await until(lambda: client.is_ready)
+        assert (client.ready.pid != first, client.num_restarts, client.num_open) == (True, 1, 0)
+        assert not Path(f"/proc/{first}").exists()
+        assert await collect(client.submit([Ask("c", [1, 2], SamplingParams(max_tokens=2))]))
+
+    with_engine(use, engine_timeout=1.0)
 
 
 def test_an_engine_that_is_asked_to_leave_finishes_what_it_has():

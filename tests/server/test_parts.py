@@ -141,6 +141,10 @@ def test_scoring_needs_one_token_and_prompt_logprobs():
         {"request_timeout": 0.0},
         {"shutdown_timeout": -1.0},
         {"isolate_keys": True},
+        {"max_requests_per_minute_per_key": 5},
+        {"api_keys": ("a",), "max_tokens_per_minute_per_key": 0},
+        {"engine_timeout": 0.0},
+        {"sse_keep_alive": -1.0},
     ],
     ids=str,
 )
@@ -156,7 +160,7 @@ def test_metrics_are_text_that_prometheus_reads():
     metrics.finished(2.0, 1.5, ["stop", "length"])
     metrics.http_request("/v1/models", 200)
     client = EngineClient(EngineConfig(), Bounds(1))
-    text = metrics.rendered(client).decode()
+    text = metrics.rendered([client]).decode()
     assert 'quire_time_to_first_token_seconds_bucket{le="0.5",model_name=""} 1.0' in text
     assert 'quire_inter_token_latency_seconds_count{model_name=""} 3.0' in text
     assert 'quire_request_success_total{finished_reason="stop",model_name=""} 1.0' in text

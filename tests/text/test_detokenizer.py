@@ -153,3 +153,12 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(
         return best
 
     assert seconds(8000) < 4 * 16 * seconds(500)  # sixteen times as many; a quadratic cost would be 256-fold
+
+
+def test_special_tokens_that_must_be_seen_stay_where_they_are(tokenizer: Tokenizer) -> None:
+    start, end = tokenizer.token_id("<s>"), tokenizer.token_id("</s>")
+    assert start is not None
+    assert end is not None
+    ids = [start, *tokenizer.encode("the dog", False), start, *tokenizer.encode("größer", False), end]
+    shown = streamed(Detokenizer(tokenizer, kept_ids=frozenset([start])), [[one] for one in ids])
+    assert shown.replace("<s> ", "<s>") == "<s>the dog<s>größer"

@@ -14,6 +14,8 @@ from quire.observe import logs
 from quire.server.keys import read_key_file
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
+from quire.text.reasoning.registry import REASONING_PARSERS
+from quire.text.tools.registry import TOOL_PARSERS
 
 DEFAULTS = ServerSettings()
 _OWN_FLAGS = ("max_queue_requests", "max_queue_tokens")  # bounded here, before the engine
@@ -29,10 +31,17 @@ def add_arguments(parser: Parser) -> None:
         default=None,
         help="let requests bring a chat template of their own",
     )
+    _add_formats(parser.add_argument_group("answers"))
+    _add_embeddings(parser.add_argument_group("embeddings"))
     group = parser.add_argument_group("logs")
     group.add_argument("--log-requests", action="store_true", help="one line for each request")
     group.add_argument("--log-format", choices=logs.FORMATS, help="text, or json: one object a line")
     group.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry traces there (needs the extra `otel`)",
+    )
     add_engine_flags(parser, without=_OWN_FLAGS)
 
 
@@ -54,6 +63,8 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
     given["api_keys"] = _api_keys(arguments)
     given["admin_key"] = arguments.admin_key or os.environ.get("QUIRE_ADMIN_KEY") or None
     given["allowed_origins"] = tuple(arguments.allowed_origins or ())
+    given["embedding_models"] = tuple(arguments.embedding_model or ())
+    given["embeddings"] = not arguments.no_embeddings
     if arguments.served_model_name:
         given["served_names"] = (arguments.served_model_name,)
     return ServerSettings(**given)
@@ -75,6 +86,12 @@ def _add_network(group: Any) -> None:
     group.add_argument("--ssl-certfile", metavar="FILE", help="serve TLS with this certificate")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="and this key")
     group.add_argument(
+        "--sse-keep-alive",
+        type=float,
+        metavar="X",
+        help=f"seconds of silence before a stream gets a comment (default: {DEFAULTS.sse_keep_alive:g}; 0: never)",
+    )
+    group.add_argument(
         "--allowed-origins",
         action=Collect,
         metavar="ORIGIN",
@@ -94,8 +111,45 @@ def _add_access(group: Any) -> None:
         metavar="N",
         help="requests of one key at a time (default: no limit)",
     )
+    for what in ("requests", "tokens"):
+        group.add_argument(
+            f"--max-{what}-per-minute-per-key",
+            type=int,
+            metavar="N",
+            help=f"{what} of one key per minute (default: no limit)",
+        )
     group.add_argument(
         "--isolate-keys", action="store_true", default=None, help="keys share no cached prefixes"
+    )
+
+
+def _add_formats(group: Any) -> None:
+    by_template = "(default: as the chat template shows)"
+    group.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help=f"how calls of tools are written: {', '.join(TOOL_PARSERS)} or none {by_template}",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help=f"how thoughts are marked: {', '.join(REASONING_PARSERS)} or none {by_template}",
+    )
+    group.add_argument(
+        "--enable-auto-tool-choice", action="store_true", help="on in any case; taken for vLLM's users"
+    )
+
+
+def _add_embeddings(group: Any) -> None:
+    group.add_argument(
+        "--embedding-model",
+        action=Collect,
+        metavar="MODEL",
+        help="start this embedding model too: builtin, a folder or a hub id (may be repeated; default: the built-in "
+        "one starts when a request names it)",
+    )
+    group.add_argument(
+        "--no-embeddings", action="store_true", help="no /v1/embeddings beside a model that generates"
     )
 
 
@@ -112,6 +166,24 @@ def _add_limits(group: Any) -> None:
     )
     group.add_argument(
         "--request-timeout", type=float, metavar="X", help="seconds for one request (default: no limit)"
+    )
+    group.add_argument(
+        "--engine-timeout",
+        type=float,
+        metavar="X",
+        help=f"seconds for one step of the engine, which is replaced after them (default: {DEFAULTS.engine_timeout:g})",
+    )
+    group.add_argument(
+        "--max-stored-responses",
+        type=int,
+        metavar="N",
+        help=f"responses of /v1/responses kept in memory (default: {DEFAULTS.max_stored_responses})",
+    )
+    group.add_argument(
+        "--max-stored-responses-bytes",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="and their size (default: 256MiB)",
     )
     group.add_argument(
         "--shutdown-timeout",

@@ -30,6 +30,22 @@ class Ask:
     priority: int = 0
     cache_salt: str = ""
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedAsk:
+    """One request for an encoder: all its texts."""
+
+    request_id: str
+    texts: Sequence[Sequence[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
 
 class Admission:
     """Knows every request from its submission to its end, and which of them have begun to run."""
@@ -50,9 +66,9 @@ class Admission:
     def num_running(self) -> int:
         return len(self._running)
 
-    def check(self, asks: Sequence[Ask], figures: Figures, max_num_seqs: int) -> None:
+    def check(self, asks: Sequence[Ask | EmbedAsk], figures: Figures, max_num_seqs: int) -> None:
         """All of them or none: raises QueueFull, or InvalidRequest if they could never wait together."""
-        num_tokens = sum(len(ask.prompt_token_ids) for ask in asks)
+        num_tokens = sum(ask.num_tokens for ask in asks)
         self._refuse_hopeless(len(asks), num_tokens, max_num_seqs)
         self.check_room(len(asks), figures, max_num_seqs)
         limit = self.bounds.max_tokens
@@ -71,10 +87,10 @@ class Admission:
                 f"{self.num_waiting} requests are waiting already: try again later, or raise max_queue_requests"
             )
 
-    def enter(self, asks: Sequence[Ask]) -> None:
+    def enter(self, asks: Sequence[Ask | EmbedAsk]) -> None:
         for ask in asks:
-            self._waiting[ask.request_id] = len(ask.prompt_token_ids)
-            self._waiting_tokens += len(ask.prompt_token_ids)
+            num_tokens = self._waiting[ask.request_id] = ask.num_tokens
+            self._waiting_tokens += num_tokens
 
     def begin(self, request_id: str) -> None:
         """The request left the queue."""

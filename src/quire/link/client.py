@@ -3,16 +3,17 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from quire.core.config import EngineConfig
-from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.core.errors import EngineDead, InvalidRequest
 from quire.core.step import SequenceUpdate
-from quire.link.admission import Admission, Ask, Bounds
+from quire.link.admission import Ask, Bounds
 from quire.link.channel import Channel
+from quire.link.engine_process import UNBOUNDED as UNBOUNDED
+from quire.link.engine_process import EngineProcess
 from quire.link.messages import (
-    Abort,
     Add,
+    AnyReady,
     AskFigures,
     CheckIntegrity,
     Done,
@@ -28,70 +29,35 @@ from quire.link.messages import (
     unpack_updates,
 )
 from quire.link.stream import Stream
-from quire.link.supervise import Supervisor
+from quire.link.supervise import STEP_SECONDS
 
-UNBOUNDED = 2**31 - 1  # the engine's own queue: this side is its only customer, and counts already
 CALL_SECONDS = 60.0
 
 
-class EngineClient:
-    """Use it from one event loop. Whatever can be refused is refused at once; nothing here blocks.
-
-    When the engine dies, open streams fail with EngineDead, and so does every submission until the next
-    engine is ready.
-    """
+class EngineClient(EngineProcess[SequenceUpdate]):
+    """An engine that generates."""
 
     def __init__(
         self,
         config: EngineConfig,
         bounds: Bounds,
         on_progress: Callable[[str, int, int], None] | None = None,
+        engine_timeout: float = STEP_SECONDS,
     ) -> None:
-        unbounded = replace(config.scheduler, max_queue_requests=UNBOUNDED, max_queue_tokens=None)
-        self.admission = Admission(bounds)
-        self.figures = Figures()
+        super().__init__(config, bounds, on_progress, engine_timeout)
         self.ready: Ready | None = None  # as the last engine that started said it
-        self._supervisor = Supervisor(replace(config, scheduler=unbounded), self, on_progress)
-        self._channel: Channel | None = None  # None: no engine to talk to
-        self._streams: dict[str, Stream] = {}
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Done]] = {}
 
-    # ------------------------------------------------------------------ the engine's life
-
     async def start(self) -> Ready:
         """Returns when the engine can serve; raises one clear line if it never will."""
-        return await self._supervisor.start()
-
-    async def close(self) -> None:
-        self.fail_open(EngineDead("the engine was closed"))
-        await self._supervisor.close()
-
-    def let_end(self) -> None:
-        """From now on an engine that ends is not replaced: everything is about to end."""
-        self._supervisor.restarts = False
-
-    @property
-    def is_ready(self) -> bool:
-        return self._channel is not None
-
-    @property
-    def status(self) -> str:
-        """The engine's state in words."""
-        return self._supervisor.status
-
-    @property
-    def num_restarts(self) -> int:
-        return max(0, self._supervisor.num_starts - 1)
-
-    @property
-    def num_failures(self) -> int:
-        """Starts that failed and engines that died young, in a row."""
-        return self._supervisor.num_failures
+        ready = await self._supervisor.start()
+        assert isinstance(ready, Ready)
+        return ready
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, asks: Sequence[Ask]) -> Stream:
+    def submit(self, asks: Sequence[Ask]) -> Stream[SequenceUpdate]:
         """Hands over all of the requests or none. Raises QueueFull, InvalidRequest or EngineDead at once."""
         self.check_room(len(asks))
         channel, ready = self._channel, self.ready
@@ -102,7 +68,7 @@ class EngineClient:
         ]  # what can fail fails before anyone knows
         self.admission.check(asks, self.figures, ready.max_num_seqs)
         self.admission.enter(asks)
-        stream = Stream([ask.request_id for ask in asks], self._close)
+        stream: Stream[SequenceUpdate] = Stream([ask.request_id for ask in asks], self._close)
         for request_id, message in zip(stream.request_ids, messages, strict=True):
             self._streams[request_id] = stream
             channel.send_encoded(message)
@@ -119,17 +85,10 @@ class EngineClient:
         if self._channel is not None:
             self._channel.send(Stop(request_id, index))
 
-    def fail_open(self, fault: Exception) -> int:
-        """Ends every open stream with `fault`; how many there were."""
-        streams = set(self._streams.values())
-        for stream in streams:
-            stream.fail(fault)
-        return len(streams)
-
     @property
-    def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
+    def has_work(self) -> bool:
+        """Whether the engine owes an answer."""
+        return bool(self._streams or self._calls)
 
     # ------------------------------------------------------------------ operators' calls
 
@@ -158,15 +117,13 @@ class EngineClient:
 
     # ------------------------------------------------------------------ what the supervisor tells
 
-    def engine_up(self, ready: Ready, channel: Channel) -> None:
+    def engine_up(self, ready: AnyReady, channel: Channel) -> None:
+        assert isinstance(ready, Ready)
         self.ready = ready
-        self._channel = channel
-        self.figures = Figures()
+        super().engine_up(ready, channel)
 
     def engine_down(self, fault: EngineDead) -> None:
-        self._channel = None
-        self.figures = Figures()
-        self.fail_open(EngineDead(f"{fault}; it is being restarted: try again in some seconds"))
+        super().engine_down(fault)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(fault)
@@ -198,25 +155,6 @@ class EngineClient:
         if stream is not None:  # else it was aborted while this was on its way
             stream.push(update)
 
-    def _refused(self, message: Refused) -> None:
-        stream = self._streams.get(message.request_id)
-        if stream is None:
-            return
-        stream.done(message.request_id)
-        self._forget(message.request_id)
-        stream.fail(_refusal(message))
-
-    def _close(self, stream: Stream) -> None:
-        open_ids = [one for one in stream.open_ids if one in self._streams]
-        if open_ids and self._channel is not None:
-            self._channel.send(Abort(open_ids))
-        for request_id in stream.request_ids:
-            self._forget(request_id)
-
-    def _forget(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None:
-            self.admission.leave(request_id)
-
 
 def _encoded(ask: Ask, vocab_size: int) -> bytes:
     try:
@@ -230,11 +168,3 @@ def _encoded(ask: Ask, vocab_size: int) -> bytes:
         return encode(Add(ask.request_id, packed, ask.sampling, ask.priority, ask.cache_salt))
     except (OverflowError, UnicodeEncodeError) as error:
         raise InvalidRequest(f"the request holds a value that cannot be passed on ({error})") from None
-
-
-def _refusal(message: Refused) -> QuireError:
-    if message.kind == "invalid":
-        return InvalidRequest(message.message, message.param)
-    if message.kind == "leaving":
-        return QueueFull(message.message)
-    return QuireError(message.message)

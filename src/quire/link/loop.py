@@ -46,14 +46,18 @@ class EngineLoop:
         self._queue = QueueClock()
         self._told = Figures()
         self._checked = True  # nothing has run since the pool was last recounted
+        self.num_turns = 0  # this and `waits` are for heartbeats, read from another thread
+        self.waits = False
 
     def run(self) -> None:
         """Returns when told to shut down, or when asked to leave and nothing is left to do."""
         while self._serve_inbox():
+            self.num_turns += 1
             launched = time.monotonic()
             updates = self._engine.step()
             self._checked = False
             self._tell(updates, self._queue.look(self._engine.scheduler.running, updates, launched))
+        self._say_goodbye()
 
     def _serve_inbox(self) -> bool:
         """Obeys everything that came in; waits while there is nothing to do. False: the end."""
@@ -74,13 +78,17 @@ class EngineLoop:
     def _idle(self) -> bytes | None:
         """Waits for the next message. None: asked to leave."""
         self._tell([], [])
-        while not self._leaving.asked:
-            if self._channel.wait(IDLE_MILLISECONDS):
-                return self._channel.receive()
-            if not self._checked:
-                self._engine.check_integrity()
-                self._checked = True
-        return None
+        self.waits = True
+        try:
+            while not self._leaving.asked:
+                if self._channel.wait(IDLE_MILLISECONDS):
+                    return self._channel.receive()
+                if not self._checked:
+                    self._engine.check_integrity()
+                    self._checked = True
+            return None
+        finally:
+            self.waits = False
 
     def _obey(self, message: ToEngine) -> None:
         engine = self._engine
@@ -133,6 +141,19 @@ class EngineLoop:
             return str(wrong)
         return None
 
+    def _say_goodbye(self) -> None:
+        """What was done, and whether everything was given back: nobody can ask any more."""
+        figures, wrong = self.figures(), self._integrity()
+        if wrong is not None:
+            log.error("the engine ends, and its pool is not whole: %s", wrong)
+        else:
+            log.info(
+                "ended     %s requests and %s tokens served; the pool is whole, %d blocks in use",
+                f"{figures.num_requests:,}",
+                f"{figures.num_generated_tokens:,}",
+                figures.num_blocks_used,
+            )
+
     def _tell(self, updates: list[SequenceUpdate], began: list[Began]) -> None:
         """Says what changed; nothing if nothing did."""
         figures = self.figures()
@@ -145,7 +166,7 @@ class EngineLoop:
         scheduler, memory, stats = engine.scheduler, engine.memory, engine.stats
         return Figures(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + engine.num_compiling,
             num_waiting_tokens=scheduler.waiting.num_tokens,
             num_blocks_used=memory.num_blocks - memory.num_free,
             num_requests=stats.num_requests,

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from quire.core.config import EngineConfig
+from quire.core.pooled import Pooled
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 
@@ -25,6 +26,14 @@ class Add(_Message, frozen=True):
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+
+
+class Embed(_Message, frozen=True):
+    """Texts for an encoder: their token ids one after another, and how many each has."""
+
+    request_id: str
+    token_ids: bytes  # int32, as above
+    lengths: list[int]
 
 
 class Abort(_Message, frozen=True):
@@ -56,7 +65,7 @@ class Shutdown(_Message, frozen=True):
     """The process ends after the step it is in; whatever still runs is dropped."""
 
 
-ToEngine = Add | Abort | Stop | ResetPrefixCache | CheckIntegrity | AskFigures | Shutdown
+ToEngine = Add | Embed | Abort | Stop | ResetPrefixCache | CheckIntegrity | AskFigures | Shutdown
 
 # ---------------------------------------------------------------------- from the engine
 
@@ -99,6 +108,24 @@ class Ready(_Message, frozen=True):
     num_threads: int
     seconds: float
     lines: list[str]  # the same for people
+
+
+class EncoderReady(_Message, frozen=True):
+    """The same of an engine that makes embeddings."""
+
+    model: str
+    pid: int
+    described: Described
+    vocab_size: int
+    width: int  # of a vector
+    normalize: bool  # vectors are of length one
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    weights_bytes: int
+    num_threads: int
+    seconds: float
+    lines: list[str]
 
 
 class Failed(_Message, frozen=True):
@@ -159,6 +186,13 @@ class Updates(_Message, frozen=True):
     figures: Figures
 
 
+class Encoded(_Message, frozen=True):
+    """What one step of an encoder did."""
+
+    pooled: list[Pooled]
+    figures: Figures
+
+
 class Done(_Message, frozen=True):
     """Answers the call of that id; `error` says what was wrong."""
 
@@ -167,7 +201,8 @@ class Done(_Message, frozen=True):
     error: str | None = None
 
 
-FromEngine = Progress | Note | Ready | Failed | Refused | Updates | Done
+AnyReady = Ready | EncoderReady
+FromEngine = Progress | Note | Ready | EncoderReady | Failed | Refused | Updates | Encoded | Done
 
 # ---------------------------------------------------------------------- bytes
 

@@ -2,23 +2,24 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
-from quire.core.step import SequenceUpdate
+Update = TypeVar("Update")  # SequenceUpdate, or an encoder's Pooled
 
 
-class Stream:
+class Stream(Generic[Update]):
     """Belongs to one consumer, who must close it. Updates that nobody took yet come together."""
 
-    def __init__(self, request_ids: Iterable[str], close: Callable[["Stream"], None]) -> None:
+    def __init__(self, request_ids: Iterable[str], close: Callable[["Stream[Update]"], None]) -> None:
         self.request_ids = tuple(request_ids)
         self.open_ids = set(self.request_ids)  # those that the engine may still say something about
         self.queue_seconds: dict[str, float] = {}  # of those that have begun to run
         self._close = close
-        self._pending: list[SequenceUpdate] = []
+        self._pending: list[Update] = []
         self._fault: Exception | None = None
         self._wakeup: asyncio.Future[None] | None = None
 
-    async def updates(self) -> list[SequenceUpdate]:
+    async def updates(self) -> list[Update]:
         """At least one update, waiting for it; raises what ended the stream."""
         while not self._pending:
             if self._fault is not None:
@@ -45,7 +46,7 @@ class Stream:
 
     # called by the client
 
-    def push(self, update: SequenceUpdate) -> None:
+    def push(self, update: Update) -> None:
         self._pending.append(update)
         self._wake()
 

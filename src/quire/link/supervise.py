@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -12,7 +13,18 @@ from quire.core import errors
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, QuireError
 from quire.link.channel import Channel
-from quire.link.messages import Failed, FromEngine, Note, Progress, Ready, Shutdown, framed_config
+from quire.link.heartbeat import until_hung
+from quire.link.messages import (
+    AnyReady,
+    EncoderReady,
+    Failed,
+    FromEngine,
+    Note,
+    Progress,
+    Ready,
+    Shutdown,
+    framed_config,
+)
 from quire.observe.logs import get_logger
 
 log = get_logger(__name__)
@@ -20,16 +32,20 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a restart; doubled each
 STEADY_SECONDS = 60.0  # an engine that lived so long starts the pauses anew
 LAST_WORDS_SECONDS = 0.2  # for messages that a dead process left behind
 CLOSE_SECONDS = 5.0
+STEP_SECONDS = 300.0  # a step that takes longer hangs
 
 
 class Listener(Protocol):
     """Whom the supervisor tells; all calls come from the event loop."""
 
-    def engine_up(self, ready: Ready, channel: Channel) -> None: ...
+    def engine_up(self, ready: AnyReady, channel: Channel) -> None: ...
 
     def engine_says(self, message: FromEngine) -> None: ...
 
     def engine_down(self, fault: EngineDead) -> None: ...
+
+    @property
+    def has_work(self) -> bool: ...
 
 
 class Supervisor:
@@ -40,23 +56,28 @@ class Supervisor:
         config: EngineConfig,
         listener: Listener,
         on_progress: Callable[[str, int, int], None] | None = None,
+        timeout: float = STEP_SECONDS,
+        what: str = "engine",  # to call it, where there are several
     ) -> None:
+        self._what = what
         self._config = config
         self._listener = listener
         self._on_progress = on_progress
+        self._timeout = timeout
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Channel | None = None
         self._task: asyncio.Task[None] | None = None
-        self._first: asyncio.Future[Ready] | None = None
+        self._first: asyncio.Future[AnyReady] | None = None
         self._closing = False
         self.restarts = True  # False: the next death is the last
         self._failure: Failed | None = None  # the process's own last words
-        self.ready: Ready | None = None  # None: not now
-        self.status = "the engine has not been started"
+        self._hung: str | None = None  # why it was killed
+        self.ready: AnyReady | None = None  # None: not now
+        self.status = f"the {what} has not been started"
         self.num_starts = 0
         self.num_failures = 0  # starts and short lives in a row
 
-    async def start(self) -> Ready:
+    async def start(self) -> AnyReady:
         """Returns when the engine is ready; raises why it cannot be."""
         self._first = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="engine-supervisor")
@@ -101,16 +122,21 @@ class Supervisor:
 
     async def _live(self) -> QuireError:
         """One process from birth to death; says how it ended."""
-        self._failure = None
-        self.status = "the engine is starting"
+        self._failure = self._hung = None
+        self.status = f"the {self._what} is starting"
         channel = self._channel = Channel()
+        beats, pipe = os.pipe()
         try:
-            process = self._process = await _spawn(self._config, channel.path)
+            process = self._process = await _spawn(self._config, channel.path, pipe)
         except OSError as error:
             channel.close()
-            return EngineDead(f"the engine process cannot be started ({error})")
+            os.close(beats)
+            return EngineDead(f"the {self._what} process cannot be started ({error})")
+        finally:
+            os.close(pipe)
         self.num_starts += 1
         receiving = asyncio.create_task(self._receive(channel), name="engine-messages")
+        watching = asyncio.create_task(self._kill_when_hung(process, beats), name="engine-watch")
         try:
             await process.wait()
             # Its last words may still be on their way; after them nothing comes.
@@ -123,16 +149,24 @@ class Supervisor:
         finally:
             if process.returncode is None:
                 _signal(process, signal.SIGKILL)
-            receiving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await receiving
+            for task in (receiving, watching):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            os.close(beats)
             channel.close()
+
+    async def _kill_when_hung(self, process: asyncio.subprocess.Process, beats: int) -> None:
+        self._hung = await until_hung(
+            beats, self._timeout, lambda: self.ready is not None and self._listener.has_work
+        )
+        _signal(process, signal.SIGKILL)  # it would not hear anything else
 
     async def _receive(self, channel: Channel) -> None:
         while self._failure is None:
             message = await channel.receive()
             match message:
-                case Ready():
+                case Ready() | EncoderReady():
                     self._up(message, channel)
                 case Failed():
                     self._failure = message
@@ -144,13 +178,15 @@ class Supervisor:
                 case _:
                     self._listener.engine_says(message)
 
-    def _up(self, ready: Ready, channel: Channel) -> None:
+    def _up(self, ready: AnyReady, channel: Channel) -> None:
         self.ready = ready
         self.status = "ready"
         self._listener.engine_up(ready, channel)
         assert self._first is not None
         if self._first.done():
-            log.info("the engine is ready again (pid %d, started in %.1f s)", ready.pid, ready.seconds)
+            log.info(
+                "the %s is ready again (pid %d, started in %.1f s)", self._what, ready.pid, ready.seconds
+            )
         else:
             self._first.set_result(ready)
 
@@ -158,16 +194,21 @@ class Supervisor:
         if self._failure is not None and self.ready is None:
             kind = getattr(errors, self._failure.kind, EngineDead)
             if kind is EngineDead:
-                return EngineDead(f"the engine cannot start: {self._failure.message}")
+                return EngineDead(f"the {self._what} cannot start: {self._failure.message}")
             return kind(self._failure.message)
         if self._failure is not None:
-            return EngineDead(f"the engine process (pid {process.pid}) stopped: {self._failure.message}")
-        return EngineDead(f"the engine process (pid {process.pid}) {_ending(process.returncode)}")
+            return EngineDead(
+                f"the {self._what} process (pid {process.pid}) stopped: {self._failure.message}"
+            )
+        how = self._hung or _ending(process.returncode)
+        return EngineDead(f"the {self._what} process (pid {process.pid}) {how}")
 
 
-async def _spawn(config: EngineConfig, path: str) -> asyncio.subprocess.Process:
+async def _spawn(config: EngineConfig, path: str, pipe: int) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "quire.link.worker", path, stdin=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "quire.link.worker", path, str(pipe)),
+        stdin=asyncio.subprocess.PIPE,
+        pass_fds=(pipe,),
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead already: its exit code will say

@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.link.worker SOCKET`, its config on stdin. Started by supervise.py only.
+"""The engine process: `python -m quire.link.worker SOCKET PIPE`, its config on stdin. Started by supervise.py only.
 
 stdin stays open for as long as the parent lives; its end is how an orphan learns that it is one.
 """
@@ -9,17 +9,34 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 
 from quire.core.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.engine.build import Built, build
+from quire.engine.encoder_build import BuiltEncoder, build_encoder
+from quire.engine.encoder_engine import EncoderEngine
+from quire.engine.engine import Engine
 from quire.kernels import compile as compilation
 from quire.link.channel import WorkerChannel, remove_socket
+from quire.link.encoder_loop import EncoderLoop
+from quire.link.heartbeat import beat
 from quire.link.loop import EngineLoop
-from quire.link.messages import Described, Failed, Note, Progress, Ready, read_config
+from quire.link.messages import (
+    AnyReady,
+    Described,
+    EncoderReady,
+    Failed,
+    Note,
+    Progress,
+    Ready,
+    read_config,
+)
 from quire.observe.logs import get_logger
 from quire.text.load import tokenizer_files
+from quire.weights.peek import is_encoder
+from quire.weights.source import Source
 
 log = get_logger(__name__)
 PROGRESS_SECONDS = 0.1
@@ -41,7 +58,7 @@ class Leave:
 
 
 def main() -> int:
-    path = sys.argv[1]
+    path, pipe = sys.argv[1], int(sys.argv[2])
     leave = Leave()
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
@@ -49,16 +66,15 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, args=(path,), name="parent-watch", daemon=True).start()
     channel = WorkerChannel(path)
     try:
-        return _serve(config, channel, leave)
+        return _serve(config, channel, leave, pipe)
     finally:
         channel.close()
 
 
-def _serve(config: EngineConfig, channel: WorkerChannel, leave: Leave) -> int:
+def _serve(config: EngineConfig, channel: WorkerChannel, leave: Leave, pipe: int) -> int:
     try:
         _announce_compiling(channel)
-        built = build(config, _Reporter(channel))
-        ready = _ready(config, built)
+        served = _load(config, channel, leave)
     except QuireError as error:
         channel.send(Failed(type(error).__name__, str(error)))
         return BAD_SETTING
@@ -67,25 +83,45 @@ def _serve(config: EngineConfig, channel: WorkerChannel, leave: Leave) -> int:
         channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
         return FAULT
     leave.serving = True
-    channel.send(ready)
+    channel.send(served.ready)
+    beat(pipe, served.loop)
     try:
-        EngineLoop(built.engine, channel, leave).run()
+        served.loop.run()
     except Exception as fault:
         log.exception("the engine stopped")
         channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
         return FAULT
     finally:
-        built.engine.close()
+        served.engine.close()
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """An engine, what it says of itself, and the loop that drives it."""
+
+    engine: Engine | EncoderEngine
+    ready: AnyReady
+    loop: EngineLoop | EncoderLoop
+
+
+def _load(config: EngineConfig, channel: WorkerChannel, leave: Leave) -> _Served:
+    """What the model is decides which engine serves it."""
+    reporter = _Reporter(channel)
+    if is_encoder(config.model.model, config.model.revision):
+        encoder = build_encoder(config, reporter)
+        loop = EncoderLoop(encoder.engine, channel, leave)
+        return _Served(encoder.engine, _encoder_ready(config, encoder), loop)
+    built = build(config, reporter)
+    return _Served(built.engine, _ready(config, built), EngineLoop(built.engine, channel, leave))
 
 
 def _ready(config: EngineConfig, built: Built) -> Ready:
     report, limits = built.report, built.engine.limits
-    files = tokenizer_files(config.model, built.source)
     return Ready(
         model=report.model,
         pid=os.getpid(),
-        described=Described(files.text, dict(files.config), dict(built.source.tokenizer_config())),
+        described=_described(config, built.source),
         default_sampling=built.default_sampling,
         vocab_size=limits.vocab_size,
         max_model_len=report.max_model_len,
@@ -99,6 +135,30 @@ def _ready(config: EngineConfig, built: Built) -> Ready:
         seconds=report.seconds,
         lines=report.lines(),
     )
+
+
+def _encoder_ready(config: EngineConfig, built: BuiltEncoder) -> EncoderReady:
+    report, limits = built.report, built.engine.limits
+    return EncoderReady(
+        model=report.model,
+        pid=os.getpid(),
+        described=_described(config, built.source),
+        vocab_size=limits.vocab_size,
+        width=report.width,
+        normalize=report.normalize,
+        max_model_len=report.max_model_len,
+        max_num_seqs=report.max_num_seqs,
+        max_num_batched_tokens=report.max_num_batched_tokens,
+        weights_bytes=report.weights_bytes,
+        num_threads=report.num_threads,
+        seconds=report.seconds,
+        lines=report.lines(),
+    )
+
+
+def _described(config: EngineConfig, source: Source) -> Described:
+    files = tokenizer_files(config.model, source)
+    return Described(files.text, dict(files.config), dict(source.tokenizer_config()))
 
 
 class _Reporter:

@@ -1,31 +1,23 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, and the way from a chat request to its reply that other endpoints take too."""
 
-import time
 from contextlib import aclosing
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire import __version__
+from quire.core.sampling import SamplingParams
+from quire.llm.prompts import PreparedPrompt
+from quire.server.chat_reply import ChatReply
 from quire.server.documents import ERRORS, answers
 from quire.server.errors import ApiError
-from quire.server.generation import Change, Generation
-from quire.server.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.protocol.chat import (
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatDelta,
-    ChatLogprobs,
-)
+from quire.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from quire.server.reading import Reading
 from quire.server.reply import DONE, Events, JsonReply, event, streamed
 from quire.server.sampling import chat_sampling
-from quire.server.service import Service
+from quire.server.service import ServedModel, Service
+from quire.server.tools import ToolPlan, tool_plan
 from quire.server.unsupported import refuse_unsupported_chat
-from quire.text.tokenizer import Tokenizer
-
-FINGERPRINT = f"quire-{__version__}"
+from quire.text.formats import AnswerFormats
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -34,131 +26,72 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", responses={**answers(ChatCompletion, ChatCompletionChunk), **ERRORS})
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, whole or in pieces."""
-        model = service.model_named(body.model)
-        refuse_unsupported_chat(body, service.settings.trust_request_chat_template)
-        sampling = chat_sampling(body, model.ready.default_sampling)
-        service.check_room()
-        prompt = await model.prompts.chat(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=body.add_special_tokens,
-            template=body.chat_template,
-            variables={
-                **({"documents": body.documents} if body.documents else {}),
-                **(body.chat_template_kwargs or {}),
-            },
-        )
-        try:
-            response_id, generation = service.generate(request, body, [prompt], sampling, "chatcmpl")
-        except ApiError as error:
-            error.param = "messages" if error.param == "prompt" else error.param
-            raise
-        reply = ChatReply(
-            response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer
-        )
+        reply = await answer_chat(service, request, body)
         if body.stream:
-            return await streamed(reply.events(), response_id)
-        await generation.finish()
-        return JsonReply(reply.whole())
+            return await streamed(_events(reply), reply.response_id)
+        return JsonReply(await reply.whole())
 
     return router
 
 
-class ChatReply:
-    """The answers of a generation in OpenAI's shape."""
+async def answer_chat(service: Service, request: Request, body: ChatCompletionRequest) -> ChatReply:
+    """Checks a chat request, makes its prompt and submits it; raises at once what refuses it.
 
-    def __init__(
-        self,
-        response_id: str,
-        body: ChatCompletionRequest,
-        model: str,
-        generation: Generation,
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        self._body = body
-        self._generation = generation
-        self._tokenizer = tokenizer
-        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._head = {
-            "id": response_id,
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": FINGERPRINT,
-        }
+    The reply must be used: `whole`, or `chunks` within `aclosing`.
+    """
+    model = service.model_named(body.model)
+    refuse_unsupported_chat(body, service.settings.trust_request_chat_template)
+    plan = tool_plan(body)
+    sampling = chat_sampling(body, model.ready.default_sampling)
+    formats = model.prompts.formats
+    sampling = sampling.changed(structured=plan.form(sampling.structured, formats.tools))
+    service.check_room()
+    prompt = await chat_prompt(model, body, plan)
+    kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=bool(plan.shown))
+    try:
+        response_id, generation = service.generate(request, body, [prompt], sampling, "chatcmpl", kept_ids)
+    except ApiError as error:
+        error.param = "messages" if error.param == "prompt" else error.param
+        raise
+    reading = _reading(plan, formats, sampling, prompt.text)
+    return ChatReply(
+        response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer, reading
+    )
 
-    def whole(self) -> ChatCompletion:
-        answer = self._generation.answers[0]
-        choices: list[ChatChoice] = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": sequence.text, "refusal": None},
-                "logprobs": chat_logprobs(sequence.logprobs, self._tokenizer)
-                if self._body.logprobs
-                else None,
-                "finish_reason": sequence.finish_reason,
-                "stop_reason": sequence.stop_reason,
-            }
-            for index, sequence in enumerate(answer.best)
-        ]
-        whole: ChatCompletion = {
-            **self._head,  # type: ignore[typeddict-item]
-            "object": "chat.completion",
-            "choices": choices,
-            "usage": self._generation.usage(),
-        }
-        if answer.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
-        return whole
 
-    async def events(self) -> Events:
-        """Server-sent events: a role for each choice, text as it comes, usage if asked for, and the end."""
-        begun = False
-        async with aclosing(self._generation.changes()) as changes:
-            async for batch in changes:
-                pieces = []
-                if not begun:
-                    begun = True
-                    num_choices = len(self._generation.answers[0].sequences)
-                    pieces += [self._role(index) for index in range(num_choices)]
-                pieces += [self._piece(change) for change in batch]
-                if shown := b"".join(pieces):
-                    yield shown
-        if self._with_usage:
-            yield self._event([], usage=True)
-        yield DONE
+async def chat_prompt(
+    model: ServedModel, body: ChatCompletionRequest, plan: ToolPlan | None = None
+) -> PreparedPrompt:
+    """The prompt that a chat request makes."""
+    return await model.prompts.chat(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
+        template=body.chat_template,
+        tools=(plan or tool_plan(body)).shown,
+        variables={
+            **({"documents": body.documents} if body.documents else {}),
+            **(body.chat_template_kwargs or {}),
+        },
+    )
 
-    def _role(self, index: int) -> bytes:
-        return self._choice(index, {"role": "assistant", "content": ""}, None, None)
 
-    def _piece(self, change: Change) -> bytes:
-        """Nothing, where a step added nothing that can be shown yet."""
-        sequence = change.sequence
-        added = sequence.logprobs[change.first_token :] if self._body.logprobs else []
-        ended = sequence.finish_reason is not None
-        if not (change.text or added or ended):
-            return b""
-        delta: ChatDelta = {"content": change.text} if change.text or not ended else {}
-        logprobs = chat_logprobs(added, self._tokenizer) if added else None
-        return self._choice(
-            sequence.index, delta, logprobs, sequence.finish_reason, stop_reason=sequence.stop_reason
-        )
+def _reading(plan: ToolPlan, formats: AnswerFormats, sampling: SamplingParams, prompt: str | None) -> Reading:
+    """JSON that a grammar forms is all content, or all calls. Text of other forms has thoughts only if these allow it
+    to say where they begin."""
+    form = sampling.structured
+    if form is None:
+        return Reading(formats.reasoning, prompt, plan.parser_maker(formats.tools), plan.max_calls)
+    if form.kind in ("json_schema", "json_object"):
+        return Reading(make_tool_parser=plan.parser_maker(None), max_calls=plan.max_calls)
+    reasoning = "qwen3" if formats.reasoning else None
+    return Reading(reasoning, None, plan.parser_maker(formats.tools), plan.max_calls)
 
-    def _choice(
-        self,
-        index: int,
-        delta: ChatDelta,
-        logprobs: ChatLogprobs | None,
-        finish_reason: str | None,
-        stop_reason: int | str | None = None,
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        if finish_reason is not None:
-            choice["stop_reason"] = stop_reason
-        return self._event([choice])
 
-    def _event(self, choices: list[dict[str, object]], usage: bool = False) -> bytes:
-        chunk: dict[str, object] = {**self._head, "object": "chat.completion.chunk", "choices": choices}
-        if self._with_usage:
-            chunk["usage"] = self._generation.usage() if usage else None
-        return event(chunk)
+async def _events(reply: ChatReply) -> Events:
+    """Server-sent events, those of one step in one piece, and the end."""
+    async with aclosing(reply.chunks()) as batches:
+        async for chunks in batches:
+            yield b"".join([event(chunk) for chunk in chunks])
+    yield DONE

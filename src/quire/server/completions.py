@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from quire.core.step import TokenLogprobs
 from quire.llm.prompts import PreparedPrompt
-from quire.server.chat import FINGERPRINT
 from quire.server.documents import ERRORS, answers
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
@@ -19,7 +18,7 @@ from quire.server.protocol.completions import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from quire.server.reply import DONE, Events, JsonReply, event, streamed
+from quire.server.reply import DONE, FINGERPRINT, Events, JsonReply, event, streamed
 from quire.server.sampling import completion_sampling
 from quire.server.service import Service
 from quire.server.unsupported import refuse_unsupported_completion

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from starlette.types import Receive
 
-from quire.core.errors import QuireError
 from quire.core.step import SequenceUpdate
 from quire.link.admission import Ask
 from quire.link.client import EngineClient
@@ -53,6 +52,7 @@ class Generation:
         caller: Caller,
         prompts: list[PreparedPrompt],
         asks: list[Ask],
+        kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Submits the requests: raises at once what refuses them."""
         self._client = client
@@ -60,7 +60,10 @@ class Generation:
         self._caller = caller
         self._parts = {
             ask.request_id: _Part(
-                position, prompt, len(ask.prompt_token_ids), Answer(ask.request_id, ask.sampling, tokenizer)
+                position,
+                prompt,
+                len(ask.prompt_token_ids),
+                Answer(ask.request_id, ask.sampling, tokenizer, kept_ids),
             )
             for position, (prompt, ask) in enumerate(zip(prompts, asks, strict=True))
         }
@@ -105,6 +108,7 @@ class Generation:
         self._caller.facts.update(
             prompt_tokens=sum(part.num_prompt_tokens for part in self._parts.values()),
             completion_tokens=self._num_generated(),
+            cached_tokens=sum(answer.num_cached for answer in self.answers),
             finish=",".join(s.finish_reason or "aborted" for a in self.answers for s in a.sequences),
         )
 
@@ -145,8 +149,8 @@ class Generation:
             before = len(sequence.token_ids)
             if part.answer.take(update):
                 self._client.stop(update.request_id, update.index)
-            if part.answer.error:
-                raise QuireError(part.answer.error)
+            if part.answer.fault is not None:
+                raise part.answer.fault
             change = changed.get(key)
             if change is None:
                 change = changed[key] = Change(part.position, sequence, before)
@@ -156,6 +160,7 @@ class Generation:
             if part.answer.finished:
                 self._end(part, update.request_id, now)
         self._metrics.generated(num_tokens)
+        self._caller.allowance.spend_tokens(num_tokens)
         return list(changed.values())
 
     def _clock(self, part: _Part, key: tuple[str, int], num_tokens: int, now: float) -> None:
@@ -169,7 +174,10 @@ class Generation:
             part.begun = True
             queued = self._stream.queue_seconds.get(key[0], 0.0)
             prefill = max(0.0, now - self._submitted - queued)
-            self._metrics.first_token(now - self._caller.arrival, queued, prefill, part.num_prompt_tokens)
+            first = now - self._caller.arrival
+            self._metrics.first_token(first, queued, prefill, part.num_prompt_tokens)
+            self._caller.facts.setdefault("queued", round(queued, 4))
+            self._caller.facts.setdefault("first_token", round(first, 4))
 
     def _end(self, part: _Part, request_id: str, now: float) -> None:
         self._stream.done(request_id)

@@ -29,6 +29,6 @@ def health_router(service: Service) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus's text format."""
-        return Response(service.metrics.rendered(service.client), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics.rendered(service.engines), media_type=CONTENT_TYPE_LATEST)
 
     return router

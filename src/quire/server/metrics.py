@@ -1,6 +1,6 @@
 """Metrics in Prometheus's text format, under the names that dashboards for other engines use."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -8,11 +8,14 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from quire.link.client import EngineClient
-from quire.link.messages import Figures, Ready
+from quire.link.encoder_client import EncoderClient
+from quire.link.messages import AnyReady, Figures, Ready
 from quire.observe.counters import Registry
 
 PREFIX = "quire_"
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+Engine = EngineClient | EncoderClient
+Value = tuple[str, str, float, str]  # kind, name, value, help
 
 
 class Metrics:
@@ -51,6 +54,14 @@ class Metrics:
             help = "Sequences that ended, by reason."
             self.registry.counter("request_success_total", help, finished_reason=reason).add()
 
+    def embedded(self, model: str, num_texts: int, num_tokens: int, since_arrival: float) -> None:
+        """By the embedding model's own name."""
+        one, registry = {"embedding_model": model}, self.registry
+        registry.counter("embeddings_total", "Texts that were embedded.", **one).add(num_texts)
+        registry.counter("embedding_tokens_total", "Tokens of embedded texts.", **one).add(num_tokens)
+        latency = "From arrival to the last vector."
+        registry.histogram("embedding_request_latency_seconds", latency, **one).observe(since_arrival)
+
     def disconnected(self) -> None:
         self._aborted.add()
 
@@ -63,25 +74,28 @@ class Metrics:
         help = "Responses, by endpoint and status; 499: the client left first."
         self.registry.counter("http_requests_total", help, path=path, status=str(status)).add()
 
-    def rendered(self, client: EngineClient) -> bytes:
-        return generate_latest(_once(_Collector(self.registry, client)))
+    def rendered(self, engines: Sequence[Engine]) -> bytes:
+        """The first engine is the main one: what this side counts goes by its model's name."""
+        return generate_latest(_once(_Collector(self.registry, engines)))
 
 
 class _Collector(Collector):
-    def __init__(self, registry: Registry, client: EngineClient) -> None:
+    def __init__(self, registry: Registry, engines: Sequence[Engine]) -> None:
         self._registry = registry
-        self._client = client
-        self._model = client.ready.model if client.ready is not None else ""
+        self._engines = engines
+        self._model = _model_name(engines[0]) if engines else ""
 
     def collect(self) -> Iterator[Family]:
         for name, metric in self._registry.snapshot().items():
             yield self._counted(name, metric)
-        for kind, name, value, help in _engine_values(self._client):
-            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
-                PREFIX + name, help, labels=["model_name"]
-            )
-            family.add_metric([self._model], value)
-            yield family
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for engine in self._engines:
+            for kind, name, value, help in _engine_values(engine):
+                if name not in families:
+                    family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+                    families[name] = family(PREFIX + name, help, labels=["model_name"])
+                families[name].add_metric([_model_name(engine)], value)
+        yield from families.values()
 
     def _counted(self, name: str, metric: dict[str, Any]) -> Family:
         series = metric["series"]
@@ -110,36 +124,45 @@ def _buckets(series: dict[str, Any]) -> list[tuple[str, float]]:
     return buckets
 
 
-def _engine_values(client: EngineClient) -> Iterator[tuple[str, str, float, str]]:
-    """(kind, name, value, help). Counters of the engine's own start anew when it is restarted."""
-    figures, ready = client.figures, client.ready
-    yield "gauge", "engine_up", float(client.is_ready), "Whether the engine can serve."
-    yield "counter", "engine_restarts_total", client.num_restarts, "Engines started after the first."
-    yield from _running_values(figures, ready)
-    if ready is not None:
-        yield from _limits(ready)
+def _model_name(engine: Engine) -> str:
+    return engine.ready.model if engine.ready is not None else ""
 
 
-def _running_values(figures: Figures, ready: Ready | None) -> Iterator[tuple[str, str, float, str]]:
-    used = figures.num_blocks_used / ready.num_blocks if ready is not None else 0.0
+def _engine_values(engine: Engine) -> Iterator[Value]:
+    """Counters of the engine's own start anew when it is restarted."""
+    yield "gauge", "engine_up", float(engine.is_ready), "Whether the engine can serve."
+    yield "counter", "engine_restarts_total", engine.num_restarts, "Engines started after the first."
+    yield from _running_values(engine.figures)
+    if isinstance(engine, EngineClient):
+        yield from _pool_values(engine.figures, engine.ready)
+    if engine.ready is not None:
+        yield from _limits(engine.ready)
+
+
+def _running_values(figures: Figures) -> Iterator[Value]:
     yield "gauge", "num_requests_running", figures.num_running, "Sequences in the batch."
     yield "gauge", "num_requests_waiting", figures.num_waiting, "Requests in the engine's queue."
-    yield "gauge", "kv_cache_usage_perc", used, "Share of the pool's blocks in use, 0 to 1."
-    yield "counter", "num_preemptions_total", figures.num_preemptions, "Requests sent back to the queue."
-    yield "counter", "prefix_cache_queries_total", figures.prefix_queries, "Tokens looked up."
-    yield "counter", "prefix_cache_hits_total", figures.prefix_hits, "Tokens found in the prefix cache."
     yield "counter", "engine_steps_total", figures.num_steps, "Forward passes."
     yield "counter", "engine_computed_tokens_total", figures.num_computed_tokens, "Tokens through the model."
     yield "counter", "engine_step_seconds_total", figures.step_seconds, "Seconds in forward passes."
 
 
-def _limits(ready: Ready) -> Iterator[tuple[str, str, float, str]]:
+def _pool_values(figures: Figures, ready: Ready | None) -> Iterator[Value]:
+    used = figures.num_blocks_used / ready.num_blocks if ready is not None else 0.0
+    yield "gauge", "kv_cache_usage_perc", used, "Share of the pool's blocks in use, 0 to 1."
+    yield "counter", "num_preemptions_total", figures.num_preemptions, "Requests sent back to the queue."
+    yield "counter", "prefix_cache_queries_total", figures.prefix_queries, "Tokens looked up."
+    yield "counter", "prefix_cache_hits_total", figures.prefix_hits, "Tokens found in the prefix cache."
+    if ready is not None:
+        yield "gauge", "kv_cache_blocks", ready.num_blocks, "Blocks in the pool."
+        yield "gauge", "kv_cache_block_size", ready.block_size, "Tokens per block."
+        yield "gauge", "kv_cache_bytes", ready.pool_bytes, "Size of the pool."
+
+
+def _limits(ready: AnyReady) -> Iterator[Value]:
     yield "gauge", "max_model_len", ready.max_model_len, "Tokens per sequence."
     yield "gauge", "max_num_seqs", ready.max_num_seqs, "Sequences that run at once."
     yield "gauge", "max_num_batched_tokens", ready.max_num_batched_tokens, "Tokens per step."
-    yield "gauge", "kv_cache_blocks", ready.num_blocks, "Blocks in the pool."
-    yield "gauge", "kv_cache_block_size", ready.block_size, "Tokens per block."
-    yield "gauge", "kv_cache_bytes", ready.pool_bytes, "Size of the pool."
     yield "gauge", "weights_bytes", ready.weights_bytes, "Size of the weights."
     yield "gauge", "engine_start_seconds", ready.seconds, "How long the engine took to start."
 

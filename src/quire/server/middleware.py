@@ -7,16 +7,19 @@ token and hides disconnects.
 import re
 import time
 import uuid
+from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.observe.logs import get_logger
-from quire.server.caller import Caller, set_caller
+from quire.server.caller import Caller, path_of, set_caller
+from quire.server.dialects import error_reply_for
 from quire.server.errors import ApiError, as_api_error
 from quire.server.keys import Keys, offered_key
 from quire.server.metrics import Metrics
-from quire.server.reply import error_reply
+from quire.server.rates import Rates
+from quire.server.traces import Traces
 
 log = get_logger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -36,17 +39,23 @@ class Doorman:
         *,
         keys: Keys,
         admin: Keys,
+        rates: Rates,
         metrics: Metrics,
+        traces: Traces,
         max_body_bytes: int,
         log_requests: bool,
+        keep_alive: float,
         root_path: str = "",
     ) -> None:
         self._app = app
         self._keys = keys
         self._admin = admin
+        self._rates = rates
         self._metrics = metrics
+        self._traces = traces
         self._max_body_bytes = max_body_bytes
         self._log_requests = log_requests
+        self._keep_alive = keep_alive
         self._root_path = root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,27 +64,38 @@ class Doorman:
             return
         if self._root_path:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
-        caller = Caller(_request_id(scope))
+        caller = Caller(_request_id(scope), keep_alive=self._keep_alive)
         set_caller(scope, caller)
-        response = _Response(send, caller.request_id)
+        response = _Response(send, caller)
         try:
             await self._let_in(scope, caller, receive, response)
         except ApiError as error:
             await response.fail(error, scope, receive)
         except Exception as fault:
             log.exception(
-                "%s %s failed", scope["method"], scope["path"], extra={"request_id": caller.request_id}
+                "%s %s failed", scope["method"], _shown_path(scope), extra={"request_id": caller.request_id}
             )
             await response.fail(as_api_error(fault), scope, receive)
         finally:
             self._note(scope, caller, response.status)
 
     async def _let_in(self, scope: Scope, caller: Caller, receive: Receive, response: "_Response") -> None:
-        path = _path(scope)
+        path = path_of(scope)
         caller.key = self._identified(path, scope)
         receive = _limited(scope, receive, self._max_body_bytes)
         with self._keys.hold(caller.key if path not in OPEN_PATHS else None):
+            if path not in ADMIN_PATHS:
+                caller.allowance = self._rates.of(caller.key)
+            if scope["method"] == "POST":  # what only looks costs nothing
+                self._take_request(caller)
             await self._app(scope, receive, response.send)
+
+    def _take_request(self, caller: Caller) -> None:
+        try:
+            caller.allowance.take_request()
+        except ApiError:
+            self._metrics.refused("rate_limit")
+            raise
 
     def _identified(self, path: str, scope: Scope) -> str | None:
         if path in OPEN_PATHS or scope["method"] == "OPTIONS":
@@ -90,7 +110,7 @@ class Doorman:
             wanted = "the admin key" if path in ADMIN_PATHS else "an API key"
             raise ApiError(
                 401,
-                f"this needs {wanted}: send it as `Authorization: Bearer KEY`",
+                f"this needs {wanted}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -101,34 +121,40 @@ class Doorman:
             getattr(scope.get("route"), "path", None) or "other"
         )  # never the raw path: anyone can invent those
         self._metrics.http_request(route, status)
-        if self._log_requests and _path(scope) not in OPEN_PATHS:
+        if path_of(scope) in OPEN_PATHS:
+            return
+        self._traces.note(caller, scope["method"], route, status, scope["headers"])
+        if self._log_requests:
             seconds = time.monotonic() - caller.arrival
             facts = {"request_id": caller.request_id, "status": status, "seconds": round(seconds, 4)}
             if caller.key is not None:
                 facts["key"] = caller.key
             facts.update(caller.facts)
             shown = " ".join(f"{name}={value}" for name, value in facts.items())
-            log.info("%s %s %s", scope["method"], _path(scope), shown, extra=facts)
+            method, path = scope["method"], _shown_path(scope)
+            log.info("%s %s %s", method, path, shown, extra={"method": method, "path": path, **facts})
 
 
 class _Response:
-    """Watches what goes out, and puts the request's id on it."""
+    """Watches what goes out, and puts the request's id and its key's limits on it."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, caller: Caller) -> None:
         self._send = send
-        self._request_id = request_id
+        self._caller = caller
         self.status = 499  # nothing was sent: the client left
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["X-Request-Id"] = self._request_id
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-Id"] = self._caller.request_id
+            headers.update(self._caller.allowance.headers())
         await self._send(message)
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """A response that has begun cannot be taken back: it ends where it is."""
         if self.status == 499:
-            await error_reply(error)(scope, receive, self.send)
+            await error_reply_for(scope, error)(scope, receive, self.send)
 
 
 def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:
@@ -163,7 +189,6 @@ def _request_id(scope: Scope) -> str:
     return f"req-{uuid.uuid4().hex}"
 
 
-def _path(scope: Scope) -> str:
-    """The path below --root-path, whether or not a proxy cut that off."""
-    root, path = scope.get("root_path", ""), scope["path"]
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+def _shown_path(scope: Scope) -> str:
+    """Fit for a line of the log: a path may hold line breaks and worse."""
+    return quote(path_of(scope))

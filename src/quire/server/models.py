@@ -4,6 +4,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from quire.server.documents import ERRORS, answers
+from quire.server.encoders import ServedEncoder
 from quire.server.protocol.models import Model, ModelList
 from quire.server.reply import JsonReply
 from quire.server.service import ServedModel, Service
@@ -14,22 +15,26 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models", responses={**answers(ModelList), **ERRORS})
     async def list_models() -> Response:
-        model = service.model
-        found: ModelList = {"object": "list", "data": [_described(name, model) for name in model.names]}
+        """All that a request may name; an embedding model under the first of its names."""
+        data: list[Model] = []
+        if service.encoders.main is None:
+            model = service.model
+            data = [_described(name, model) for name in model.names]
+        data += [_described(encoder.names[0], encoder) for encoder in service.encoders.all]
+        found: ModelList = {"object": "list", "data": data}
         return JsonReply(found)
 
     @router.get("/v1/models/{model_id:path}", responses={**answers(Model), **ERRORS})
     async def retrieve_model(model_id: str) -> Response:
+        if service.encoders.knows(model_id):
+            return JsonReply(_described(model_id, service.encoders.find(model_id)))
         return JsonReply(_described(model_id, service.model_named(model_id)))
 
     return router
 
 
-def _described(name: str, model: ServedModel) -> Model:
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "quire",
-        "max_model_len": model.ready.max_model_len,
-    }
+def _described(name: str, model: ServedModel | ServedEncoder) -> Model:
+    found: Model = {"id": name, "object": "model", "created": model.created, "owned_by": "quire"}
+    if model.ready is not None:
+        found["max_model_len"] = model.ready.max_model_len
+    return found

@@ -5,31 +5,43 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from quire.core.errors import ConfigError, InvalidRequest
+from quire.core.errors import InvalidRequest
 from quire.link.messages import Ready
 from quire.llm.prompts import PreparedPrompt, as_list, prepare
 from quire.server.errors import ApiError
+from quire.server.sent_templates import Rendering, SentTemplates
+from quire.text.formats import choose_formats
 from quire.text.template import ChatTemplate, template_from
 from quire.text.tokenizer import Tokenizer, special_tokens
+from quire.text.tools.describe import described
 
 INLINE_CHARACTERS = 8192  # a text this long takes about a millisecond; longer ones leave the event loop
 T = TypeVar("T")
 
 
 class PromptMaker:
-    def __init__(self, ready: Ready, chat_template: str | None) -> None:
+    def __init__(
+        self,
+        ready: Ready,
+        chat_template: str | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
         described = ready.described
         self.max_model_len = ready.max_model_len
         self.tokenizer: Tokenizer | None = None
         if described.tokenizer_json is not None:
             self.tokenizer = Tokenizer(described.tokenizer_json, described.tokenizer_config)
         self._special = special_tokens(described.template_config)
+        self._sent = SentTemplates()
         self._template: ChatTemplate | InvalidRequest
         try:
             self._template = template_from(described.template_config, ready.model, chat_template)
             _try_out(self._template)
         except InvalidRequest as missing:  # completions can still be served
             self._template = missing
+        own = self._template if isinstance(self._template, ChatTemplate) else None
+        self.formats = choose_formats(own, tool_call_parser, reasoning_parser)
 
     async def chat(
         self,
@@ -39,22 +51,34 @@ class PromptMaker:
         continue_final_message: bool | None = None,
         add_special_tokens: bool | None = None,
         template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> PreparedPrompt:
         """A conversation through the model's template, or through the text of another."""
         generation = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        plain = [_plain_role(message) for message in messages]
+        settings: dict[str, Any] = {
+            "add_generation_prompt": generation,
+            "continue_final_message": bool(continue_final_message),
+        }
+        more = _checked(variables or {})
+        sent = None
+        if template is not None:
+            shown, offered = await self._run(lambda: self._taken_by(ChatTemplate(template), plain, tools), 0)
+            sent = await self._render_sent(
+                Rendering(template, self._special, shown, offered, variables=more, **settings)
+            )
 
         def make() -> PreparedPrompt:
-            text = self._chosen(template).render(
-                [_plain_role(message) for message in messages],
-                add_generation_prompt=generation,
-                continue_final_message=bool(continue_final_message),
-                **_checked(variables or {}),
-            )
+            text = sent
+            if text is None:
+                own = self._own_template()
+                shown, offered = self._taken_by(own, plain, tools)
+                text = own.render(shown, offered, **settings, **more)
             return prepare(text, self.tokenizer, add_special_tokens=bool(add_special_tokens))
 
-        size = sum(len(str(message.get("content"))) for message in messages)
-        return await self._run(make, size if template is None else INLINE_CHARACTERS)
+        told = [*(message.get("content") for message in messages), *tools]
+        return await self._run(make, sum(len(str(one)) for one in told) if sent is None else len(sent))
 
     async def completions(
         self, prompt: str | Sequence[Any], add_special_tokens: bool | None = None
@@ -91,28 +115,39 @@ class PromptMaker:
             )
         return token_ids
 
-    def _chosen(self, text: str | None) -> ChatTemplate:
-        if text is not None:
-            return _Sent(text, self._special)
+    async def close(self) -> None:
+        await self._sent.close()
+
+    async def _render_sent(self, rendering: Rendering) -> str:
+        try:
+            return await self._sent.render(rendering)
+        except RecursionError:
+            raise _too_deep() from None
+
+    def _own_template(self) -> ChatTemplate:
         if isinstance(self._template, InvalidRequest):
             raise self._template
         return self._template
+
+    def _taken_by(
+        self, template: ChatTemplate, messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
+        """Messages and tools as the template can take them: one that knows no tools has them told in words."""
+        if template.reads_tools:
+            return messages, tools or None
+        if tools or any(message.get("role") == "tool" or message.get("tool_calls") for message in messages):
+            return described(messages, tools, self.formats.tools), None
+        return messages, None
 
     async def _run(self, make: Callable[[], T], num_characters: int) -> T:
         try:
             return make() if num_characters < INLINE_CHARACTERS else await asyncio.to_thread(make)
         except RecursionError:
-            raise InvalidRequest("the request nests too deeply: send flatter values", "messages") from None
+            raise _too_deep() from None
 
 
-class _Sent(ChatTemplate):
-    """A template that came with a request: what is wrong with it is the caller's affair."""
-
-    def render(self, *arguments: Any, **variables: Any) -> str:
-        try:
-            return super().render(*arguments, **variables)
-        except ConfigError as error:
-            raise InvalidRequest(str(error), "chat_template") from None
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest("the request nests too deeply: send flatter values", "messages")
 
 
 def _try_out(template: ChatTemplate) -> None:

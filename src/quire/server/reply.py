@@ -1,17 +1,20 @@
 """Bodies: JSON by msgspec, and server-sent events whose errors are events too."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire import __version__
 from quire.observe.logs import get_logger
 from quire.server.errors import ApiError, ClientGone, as_api_error
+from quire.server.line import Line
 
 log = get_logger(__name__)
 DONE = b"data: [DONE]\n\n"
+FINGERPRINT = f"quire-{__version__}"  # the same program gives the same tokens for the same seed
 Events = AsyncGenerator[bytes, None]
 
 
@@ -30,40 +33,60 @@ def event(payload: Mapping[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
+def named_event(payload: Mapping[str, Any]) -> bytes:
+    """An event that has its type outside as well: what some clients choose by."""
+    return b"event: " + payload["type"].encode() + b"\n" + event(payload)
+
+
+def last_error(error: ApiError) -> bytes:
+    """How OpenAI's streams of chunks end when something fails."""
+    return event(error.body()) + DONE
+
+
 class EventStream(Response):
-    """Sends what `rest` yields as it comes. A fault half-way becomes an error event before the end."""
+    """Sends events as they come. Until the first is there nothing is sent, so what is refused before it has a status
+    of its own, unless that takes so long that the line must be kept alive. A fault after that becomes what `failed`
+    makes of it, then the end."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: Events, request_id: str) -> None:
+    def __init__(
+        self, events: Events, request_id: str, failed: Callable[[ApiError], bytes] = last_error
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first = first
-        self._rest = rest
+        self._events = events
         self._request_id = request_id
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = scope["quire.caller"]
+        line = Line(send, self.raw_headers, caller.keep_alive)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for data in self._rest:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            async with line:
+                async for data in self._events:
+                    await line.say(data)
         except ClientGone:
+            if not line.begun:
+                raise
             return
         except Exception as fault:
+            if not line.begun:
+                raise
             error = as_api_error(fault)
+            caller.note_error(error)
             if error.status == 500:
                 log.error("%s", fault, extra={"request_id": self._request_id}, exc_info=_unforeseen(fault))
-            last = event(error.body()) + DONE
-            await send({"type": "http.response.body", "body": last, "more_body": True})
+            await line.say(self._failed(error))
         finally:
-            await self._rest.aclose()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._events.aclose()
+        await line.end()
 
 
-async def streamed(events: Events, request_id: str) -> EventStream:
-    """Waits for the first event: what is refused before it gets a status of its own."""
-    return EventStream(await anext(events), events, request_id)
+async def streamed(
+    events: Events, request_id: str, failed: Callable[[ApiError], bytes] = last_error
+) -> EventStream:
+    return EventStream(events, request_id, failed)
 
 
 def _unforeseen(fault: Exception) -> Exception | None:

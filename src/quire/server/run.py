@@ -15,13 +15,14 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.link.admission import Bounds
 from quire.link.client import EngineClient
-from quire.link.messages import Ready
 from quire.llm.progress import load_progress
 from quire.observe.logs import ROOT, get_logger
 from quire.server.app import create_app
+from quire.server.encoders import Encoders
 from quire.server.errors import Unavailable
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
+from quire.weights.peek import is_encoder
 
 log = get_logger(__name__)
 LAST_BYTES_SECONDS = 5  # for answers, or their error events, to reach their clients
@@ -32,14 +33,15 @@ KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: who closes
 def serve(settings: ServerSettings, config: EngineConfig, show_progress: bool = False) -> None:
     """Serves until SIGTERM or SIGINT. Raises what makes serving impossible, before or while the engine starts."""
     listener = _bind(settings)
-    _adopt_uvicorn_logs()
+    _adopt_logs()
     _allow_open_files()
     log.info("loading   %s", config.model.model or "the built-in model")
     try:
         with load_progress(show_progress) as progress:
             bounds = Bounds(settings.max_queue_requests, settings.max_queue_tokens)
-            client = EngineClient(config, bounds, progress)
-            service = Service(client, settings)
+            embeds = is_encoder(config.model.model, config.model.revision)
+            client = None if embeds else EngineClient(config, bounds, progress, settings.engine_timeout)
+            service = Service(client, settings, Encoders(settings, config, embeds, progress))
             server = DrainingServer(_uvicorn_config(service), service)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(_serve(server, service, listener))
@@ -49,21 +51,20 @@ def serve(settings: ServerSettings, config: EngineConfig, show_progress: bool = 
 
 async def _serve(server: "DrainingServer", service: Service, listener: socket.socket) -> None:
     """HTTP answers from the first moment: /health says alive while a large model is still loading."""
-    client = service.client
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(client.start())
+    starting = asyncio.create_task(service.start())
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            ready = starting.result()
-            service.introduce(ready)
-            _report(service.settings, ready, listener)
+            starting.result()
+            _report(service, listener)
         await serving
     finally:
         server.should_exit = True
         starting.cancel()
         await asyncio.wait({serving})
-        await client.close()
+        await asyncio.gather(*(engine.close() for engine in service.engines))
+        await service.close()
 
 
 class DrainingServer(uvicorn.Server):
@@ -79,6 +80,14 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """TLS says goodbye and waits for an answer, which idle clients never give: they are cut off instead."""
+        for connection in list(self.server_state.connections) if self.config.is_ssl else ():
+            cycle = getattr(connection, "cycle", None)
+            if (cycle is None or cycle.response_complete) and connection.transport is not None:
+                connection.transport.abort()
+        await super().shutdown(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         if self._num_signals == 1:
@@ -90,17 +99,22 @@ class DrainingServer(uvicorn.Server):
     async def _drain(self, name: str) -> None:
         service, timeout = self._service, self._service.settings.shutdown_timeout
         service.draining = True
-        client = service.client
-        client.let_end()  # whoever signals the whole group ends the engine too, once it has no more work
-        log.info("%s: no new requests; up to %g s for the %d under way", name, timeout, client.num_open)
+        engines = service.engines
+        for engine in engines:
+            engine.let_end()  # whoever signals the whole group ends the engine too, once it has no more work
+        num_open = sum(engine.num_open for engine in engines)
+        log.info("%s: no new requests; up to %g s for the %d under way", name, timeout, num_open)
         deadline = time.monotonic() + timeout
-        while client.num_open and time.monotonic() < deadline and self._num_signals < 2:
+        while (
+            any(engine.num_open for engine in engines)
+            and time.monotonic() < deadline
+            and self._num_signals < 2
+        ):
             await asyncio.sleep(0.05)
-        aborted = client.fail_open(
-            Unavailable(
-                f"the server shut down, and the answer took longer than {timeout:g} s", "shutting_down"
-            )
+        fault = Unavailable(
+            f"the server shut down, and the answer took longer than {timeout:g} s", "shutting_down"
         )
+        aborted = sum(engine.fail_open(fault) for engine in engines)
         if aborted:
             log.warning("%d requests were aborted", aborted)
         self.should_exit = True
@@ -146,23 +160,62 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _report(settings: ServerSettings, ready: Ready, listener: socket.socket) -> None:
-    for line in ready.lines:
-        log.info("%s", line)
+def _report(service: Service, listener: socket.socket) -> None:
+    settings = service.settings
+    if service.encoders.main is None:
+        for line in service.model.ready.lines:
+            log.info("%s", line)
+        formats = service.model.prompts.formats
+        log.info(
+            "answers   %s; %s",
+            _format_report("tool calls", formats.tools, settings.tool_call_parser),
+            _format_report("reasoning", formats.reasoning, settings.reasoning_parser),
+        )
     tokens = f" or {settings.max_queue_tokens:,} prompt tokens" if settings.max_queue_tokens else ""
     log.info("queue     %s requests%s, then 429", f"{settings.max_queue_requests:,}", tokens)
     log.info(
-        "keys      %s", f"{len(settings.api_keys)} API keys" if settings.api_keys else "none: anyone may ask"
+        "stored    %s responses or %s MB of /v1/responses in memory",
+        f"{settings.max_stored_responses:,}",
+        f"{settings.max_stored_responses_bytes / 1e6:,.0f}",
     )
+    log.info("keys      %s", _keys_report(settings))
+    log.info("timeouts  %s", _timeouts_report(settings))
+    if settings.otlp_traces_endpoint:
+        log.info("traces    to %s", settings.otlp_traces_endpoint)
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     shown = f"[{host}]" if ":" in host else host
     log.info("serving   %s://%s:%d%s/v1", scheme, shown, port, settings.root_path)
 
 
-def _adopt_uvicorn_logs() -> None:
-    """uvicorn's warnings in our format; its chatter stays out."""
-    theirs = logging.getLogger("uvicorn")
-    theirs.handlers = logging.getLogger(ROOT).handlers
-    theirs.propagate = False
-    theirs.setLevel(logging.WARNING)
+def _keys_report(settings: ServerSettings) -> str:
+    if not settings.api_keys:
+        return "none: anyone may ask"
+    limits = {
+        "at a time": settings.max_concurrent_per_key,
+        "requests a minute": settings.max_requests_per_minute_per_key,
+        "tokens a minute": settings.max_tokens_per_minute_per_key,
+    }
+    shown = [f"{limit:,} {what}" for what, limit in limits.items() if limit is not None]
+    return f"{len(settings.api_keys)}, each {', '.join(shown) if shown else 'without limits'}"
+
+
+def _timeouts_report(settings: ServerSettings) -> str:
+    request = "none" if settings.request_timeout is None else f"{settings.request_timeout:g} s"
+    return (
+        f"{request} for a request, {settings.engine_timeout:g} s for a step of the engine, "
+        f"{settings.shutdown_timeout:g} s for what is under way at the end"
+    )
+
+
+def _format_report(what: str, name: str | None, asked: str | None) -> str:
+    return f"{what}: {name or 'none'} ({'as asked' if asked else 'by the chat template'})"
+
+
+def _adopt_logs() -> None:
+    """What other libraries must say, in our format; their chatter stays out."""
+    for name, level in (("uvicorn", logging.WARNING), ("opentelemetry", logging.ERROR)):
+        theirs = logging.getLogger(name)
+        theirs.handlers = logging.getLogger(ROOT).handlers
+        theirs.propagate = False
+        theirs.setLevel(level)

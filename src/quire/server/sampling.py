@@ -7,6 +7,7 @@ from quire.core.sampling import SamplingParams
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.sampling import SamplingFields
+from quire.server.structured import structured_output
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat goes on for as long as the context allows
 _SAME = (
@@ -66,6 +67,7 @@ def _given(body: SamplingFields) -> dict[str, Any]:
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    given["structured"] = structured_output(body)
     return given
 
 

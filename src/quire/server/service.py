@@ -1,8 +1,10 @@
-"""Service: what endpoints share. The engine's client, the served model's text side, settings and counters."""
+"""Service: what endpoints share. The engines' clients, the served model's text side, settings and counters."""
 
+import asyncio
 import time
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 
@@ -10,15 +12,19 @@ from quire.core.errors import EngineDead, InvalidRequest, QueueFull
 from quire.core.sampling import SamplingParams
 from quire.link.admission import Ask
 from quire.link.client import EngineClient
+from quire.link.encoder_client import EncoderClient
+from quire.link.engine_process import EngineProcess
 from quire.link.messages import Ready
 from quire.llm.prompts import PreparedPrompt, ready_to_sample
 from quire.server.caller import Caller, caller_of
+from quire.server.encoders import Encoders, ServedEncoder
 from quire.server.errors import ApiError, Unavailable, as_api_error
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
 from quire.server.prompts import PromptMaker
 from quire.server.protocol.sampling import SamplingFields
 from quire.server.settings import ServerSettings
+from quire.server.traces import open_traces
 
 SICK_AFTER = 5  # engines that failed in a row: then someone else should look at this machine
 
@@ -32,18 +38,65 @@ class ServedModel:
 
 
 class Service:
-    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
-        self.client = client
+    def __init__(
+        self, client: EngineClient | None, settings: ServerSettings, encoders: Encoders | None = None
+    ) -> None:
+        """Without a client there must be a main encoder: the server then embeds and generates nothing."""
+        self._client = client
+        self.encoders = encoders or Encoders(settings)
         self.settings = settings
         self.metrics = Metrics()
+        self.traces = open_traces(settings.otlp_traces_endpoint)
         self.draining = False
         self._model: ServedModel | None = None
 
     def introduce(self, ready: Ready) -> None:
         """The engine is ready for the first time: from now on there is a model to serve."""
-        prompts = PromptMaker(ready, self.settings.chat_template)
+        settings = self.settings
+        prompts = PromptMaker(
+            ready, settings.chat_template, settings.tool_call_parser, settings.reasoning_parser
+        )
         names = self.settings.served_names or (ready.model,)
         self._model = ServedModel(names, int(time.time()), ready, prompts)
+
+    async def start(self) -> None:
+        """Returns when all engines that were asked for can serve; raises why one never will."""
+
+        async def generating() -> None:
+            if self._client is not None:
+                self.introduce(await self._client.start())
+
+        await asyncio.gather(generating(), self.encoders.start())
+
+    async def close(self) -> None:
+        """After the last request: sends the last traces and ends what was started beside the engine."""
+        await self.encoders.close()
+        await asyncio.to_thread(self.traces.close)
+        if self._model is not None:
+            await self._model.prompts.close()
+
+    @property
+    def client(self) -> EngineClient:
+        """The generating engine's."""
+        if self._client is None:
+            assert self.encoders.main is not None
+            raise ApiError(
+                400,
+                f"this server has only {self.encoders.main.names[0]}, which makes embeddings and no text: "
+                "use /v1/embeddings",
+                param="model",
+            )
+        return self._client
+
+    @property
+    def main(self) -> EngineProcess[Any]:
+        """The engine that the server was started for."""
+        return self.client if self.encoders.main is None else self.encoders.main.client
+
+    @property
+    def engines(self) -> list[EngineClient | EncoderClient]:
+        """All that run, or should."""
+        return [*([self._client] if self._client is not None else []), *self.encoders.clients]
 
     @property
     def model(self) -> ServedModel:
@@ -55,6 +108,8 @@ class Service:
         """The model that a request names; any, if it names none."""
         model = self.model
         if name is not None and name not in model.names:
+            if self.encoders.knows(name):
+                raise InvalidRequest(f"{name} makes embeddings and no text: use /v1/embeddings", "model")
             raise ApiError(
                 404,
                 f"the model {name!r} does not exist: this server has {', '.join(model.names)}",
@@ -63,27 +118,38 @@ class Service:
             )
         return model
 
+    async def encoder_named(self, name: str | None) -> ServedEncoder:
+        """The embedding model that a request names, started if need be."""
+        if self._model is not None and name in self._model.names:
+            raise InvalidRequest(
+                f"{name} generates text and makes no embeddings: name an embedding model, such as "
+                f"{self.encoders.find(None).names[0]}",
+                "model",
+            )
+        return await self.encoders.named(name)
+
     @property
     def is_ready(self) -> bool:
-        return self._model is not None and self.client.is_ready and not self.draining
+        introduced = self._model is not None or self._client is None
+        return introduced and self.main.is_ready and not self.draining
 
     @property
     def is_sick(self) -> bool:
-        return not self.client.is_ready and self.client.num_failures >= SICK_AFTER
+        return not self.main.is_ready and self.main.num_failures >= SICK_AFTER
 
     @property
     def status(self) -> str:
-        return "shutting down" if self.draining else self.client.status
+        return "shutting down" if self.draining else self.main.status
 
     # ------------------------------------------------------------------ generating
 
     def check_room(self) -> None:
         """Refuses before any work is done, where that is certain already."""
-        self._refuse_if_draining()
+        self.refuse_if_draining()
         try:
             self.client.check_room()
         except (EngineDead, QueueFull) as refusal:
-            raise self._refusal(refusal) from None
+            raise self.refusal(refusal) from None
 
     def generate(
         self,
@@ -92,9 +158,13 @@ class Service:
         prompts: list[PreparedPrompt],
         sampling: SamplingParams,
         kind: str,
+        kept_ids: frozenset[int] = frozenset(),
     ) -> tuple[str, Generation]:
-        """Submits one request per prompt; the answer's id, and the answers as they grow."""
-        self._refuse_if_draining()
+        """Submits one request per prompt; the answer's id, and the answers as they grow.
+
+        Special tokens with `kept_ids` stay in the text.
+        """
+        self.refuse_if_draining()
         caller = caller_of(request)
         response_id = f"{kind}-{uuid.uuid4().hex}"
         model = self.model
@@ -110,12 +180,17 @@ class Service:
             )
             for position, prompt in enumerate(fitted)
         ]
+        num_tokens = sum(len(prompt.token_ids) for prompt in fitted)
+        self.check_allowance(caller, num_tokens)
         try:
-            generation = Generation(self.client, self.metrics, model.prompts.tokenizer, caller, fitted, asks)
+            generation = Generation(
+                self.client, self.metrics, model.prompts.tokenizer, caller, fitted, asks, kept_ids
+            )
         except (EngineDead, QueueFull) as refusal:
-            raise self._refusal(refusal) from None
+            raise self.refusal(refusal) from None
+        caller.allowance.spend_tokens(num_tokens)
         generation.limit(request.receive, self.settings.request_timeout)
-        caller.facts["id"] = response_id
+        caller.facts.update(id=response_id, model=body.model or model.names[0])
         return response_id, generation
 
     def _fitted(
@@ -126,7 +201,14 @@ class Service:
             return prompt
         return PreparedPrompt(None, token_ids)  # its text is no longer what the caller sent
 
-    def _refuse_if_draining(self) -> None:
+    def check_allowance(self, caller: Caller, num_tokens: int) -> None:
+        try:
+            caller.allowance.check_tokens(num_tokens)
+        except ApiError:
+            self.metrics.refused("rate_limit")
+            raise
+
+    def refuse_if_draining(self) -> None:
         if self.draining:
             self.metrics.refused("draining")
             raise Unavailable("the server is shutting down: ask another one", "shutting_down")
@@ -134,10 +216,11 @@ class Service:
     def _salt(self, caller: Caller, asked: str | None) -> str:
         return f"{caller.key}\0{asked or ''}" if self.settings.isolate_keys else asked or ""
 
-    def _refusal(self, refusal: EngineDead | QueueFull) -> ApiError:
+    def refusal(self, refusal: EngineDead | QueueFull, engine: EngineProcess[Any] | None = None) -> ApiError:
+        """Why an engine, the generating one unless told, does not take a request now."""
         if isinstance(refusal, QueueFull):
             self.metrics.refused("queue_full")
-            return as_api_error(refusal, self.client.admission.retry_seconds())
+            return as_api_error(refusal, (engine or self.client).admission.retry_seconds())
         self.metrics.refused("engine_down")
         return Unavailable(str(refusal), "engine_down")
 

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
+from quire.text.formats import choose_formats
+
+_PER_KEY = ("max_concurrent_per_key", "max_requests_per_minute_per_key", "max_tokens_per_minute_per_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,29 +19,51 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()  # none: everyone may ask
     admin_key: str | None = None  # none: operators' calls are off
     max_concurrent_per_key: int | None = None
+    max_requests_per_minute_per_key: int | None = None
+    max_tokens_per_minute_per_key: int | None = None  # prompt and answer together
     isolate_keys: bool = False  # keys share no cached prefixes
     max_body_bytes: int = 16 << 20
     request_timeout: float | None = None  # seconds
+    sse_keep_alive: float = 15.0  # seconds of silence on a stream before a comment is sent; 0: never
     shutdown_timeout: float = 25.0
+    engine_timeout: float = 300.0  # for one step; then the engine hangs, and is replaced
     log_requests: bool = False
+    otlp_traces_endpoint: str | None = None  # none: no traces
     max_queue_requests: int = 1024
     max_queue_tokens: int | None = 1 << 20
     served_names: tuple[str, ...] = ()  # none: the model's own name
+    embeddings: bool = True  # False: only an encoder that is the main model embeds
+    embedding_models: tuple[str, ...] = ()  # started with the server; the built-in one starts when it is asked for
     chat_template: str | None = None
     trust_request_chat_template: bool = False
+    tool_call_parser: str | None = None  # none: as the chat template shows
+    reasoning_parser: str | None = None  # likewise
+    max_stored_responses: int = 1000  # of /v1/responses, in memory; 0 keeps none
+    max_stored_responses_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is outside 0 to 65535 (0: any free one)")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs both files: give ssl_certfile and ssl_keyfile")
-        for name in ("max_concurrent_per_key", "max_body_bytes", "max_queue_requests", "max_queue_tokens"):
+        choose_formats(None, self.tool_call_parser, self.reasoning_parser)
+        for name in (*_PER_KEY, "max_body_bytes", "max_queue_requests", "max_queue_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout={self.request_timeout} must be more than 0 seconds")
+        if self.sse_keep_alive < 0:
+            raise ConfigError(f"sse_keep_alive={self.sse_keep_alive} must not be negative (0: no comments)")
+        if self.engine_timeout <= 0:
+            raise ConfigError(f"engine_timeout={self.engine_timeout} must be more than 0 seconds")
+        for name in ("max_stored_responses", "max_stored_responses_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative (0 keeps none)")
+        if self.embedding_models and not self.embeddings:
+            raise ConfigError("embedding_model and no_embeddings contradict each other: give one of them")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout={self.shutdown_timeout} must not be negative")
-        if self.isolate_keys and not self.api_keys:
-            raise ConfigError("isolate_keys needs API keys: give api_key or api_key_file")
+        for name in ("isolate_keys", *_PER_KEY):
+            if getattr(self, name) and not self.api_keys:
+                raise ConfigError(f"{name} needs API keys: give api_key or api_key_file")

@@ -11,6 +11,7 @@ from quire.server.prompts import PromptMaker
 from quire.server.protocol.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from quire.server.reply import JsonReply
 from quire.server.service import Service
+from quire.server.tools import checked_tools
 
 
 def tokens_router(service: Service) -> APIRouter:
@@ -55,6 +56,7 @@ async def _prompt(body: TokenizeRequest, prompts: PromptMaker) -> PreparedPrompt
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
+            tools=checked_tools(body.tools),
             variables=body.chat_template_kwargs,
         )
     assert body.prompt is not None

@@ -6,30 +6,16 @@ from quire.server.protocol.completions import CompletionRequest
 
 
 def refuse_unsupported_chat(body: ChatCompletionRequest, trust_template: bool) -> None:
-    if body.tools and body.tool_choice != "none":
-        raise not_supported("tools", "tools are not supported yet: leave them out")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise not_supported(
-            "tool_choice", "tool_choice needs tools, which are not supported yet: leave it out"
-        )
+    for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(body, name) is not None:
+            raise not_supported(name, f"{name} was OpenAI's old name: send {instead}")
     if body.chat_template is not None and not trust_template:
         raise not_supported(
             "chat_template",
             "a request's own chat template is not accepted: start the server with --trust-request-chat-template",
         )
-    _refuse_format(body.response_format)
 
 
 def refuse_unsupported_completion(body: CompletionRequest) -> None:
     if body.suffix:
         raise not_supported("suffix", "suffix (filling in the middle) is not supported: leave it out")
-    _refuse_format(body.response_format)
-
-
-def _refuse_format(response_format: dict[str, object] | None) -> None:
-    kind = (response_format or {}).get("type", "text")
-    if kind != "text":
-        raise not_supported(
-            "response_format",
-            f"response_format of type {kind!r} is not supported yet: use 'text' or leave it out",
-        )

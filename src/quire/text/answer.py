@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from quire.core.errors import InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, TokenLogprobs
 from quire.text.detokenizer import Detokenizer
@@ -27,7 +28,14 @@ class AnswerSequence:
 class Answer:
     """Takes updates in order. A stop string ends a sequence here: `take` then says which one to stop."""
 
-    def __init__(self, request_id: str, sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer | None,
+        kept_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Special tokens with `kept_ids` stay in the text whatever `sampling` says about them."""
         self.request_id = request_id
         self.sampling = sampling
         self.arrival = time.monotonic()
@@ -35,9 +43,10 @@ class Answer:
         self.last_token: float | None = None
         self.num_cached = 0
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        self.error: str | None = None
+        self.fault: QuireError | None = None  # why there is no more of it
         self.sequences = [
-            AnswerSequence(index, self._detokenizer(tokenizer)) for index in range(sampling.num_sequences)
+            AnswerSequence(index, self._detokenizer(tokenizer, kept_ids))
+            for index in range(sampling.num_sequences)
         ]
 
     def take(self, update: SequenceUpdate) -> bool:
@@ -75,7 +84,7 @@ class Answer:
         )
         return ranked[: self.sampling.n]
 
-    def _detokenizer(self, tokenizer: Tokenizer | None) -> Detokenizer | None:
+    def _detokenizer(self, tokenizer: Tokenizer | None, kept_ids: frozenset[int]) -> Detokenizer | None:
         if tokenizer is None:
             return None
         sampling = self.sampling
@@ -85,10 +94,14 @@ class Answer:
             sampling.stop,
             sampling.include_stop_str_in_output,
             sampling.min_tokens,
+            kept_ids,
         )
 
     def _note(self, update: SequenceUpdate) -> None:
-        self.error = update.error or self.error
+        if update.error is not None and update.param is not None:
+            self.fault = InvalidRequest(update.error, update.param)
+        elif update.error is not None:
+            self.fault = QuireError(update.error)
         self.num_cached = max(self.num_cached, update.num_cached)
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs

@@ -29,10 +29,12 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
+        kept_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Stop strings are not looked for in the text of the first `min_tokens` tokens."""
+        """Stop strings are not looked for in the text of the first `min_tokens` tokens. Special tokens with
+        `kept_ids` are shown in any case."""
         kind = ByteDecoder if tokenizer.is_byte_level else PieceDecoder
-        self._decoder: _TextDecoder = kind(tokenizer, skip_special_tokens)
+        self._decoder: _TextDecoder = kind(tokenizer, skip_special_tokens, kept_ids)
         self._stops = StopStrings(stop, include_stop_str_in_output)
         self._min_tokens = min_tokens
         self.num_tokens = 0  # consumed; with a stop string found, up to and including the token that ended it
@@ -67,9 +69,11 @@ class Detokenizer:
 class ByteDecoder:
     """For byte-level vocabularies: tokens are bytes, and UTF-8 is decoded as it comes."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, kept_ids: frozenset[int] = frozenset()
+    ) -> None:
         self._bytes_of = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - kept_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
@@ -87,15 +91,20 @@ class PieceDecoder:
     it ends, or until it is very long and makes sense so far.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, kept_ids: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._kept = kept_ids if skip_special_tokens else frozenset()
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         token = self._tokenizer.token(token_id)
+        if token is not None and token_id in self._kept:
+            return self.flush() + token
         if token is None or (self._skip and token_id in self._tokenizer.special_ids):
             return ""
         self._pending.append(token_id)

@@ -87,6 +87,8 @@ def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
                 function["arguments"] = json.loads(arguments) if arguments.strip() else {}
             except ValueError as error:
                 raise _wrong(f"{place}[{index}]", f"has arguments that are not JSON ({error})") from error
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong(f"{place}[{index}]", "has no function with a name")
     return calls
 
 

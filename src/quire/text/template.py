@@ -64,7 +64,12 @@ class ChatTemplate:
     @cached_property
     def reads_tools(self) -> bool:
         """Whether the template does anything with tools; one that does not would drop them silently."""
-        return any("tools" in text for text in self._texts.values())
+        return "tools" in self.text
+
+    @property
+    def text(self) -> str:
+        """All of it, to look at."""
+        return "\n".join(self._texts.values())
 
     def _rendered(self, name: str, variables: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError

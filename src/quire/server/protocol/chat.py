@@ -32,9 +32,11 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = Field(None, deprecated=True)
+    function_call: Any = Field(None, deprecated=True)
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -58,10 +60,23 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: str
+    function: FunctionCall
+
+
 class ChatMessage(TypedDict):
     role: str
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -83,9 +98,25 @@ class ChatCompletion(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """The first of a call has its id, type and name; all have more of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: FunctionDelta
+
+
 class ChatDelta(TypedDict):
     role: NotRequired[str]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(TypedDict):

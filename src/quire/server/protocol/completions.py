@@ -1,6 +1,6 @@
 """/v1/completions."""
 
-from typing import Any, NotRequired
+from typing import NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -17,7 +17,6 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     logprobs: Int | None = None
     suffix: str | None = None
-    response_format: dict[str, Any] | None = None
 
 
 class CompletionLogprobs(TypedDict):

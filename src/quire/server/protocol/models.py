@@ -1,5 +1,7 @@
 """/v1/models."""
 
+from typing import NotRequired
+
 from typing_extensions import TypedDict
 
 
@@ -8,7 +10,7 @@ class Model(TypedDict):
     object: str
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: NotRequired[int]  # not known of an embedding model that has not been started
 
 
 class ModelList(TypedDict):

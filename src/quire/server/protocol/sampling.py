@@ -1,6 +1,6 @@
 """The sampling fields that /v1/chat/completions and /v1/completions share: OpenAI's, then vLLM's."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -27,6 +27,10 @@ class SamplingFields(RequestBody):
     logit_bias: dict[str, float] | None = Field(
         None, description="Token id, as text, to a bias in [-100, 100]."
     )
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description="The answer's form: {'type': 'json_schema', 'json_schema': {'schema': …}} or 'json_object'.",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -48,3 +52,15 @@ class SamplingFields(RequestBody):
     priority: Int | None = None
     cache_salt: str | None = Field(None, description="Requests share cached prefixes within one salt only.")
     add_special_tokens: bool | None = None
+
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="The answer's form: one of json, regex, choice, grammar."
+    )
+    regex: str | None = Field(None, description="The answer matches this as a whole.")
+    grammar: str | None = Field(
+        None, description="The answer follows this grammar, in Lark's notation or GBNF."
+    )
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None

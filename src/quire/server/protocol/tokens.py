@@ -18,6 +18,7 @@ class TokenizeRequest(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class Tokenized(TypedDict):

@@ -1,0 +1,180 @@
+"""POST /v1/embeddings."""
+
+import asyncio
+import time
+import uuid
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.core.pooled import Pooled
+from quire.link.admission import EmbedAsk
+from quire.link.messages import EncoderReady
+from quire.link.stream import Stream
+from quire.llm.prompts import as_list, cut, prepare
+from quire.server.caller import Caller, caller_of, until_gone
+from quire.server.documents import ERRORS, answers
+from quire.server.encoders import ServedEncoder
+from quire.server.errors import ApiError, ClientGone, TimedOut
+from quire.server.prompts import INLINE_CHARACTERS
+from quire.server.protocol.embeddings import EmbeddingList, EmbeddingRequest
+from quire.server.reply import JsonReply
+from quire.server.service import Service
+from quire.server.vectors import written
+
+MAX_INPUTS = 2048  # of one request, as OpenAI has it
+
+
+def embeddings_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=["embeddings"])
+
+    @router.post("/v1/embeddings", responses={**answers(EmbeddingList), **ERRORS})
+    async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
+        """One vector for each text."""
+        service.refuse_if_draining()
+        encoder = await service.encoder_named(body.model)
+        assert encoder.ready is not None
+        _check_dimensions(body.dimensions, encoder.ready)
+        _check_room(service, encoder)
+        texts = await _token_ids(body, encoder)
+        pooled = await _Embedding(service, encoder, caller_of(request)).of(texts, request)
+        num_tokens = sum(one.num_tokens for one in pooled)
+        found: EmbeddingList = {
+            "object": "list",
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": one.index,
+                    "embedding": written(one.vector, body.encoding_format, body.dimensions),
+                }
+                for one in pooled
+            ],
+            "model": body.model or encoder.names[0],
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+        return JsonReply(found)
+
+    return router
+
+
+class _Embedding:
+    """One HTTP request at the embedding engine, from submission to its last vector."""
+
+    def __init__(self, service: Service, encoder: ServedEncoder, caller: Caller) -> None:
+        self._service = service
+        self._encoder = encoder
+        self._caller = caller
+
+    async def of(self, texts: list[list[int]], request: Request) -> list[Pooled]:
+        """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
+        service, caller = self._service, self._caller
+        num_tokens = sum(map(len, texts))
+        service.check_allowance(caller, num_tokens)
+        ask = EmbedAsk(f"embd-{uuid.uuid4().hex}", texts)
+        caller.facts.update(id=ask.request_id, model=self._encoder.names[0], prompt_tokens=num_tokens)
+        try:
+            stream = self._encoder.client.embed(ask)
+        except (EngineDead, QueueFull) as refusal:
+            raise service.refusal(refusal, self._encoder.client) from None
+        caller.allowance.spend_tokens(num_tokens)
+        pooled = await self._finished(stream, len(texts), request)
+        since_arrival = time.monotonic() - caller.arrival
+        service.metrics.embedded(self._encoder.names[0], len(texts), num_tokens, since_arrival)
+        return pooled
+
+    async def _finished(self, stream: Stream[Pooled], count: int, request: Request) -> list[Pooled]:
+        seconds = self._service.settings.request_timeout
+        watch = asyncio.create_task(self._end_when_gone(stream, request))
+        timer = None
+        if seconds is not None:
+            timer = asyncio.get_running_loop().call_later(seconds, stream.fail, TimedOut(seconds))
+        found: list[Pooled] = []
+        try:
+            while len(found) < count:
+                found += await stream.updates()
+                wrong = next((one.error for one in found if one.error is not None), None)
+                if wrong is not None:
+                    raise QuireError(wrong)
+            stream.done(stream.request_ids[0])
+        finally:
+            stream.close()
+            watch.cancel()
+            if timer is not None:
+                timer.cancel()
+        return found
+
+    async def _end_when_gone(self, stream: Stream[Pooled], request: Request) -> None:
+        await until_gone(request.receive)
+        self._service.metrics.disconnected()
+        stream.fail(ClientGone())
+
+
+def _check_room(service: Service, encoder: ServedEncoder) -> None:
+    """Refuses before anything is tokenized, where that is certain already."""
+    try:
+        encoder.client.check_room()
+    except (EngineDead, QueueFull) as refusal:
+        raise service.refusal(refusal, encoder.client) from None
+
+
+def _check_dimensions(dimensions: int | None, ready: EncoderReady) -> None:
+    if dimensions is not None and not 1 <= dimensions <= ready.width:
+        raise InvalidRequest(
+            f"dimensions={dimensions} is outside 1 to {ready.width}, the size of {ready.model}'s vectors: change it",
+            "dimensions",
+        )
+
+
+async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder) -> list[list[int]]:
+    """The texts' tokens, cut if that was asked for; refused with the number that was exceeded."""
+    inputs = as_list(body.input)
+    if not inputs:
+        raise InvalidRequest("input is an empty list: send at least one text", "input")
+    if len(inputs) > MAX_INPUTS:
+        raise InvalidRequest(
+            f"input has {len(inputs)} texts and one request may have {MAX_INPUTS}: send several requests",
+            "input",
+        )
+    special = body.add_special_tokens is not False
+
+    def make() -> list[list[int]]:
+        return [prepare(one, encoder.tokenizer, add_special_tokens=special).token_ids for one in inputs]
+
+    size = sum(len(one) for one in inputs if isinstance(one, str))
+    try:
+        texts = make() if size < INLINE_CHARACTERS else await asyncio.to_thread(make)
+    except InvalidRequest as wrong:
+        raise InvalidRequest(str(wrong), "input") from None
+    return _fitted(texts, body.truncate_prompt_tokens, encoder)
+
+
+def _fitted(texts: list[list[int]], keep: int | None, encoder: ServedEncoder) -> list[list[int]]:
+    ready = encoder.ready
+    assert ready is not None
+    longest = ready.max_model_len
+    if keep is not None:
+        if keep < -1 or keep == 0 or keep > longest:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens={keep}: give 1 to {longest}, or -1 for as many as the model takes",
+                "truncate_prompt_tokens",
+            )
+        texts = [cut(text, longest if keep == -1 else keep) for text in texts]
+    for position, text in enumerate(texts):
+        if not text:
+            raise InvalidRequest(f"input[{position}] has no tokens: send at least one", "input")
+        if len(text) > longest:
+            raise ApiError(
+                400,
+                f"input[{position}] has {len(text)} tokens and {ready.model} takes {longest}: shorten it, send "
+                "truncate_prompt_tokens (-1: as many as fit), or split it and embed the parts",
+                param="input",
+                code="context_length_exceeded",
+            )
+    limit, total = encoder.client.admission.bounds.max_tokens, sum(map(len, texts))
+    if limit is not None and total > limit:
+        raise InvalidRequest(
+            f"input has {total} tokens together and {limit} may wait: send several requests, or raise max_queue_tokens",
+            "input",
+        )
+    return texts

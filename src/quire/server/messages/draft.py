@@ -1,0 +1,138 @@
+"""MessageDraft: a message as it grows, and the events that say how."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from quire.server.protocol.base import Usage
+from quire.server.protocol.messages import Block, Message, MessageEvent, MessageUsage
+
+_TEXT_DELTAS = {
+    "text": "text_delta",
+    "thinking": "thinking_delta",
+}  # block's type and field -> its deltas' type
+
+_NOTHING: Usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+
+
+class MessageDraft:
+    """Takes a chat's deltas in their order: thoughts, text and calls each become a block of their own."""
+
+    def __init__(self, message_id: str, model: str, max_tokens: int) -> None:
+        self.message: Message = {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": message_usage(_NOTHING),
+        }
+        self._max_tokens = max_tokens
+        self._open: Block | None = None  # the block that grows
+        self._call_index: int | None = None  # a chat's number for it, if it is a call
+        self._arguments = ""  # of that call, as they are written
+        self._pinged = False
+
+    def begin(self, usage: Usage) -> list[MessageEvent]:
+        self.message["usage"] = message_usage(usage)
+        return [{"type": "message_start", "message": {**self.message, "content": []}}]
+
+    def take(self, delta: dict[str, Any], _logprobs: Sequence[Any] = ()) -> list[MessageEvent]:
+        """A delta of a chat."""
+        events: list[MessageEvent] = []
+        for kind, text in (("thinking", delta.get("reasoning_content")), ("text", delta.get("content"))):
+            if text:
+                events += self._in_block(kind)
+                assert self._open is not None
+                self._open[kind] += text
+                events.append(self._delta({"type": _TEXT_DELTAS[kind], kind: text}))
+        for call in delta.get("tool_calls") or ():
+            events += self._call(call)
+        return events
+
+    def end(
+        self, finish_reason: str | None, stop_reason: int | str | None, usage: Usage
+    ) -> list[MessageEvent]:
+        events = self._close()
+        message = self.message
+        message["usage"] = message_usage(usage)
+        message["stop_reason"] = self._stop_reason(finish_reason, stop_reason)
+        if message["stop_reason"] == "stop_sequence":
+            message["stop_sequence"] = str(stop_reason)
+        ended = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
+        events.append({"type": "message_delta", "delta": ended, "usage": message["usage"]})
+        return [*events, {"type": "message_stop"}]
+
+    # ------------------------------------------------------------------ blocks
+
+    def _in_block(self, kind: str) -> list[MessageEvent]:
+        """Opens a block of text or thoughts, unless it is open already."""
+        if self._open is not None and self._open["type"] == kind:
+            return []
+        # A signature proves a thought to the one who signed it; nobody here asks for it again.
+        signature = {"signature": ""} if kind == "thinking" else {}
+        return [*self._close(), *self._started({"type": kind, kind: "", **signature})]
+
+    def _call(self, call: dict[str, Any]) -> list[MessageEvent]:
+        function, events = call.get("function") or {}, []
+        if self._call_index is None or call["index"] != self._call_index:
+            events += self._close()
+            block = {"type": "tool_use", "id": call["id"], "name": function.get("name") or "", "input": {}}
+            events += self._started(block)
+            self._call_index, self._arguments = call["index"], ""
+        if arguments := function.get("arguments"):
+            self._arguments += arguments
+            events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
+        return events
+
+    def _started(self, block: Block) -> list[MessageEvent]:
+        self._open = block
+        self.message["content"].append(block)
+        index = len(self.message["content"]) - 1
+        events = [{"type": "content_block_start", "index": index, "content_block": dict(block)}]
+        if not self._pinged:
+            self._pinged = True
+            events.append({"type": "ping"})
+        return events
+
+    def _delta(self, delta: dict[str, str]) -> MessageEvent:
+        index = len(self.message["content"]) - 1
+        return {"type": "content_block_delta", "index": index, "delta": delta}
+
+    def _close(self) -> list[MessageEvent]:
+        if self._open is None:
+            return []
+        if self._call_index is not None:
+            self._open["input"] = _parsed(self._arguments)
+        self._open = self._call_index = None
+        return [{"type": "content_block_stop", "index": len(self.message["content"]) - 1}]
+
+    def _stop_reason(self, finish_reason: str | None, stop_reason: int | str | None) -> str:
+        if finish_reason == "tool_calls":
+            return "tool_use"
+        if finish_reason == "length":
+            full = self.message["usage"]["output_tokens"] < self._max_tokens
+            return "model_context_window_exceeded" if full else "max_tokens"
+        return "stop_sequence" if isinstance(stop_reason, str) else "end_turn"
+
+
+def message_usage(usage: Usage) -> MessageUsage:
+    details = usage.get("prompt_tokens_details")
+    cached = details["cached_tokens"] if details else 0
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+def _parsed(arguments: str) -> dict[str, Any]:
+    """A call's input. Arguments that a limit cut off, or that are no object, stay to be seen as they are."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"raw_arguments": arguments}

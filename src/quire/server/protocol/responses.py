@@ -1,0 +1,154 @@
+"""/v1/responses."""
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from quire.server.protocol.base import Int, RequestBody
+from quire.server.protocol.chat import TokenLogprob
+from quire.server.protocol.extras import ExtraFields
+from quire.server.protocol.sampling import Stops
+
+# An item of a conversation: a message, a function call, its output or a piece of reasoning. Which fields it has
+# hangs on its `type`, and each kind of item has more forms than one: `responses.items` reads them.
+Item = dict[str, Any]
+# A typed event of a stream.
+ResponseEvent = dict[str, Any]
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+_ITEMS: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "object"}},
+    ],
+    "examples": ["What is the capital of France?"],
+}
+
+
+class TextConfig(RequestBody):
+    format: dict[str, Any] | None = Field(None, description="Of type text, json_object or json_schema.")
+    verbosity: str | None = None
+
+
+class ReasoningConfig(RequestBody):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponseInput(ExtraFields):
+    """What decides about the prompt; enough to count its tokens."""
+
+    model: str | None = Field(
+        None, description="A name that /v1/models lists; the first of them if left out."
+    )
+    input: str | list[Item] | None = Field(None, json_schema_extra=_ITEMS)
+    instructions: str | None = Field(None, description="A system message; the next response has its own.")
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+
+class ResponseRequest(ResponseInput):
+    max_output_tokens: Int | None = None
+    max_tool_calls: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Int | None = None
+    include: list[str] | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    store: bool | None = Field(None, description="Keep the response in memory; true if left out.")
+    stream: bool | None = None
+    background: bool | None = None
+    stop: str | Stops | None = None
+
+
+class OutputText(TypedDict):
+    type: str
+    text: str
+    annotations: list[object]
+    logprobs: list[TokenLogprob]
+
+
+class InputTokensDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(TypedDict):
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: str
+
+
+class ResponseObject(TypedDict):
+    id: str
+    object: str
+    created_at: int
+    completed_at: int | None
+    status: str
+    background: bool
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None]
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: str
+    usage: ResponseUsage | None
+    user: NotRequired[str | None]
+
+
+class DeletedResponse(TypedDict):
+    id: str
+    object: str
+    deleted: bool
+
+
+class ItemList(TypedDict):
+    object: str
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(TypedDict):
+    object: str
+    input_tokens: int

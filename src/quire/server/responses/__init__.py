@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, translated to chats and back; responses are kept in memory."""

@@ -1,0 +1,148 @@
+"""POST, GET and DELETE /v1/responses."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.core.errors import InvalidRequest
+from quire.server.caller import caller_of
+from quire.server.documents import ERRORS, answers
+from quire.server.protocol.responses import (
+    DeletedResponse,
+    InputTokens,
+    Item,
+    ItemList,
+    ResponseEvent,
+    ResponseInput,
+    ResponseObject,
+    ResponseRequest,
+)
+from quire.server.reply import JsonReply, streamed
+from quire.server.responses.asking import NAMES, chat_fields, prompt_fields, refuse_unsupported
+from quire.server.responses.draft import ResponseDraft
+from quire.server.responses.items import read_items
+from quire.server.responses.objects import new_response
+from quire.server.responses.store import ResponseStore
+from quire.server.responses.truncation import fitted
+from quire.server.service import Service
+from quire.server.translation import (
+    check_encodable,
+    draft_events,
+    draft_whole,
+    encoded,
+    translated_chat,
+    translated_prompt,
+)
+
+MAX_LISTED = 100
+
+
+def responses_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=["responses"])
+    settings = service.settings
+    store = ResponseStore(
+        settings.max_stored_responses, settings.max_stored_responses_bytes, service.metrics.registry
+    )
+
+    @router.post("/v1/responses", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
+    async def create_response(body: ResponseRequest, request: Request) -> Response:
+        """Answers a conversation, whole or in typed events, and keeps the answer."""
+        owner = caller_of(request).key
+        items = _conversation(body, owner, store)
+        check_encodable(items, body.tools, body.tool_choice, body.text and body.text.format)
+        fields = chat_fields(body, await _within(service, body, items))
+        reply = await translated_chat(service, request, fields, NAMES)
+        keep = body.store is not False and store.max_responses > 0
+        response_id = f"resp_{reply.response_id.removeprefix('chatcmpl-')}"
+        recommended = service.model_named(body.model).ready.default_sampling
+        draft = ResponseDraft(new_response(body, response_id, reply.model, keep, recommended))
+
+        def ended() -> None:
+            if keep:
+                store.put(owner, draft.response, items)
+
+        if body.stream:
+            events = draft_events(reply, draft, ended)
+            return await streamed(events, reply.response_id, lambda error: encoded(draft.fail(error)))
+        await draft_whole(reply, draft)
+        ended()
+        return JsonReply(draft.response)
+
+    @router.post("/v1/responses/input_tokens", responses={**answers(InputTokens), **ERRORS})
+    async def count_input_tokens(body: ResponseInput, request: Request) -> Response:
+        """How many tokens a response's prompt would have."""
+        items = _conversation(body, caller_of(request).key, store)
+        prompt = await translated_prompt(service, prompt_fields(body, items), NAMES)
+        found: InputTokens = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        return JsonReply(found)
+
+    @router.get("/v1/responses/{response_id}", responses={**answers(ResponseObject), **ERRORS})
+    async def retrieve_response(response_id: str, request: Request) -> Response:
+        """A response that is kept."""
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            raise InvalidRequest("a response that has ended cannot be streamed: leave stream out", "stream")
+        found = store.get(caller_of(request).key, response_id)
+        return Response(found.response, media_type="application/json")
+
+    @router.delete("/v1/responses/{response_id}", responses={**answers(DeletedResponse), **ERRORS})
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Forgets a response. Those that went on from it keep what was said."""
+        store.delete(caller_of(request).key, response_id)
+        gone: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
+        return JsonReply(gone)
+
+    @router.get("/v1/responses/{response_id}/input_items", responses={**answers(ItemList), **ERRORS})
+    async def list_input_items(response_id: str, request: Request) -> Response:
+        """What a response was made from, the newest first: its input, and what was said before it."""
+        asked = request.query_params
+        items = store.get(caller_of(request).key, response_id).input_items()
+        order = asked.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest(f"order={order!r} is not known: give 'asc' or 'desc'", "order")
+        found = items if order == "asc" else items[::-1]
+        return JsonReply(_page(found, asked.get("after"), _limit(asked.get("limit", "20"))))
+
+    return router
+
+
+def _conversation(body: ResponseInput, owner: str | None, store: ResponseStore) -> list[Item]:
+    """All that was said up to here: before the previous response, in it, and now."""
+    refuse_unsupported(body)
+    items = read_items(body.input)
+    if body.previous_response_id is None:
+        return items
+    previous = store.get(owner, body.previous_response_id, "previous_response_id")
+    return previous.conversation() + items
+
+
+async def _within(service: Service, body: ResponseRequest, items: list[Item]) -> list[Item]:
+    """The items that fit the context, if the oldest may be left out for that."""
+    if body.truncation != "auto":
+        return items
+    service.check_room()  # counting is work
+    limit = service.model_named(body.model).ready.max_model_len
+
+    async def count(some: list[Item]) -> int:
+        return len((await translated_prompt(service, prompt_fields(body, some), NAMES)).token_ids)
+
+    return await fitted(items, max(1, limit - (body.max_output_tokens or 1)), count)
+
+
+def _limit(given: str) -> int:
+    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= MAX_LISTED):
+        raise InvalidRequest(f"limit={given[:40]!r} is outside 1 to {MAX_LISTED}", "limit")
+    return int(given)
+
+
+def _page(items: list[Item], after: str | None, limit: int) -> ItemList:
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise InvalidRequest(f"after={after[:80]!r} is no item of this response", "after")
+    start = ids.index(after) + 1 if after is not None else 0
+    shown = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": start + limit < len(items),
+    }

@@ -1,0 +1,158 @@
+"""Traces: one OpenTelemetry span for each request, sent to a collector over HTTP. Off unless an endpoint is named."""
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from quire import __version__
+from quire.core.errors import ConfigError
+from quire.server.caller import Caller
+
+PATH = "/v1/traces"  # where collectors listen
+FLUSH_SECONDS = 2.0  # at the end; a collector that is gone must not hold up the shutdown
+OPERATIONS = {  # by route, in the words of the gen_ai conventions
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+# What the log line has, under the names of the gen_ai conventions; the latencies are named as vLLM names them.
+_ATTRIBUTES = {
+    "id": "gen_ai.response.id",
+    "model": "gen_ai.request.model",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+    "first_token": "gen_ai.latency.time_to_first_token",
+    "queued": "gen_ai.latency.time_in_queue",
+}
+
+
+class Traces(Protocol):
+    def note(self, caller: Caller, method: str, route: str, status: int, headers: Iterable[Any]) -> None:
+        """One request, after its last byte."""
+
+    def close(self) -> None:
+        """Sends what was not sent yet."""
+
+
+class NoTraces:
+    def note(self, caller: Caller, method: str, route: str, status: int, headers: Iterable[Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class OtlpTraces:
+    """Spans are made when a request is over and sent by a thread of the library's: no request waits for them."""
+
+    def __init__(self, endpoint: str) -> None:
+        library = _library()
+        self._exporter = library.OTLPSpanExporter(endpoint=with_path(endpoint))
+        self._provider = library.TracerProvider(resource=library.Resource.create(_resource()))
+        self._provider.add_span_processor(library.BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("quire", __version__)
+        self._library = library
+
+    def note(self, caller: Caller, method: str, route: str, status: int, headers: Iterable[Any]) -> None:
+        library = self._library
+        now = time.time_ns()
+        began = now - int((time.monotonic() - caller.arrival) * 1e9)
+        operation = OPERATIONS.get(route)
+        model = caller.facts.get("model")
+        span = self._tracer.start_span(
+            f"{operation} {model}" if operation and model else f"{method} {route}",
+            context=library.TraceContextTextMapPropagator().extract(_carrier(headers)),
+            kind=library.SpanKind.SERVER,
+            attributes=attributes(caller, method, route, status),
+            start_time=began,
+        )
+        broke_off = status < 400 and "error" in caller.facts  # a stream that had begun
+        if status >= 500 or broke_off:
+            span.set_status(library.StatusCode.ERROR, str(caller.facts.get("error", "")) or None)
+        span.end(now)
+
+    def close(self) -> None:
+        flushing = threading.Thread(target=self._provider.force_flush, daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_SECONDS)
+        if flushing.is_alive():
+            self._exporter.shutdown()  # ends what it tries again and again
+        self._provider.shutdown()
+
+
+def open_traces(endpoint: str | None) -> Traces:
+    return NoTraces() if endpoint is None else OtlpTraces(endpoint)
+
+
+def attributes(caller: Caller, method: str, route: str, status: int) -> dict[str, Any]:
+    """What a span says. Never a prompt's or an answer's text."""
+    facts = caller.facts
+    found: dict[str, Any] = {
+        "http.request.method": method,
+        "http.route": route,
+        "http.response.status_code": status,
+        "quire.request_id": caller.request_id,
+    }
+    if route in OPERATIONS:
+        found["gen_ai.operation.name"] = OPERATIONS[route]
+        found["gen_ai.provider.name"] = "quire"
+        found["gen_ai.latency.e2e"] = time.monotonic() - caller.arrival
+    found.update({name: facts[fact] for fact, name in _ATTRIBUTES.items() if fact in facts})
+    if "model" in facts:
+        found["gen_ai.response.model"] = facts["model"]
+    if "finish" in facts:
+        found["gen_ai.response.finish_reasons"] = str(facts["finish"]).split(",")
+    if status >= 400 or "error" in facts:
+        found["error.type"] = str(facts.get("error", status))
+    return found
+
+
+def with_path(endpoint: str) -> str:
+    """A collector's address, with the path where it takes traces if none was given."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(
+            f"otlp_traces_endpoint={endpoint!r} is no address: write it as http://HOST:4318{PATH}"
+        )
+    return endpoint if parts.path.strip("/") else endpoint.rstrip("/") + PATH
+
+
+def _resource() -> Mapping[str, Any]:
+    return {"service.name": os.environ.get("OTEL_SERVICE_NAME", "quire"), "service.version": __version__}
+
+
+def _carrier(headers: Iterable[Any]) -> dict[str, str]:
+    wanted = (b"traceparent", b"tracestate")
+    return {name.decode(): value.decode("latin-1") for name, value in headers if name in wanted}
+
+
+def _library() -> Any:
+    """The parts of OpenTelemetry that are used here, imported only when they are."""
+    from types import SimpleNamespace
+
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): install it with pip install 'quire[otel]'"
+        ) from error
+    return SimpleNamespace(
+        OTLPSpanExporter=OTLPSpanExporter,
+        Resource=Resource,
+        TracerProvider=TracerProvider,
+        BatchSpanProcessor=BatchSpanProcessor,
+        SpanKind=SpanKind,
+        StatusCode=StatusCode,
+        TraceContextTextMapPropagator=TraceContextTextMapPropagator,
+    )

@@ -1,0 +1,1 @@
+"""Thoughts that a model writes before its answer, told apart from it."""
