@@ -16,7 +16,7 @@ TITLES = {"model": "model", "memory": "memory", "scheduler": "scheduling", "runn
 HELP = {
     "tokenizer": "a folder or tokenizer.json to use instead of the model's own",
     "dtype": "auto, float32, float16 or bfloat16",
-    "quantization": "auto (int8 on a CPU), int8, or none for full precision",
+    "quantization": "auto (int8 on a CPU), int8, fp8 (on a GPU that has it), or none for full precision",
     "load_format": "auto, or dummy for random weights in the shape that config.json names",
     "max_model_len": "tokens per sequence, prompt and answer together (default: what the model has)",
     "revision": "branch, tag or commit of a hub model",
@@ -27,9 +27,9 @@ HELP = {
     "num_blocks": "blocks in the pool, instead of a limit in bytes",
     "kv_cache_memory_bytes": "size of the pool, such as 2GiB or 512M (default: from free memory)",
     "gpu_memory_utilization": "share of a GPU's memory to use, weights included",
-    "kv_cache_dtype": "numbers in the pool: auto, float32, float16 or bfloat16",
+    "kv_cache_dtype": "numbers in the pool: auto, float32, float16, bfloat16 or (on a GPU) fp8",
     "enable_prefix_caching": "find blocks again whose tokens were computed before",
-    "max_num_seqs": "sequences that run at once (default: 256, or one per block of a smaller pool)",
+    "max_num_seqs": "sequences that run at once (default: 256 on a CPU, 1024 on a GPU, or one per block of a smaller pool)",
     "max_num_batched_tokens": "tokens per step (default: 512 on a CPU, 8192 on a GPU)",
     "max_queue_requests": "requests that may wait",
     "max_queue_tokens": "prompt tokens that may wait (default: no limit)",
@@ -37,6 +37,7 @@ HELP = {
     "device": "auto, cpu or cuda",
     "num_threads": "CPU threads (default: the physical cores)",
     "enforce_eager": "no recorded graphs",
+    "deterministic": "on a GPU: a request's tokens do not depend on its neighbours (slower; on a CPU in int8 always so)",
 }
 _SHORT = {"quantization": ("-q",)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}

@@ -17,6 +17,7 @@ from quire.cli.prompt_files import PromptEntry, gather_prompts
 from quire.cli.result_lines import result_record
 from quire.cli.sampling_flags import add_sampling_flags, sampling_from
 from quire.cli.start import start_llm
+from quire.cli.structured_flags import add_structured_flags, structured_from
 from quire.core.errors import InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.build import DEFAULT_MAX_TOKENS
@@ -46,15 +47,17 @@ def add_arguments(parser: Parser) -> None:
     # one --seed serves both: the engine's stream of seeds and each request's own
     add_engine_flags(parser, without=("seed",))
     add_sampling_flags(parser)
+    add_structured_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     sampling_from(arguments, SamplingParams(max_tokens=DEFAULT_MAX_TOKENS))  # before loading anything
+    structured = structured_from(arguments)
     prompts = gather_prompts(arguments.prompt or (), arguments.prompt_file, sys.stdin)
     if arguments.system is not None and not arguments.chat:
         raise InvalidRequest("--system has no place in a plain prompt: add --chat")
     with _opened(arguments.output) as file, start_llm(arguments, quiet=arguments.quiet) as llm:
-        sampling = sampling_from(arguments, llm.default_sampling())
+        sampling = sampling_from(arguments, llm.default_sampling()).changed(structured=structured)
         records = file is not None or arguments.json
         if len(prompts) == 1 and sampling.n == 1 and not records:
             return _stream_one(llm, _prepared(llm, prompts[0], arguments), sampling)

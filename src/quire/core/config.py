@@ -47,7 +47,7 @@ class ModelOptions:
     model: str | None = None  # None: the built-in model; a folder, a .gguf file or a hub id otherwise
     tokenizer: str | None = None
     dtype: str = "auto"
-    quantization: str = "auto"  # auto | none | int8
+    quantization: str = "auto"  # auto | none | int8 | fp8
     load_format: str = "auto"  # auto | dummy
     max_model_len: int | None = None
     revision: str | None = None
@@ -58,7 +58,7 @@ class ModelOptions:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, ("auto", "dummy"))
-        _one_of("quantization", self.quantization, ("auto", "none", "int8"))
+        _one_of("quantization", self.quantization, ("auto", "none", "int8", "fp8"))
         _at_least("max_model_len", self.max_model_len, 1)
 
 
@@ -81,7 +81,7 @@ class MemoryConfig:
             )
         _at_least("num_blocks", self.num_blocks, 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, (*DTYPES, "fp8"))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
 
@@ -90,7 +90,7 @@ class MemoryConfig:
 class SchedulerConfig:
     """How much runs at once and how much may wait."""
 
-    max_num_seqs: int | None = None  # None: 256, or one per block of a smaller pool
+    max_num_seqs: int | None = None  # None: 256 on a CPU, 1024 on a GPU, or one per block of a smaller pool
     max_num_batched_tokens: int | None = None  # None: 512 on a CPU, 8192 on a GPU
     max_queue_requests: int = 65536
     max_queue_tokens: int | None = None
@@ -119,6 +119,7 @@ class RunnerConfig:
     device: str = "auto"  # auto | cpu | cuda
     num_threads: int | None = None  # CPU threads; None: the physical cores
     enforce_eager: bool = False  # no recorded graphs
+    deterministic: bool = False  # on a GPU: a request's tokens do not depend on its neighbours
 
     def __post_init__(self) -> None:
         _at_least("num_threads", self.num_threads, 1)

@@ -1,10 +1,12 @@
 """SamplingParams: how a request wants its tokens chosen. Spelled as vLLM's users know it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.core.errors import InvalidRequest
+from quire.core.structured import StructuredOutput
 
 MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5  # a temperature under this means "take the best token"
@@ -42,6 +44,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured: StructuredOutput | None = None  # the form that the answer must have
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # frozen, but plain spellings (a lone string, a list, -1) are welcome
@@ -57,6 +60,8 @@ class SamplingParams:
             put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.top_k == -1:
             put(self, "top_k", 0)
+        if isinstance(self.structured, Mapping):  # {"json": …}, {"regex": …} and so on
+            put(self, "structured", StructuredOutput.of(self.structured))
         self._check_ranges()
         self._check_combinations()
 

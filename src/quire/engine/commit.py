@@ -2,14 +2,17 @@
 
 from quire.core.request import FinishReason, Phase, Sequence
 from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
+from quire.engine.structured import StructuredOutputs
+from quire.grammar.errors import GrammarError
 from quire.scheduler.scheduler import Planned, Scheduler
 
 
 class Committer:
     """Appends tokens, ends sequences, indexes full blocks. Results for ended sequences are discarded."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, structured: StructuredOutputs) -> None:
         self._scheduler = scheduler
+        self._structured = structured
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
 
     def commit(self, planned: Planned, result: StepResult) -> list[SequenceUpdate]:
@@ -23,10 +26,13 @@ class Committer:
                 continue  # overran by one token after its end
             sequence.num_pending -= 1
             if i in failed:
-                updates += self._fail(sequence)
+                updates += self.fail(sequence, _why_failed(sequence))
                 continue
             logprobs = result.logprobs[i] if result.logprobs else None
-            updates.append(self._append(sequence, result.token_ids[i], logprobs))
+            try:
+                updates.append(self._append(sequence, result.token_ids[i], logprobs))
+            except GrammarError as error:
+                updates += self.fail(sequence, str(error))
         return updates
 
     def forget(self, request_id: str) -> None:
@@ -35,7 +41,14 @@ class Committer:
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
         sequence.token_ids.append(token_id)
         request = sequence.request
-        if token_id in request.stop_token_ids or len(sequence.token_ids) >= request.max_len:
+        stops = token_id in request.stop_token_ids
+        if (
+            not stops
+            and request.sampling.structured is not None
+            and self._structured.completes(sequence, token_id)
+        ):
+            self._scheduler.finish(sequence, FinishReason.STOP)  # an end token could say no more
+        elif stops or len(sequence.token_ids) >= request.max_len:
             self._end(sequence, token_id)
         prompt_logprobs = None
         if request.sampling.prompt_logprobs is not None and sequence.num_outputs == 1:
@@ -60,13 +73,10 @@ class Committer:
         elif len(sequence.token_ids) >= request.max_len:
             self._scheduler.finish(sequence, FinishReason.LENGTH)
 
-    def _fail(self, sequence: Sequence) -> list[SequenceUpdate]:
-        """Logits that are not numbers end their request, not its neighbours."""
+    def fail(self, sequence: Sequence, message: str) -> list[SequenceUpdate]:
+        """What goes wrong with a sequence ends its request, not its neighbours."""
         request_id = sequence.request.request_id
-        message = (
-            f"request {request_id}: the model gave logits that are not finite at position "
-            f"{len(sequence.token_ids)}: check the weights, or try dtype=float32"
-        )
+        message = f"request {request_id}: {message}"
         ended = self._scheduler.abort(request_id, FinishReason.ERROR)
         self.forget(request_id)
         return [
@@ -90,3 +100,16 @@ class Committer:
             collected = self._prompt_logprobs.setdefault(sequence.request.request_id, [])
             missing = len(collected) + 1 - piece.first_position  # a resumed prompt computes some again
             collected.extend(piece.entries[max(0, missing) :])
+
+
+def _why_failed(sequence: Sequence) -> str:
+    """The sampler found no token that it could take."""
+    position, sampling = len(sequence.token_ids), sequence.request.sampling
+    if sampling.structured is not None and (
+        sampling.allowed_token_ids or sampling.bad_words or sampling.logit_bias
+    ):
+        return (
+            f"at position {position} none of the tokens that the {sampling.structured.kind} allows is left by "
+            "allowed_token_ids, bad_words and logit_bias: loosen one of them"
+        )
+    return f"the model gave logits that are not finite at position {position}: check the weights, or try dtype=float32"

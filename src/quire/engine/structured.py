@@ -1,0 +1,159 @@
+"""Structured output in the engine: requests wait here for their grammar, sequences advance in it, steps get masks."""
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.core.errors import InvalidRequest, QuireError
+from quire.core.request import Phase, Request, Sequence
+from quire.engine.arrival import Limits
+from quire.grammar.compiler import Compiler, Grammar
+from quire.grammar.errors import GrammarError
+from quire.grammar.matcher import Matcher
+from quire.sampling.records import TokenMask
+from quire.scheduler.scheduler import Planned
+
+
+@dataclass(slots=True)
+class _Structured:
+    """A request whose grammar is known, and its sequences' places in it."""
+
+    grammar: Grammar
+    matchers: dict[int, Matcher] = field(default_factory=dict)  # by sequence index
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Requests that compiling has let go."""
+
+    ready: list[Request]
+    failed: list[tuple[Request, QuireError]]
+
+
+class StructuredOutputs:
+    """One thread calls this, the engine's. A grammar that is known costs an arrival nothing."""
+
+    def __init__(self, make_compiler: Callable[[], Compiler] | None, limits: Limits) -> None:
+        self._make_compiler = make_compiler
+        self._compiler: Compiler | None = None
+        self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
+        self._running: dict[str, _Structured] = {}
+        self._num_words = -(-limits.vocab_size // 32)
+        self._end_ids = np.array([i for i in limits.eos_token_ids if i < limits.vocab_size], np.int64)
+
+    # ------------------------------------------------------------------ arrival
+
+    def admit(self, request: Request) -> bool:
+        """True: it may be scheduled. False: it waits here. Raises InvalidRequest if it is known to be wrong."""
+        structured = request.sampling.structured
+        assert structured is not None
+        if self._compiler is None:
+            if self._make_compiler is None:
+                raise InvalidRequest("structured output is not available in this engine", structured.param)
+            self._compiler = self._make_compiler()
+        future = self._compiler.submit(structured)
+        if not future.done():
+            self._compiling[request.request_id] = (request, future)
+            return False
+        fault = future.exception()
+        if fault is not None:
+            raise _refusal(request, fault)
+        self._running[request.request_id] = _Structured(future.result())
+        return True
+
+    @property
+    def num_compiling(self) -> int:
+        return len(self._compiling)
+
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self._compiling
+
+    def arrivals(self, seconds: float = 0.0) -> Arrivals:
+        """Those whose grammar is done by now; waits so long for the first of them."""
+        found = Arrivals([], [])
+        if not self._compiling:
+            return found
+        if seconds:
+            futures = [future for _, future in self._compiling.values()]
+            wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
+        for request, future in [pair for pair in self._compiling.values() if pair[1].done()]:
+            del self._compiling[request.request_id]
+            fault = future.exception()
+            if fault is not None:
+                found.failed.append((request, _refusal(request, fault)))
+            else:
+                self._running[request.request_id] = _Structured(future.result())
+                found.ready.append(request)
+        return found
+
+    def forget(self, request_id: str) -> bool:
+        """The request has ended; whether it was still waiting here."""
+        self._running.pop(request_id, None)
+        return self._compiling.pop(request_id, None) is not None
+
+    def close(self) -> None:
+        self._compiling.clear()
+        if self._compiler is not None:
+            self._compiler.close()
+
+    # ------------------------------------------------------------------ steps
+
+    def completes(self, sequence: Sequence, token_id: int) -> bool:
+        """The sequence goes on with this token: whether its text is whole then and cannot grow.
+
+        Raises GrammarError if the grammar takes more than its bounds from here.
+        """
+        matcher = self._matcher(sequence)
+        matcher.advance([token_id])
+        return matcher.is_terminated
+
+    def mask(self, planned: Planned) -> tuple[TokenMask, list[tuple[Sequence, GrammarError]]]:
+        """What the masked samples of a step may be, all earlier steps being committed; and whom that fails.
+
+        Those that ended meanwhile have no mask: their tokens are discarded.
+        """
+        indices: list[int] = []
+        failed: list[tuple[Sequence, GrammarError]] = []
+        bits = np.zeros((len(planned.step.masked), self._num_words), np.uint32)
+        for index in planned.step.masked:
+            sequence = planned.receivers[index]
+            if sequence.phase is Phase.FINISHED:
+                continue
+            row = bits[len(indices)]
+            try:
+                self._matcher(sequence).fill(row)
+            except GrammarError as error:
+                failed.append((sequence, error))
+                row[:] = 0
+                continue
+            if sequence.request.sampling.ignore_eos:
+                self._ban_end(row)
+            indices.append(index)
+        return TokenMask(np.array(indices, np.int64), bits[: len(indices)]), failed
+
+    def _matcher(self, sequence: Sequence) -> Matcher:
+        """Made at the sequence's first sample. A preempted sequence keeps it: its text is still the same."""
+        running = self._running[sequence.request.request_id]
+        matcher = running.matchers.get(sequence.index)
+        if matcher is None:
+            matcher = running.matchers[sequence.index] = running.grammar.matcher()
+        return matcher
+
+    def _ban_end(self, row: np.ndarray) -> None:
+        """Who ignores end tokens gets none, except where nothing else is left."""
+        without = row.copy()
+        np.bitwise_and.at(
+            without, self._end_ids // 32, ~(np.uint32(1) << (self._end_ids % 32).astype(np.uint32))
+        )
+        if without.any():
+            row[:] = without
+
+
+def _refusal(request: Request, fault: BaseException) -> QuireError:
+    structured = request.sampling.structured
+    assert structured is not None
+    if isinstance(fault, GrammarError):
+        return InvalidRequest(str(fault), structured.param)
+    return fault if isinstance(fault, QuireError) else QuireError(f"{type(fault).__name__}: {fault}")
