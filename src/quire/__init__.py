@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
+from quire.core.structured import StructuredOutput
 
 if TYPE_CHECKING:
     from quire.llm.async_llm import AsyncLLM
+    from quire.llm.embedder import Embedder
     from quire.llm.llm import LLM
     from quire.llm.outputs import CompletionOutput, RequestOutput
 
@@ -15,15 +17,18 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "Embedder",
     "QuireError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "__version__",
 ]
 
 _LAZY = {  # importing quire must not import torch: `quire --help` should answer at once
     "LLM": "quire.llm.llm",
     "AsyncLLM": "quire.llm.async_llm",
+    "Embedder": "quire.llm.embedder",
     "RequestOutput": "quire.llm.outputs",
     "CompletionOutput": "quire.llm.outputs",
 }

@@ -131,8 +131,10 @@ class Bench:
 
 
 def _times(answer: Answer) -> RequestTimes:
-    if answer.error or answer.first_token is None or answer.last_token is None:
-        raise QuireError(answer.error or f"request {answer.request_id} ended without a token")
+    if answer.fault is not None:
+        raise answer.fault
+    if answer.first_token is None or answer.last_token is None:
+        raise QuireError(f"request {answer.request_id} ended without a token")
     num_tokens = len(answer.sequences[0].token_ids)
     return RequestTimes(answer.first_token - answer.arrival, answer.last_token - answer.arrival, num_tokens)
 

@@ -13,12 +13,14 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
 from quire.engine.resolve import (
-    MAX_NUM_SEQS,
     Numbers,
+    default_limits,
     resolve_max_model_len,
     resolve_numbers,
     resolve_scheduler,
 )
+from quire.engine.vocabulary import model_vocabulary
+from quire.grammar.compiler import Compiler
 from quire.kernels import native
 from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
@@ -26,11 +28,14 @@ from quire.memory.paged import PagedMemory
 from quire.models import registry
 from quire.models.loading import load
 from quire.models.model import Model
+from quire.runner.device_runner import DeviceRunner
+from quire.runner.profile import activation_bytes
 from quire.runner.runner import Runner, RunnerLimits
-from quire.runner.sizing import PoolSize, free_bytes_for_pool, pool_size
+from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
 from quire.weights.open import open_source
 from quire.weights.source import Source
 
+GRAPH_SECONDS = 4.0  # of capturing at start
 DEFAULT_MAX_TOKENS = 256  # where the caller gives no sampling parameters at all
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -43,23 +48,44 @@ class Report:
     numbers: Numbers
     weights_bytes: int
     pool: PoolSize
+    device_memory: DeviceMemory | None  # None on a CPU
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     num_threads: int
+    num_graphs: int  # decode sizes that were captured at start
     seconds: float
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
+        where = f"on {numbers.device.type}, {self.num_threads} threads"
+        if numbers.device.type == "cuda":
+            where = f"on {torch.cuda.get_device_name(numbers.device)}"
+        divided = [] if self.device_memory is None else [_divided(self.device_memory)]
+        graphs = f", {self.num_graphs} sizes of decodes captured as graphs" if self.num_graphs else ""
         return [
-            f"model     {self.model}, {numbers.format_name} on {numbers.device.type}, {self.num_threads} threads",
+            f"model     {self.model}, {numbers.format_name} {where}",
             f"weights   {self.weights_bytes / 1e6:,.0f} MB",
+            *divided,
             f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
-            f"started   in {self.seconds:.2f} s",
+            f"started   in {self.seconds:.2f} s{graphs}",
         ]
+
+
+def _divided(memory: DeviceMemory) -> str:
+    parts = (
+        (memory.weights, "weights"),
+        (memory.activations, "activations"),
+        (memory.pool, "pool"),
+        (memory.others, "others and driver"),
+        (memory.spare, "left alone"),
+    )
+    return f"memory    {memory.total / 1e9:,.1f} GB = " + " + ".join(
+        f"{n / 1e9:,.1f} {what}" for n, what in parts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +106,15 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     described = registry.describe(source.config)
     numbers = resolve_numbers(config, described)
     max_model_len = resolve_max_model_len(config, described)
-    num_threads = _set_threads(config.runner.num_threads, numbers)
+    num_threads = set_threads(config.runner.num_threads, numbers)
     factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
     model = load(source, factory, partial(progress, "weights") if progress else None, seed=options.seed)
-    pool, size = _make_pool(config, described, numbers, max_model_len)
+    pool, size, divided = _make_pool(config, model, numbers, max_model_len)
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
-    runner = Runner(model, pool, _runner_limits(config, scheduler, model, max_model_len), numbers.device)
+    runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
+    on_gpu = numbers.device.type == "cuda"
+    runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device)
+    num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     memory = PagedMemory(
         size.num_blocks, size.block_size, source.fingerprint, config.memory.enable_prefix_caching
     )
@@ -96,24 +125,31 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         numbers=numbers,
         weights_bytes=sum(t.numel() * t.element_size() for t in model.parameters().values()),
         pool=size,
+        device_memory=divided,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_tokens,
         num_threads=num_threads,
+        num_graphs=num_graphs,
         seconds=time.perf_counter() - started,
     )
-    engine = Engine(scheduler, limits, memory, runner, options.seed)
+    make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
+    engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler)
     return Built(engine, source, described, default_sampling(source), report)
 
 
 def _make_pool(
-    config: EngineConfig, model: ModelConfig, numbers: Numbers, max_model_len: int
-) -> tuple[Pool, PoolSize]:
-    layout = block_layout(config.memory.block_size, model, numbers)
-    free = free_bytes_for_pool(numbers.device, config.memory.gpu_memory_utilization)
-    max_rows = config.scheduler.max_num_seqs or MAX_NUM_SEQS
+    config: EngineConfig, model: Model, numbers: Numbers, max_model_len: int
+) -> tuple[Pool, PoolSize, DeviceMemory | None]:
+    layout = block_layout(config.memory.block_size, model.config, numbers)
+    max_rows, max_tokens = default_limits(config.scheduler, numbers.device)
+    divided = None
+    if numbers.device.type == "cuda":
+        needed = activation_bytes(model, layout, max_rows, max_tokens, max_model_len, numbers.device)
+        divided = divide_gpu(numbers.device, config.memory.gpu_memory_utilization, needed)
+    free = free_host_bytes() if divided is None else divided.pool
     size = pool_size(config.memory, layout, max_rows, max_model_len, free)
-    return Pool(layout, size.num_blocks + 1, numbers.device), size
+    return Pool(layout, size.num_blocks + 1, numbers.device), size, divided
 
 
 def block_layout(block_size: int, model: ModelConfig, numbers: Numbers) -> BlockLayout:
@@ -121,14 +157,22 @@ def block_layout(block_size: int, model: ModelConfig, numbers: Numbers) -> Block
 
 
 def _runner_limits(
-    config: EngineConfig, scheduler: SchedulerConfig, model: Model, max_model_len: int
+    config: EngineConfig, scheduler: SchedulerConfig, model: Model, numbers: Numbers, max_model_len: int
 ) -> RunnerLimits:
     max_num_seqs, max_tokens = scheduler.limits
-    record = model.recordable and not config.runner.enforce_eager
-    return RunnerLimits(max_num_seqs, max_tokens, max_model_len, record)
+    # a tape needs native operations throughout; a CUDA graph takes whatever a model launches
+    recordable = model.recordable or numbers.device.type == "cuda"
+    return RunnerLimits(
+        max_num_seqs,
+        max_tokens,
+        max_model_len,
+        record_decodes=recordable and not config.runner.enforce_eager,
+        half_precision=numbers.format.activation_dtype.itemsize == 2,
+        deterministic=config.runner.deterministic,
+    )
 
 
-def _set_threads(asked: int | None, numbers: Numbers) -> int:
+def set_threads(asked: int | None, numbers: Numbers) -> int:
     """The compute threads. Where native kernels do the work, torch keeps to one: two pools would fight."""
     num_threads = asked or native.default_num_threads()
     if numbers.device.type != "cpu":

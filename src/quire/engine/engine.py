@@ -2,25 +2,32 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from quire.core.config import SchedulerConfig
-from quire.core.errors import InvalidRequest
-from quire.core.request import FinishReason
+from quire.core.errors import InvalidRequest, QueueFull
+from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, Step, StepResult
 from quire.engine.arrival import Door, Limits
 from quire.engine.commit import Committer
+from quire.engine.structured import StructuredOutputs
+from quire.grammar.compiler import Compiler
 from quire.memory.paged import PagedMemory
+from quire.sampling.records import TokenMask
 from quire.scheduler.scheduler import Planned, Scheduler
+
+COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
 
 
 class StepRunner(Protocol):
-    """Runs steps in the order of their launch."""
+    """Runs steps in the order of their launch. One with `masked` samples waits for its mask before it samples."""
 
     def launch(self, step: Step) -> None: ...
+
+    def mask(self, mask: TokenMask) -> None: ...
 
     def collect(self) -> StepResult: ...
 
@@ -40,13 +47,20 @@ class EngineStats:
     schedule_seconds: float = 0.0  # deciding steps
     commit_seconds: float = 0.0  # turning results into updates
     step_seconds: float = 0.0  # forward passes and sampling, as the runner saw them
+    mask_seconds: float = 0.0  # grammars' masks, made while a forward pass runs
 
 
 class Engine:
     """One model, one pool, one loop. Not thread-safe: one thread adds, aborts and steps."""
 
     def __init__(
-        self, config: SchedulerConfig, limits: Limits, memory: PagedMemory, runner: StepRunner, seed: int = 0
+        self,
+        config: SchedulerConfig,
+        limits: Limits,
+        memory: PagedMemory,
+        runner: StepRunner,
+        seed: int = 0,
+        make_compiler: Callable[[], Compiler] | None = None,
     ):
         self.limits = limits
         self.memory = memory
@@ -54,7 +68,9 @@ class Engine:
         self.stats = EngineStats()
         self._door = Door(limits, memory, seed)
         self._runner = runner
-        self._committer = Committer(self.scheduler)
+        self._structured = StructuredOutputs(make_compiler, limits)
+        self._compiled: list[Request] = []  # whose grammar is done and whom the queue has not taken yet
+        self._committer = Committer(self.scheduler, self._structured)
         self._in_flight: deque[Planned] = deque()
         self._max_in_flight = config.steps_in_flight
 
@@ -67,43 +83,64 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
-        """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now."""
-        if self.scheduler.has_request(request_id):
+        """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now.
+
+        One with a grammar that is not known yet is queued once it is compiled; `step` tells if it cannot be.
+        """
+        if self._has_request(request_id):
             raise InvalidRequest(
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
         request = self._door.admit(
             request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt
         )
-        self.scheduler.add(request)
+        if sampling.structured is None or self._structured.admit(request):
+            self.scheduler.add(request)
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += request.num_prompt_tokens
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; its blocks are free when this returns. False if nobody knows it."""
-        ended = self.scheduler.abort(request_id, FinishReason.ABORT)
+        known = self._has_request(request_id)
+        self._compiled = [request for request in self._compiled if request.request_id != request_id]
+        self.scheduler.abort(request_id, FinishReason.ABORT)
         self._committer.forget(request_id)
-        return bool(ended)
+        self._structured.forget(request_id)
+        return known
 
     def stop(self, request_id: str, index: int) -> bool:
         """Ends one sequence of a request as stopped: its caller saw a stop string in its text."""
-        return self.scheduler.stop(request_id, index)
+        stopped = self.scheduler.stop(request_id, index)
+        self._forget_if_ended(request_id)
+        return stopped
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight or self.num_compiling)
+
+    @property
+    def num_compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return self._structured.num_compiling + len(self._compiled)
 
     def step(self) -> list[SequenceUpdate]:
         """Launches the next step if there is one and commits the oldest that must be."""
+        updates = self._take_compiled() if self.num_compiling else []
         started = time.perf_counter()
         planned = self.scheduler.schedule()
         self.stats.schedule_seconds += time.perf_counter() - started
         if planned is not None:
             self._runner.launch(planned.step)
             self._in_flight.append(planned)
+        unmasked = planned if planned is not None and planned.step.masked else None
+        if unmasked is not None and unmasked is self._in_flight[0]:
+            updates += self._mask(unmasked)
+            unmasked = None
         if len(self._in_flight) > self._max_in_flight or (planned is None and self._in_flight):
-            return self._commit(self._in_flight.popleft())
-        return []
+            updates += self._commit(self._in_flight.popleft())
+        if unmasked is not None:  # what it may sample depends on the tokens that were committed just now
+            updates += self._mask(unmasked)
+        return updates
 
     def check_integrity(self) -> None:
         self.memory.check_integrity(self.scheduler.sequences())
@@ -112,6 +149,62 @@ class Engine:
         """Waits for the steps in flight, whose results nobody wants any more. Calling it twice is fine."""
         self._in_flight.clear()
         self._runner.close()
+        self._structured.close()
+
+    def _has_request(self, request_id: str) -> bool:
+        return (
+            self.scheduler.has_request(request_id)
+            or self._structured.has_request(request_id)
+            or any(request.request_id == request_id for request in self._compiled)
+        )
+
+    def _take_compiled(self) -> list[SequenceUpdate]:
+        """Requests whose grammar is done enter the queue, or fail."""
+        idle = not (self.scheduler.has_work or self._in_flight or self._compiled)
+        arrivals = self._structured.arrivals(COMPILING_WAIT if idle else 0.0)
+        self._compiled += arrivals.ready
+        while self._compiled:
+            try:
+                self.scheduler.add(self._compiled[0])
+            except QueueFull:
+                break  # it has been taken in already: it waits here for its place
+            del self._compiled[0]
+        self.stats.num_finished += sum(request.sampling.num_sequences for request, _ in arrivals.failed)
+        return [
+            SequenceUpdate(
+                request.request_id,
+                index,
+                (),
+                finish_reason=FinishReason.ERROR,
+                error=str(fault),
+                param=fault.param if isinstance(fault, InvalidRequest) else None,
+            )
+            for request, fault in arrivals.failed
+            for index in range(request.sampling.num_sequences)
+        ]
+
+    def _mask(self, planned: Planned) -> list[SequenceUpdate]:
+        """Masks the step just launched, all before it being committed. Its forward pass runs meanwhile."""
+        started = time.perf_counter()
+        mask, failed = self._structured.mask(planned)
+        self._runner.mask(mask)
+        self.stats.mask_seconds += time.perf_counter() - started
+        updates = [
+            update for sequence, error in failed for update in self._committer.fail(sequence, str(error))
+        ]
+        self._count_ends(updates)
+        return updates
+
+    def _forget_if_ended(self, request_id: str) -> None:
+        if not self.scheduler.has_request(request_id):
+            self._structured.forget(request_id)
+
+    def _count_ends(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            if update.finish_reason is not None:
+                self.stats.num_finished += 1
+                self._committer.forget(update.request_id)
+                self._forget_if_ended(update.request_id)
 
     def _commit(self, planned: Planned) -> list[SequenceUpdate]:
         result = self._runner.collect()
@@ -119,9 +212,7 @@ class Engine:
         updates = self._committer.commit(planned, result)
         for update in updates:
             self.stats.num_generated_tokens += len(update.token_ids)
-            if update.finish_reason is not None:
-                self.stats.num_finished += 1
-                self._committer.forget(update.request_id)
+        self._count_ends(updates)
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += planned.step.total_tokens
         self.stats.step_seconds += result.seconds

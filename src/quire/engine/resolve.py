@@ -11,7 +11,8 @@ from quire.quant.format import NumberFormat
 
 CPU_BATCHED_TOKENS = 512  # a step stays short enough for others' tokens to flow
 GPU_BATCHED_TOKENS = 8192
-MAX_NUM_SEQS = 256
+CPU_NUM_SEQS = 256
+GPU_NUM_SEQS = 1024  # a decode of few rows leaves the matrix units idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,14 @@ class Numbers:
 
 def resolve_numbers(config: EngineConfig, model: ModelConfig) -> Numbers:
     device = resolve_device(config.runner.device)
-    number_format = choose_format(device, config.model.dtype, config.model.quantization, model.dtype)
+    number_format = choose_format(
+        device, config.model.dtype, config.model.quantization, model.dtype, config.runner.deterministic
+    )
     kv_dtype = config.memory.kv_cache_dtype
+    if kv_dtype == "fp8":
+        if device.type == "cpu":
+            raise ConfigError("kv_cache_dtype='fp8' needs a GPU: choose float16 on a CPU")
+        kv_dtype = "float8_e4m3fn"
     if kv_dtype == "auto":  # half precision costs int8 nothing in quality and halves what attention reads
         activations = str(number_format.activation_dtype).removeprefix("torch.")
         kv_dtype = "float16" if number_format.native else activations
@@ -61,10 +68,18 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return asked
 
 
+def default_limits(config: SchedulerConfig, device: torch.device) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens) as asked for or usual on this device, before the pool is known."""
+    on_cpu = device.type == "cpu"
+    rows = config.max_num_seqs or (CPU_NUM_SEQS if on_cpu else GPU_NUM_SEQS)
+    usual = CPU_BATCHED_TOKENS if on_cpu else GPU_BATCHED_TOKENS
+    return rows, config.max_num_batched_tokens or max(usual, rows)
+
+
 def resolve_scheduler(config: SchedulerConfig, device: torch.device, num_blocks: int) -> SchedulerConfig:
-    max_num_seqs = config.max_num_seqs
-    if max_num_seqs is None:
-        max_num_seqs = min(MAX_NUM_SEQS, num_blocks)
+    max_num_seqs, _ = default_limits(config, device)
+    if config.max_num_seqs is None:
+        max_num_seqs = min(max_num_seqs, num_blocks)
     if max_num_seqs > num_blocks:
         raise ConfigError(
             f"the pool has {num_blocks} blocks, too few for one per sequence with max_num_seqs={max_num_seqs}: "

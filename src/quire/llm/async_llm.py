@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from quire.core.config import EngineConfig
-from quire.core.errors import EngineDead, QuireError
+from quire.core.errors import EngineDead
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 from quire.engine.build import build
@@ -87,8 +87,8 @@ class AsyncLLM:
             raise EngineDead(f"the engine stopped: {update}") from update
         if answer.take(update):
             self._thread.stop(update.request_id, update.index)
-        if answer.error:
-            raise QuireError(answer.error)
+        if answer.fault is not None:
+            raise answer.fault
 
     # called from the engine's thread
 

@@ -113,9 +113,6 @@ class LLM:
             for answer in answers:  # ctrl-C included: nothing may be left running
                 self.engine.abort(answer.request_id)
             raise
-        failed = next((a for a in answers if a.error), None)
-        if failed is not None:
-            raise QuireError(failed.error)
         return [
             request_output(answer, prompt.text, prompt.token_ids, self.tokenizer)
             for answer, prompt in zip(answers, prompts, strict=True)
@@ -155,6 +152,8 @@ class LLM:
                 tokens += len(update.token_ids)
                 if answer.take(update):
                     self.engine.stop(update.request_id, update.index)
+                if answer.fault is not None:
+                    raise answer.fault
                 if answer.finished and answer.sequences[update.index].finish_reason is not None:
                     bar.update(1)
             elapsed = bar.format_dict["elapsed"]

@@ -56,6 +56,11 @@ def _token_ids(values: Any) -> list[int]:
     return token_ids
 
 
+def cut(token_ids: list[int], length: int) -> list[int]:
+    """For an encoder: the first tokens, but the last one stays, which closes the text for the model."""
+    return token_ids if len(token_ids) <= length else [*token_ids[: length - 1], token_ids[-1]]
+
+
 def ready_to_sample(sampling: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
     """Fills in what only the tokenizer knows, and what best_of needs."""
     if sampling.bad_words:

@@ -51,8 +51,8 @@ def stream(
                     yield Piece(answer.sequences[0].new_text, len(answer.sequences[0].token_ids))
     finally:
         _leave(llm, [running])
-    if answer.error:
-        raise QuireError(answer.error)
+    if answer.fault is not None:
+        raise answer.fault
     yield Piece("", len(answer.sequences[0].token_ids), running.output(llm))
 
 
@@ -79,8 +79,7 @@ def generate_each(
                     llm.engine.stop(update.request_id, update.index)
                 if one.answer.finished:
                     del running[update.request_id]
-                    error = one.answer.error
-                    yield one.index, QuireError(error) if error else one.output(llm)
+                    yield one.index, one.answer.fault or one.output(llm)
     finally:
         _leave(llm, list(running.values()))
 

@@ -11,24 +11,29 @@ from quire.core.step import RowStart, Step
 from quire.kernels import choose
 from quire.layers.batch import Batch, Span
 from quire.layers.plans import AttentionPlans
+from quire.runner.packing import Sections, pinned, round_up, send
 from quire.runner.rows import RowSettings
 from quire.runner.scored import ScoredRow, scored_rows, wanted_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """One step's inputs. Of its tensors only the packed integers were sent; the device spreads them."""
+    """One step as the host knows it."""
 
-    packed: np.ndarray  # int32, all of the step's integers, in the order that `DeviceInputs` reads them
-    num_rows: int  # R, padding included
-    num_tokens: int  # T, padding included
-    num_wanted: int  # L, hidden states that are needed
-    max_query_len: int
     is_decode: bool  # every row advances by one token and is sampled, in order
+    num_rows: int  # R, a decode's padding included
     sample_rows: np.ndarray  # [S] int64
     sample_positions: np.ndarray  # [S] int64, where the sampled token will stand
-    scored: tuple[ScoredRow, ...]
-    fresh: tuple[Span, ...]
+    scored: tuple[ScoredRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MixedBatch:
+    """A batch with prompts in it, and where its samples go."""
+
+    batch: Batch
+    sample_rows: Tensor  # [S] int32
+    sample_positions: Tensor  # [S] int32
 
 
 class DeviceInputs:
@@ -55,7 +60,9 @@ class DeviceInputs:
         integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.row_tokens = torch.zeros(max_rows, max_model_len, **integers)  # [max_rows, max_len]
         self.row_tables = torch.zeros(max_rows, max_blocks, **integers)  # [max_rows, max_blocks]
-        self._packed = torch.zeros(7 * max_rows + 1 + max_tokens, **integers)
+        self._decode = torch.full(
+            (2 * round_up(max_rows),), -1, **integers
+        )  # rows | num_computed of a decode
         self._single_starts = torch.arange(max_rows + 1, **integers)  # query_starts where rows have one token
         self._token_ids = torch.zeros(max_tokens, **integers)
         self._positions = torch.zeros(max_tokens, **integers)
@@ -63,122 +70,114 @@ class DeviceInputs:
         self._context_lens = torch.zeros(max_rows, **integers)
         self._block_tables = torch.zeros(max_rows, max_blocks, **integers)
 
-    # ------------------------------------------------------------------ what the host sends
+    # ------------------------------------------------------------------ rows change
 
     def apply(self, step: Step) -> None:
         """Starts rows and writes table entries. Nothing waits."""
         if not step.starts and not step.table_rows:
             return
-        token_rows, token_places, tokens = _started(step.starts, "token_ids")
-        table_rows, table_places, blocks = _started(step.starts, "block_ids")
-        num_tokens = len(tokens)
-        pieces = (
-            (token_rows, np.append(table_rows, np.asarray(step.table_rows, np.int32))),
-            (token_places, np.append(table_places, np.asarray(step.table_indices, np.int32))),
-            (tokens, np.append(blocks, np.asarray(step.table_blocks, np.int32))),
-        )
-        sent = self.send(np.stack([np.concatenate(pair) for pair in pieces]))
-        if num_tokens:
-            self._kernel.scatter(self.row_tokens, *sent[:, :num_tokens].unbind(0))
-        if sent.shape[1] > num_tokens:
-            self._kernel.scatter(self.row_tables, *sent[:, num_tokens:].unbind(0))
+        deltas = (step.table_rows, step.table_indices, step.table_blocks)
+        entries = [
+            np.append(started, np.asarray(delta, np.int32))
+            for started, delta in zip(_started(step.starts, "block_ids"), deltas, strict=True)
+        ]
+        sections = Sections([*_started(step.starts, "token_ids"), *entries])
+        parts = sections.split(send(sections.packed, self._device))
+        for target, places in ((self.row_tokens, parts[:3]), (self.row_tables, parts[3:])):
+            if len(places[0]):
+                self._kernel.scatter(target, *places)
 
-    def stage(self, step: Step, padded: int = 0) -> Staged:
-        """Packs the step's integers on the host. A pure decode is padded to `padded` rows if that is more."""
-        rows, computed, counts = (
-            np.asarray(x, np.int32) for x in (step.rows, step.num_computed, step.num_tokens)
-        )
-        sources = np.asarray(step.sample_sources, np.int64)
-        contexts = computed + counts
-        ends = np.cumsum(counts, dtype=np.int64)
-        num_tokens = int(ends[-1])
-        scored = scored_rows(self._settings, rows, computed, counts)
-        sample_rows = np.asarray(step.sample_rows, np.int64)
-        sample_positions = contexts[sources].astype(np.int64)
-        if num_tokens == len(rows) == len(sources) and not scored:
-            size = max(padded, len(rows))
-            packed = np.full((2, size), -1, np.int32)
-            packed[0, : len(rows)] = rows
-            packed[1, : len(rows)] = computed
-            return Staged(
-                packed.reshape(-1), size, size, len(rows), 1, True, sample_rows, sample_positions, (), ()
-            )
-        wanted = wanted_tokens(ends, sources, scored, rows, counts)
-        is_fresh = (computed == 0) & (counts >= self._fresh_tokens)
-        paged_lens = np.where(is_fresh, 0, contexts)
-        packed = np.concatenate(
-            (rows, computed, [0], ends, paged_lens, wanted, sample_rows, sample_positions),
-            dtype=np.int32,
-            casting="unsafe",
-        )
-        starts = ends - counts
-        fresh = tuple(Span(int(starts[i]), int(ends[i])) for i in np.flatnonzero(is_fresh))
-        longest = int(counts.max())
-        return Staged(
-            packed,
-            len(rows),
-            num_tokens,
-            len(wanted),
-            longest,
-            False,
-            sample_rows,
-            sample_positions,
-            scored,
-            fresh,
-        )
+    # ------------------------------------------------------------------ decodes
 
-    def put(self, staged: Staged) -> None:
-        """Sends a step's integers to where `batch` and graphs read them."""
-        self._packed[: len(staged.packed)].copy_(_pinned(staged.packed, self._device), non_blocking=True)
-
-    def send(self, array: np.ndarray) -> Tensor:
-        """A host array on the device, without waiting for it."""
-        return _pinned(array, self._device).to(self._device, non_blocking=True)
-
-    # ------------------------------------------------------------------ what the device makes of it
+    def stage_decode(self, step: Step, padded: int) -> Staged | None:
+        """Sends who advances, padded to so many rows; None if the step is more than a decode."""
+        rows = np.asarray(step.rows, np.int32)
+        computed = np.asarray(step.num_computed, np.int32)
+        counts = np.asarray(step.num_tokens, np.int32)
+        if len(step.sample_sources) != len(rows) or int(counts.max()) > 1:
+            return None
+        if scored_rows(self._settings, rows, computed, counts):
+            return None
+        size = max(padded, len(rows))
+        packed = np.full((2, round_up(size)), -1, np.int32)
+        packed[0, : len(rows)] = rows
+        packed[1, : len(rows)] = computed
+        flat = packed.reshape(-1)
+        self._decode[: len(flat)].copy_(pinned(flat, self._device), non_blocking=True)
+        return Staged(True, size, np.asarray(step.sample_rows, np.int64), computed.astype(np.int64) + 1)
 
     def decode(self, num_rows: int) -> Batch:
-        """The batch of a decode of so many rows, spread from the packed integers; may be captured."""
-        lens = self._context_lens[:num_rows]
-        return self._spread(num_rows, num_rows, self._single_starts[: num_rows + 1], 1, None, (), lens)
-
-    def mixed(self, staged: Staged) -> Batch:
-        num_rows = staged.num_rows
-        starts = self._packed[2 * num_rows : 3 * num_rows + 1]
-        paged_lens = self._packed[3 * num_rows + 1 : 4 * num_rows + 1]
-        wanted = self._packed[4 * num_rows + 1 :][: staged.num_wanted]
+        """The batch of a decode of so many rows, spread from what `stage_decode` sent; may be captured."""
+        second = round_up(num_rows)
         return self._spread(
-            num_rows, staged.num_tokens, starts, staged.max_query_len, wanted, staged.fresh, paged_lens
+            self._decode[:num_rows],
+            self._decode[second : second + num_rows],
+            self._single_starts[: num_rows + 1],
+            self._context_lens[:num_rows],
+            num_rows,
+            max_query_len=1,
+            wanted=None,
         )
 
-    def samples(self, staged: Staged) -> tuple[Tensor, Tensor]:
-        """Rows and positions [S] of the tokens to be sampled, on the device; once the batch was made."""
-        count = len(staged.sample_rows)
-        if staged.is_decode:  # a row's next token stands where its context ends
-            return self._packed[:count], self._context_lens[:count]
-        first = 4 * staged.num_rows + 1 + staged.num_wanted
-        return self._packed[first : first + count], self._packed[first + count : first + 2 * count]
+    def decode_samples(self, count: int) -> tuple[Tensor, Tensor]:
+        """Rows and positions [S] of the tokens to be sampled: a row's next token stands where its context ends."""
+        return self._decode[:count], self._context_lens[:count]
+
+    # ------------------------------------------------------------------ anything else
+
+    def stage_mixed(self, step: Step) -> tuple[Staged, MixedBatch]:
+        rows = np.asarray(step.rows, np.int32)
+        computed = np.asarray(step.num_computed, np.int32)
+        counts = np.asarray(step.num_tokens, np.int32)
+        sources = np.asarray(step.sample_sources, np.int64)
+        sample_rows = np.asarray(step.sample_rows, np.int64)
+        contexts = computed + counts
+        ends = np.cumsum(counts, dtype=np.int64)
+        scored = scored_rows(self._settings, rows, computed, counts)
+        sample_positions = contexts[sources].astype(np.int64)
+        wanted = wanted_tokens(ends, sources, scored, rows, counts)
+        is_fresh = (computed == 0) & (counts >= self._fresh_tokens)
+        sections = Sections([
+            rows, computed, np.append(0, ends), np.where(is_fresh, 0, contexts), wanted,
+            sample_rows, sample_positions,
+        ])  # fmt: skip
+        sent = sections.split(send(sections.packed, self._device))
+        batch = self._spread(
+            sent[0],
+            sent[1],
+            sent[2],
+            sent[3],
+            int(ends[-1]),
+            max_query_len=int(counts.max()),
+            wanted=sent[4],
+            fresh=tuple(Span(int(ends[i] - counts[i]), int(ends[i])) for i in np.flatnonzero(is_fresh)),
+        )
+        staged = Staged(False, len(rows), sample_rows, sample_positions, scored)
+        return staged, MixedBatch(batch, sent[5], sent[6])
 
     def _spread(
         self,
-        num_rows: int,
-        num_tokens: int,
+        rows: Tensor,
+        num_computed: Tensor,
         query_starts: Tensor,
+        paged_lens: Tensor,
+        num_tokens: int,
+        *,
         max_query_len: int,
         wanted: Tensor | None,
-        fresh: tuple[Span, ...],
-        paged_lens: Tensor,
+        fresh: tuple[Span, ...] = (),
     ) -> Batch:
+        num_rows = rows.shape[0]
+        context_lens = self._context_lens[:num_rows]
         plans = None
         if self._planner is not None:
-            lens = self._context_lens[:num_rows]
-            plans = AttentionPlans(self._planner, query_starts, lens, paged_lens, num_tokens)
+            plans = AttentionPlans(self._planner, query_starts, context_lens, paged_lens, num_tokens)
         batch = Batch(
             token_ids=self._token_ids[:num_tokens],
             positions=self._positions[:num_tokens],
             slots=self._slots[:num_tokens],
             query_starts=query_starts,
-            context_lens=self._context_lens[:num_rows],
+            context_lens=context_lens,
             block_tables=self._block_tables[:num_rows],
             logits_indices=wanted,
             max_query_len=max_query_len,
@@ -186,19 +185,9 @@ class DeviceInputs:
             plans=plans,
         )
         self._kernel.spread(
-            self._packed[:num_rows],
-            self._packed[num_rows : 2 * num_rows],
-            query_starts,
-            self.row_tokens,
-            self.row_tables,
-            self._block_size,
-            max_query_len,
-            batch.token_ids,
-            batch.positions,
-            batch.slots,
-            batch.context_lens,
-            batch.block_tables,
-        )
+            rows, num_computed, query_starts, self.row_tokens, self.row_tables, self._block_size, max_query_len,
+            batch.token_ids, batch.positions, batch.slots, batch.context_lens, batch.block_tables,
+        )  # fmt: skip
         return batch
 
 
@@ -212,12 +201,3 @@ def _started(starts: tuple[RowStart, ...], field: str) -> tuple[np.ndarray, np.n
     rows = np.repeat(np.array([start.row for start in starts], np.int32), lengths)
     places = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     return rows, places, np.concatenate(values)
-
-
-def _pinned(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host tensor that the device can read while the host goes on; torch keeps it until it was read."""
-    if device.type == "cpu":
-        return torch.from_numpy(array)
-    pinned = torch.empty(array.shape, dtype=torch.int32, pin_memory=True)
-    pinned.numpy()[...] = array
-    return pinned

@@ -16,7 +16,9 @@ from quire.kernels import choose
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.device_inputs import DeviceInputs, Staged
+from quire.runner.fake_steps import fake_steps
 from quire.runner.graphs import DecodeGraphs
+from quire.runner.packing import send
 from quire.runner.rows import RowSettings
 from quire.runner.runner import RunnerLimits
 from quire.runner.scored import ScoredRow
@@ -36,6 +38,8 @@ class _Launched:
     step: Step
     staged: Staged
     logits: Tensor | None  # [S, vocab]; used up by sampling
+    rows: Tensor  # [S] ints, on the device
+    positions: Tensor  # [S] ints, on the device
     scored: tuple[PromptLogprobs, ...]
     started: float
     sampled: Sampled | None = None
@@ -71,14 +75,18 @@ class DeviceRunner:
         self._launched: deque[_Launched] = deque()
         self._last_arrival = 0.0
 
-    @torch.inference_mode()
     def warm_up(self, seconds: float) -> int:
-        """Captures graphs for about so long; the rest follow when they are needed. How many there are."""
+        """Runs a step of each kind, so that nothing compiles under a request, then captures graphs for about so long.
+
+        Returns how many were captured; the others follow when they are needed. Only block 0 is written.
+        """
+        for step in fake_steps(self._inputs.row_tokens.shape[0], self._pool.layout.block_size):
+            self.launch(step)
+            self.collect()
         if self._graphs is None:
             return 0
-        self._model(self._inputs.decode(1), self._pool)  # whatever compiles or allocates once does so outside
-        torch.cuda.synchronize(self._device)
-        return self._graphs.capture(seconds)
+        with torch.inference_mode():
+            return self._graphs.capture(seconds)
 
     def _reads_fresh(self, limits: RunnerLimits) -> bool:
         """Whether long prompts may go through a contiguous kernel: it knows half precision only, and no order."""
@@ -89,18 +97,14 @@ class DeviceRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Queues the forward pass, and sampling unless it waits for a mask."""
-        started = time.perf_counter()
         for start in step.starts:
             self._settings.start(start)
         self._columns.update(np.array([start.row for start in step.starts], np.int64))
         self._inputs.apply(step)
         if step.copy_sources:
-            copies = self._inputs.send(np.stack([step.copy_sources, step.copy_targets]).astype(np.int32))
+            copies = send(np.array([step.copy_sources, step.copy_targets], np.int32), self._device)
             self._pages.copy_blocks(self._pool.data, *copies.long().unbind(0))
-        staged = self._stage(step)
-        self._inputs.put(staged)
-        logits, scored = self._forward(staged)
-        launched = _Launched(step, staged, logits, scored, started)
+        launched = self._forward(step)
         self._launched.append(launched)
         if not step.masked:
             self._sample(launched, None)
@@ -137,26 +141,34 @@ class DeviceRunner:
 
     # ------------------------------------------------------------------ the pass
 
-    def _stage(self, step: Step) -> Staged:
+    def _forward(self, step: Step) -> _Launched:
+        """Queues everything up to the logits of the sampled rows."""
+        started = time.perf_counter()
         padded = self._graphs.padded(len(step.rows)) if self._graphs is not None else 0
-        return self._inputs.stage(step, padded)
-
-    def _forward(self, staged: Staged) -> tuple[Tensor | None, tuple[PromptLogprobs, ...]]:
-        """Logits of the sampled rows, and logprobs of the prompt tokens that were asked for."""
+        staged = self._inputs.stage_decode(step, padded)
+        if staged is None:
+            return self._forward_mixed(step, started)
         num_samples = len(staged.sample_rows)
-        if staged.is_decode:
-            if self._graphs is not None:
-                hidden = self._graphs.run(staged.num_rows)
-            else:
-                hidden = self._model(self._inputs.decode(staged.num_rows), self._pool)
-            return self._model.logits(hidden[:num_samples]), ()
-        hidden = self._model(self._inputs.mixed(staged), self._pool)
+        if self._graphs is not None:
+            hidden = self._graphs.run(staged.num_rows)
+        else:
+            hidden = self._model(self._inputs.decode(staged.num_rows), self._pool)
+        logits = self._model.logits(hidden[:num_samples])
+        return _Launched(step, staged, logits, *self._inputs.decode_samples(num_samples), (), started)
+
+    def _forward_mixed(self, step: Step, started: float) -> _Launched:
+        staged, mixed = self._inputs.stage_mixed(step)
+        num_samples = len(staged.sample_rows)
+        hidden = self._model(mixed.batch, self._pool)
         scored = []
         first = num_samples
         for row in staged.scored:
             scored.append(self._score(row, hidden[first : first + row.count]))
             first += row.count
-        return self._model.logits(hidden[:num_samples]) if num_samples else None, tuple(scored)
+        logits = self._model.logits(hidden[:num_samples]) if num_samples else None
+        return _Launched(
+            step, staged, logits, mixed.sample_rows, mixed.sample_positions, tuple(scored), started
+        )
 
     def _score(self, scored: ScoredRow, hidden: Tensor) -> PromptLogprobs:
         """Waits for the device: whoever wants every prompt token's logprobs reads far more than one token."""
@@ -172,7 +184,7 @@ class DeviceRunner:
         launched.token_ids = self._on_host(len(staged.sample_rows), torch.int64)
         launched.good = self._on_host(len(staged.sample_rows), torch.bool)
         if launched.logits is not None:
-            rows, positions = self._inputs.samples(staged)
+            rows, positions = launched.rows, launched.positions
             requests = SampleRequests(
                 staged.sample_rows,
                 staged.sample_positions,
@@ -200,7 +212,7 @@ class DeviceRunner:
 
 def attention_planner(config: ModelConfig, limits: RunnerLimits, device: torch.device) -> Any:
     """What divides attention's work on this device; None where its kernel needs none."""
-    planner = getattr(choose("attention", device), "AttentionPlanner", None)
+    planner = getattr(choose("attention", device), "StepPlanner", None)
     if planner is None:
         return None
     return planner(
@@ -211,5 +223,6 @@ def attention_planner(config: ModelConfig, limits: RunnerLimits, device: torch.d
         device,
         max_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
         max_context=limits.max_model_len,
+        dtype=torch.float16 if limits.half_precision else torch.float32,
         deterministic=limits.deterministic,
     )

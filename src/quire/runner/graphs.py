@@ -44,9 +44,12 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def capture(self, seconds: float) -> int:
-        """Captures sizes for so long, largest first, since the smaller ones fit into its memory; how many there are."""
+        """Captures sizes for so long; how many there are. The largest comes first: the others fit into its memory.
+
+        Then from the smallest up: small batches are what a server sees most, and where launching costs most.
+        """
         began = time.perf_counter()
-        for size in reversed(self._sizes):
+        for size in (self._sizes[-1], *self._sizes[:-1]):
             if time.perf_counter() - began > seconds:
                 break
             self._capture(size)

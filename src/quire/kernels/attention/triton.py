@@ -12,8 +12,9 @@ from torch import Tensor
 from quire.kernels.attention.triton_decode import decode
 from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner, Tuning
 from quire.kernels.attention.triton_prompt import fixed_decode, prompt
+from quire.kernels.attention.triton_step import StepPlanner
 
-__all__ = ["AttentionPlan", "AttentionPlanner", "Tuning", "paged_attention"]
+__all__ = ["AttentionPlan", "AttentionPlanner", "StepPlanner", "Tuning", "paged_attention"]
 
 MAX_HEAD_DIM = 256
 

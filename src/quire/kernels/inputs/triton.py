@@ -40,7 +40,7 @@ def spread(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _scatter(target, rows, columns, values, count, stride, SIZE: tl.constexpr):
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = index < count

@@ -1,0 +1,53 @@
+"""fake_steps: small steps that make every kernel of a runner compile before a request needs it."""
+
+from collections.abc import Iterator
+
+from quire.core.ints import ints
+from quire.core.sampling import SamplingParams
+from quire.core.step import RowStart, Step
+
+PROMPT = 20  # tokens
+
+
+def fake_steps(max_rows: int, block_size: int) -> Iterator[Step]:
+    """Prompts, then prompts beside decodes, then decodes. Every block is block 0, so nothing of value is written."""
+    rows = range(min(2, max_rows))
+    yield _step(0, rows, [0] * len(rows), [PROMPT] * len(rows), block_size)
+    if max_rows > 1:
+        yield _step(1, rows, [0, PROMPT], [PROMPT, 1], block_size)
+    yield _step(2, rows, [PROMPT] * len(rows), [1] * len(rows), block_size)
+
+
+def _step(step_id: int, rows: range, computed: list[int], counts: list[int], block_size: int) -> Step:
+    samplings = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, top_p=0.95),
+    )
+    blocks = ints([0] * (2 * PROMPT // block_size + 1))
+    starts = tuple(
+        RowStart(
+            row,
+            ints([0] * 2 * PROMPT),
+            blocks,
+            samplings[row],
+            seed=0,
+            sample_index=0,
+            num_prompt_tokens=PROMPT,
+        )
+        for row in rows
+    )
+    nothing = ints()
+    return Step(
+        step_id=step_id,
+        starts=starts,
+        rows=ints(rows),
+        num_computed=ints(computed),
+        num_tokens=ints(counts),
+        table_rows=nothing,
+        table_indices=nothing,
+        table_blocks=nothing,
+        copy_sources=nothing,
+        copy_targets=nothing,
+        sample_sources=ints(range(len(rows))),
+        sample_rows=ints(rows),
+    )
