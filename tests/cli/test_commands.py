@@ -51,7 +51,7 @@ def test_plan_needs_only_config_json(run, tiny):
     # 2 layers, k and v, 2 heads of 16, in the checkpoint's float32
     assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
     assert found["weights"]["num_bytes"] == 4 * found["weights"]["num_parameters"]
-    assert found["sequences"] == 256
+    assert found["sequences"] == 1024
     first = found["floors"][0]
     assert first["sequences"] == 1
     assert first["cost_per_million_tokens"] == pytest.approx(3 / 3600 * first["seconds_per_token"] * 1e6)
@@ -60,7 +60,7 @@ def test_plan_needs_only_config_json(run, tiny):
 def test_plan_as_text_says_what_fits_and_why(run, tiny):
     text = run("plan", tiny, "--memory", "1GiB", "--bandwidth", "100", "--context", "128").out
     assert "a GPU with 1.07 GB (as given)" in text
-    assert "256 sequences of 128 (limited by max_num_seqs=256)" in text
+    assert "1,024 sequences of 128 (limited by max_num_seqs=1024)" in text
     assert "at best, from 100 GB/s, with 128 tokens each" in text
 
 

@@ -1,6 +1,7 @@
 """Hundreds of streams: every response is complete and right or a 429, nothing is lost, mixed up or leaked."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -70,7 +71,10 @@ def _soak(
     _check_counters(server, tallies)
     for before, after, leeway in zip(*memory[-2:], LEEWAY_BYTES, strict=True):
         assert after - before < leeway, memory
-    assert [open_files(pid) for pid in pids] == files
+    deadline = time.monotonic() + 5  # the last connections are being closed
+    while any(open_files(pid) > before for pid, before in zip(pids, files, strict=True)):
+        assert time.monotonic() < deadline, files
+        time.sleep(0.05)
 
 
 def _check_counters(server: RunningServer, tallies: list[Tally]) -> None:

@@ -39,20 +39,22 @@ DISTRIBUTIONS = {
     "sharegpt": (LogNormal(161, 1.0, 4, 1024), LogNormal(338, 0.9, 4, 1024)),
     "alpaca": (LogNormal(19, 0.5, 4, 256), LogNormal(58, 1.0, 4, 512)),
 }
-# columns of the traces that people have: ours, vLLM's, Azure's
-_PROMPT_COLUMNS = (
+# columns of the traces that people have: ours, vLLM's, Azure's, Mooncake's
+PROMPT_COLUMNS = (
     "prompt_tokens",
     "num_prompt_tokens",
     "prompt_len",
     "input_len",
+    "input_length",
     "contexttokens",
     "prompt",
     "input",
 )
-_OUTPUT_COLUMNS = (
+OUTPUT_COLUMNS = (
     "output_tokens",
     "num_output_tokens",
     "output_len",
+    "output_length",
     "generatedtokens",
     "output",
     "completion_tokens",
@@ -97,8 +99,8 @@ def _read(path: str) -> list[Lengths]:
     try:
         with Path(path).expanduser().open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            prompt = _column(path, reader.fieldnames or (), _PROMPT_COLUMNS)
-            output = _column(path, reader.fieldnames or (), _OUTPUT_COLUMNS)
+            prompt = _column(path, reader.fieldnames or (), PROMPT_COLUMNS)
+            output = _column(path, reader.fieldnames or (), OUTPUT_COLUMNS)
             rows = [_row(path, number, row[prompt], row[output]) for number, row in enumerate(reader, 2)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"--lengths-csv {path}: cannot be read ({error})") from error

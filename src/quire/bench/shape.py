@@ -109,6 +109,9 @@ class _SizedInt8:
     def logits(self, x: Tensor) -> Tensor:
         raise NotImplementedError("a sized matrix is never multiplied")
 
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
+        raise NotImplementedError("a sized matrix is never multiplied")
+
     def state(self) -> dict[str, Tensor]:
         with META:
             return {

@@ -1,4 +1,4 @@
-"""`quire bench throughput|latency|startup`: measures this machine; a table on stdout, JSON on request."""
+"""`quire bench throughput|latency|startup|serve`: measures; a table on stdout, JSON on request."""
 
 import argparse
 import sys
@@ -13,6 +13,7 @@ from quire.bench.lengths import DISTRIBUTIONS, Lengths, fixed, from_csv, named
 from quire.bench.report import BenchReport, write_json
 from quire.bench.startup import StartupPlan, run_startup
 from quire.bench.throughput import ThroughputPlan, run_throughput
+from quire.cli.bench_serve import add_serve, serve
 from quire.cli.engine_flags import add_engine_flags, engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling
@@ -25,21 +26,25 @@ HELP = {
     "throughput": "many requests at once: tokens and requests per second, the scheduler's own time",
     "latency": "one batch again and again: time to the first token and per token",
     "startup": "fresh processes: time to the first token, memory afterwards",
+    "serve": "load on any OpenAI server: latencies, throughput, goodput at one rate or several",
 }
 STARTUP_POOL_TOKENS = 2048
 DEFAULT_INPUT, DEFAULT_OUTPUT = 128, 64
 
 
 def add_arguments(parser: Parser) -> None:
-    kinds = parser.add_subparsers(dest="kind", metavar="throughput|latency|startup", required=True)
+    kinds = parser.add_subparsers(dest="kind", metavar="|".join(_ADD), required=True)
     for name, add in _ADD.items():
         one = kinds.add_parser(name, help=HELP[name], description=HELP[name])
         add(one)
         one.add_argument(
-            "--output-json", metavar="FILE", help="also write date, machine, settings and results"
+            *("--output-json", "--output", "--save-result"),
+            metavar="FILE",
+            help="also write date, machine, settings and results",
         )
         one.add_argument("--json", action="store_true", help="print that JSON instead of the table")
-        add_engine_flags(one)
+        if name != "serve":  # its engine is somebody else's process
+            add_engine_flags(one)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -178,9 +183,11 @@ _ADD: dict[str, Callable[[Any], None]] = {
     "throughput": _add_throughput,
     "latency": _add_latency,
     "startup": _add_startup,
+    "serve": add_serve,
 }
 _RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
     "throughput": _throughput,
     "latency": _latency,
     "startup": _startup,
+    "serve": serve,
 }

@@ -26,8 +26,12 @@ COMMANDS = {
     "serve": Command("quire.cli.serve", "serve a model over HTTP, as OpenAI does"),
     "chat": Command("quire.cli.chat", "talk with a model in the terminal"),
     "generate": Command("quire.cli.generate", "complete prompts from flags, a file or standard input"),
-    "bench": Command("quire.cli.bench", "measure throughput, latency or startup on this machine"),
+    "bench": Command(
+        "quire.cli.bench", "measure throughput, latency and startup here, or put load on a server"
+    ),
+    "run-batch": Command("quire.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
     "plan": Command("quire.cli.plan", "what a model needs on a device: memory, sequences, speed, cost"),
+    "tune": Command("quire.cli.tune", "measure attention's tile sizes on this GPU, once, and keep the best"),
     "models": Command("quire.cli.models", "which models are cached here, how large, where"),
     "env": Command("quire.cli.env", "what a bug report needs to know about this machine"),
 }
@@ -65,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _without_command(words: list[str]) -> int:
-    listing = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    listing = "\n".join(f"  {name:<11}{command.help}" for name, command in COMMANDS.items())
     parser = Parser(
         prog="quire",
         usage="quire COMMAND [MODEL] [flags]",

@@ -25,6 +25,7 @@ class EncoderClient(EngineProcess[Pooled]):
     ) -> None:
         super().__init__(config, bounds, on_progress, engine_timeout, "embedding engine")
         self.ready: EncoderReady | None = None  # as the last engine that started said it
+        self._left: dict[str, int] = {}  # request id -> texts without a vector
 
     async def start(self) -> EncoderReady:
         """Returns when the engine can serve; raises one clear line if it never will."""
@@ -44,6 +45,7 @@ class EncoderClient(EngineProcess[Pooled]):
         message = _message(ask, ready.vocab_size)
         self.admission.check([ask], self.figures, ready.max_num_seqs)
         self.admission.enter([ask])
+        self._left[ask.request_id] = len(ask.texts)
         stream: Stream[Pooled] = Stream([ask.request_id], self._close)
         self._streams[ask.request_id] = stream
         channel.send(message)
@@ -67,12 +69,22 @@ class EncoderClient(EngineProcess[Pooled]):
             case Encoded(pooled, figures):
                 self.figures = figures
                 for one in pooled:
-                    self.admission.begin(one.request_id)
-                    stream = self._streams.get(one.request_id)
-                    if stream is not None:  # else it was aborted while this was on its way
-                        stream.push(one)
+                    self._deliver(one)
             case Refused():
                 self._refused(message)
+
+    def _deliver(self, pooled: Pooled) -> None:
+        stream = self._streams.get(pooled.request_id)
+        if stream is None:
+            return  # it was aborted while this was on its way
+        self._left[pooled.request_id] -= 1
+        if self._left[pooled.request_id] == 0:  # until its last text has run, a request waits
+            self.admission.begin(pooled.request_id)
+        stream.push(pooled)
+
+    def _forget(self, request_id: str) -> None:
+        super()._forget(request_id)
+        self._left.pop(request_id, None)
 
 
 def _message(ask: EmbedAsk, vocab_size: int) -> Embed:

@@ -1,0 +1,116 @@
+"""`quire run-batch -i IN.jsonl -o OUT.jsonl`: a file of requests in OpenAI's batch format, answered offline."""
+
+import argparse
+import asyncio
+import os
+import sys
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from quire.cli.engine_flags import add_engine_flags, engine_settings
+from quire.cli.parser import Parser
+from quire.cli.start import dim
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.link.messages import AnyReady
+from quire.llm.progress import load_progress
+from quire.observe import logs
+from quire.server.batch import Tally, run_batch
+from quire.server.batch_files import RowFile, count_lines, open_input
+
+NOTHING_RAN = 2
+_NOT_HERE = ("max_queue_requests", "max_queue_tokens")  # --max-concurrency bounds what waits
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        *("-i", "--input-file"),
+        required=True,
+        metavar="FILE",
+        help="requests, one a line; - for standard input",
+    )
+    parser.add_argument(
+        *("-o", "--output-file"),
+        required=True,
+        metavar="FILE",
+        help="results, one a line; - for standard output",
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the output's finished rows, ask the rest")
+    parser.add_argument("--overwrite", action="store_true", help="drop what the output holds")
+    parser.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="requests under way at once (default: twice --max-num-seqs)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    add_engine_flags(parser, without=_NOT_HERE)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
+        raise ConfigError(f"--max-concurrency is {arguments.max_concurrency}: give at least 1")
+    config = EngineConfig.of(**engine_settings(arguments))
+    lines, total = open_input(arguments.input_file), count_lines(arguments.input_file)
+    rows = RowFile(arguments.output_file, resume=arguments.resume, overwrite=arguments.overwrite)
+    try:
+        tally = _run(arguments, config, lines, rows, total)
+    except KeyboardInterrupt:
+        if arguments.output_file != "-":
+            print(f"quire: {arguments.output_file} holds what is done: --resume goes on", file=sys.stderr)
+        raise
+    finally:
+        rows.close()
+    if tally.num_done == 0:
+        raise ConfigError(f"-i {arguments.input_file}: holds no request")
+    if not arguments.quiet:
+        print(summary(tally), file=sys.stderr)
+    return 0 if tally.num_answered or tally.num_skipped else NOTHING_RAN
+
+
+def _run(
+    arguments: argparse.Namespace, config: EngineConfig, lines: BinaryIO, rows: RowFile, total: int | None
+) -> Tally:
+    # What a server tells its operator is no news here. The engine's process writes lines too, and inherits this.
+    os.environ.setdefault("QUIRE_LOG_LEVEL", "warning")
+    logs.configure()
+    shown = not arguments.quiet and sys.stderr.isatty()
+
+    def on_ready(ready: AnyReady) -> None:
+        for line in () if arguments.quiet else ready.lines:
+            print(dim(line, sys.stderr), file=sys.stderr)
+
+    with (
+        load_progress(shown) as progress,
+        tqdm(total=total, unit="req", disable=not shown, leave=False) as bar,
+    ):
+
+        def on_row(tally: Tally) -> None:
+            failed = tally.refused.total() + tally.num_malformed
+            if failed:
+                bar.set_postfix_str(f"{failed} failed", refresh=False)
+            bar.update(tally.num_done - bar.n)
+
+        return asyncio.run(
+            run_batch(
+                config,
+                lines,
+                rows,
+                arguments.max_concurrency,
+                on_progress=progress,
+                on_ready=on_ready,
+                on_row=on_row,
+            )
+        )
+
+
+def summary(tally: Tally) -> str:
+    parts = [f"{tally.num_answered:,} answered"]
+    parts += [f"{count:,} refused ({kind})" for kind, count in tally.refused.most_common()]
+    if tally.num_malformed:
+        parts.append(f"{tally.num_malformed:,} malformed")
+    if tally.num_skipped:
+        parts.append(f"{tally.num_skipped:,} done before")
+    tokens = f"{tally.num_prompt_tokens:,} tokens in, {tally.num_output_tokens:,} out"
+    return f"{', '.join(parts)}; {tokens}; {tally.seconds:.1f} s"

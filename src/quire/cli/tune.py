@@ -1,0 +1,106 @@
+"""`quire tune`: measures attention's tiles on this GPU, once per chip and shape of heads, and keeps the best."""
+
+import argparse
+import sys
+import time
+
+import torch
+
+from quire.bench.table import aligned
+from quire.cli.engine_flags import add_engine_flags, engine_settings
+from quire.cli.parser import Parser
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.engine.resolve import resolve_device, resolve_numbers
+from quire.kernels.attention import tuned
+from quire.kernels.attention.tune import tune
+from quire.llm.progress import load_progress
+from quire.models import registry
+from quire.weights.open import open_source
+from quire.weights.source import Source
+
+
+def add_arguments(parser: Parser) -> None:
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--show", action="store_true", help="print what was measured before, and leave")
+    instead.add_argument("--reset", action="store_true", help="forget all that was measured, and leave")
+    add_engine_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.show:
+        print(_kept())
+    elif arguments.reset:
+        count = tuned.forget()
+        print(f"forgot {count} measurement{'' if count == 1 else 's'} in {tuned.folder()}")
+    else:
+        _tune(EngineConfig.of(**engine_settings(arguments)))
+    return 0
+
+
+def _tune(config: EngineConfig) -> None:
+    device = resolve_device(config.runner.device)
+    if device.type != "cuda":
+        raise ConfigError(
+            "tiles are tuned on the GPU that will use them, and none is used here: run this where the model is served"
+        )
+    if config.runner.deterministic:
+        raise ConfigError("--deterministic keeps its tiles, since they decide bits: there is nothing to tune")
+    source = _described(config)
+    model = registry.describe(source.config)
+    numbers = resolve_numbers(config, model)
+    query_dtype = numbers.format.activation_dtype
+    heads = tuned.HeadShape(
+        num_kv_heads=model.num_kv_heads,
+        group=model.num_heads // model.num_kv_heads,
+        head_dim=model.head_dim,
+        kv_dtype=numbers.kv_dtype,
+        query_bytes=query_dtype.itemsize,
+        block_size=config.memory.block_size,
+    )
+    began = time.perf_counter()
+    key = tuned.key_of(heads, device)
+    found = tune(heads, query_dtype, device, _say)
+    path = tuned.store(key, found)
+    print(_text(key, found))
+    print(f"\nmeasured in {time.perf_counter() - began:.0f} s, kept in {path}: the next start uses it")
+
+
+def _described(config: EngineConfig) -> Source:
+    """Only what the model says about itself: a folder needs config.json and nothing else."""
+    options = config.model
+    load_format = "auto" if options.model is None or options.model.lower().endswith(".gguf") else "dummy"
+    with load_progress(sys.stderr.isatty()) as progress:
+        return open_source(
+            options.model, revision=options.revision, load_format=load_format, progress=progress
+        )
+
+
+def _kept() -> str:
+    found = tuned.cached()
+    if not found:
+        return f"nothing was measured yet: the built-in tiles serve (looked in {tuned.folder()})"
+    return "\n\n".join(_text(key, one) + _age(key) for key, one in found)
+
+
+def _age(key: tuned.TuningKey) -> str:
+    """Whether a start would still take it."""
+    if not tuned.serves_here(key):
+        return "\nnot used any more: the kernels or Triton changed since, measure again"
+    if not torch.cuda.is_available() or torch.cuda.get_device_name() != key.chip:
+        return "\nnot used here: this is another chip"
+    return ""
+
+
+def _text(key: tuned.TuningKey, found: tuned.Tuned) -> str:
+    header = ["range", "default", "best", "chosen"]
+    rows = [
+        [line.what, f"{line.default_us:.2f} µs", f"{line.best_us:.2f} µs", line.chosen]
+        for line in found.measured
+    ]
+    table = aligned([header, *rows], right=(1, 2))
+    return f"{key.chip}, Triton {key.triton}: {key.heads}\n{table}"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
