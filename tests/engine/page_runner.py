@@ -9,6 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 
+from quire.core.errors import DeviceMemoryFull
 from quire.core.ints import ints
 from quire.core.step import RowStart, Step, StepResult
 
@@ -39,8 +40,12 @@ class PageRunner:
         self.tables: dict[int, list[int]] = {}
         self.launched: deque[Step] = deque()
         self.largest_step = 0
+        self.is_full = False  # the next launch fails
 
     def launch(self, step: Step) -> None:
+        if self.is_full:
+            self.is_full = False
+            raise DeviceMemoryFull("no room")
         self.launched.append(step)
 
     def collect(self) -> StepResult:

@@ -62,6 +62,10 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.take(self.engine.step())
 
+    @rule()
+    def run_out_of_device_memory(self):
+        self.runner.is_full = True
+
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
     def abort(self, data):
@@ -95,6 +99,10 @@ class EngineMachine(RuleBasedStateMachine):
         for update in updates:
             key = (update.request_id, update.index)
             assert key not in self.finished, "a finished sequence still speaks"
+            if update.error:  # shed: it ends whole, and says nothing more
+                self.prompts.pop(update.request_id, None)
+                self.finished.add(key)
+                continue
             if update.request_id in self.prompts:
                 self.outputs[key].extend(update.token_ids)
             else:

@@ -16,5 +16,6 @@ def small_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: small tiles, so that small vocabularies reach every branch of the sampling kernel."""
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in registry.alternatives("sample"):
         module = registry.load("sample", "triton")
-        tuning = module.Tuning(tile=256, stages=1, warps=4, sample=128, listed=64, wide=256, narrow=64)
+        sizes = {"piece": 256, "tile": 256, "sample": 128, "listed": 64, "wide": 256, "narrow": 64}
+        tuning = module.Tuning(stages=1, warps=4, **sizes)
         monkeypatch.setattr(module, "TUNING", tuning)

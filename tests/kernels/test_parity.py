@@ -310,6 +310,23 @@ def test_entries_are_scattered_alike(kernel: Kernel) -> None:
     assert torch.equal(*results)
 
 
+@_parametrize("narrow_linear")
+@pytest.mark.parametrize(("rows", "columns"), [(50, 700), (8, 2048), (8, 9216)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_narrow_products_agree(kernel: Kernel, rows: int, columns: int, normed: bool) -> None:
+    fast, reference = kernel
+    x, weight = torch.randn(1, columns), torch.randn(rows, columns) * 0.1
+    bias, residual = torch.randn(rows), torch.randn(1, rows)
+    norm = (torch.randn(columns), 1e-5) if normed else (None, 0.0)
+    close = torch.testing.assert_close
+    expected = reference.linear(x, weight, bias, residual.clone(), *norm)
+    close(fast.linear(x, weight, bias, residual.clone(), *norm), expected, rtol=1e-4, atol=1e-4)
+    expected = reference.linear(x, weight, None, None, *norm)
+    close(fast.linear(x, weight, None, None, *norm), expected, rtol=1e-4, atol=1e-4)
+    expected = reference.linear_silu_mul(x, weight, *norm)
+    close(fast.linear_silu_mul(x, weight, *norm), expected, rtol=1e-4, atol=1e-3)
+
+
 @_parametrize("invariant_linear")
 def test_invariant_products_agree_and_rows_do_not_depend_on_their_number(kernel: Kernel) -> None:
     x, weight, bias, residual = (

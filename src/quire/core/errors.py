@@ -31,3 +31,7 @@ class QueueFull(QuireError):
 
 class EngineDead(QuireError):
     """The engine stopped after a fault that was not a request's own."""
+
+
+class DeviceMemoryFull(QuireError):
+    """A step did not fit the device's memory. Nothing of it counts; smaller steps may fit."""

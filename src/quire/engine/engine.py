@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.core.config import SchedulerConfig
-from quire.core.errors import InvalidRequest, QueueFull
+from quire.core.errors import DeviceMemoryFull, InvalidRequest, QueueFull
 from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, Step, StepResult
@@ -130,7 +130,10 @@ class Engine:
         planned = self.scheduler.schedule()
         self.stats.schedule_seconds += time.perf_counter() - started
         if planned is not None:
-            self._runner.launch(planned.step)
+            try:
+                self._runner.launch(planned.step)
+            except DeviceMemoryFull as full:
+                return updates + self._shed(planned, full)
             self._in_flight.append(planned)
         unmasked = planned if planned is not None and planned.step.masked else None
         if unmasked is not None and unmasked is self._in_flight[0]:
@@ -150,6 +153,20 @@ class Engine:
         self._in_flight.clear()
         self._runner.close()
         self._structured.close()
+
+    def _shed(self, planned: Planned, full: DeviceMemoryFull) -> list[SequenceUpdate]:
+        """The newest request pays for a step that did not fit; the others go on with smaller steps."""
+        ended = self.scheduler.shed(planned)
+        for sequence in ended:
+            self._forget_if_ended(sequence.request.request_id)
+        self.stats.num_finished += len(ended)
+        return [
+            SequenceUpdate(
+                s.request.request_id, s.index, (), finish_reason=FinishReason.ERROR,
+                error=f"request {s.request.request_id}: {full}",
+            )
+            for s in ended
+        ]  # fmt: skip
 
     def _has_request(self, request_id: str) -> bool:
         return (

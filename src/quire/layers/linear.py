@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quire.layers.embedding import Embedding
 from quire.layers.loader import Loader, check_shape
+from quire.layers.norm import RMSNorm
 from quire.layers.vector import Vector
 from quire.quant.format import Matrix
 
@@ -24,6 +25,16 @@ class Linear:
     def silu_mul(self, x: Tensor) -> Tensor:
         """For a fused gate | up projection: silu(gate) * up [T, rows / 2]."""
         return self._matrix.linear_silu_mul(x, self._bias.value if self._bias else None)
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """self(norm(x))."""
+        fused = None if self._bias else self._matrix.normed(x, norm.weight, norm.eps, silu_mul=False)
+        return self(norm(x)) if fused is None else fused
+
+    def normed_silu_mul(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """self.silu_mul(norm(x))."""
+        fused = None if self._bias else self._matrix.normed(x, norm.weight, norm.eps, silu_mul=True)
+        return self.silu_mul(norm(x)) if fused is None else fused
 
     def load_rows(self, first_row: int, rows: Tensor) -> None:
         """Fills the weight from `first_row` on; rows [n, columns] in any float type."""

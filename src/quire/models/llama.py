@@ -120,12 +120,12 @@ class LlamaLayer:
 
     def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
         """hidden [T, hidden] -> attention's result before its output projection [T, heads * head_dim]."""
-        return self.attention(self.qkv(self.input_norm(hidden)), batch, pool, self.q_norm, self.k_norm)
+        return self.attention(self.qkv.normed(hidden, self.input_norm), batch, pool, self.q_norm, self.k_norm)
 
     def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """The rest of the layer, token by token."""
         hidden = self.output(attended, residual=hidden)
-        return self.down(self.gate_up.silu_mul(self.post_norm(hidden)), residual=hidden)
+        return self.down(self.gate_up.normed_silu_mul(hidden, self.post_norm), residual=hidden)
 
     def layers(self) -> dict[str, Stateful]:
         found: dict[str, Stateful] = {

@@ -29,6 +29,13 @@ class Matrix(Protocol):
         """Rows are gate, then up: silu(gate) * up [T, num_rows / 2]."""
         ...
 
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
+        """The product with x divided by its root mean square, in one pass; None where two passes are as good.
+
+        With `silu_mul` as `linear_silu_mul`, without as `linear`.
+        """
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """The tensors that hold the weight, by name; views, not copies."""
         ...

@@ -51,6 +51,9 @@ class Fp8Matrix:
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._activation.silu_mul(self.linear(x, bias, None))
 
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
+        return None
+
     def state(self) -> dict[str, Tensor]:
         assert self._weight is not None, "a matrix must be loaded before it is kept"
         return {"weight": self._weight, "scales": self._scales}

@@ -22,6 +22,7 @@ class FullMatrix:
         self._weight: Tensor | None = None  # [num_rows, num_columns]
         native = device.type != "cpu" or dtype is torch.float32
         self._activation = choose("activation", device) if native else load("activation", REFERENCE)
+        self._narrow = choose("narrow_linear", device)
 
     def load_rows(self, first_row: int, rows: Tensor) -> None:
         if self._weight is None:
@@ -30,6 +31,8 @@ class FullMatrix:
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         assert self._weight is not None, "a matrix must be loaded before it is used"
+        if self._is_narrow(x):
+            return self._narrow.linear(x, self._weight, bias, residual)
         if residual is not None and bias is None and x.is_cuda:  # the sum costs nothing inside the product
             return residual.addmm_(x, self._weight.t())
         y = F.linear(x, self._weight, bias)
@@ -43,6 +46,16 @@ class FullMatrix:
 
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._activation.silu_mul(self.linear(x, bias, None))
+
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
+        if not self._is_narrow(x):
+            return None
+        if silu_mul:
+            return self._narrow.linear_silu_mul(x, self._weight, norm_weight, eps)
+        return self._narrow.linear(x, self._weight, norm_weight=norm_weight, eps=eps)
+
+    def _is_narrow(self, x: Tensor) -> bool:
+        return self._narrow.SERVES and x.shape[0] == 1 and x.dtype is not torch.float32
 
     def state(self) -> dict[str, Tensor]:
         assert self._weight is not None, "a matrix must be loaded before it is kept"
@@ -65,6 +78,9 @@ class InvariantMatrix(FullMatrix):
 
     def logits(self, x: Tensor) -> Tensor:
         return self._kernel.linear(x, self._weight, dtype=torch.float32)
+
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
+        return None
 
 
 class FullPrecision:

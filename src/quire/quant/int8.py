@@ -54,6 +54,9 @@ class Int8Matrix:
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._kernel.linear_silu_mul(x, self._packed, self._scales, self._sums, bias)
 
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
+        return None
+
     def state(self) -> dict[str, Tensor]:
         assert self._packed is not None, "a matrix must be loaded before it is kept"
         return {"packed": self._packed, "scales": self._scales, "sums": self._sums}

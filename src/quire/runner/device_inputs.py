@@ -15,13 +15,15 @@ from quire.runner.packing import Sections, pinned, round_up, send
 from quire.runner.rows import RowSettings
 from quire.runner.scored import ScoredRow, scored_rows, wanted_tokens
 
+SMALL_ROWS = 16  # of a step with prompts that fits a graph, one row of padding included
+
 
 @dataclass(frozen=True, slots=True)
 class Staged:
     """One step as the host knows it."""
 
     is_decode: bool  # every row advances by one token and is sampled, in order
-    num_rows: int  # R, a decode's padding included
+    size: int  # rows of a decode, tokens of a small step, both with their padding; rows otherwise
     sample_rows: np.ndarray  # [S] int64
     sample_positions: np.ndarray  # [S] int64, where the sampled token will stand
     scored: tuple[ScoredRow, ...] = ()
@@ -63,6 +65,7 @@ class DeviceInputs:
         self._decode = torch.full(
             (2 * round_up(max_rows),), -1, **integers
         )  # rows | num_computed of a decode
+        self._small = torch.full((6 * round_up(SMALL_ROWS + 1),), -1, **integers)  # see `stage_small`
         self._single_starts = torch.arange(max_rows + 1, **integers)  # query_starts where rows have one token
         self._token_ids = torch.zeros(max_tokens, **integers)
         self._positions = torch.zeros(max_tokens, **integers)
@@ -122,6 +125,47 @@ class DeviceInputs:
     def decode_samples(self, count: int) -> tuple[Tensor, Tensor]:
         """Rows and positions [S] of the tokens to be sampled: a row's next token stands where its context ends."""
         return self._decode[:count], self._context_lens[:count]
+
+    # ------------------------------------------------------------------ few rows with prompts
+
+    def stage_small(self, step: Step, padded: int) -> Staged:
+        """Sends a step of less than SMALL_ROWS rows; a row that is nobody's takes the tokens up to `padded`."""
+        num_rows, num_samples = len(step.rows), len(step.sample_rows)
+        counts = np.asarray(step.num_tokens, np.int32)
+        ends = np.cumsum(counts)
+        sources = np.asarray(step.sample_sources, np.int64)
+        contexts = np.asarray(step.num_computed, np.int32) + counts
+        lines = np.full((6, round_up(SMALL_ROWS + 1)), -1, np.int32)
+        rows, computed, starts, wanted, sample_rows, sample_positions = lines
+        rows[:num_rows] = step.rows
+        computed[:num_rows] = step.num_computed
+        starts[0], starts[1 : num_rows + 1], starts[num_rows + 1 :] = 0, ends, padded
+        wanted[:] = 0
+        wanted[:num_samples] = ends[sources] - 1
+        sample_rows[:num_samples] = step.sample_rows
+        sample_positions[:num_samples] = contexts[sources]
+        self._small.copy_(pinned(lines.reshape(-1), self._device), non_blocking=True)
+        return Staged(
+            False, padded, sample_rows[:num_samples].astype(np.int64), contexts[sources].astype(np.int64)
+        )
+
+    def small(self, num_tokens: int) -> Batch:
+        """The batch of a small step, padded to so many tokens; may be captured."""
+        rows, computed, starts, wanted, _, _ = self._small.view(6, -1).unbind(0)
+        return self._spread(
+            rows[:SMALL_ROWS],
+            computed[:SMALL_ROWS],
+            starts[: SMALL_ROWS + 1],
+            self._context_lens[:SMALL_ROWS],
+            num_tokens,
+            max_query_len=num_tokens,
+            wanted=wanted[:SMALL_ROWS],
+        )
+
+    def small_samples(self, count: int) -> tuple[Tensor, Tensor]:
+        """Rows and positions [S] of the tokens to be sampled."""
+        lines = self._small.view(6, -1)
+        return lines[4, :count], lines[5, :count]
 
     # ------------------------------------------------------------------ anything else
 

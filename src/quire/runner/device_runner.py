@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from quire.core.config import ModelConfig
+from quire.core.errors import DeviceMemoryFull
 from quire.core.ints import ints
+from quire.core.layout import BlockLayout
 from quire.core.step import PromptLogprobs, Step, StepResult
 from quire.kernels import choose
 from quire.layers.pool import Pool
 from quire.models.model import Model
-from quire.runner.device_inputs import DeviceInputs, Staged
+from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, Staged
 from quire.runner.fake_steps import fake_steps
-from quire.runner.graphs import DecodeGraphs
+from quire.runner.graphs import Graphs
 from quire.runner.packing import send
 from quire.runner.rows import RowSettings
 from quire.runner.runner import RunnerLimits
@@ -56,6 +58,8 @@ class DeviceRunner:
         self._model = model
         self._pool = pool
         self._settings = RowSettings(limits.max_num_seqs, model.config.vocab_size)
+        planner = attention_planner(model.config, limits, pool.layout, self._device)
+        self.tiles: str = getattr(planner, "tiles", "")  # attention's: "tuned", "default" or "fixed"
         self._inputs = DeviceInputs(
             self._settings,
             limits.max_num_seqs,
@@ -63,15 +67,17 @@ class DeviceRunner:
             limits.max_model_len,
             pool.layout.block_size,
             self._device,
-            attention_planner(model.config, limits, self._device),
+            planner,
             FRESH_TOKENS if self._reads_fresh(limits) else None,
         )
         self._columns = DeviceColumns(self._settings.columns, self._device)
         self._sampler = Sampler(self._device)
         self._pages = choose("pages", self._device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: Graphs | None = None
         if self._device.type == "cuda" and limits.record_decodes:
-            self._graphs = DecodeGraphs(model, pool, self._inputs, limits.max_num_seqs)
+            self._graphs = Graphs(
+                model, pool, self._inputs, limits.max_num_seqs, limits.max_num_batched_tokens
+            )
         self._launched: deque[_Launched] = deque()
         self._last_arrival = 0.0
 
@@ -104,7 +110,14 @@ class DeviceRunner:
         if step.copy_sources:
             copies = send(np.array([step.copy_sources, step.copy_targets], np.int32), self._device)
             self._pages.copy_blocks(self._pool.data, *copies.long().unbind(0))
-        launched = self._forward(step)
+        try:
+            launched = self._forward(step)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise DeviceMemoryFull(
+                f"a step of {step.total_tokens} tokens did not fit the GPU's memory ({error}): lower "
+                "max_num_batched_tokens or gpu_memory_utilization"
+            ) from error
         self._launched.append(launched)
         if not step.masked:
             self._sample(launched, None)
@@ -144,17 +157,29 @@ class DeviceRunner:
     def _forward(self, step: Step) -> _Launched:
         """Queues everything up to the logits of the sampled rows."""
         started = time.perf_counter()
-        padded = self._graphs.padded(len(step.rows)) if self._graphs is not None else 0
+        padded = self._graphs.padded_rows(len(step.rows)) if self._graphs is not None else 0
         staged = self._inputs.stage_decode(step, padded)
         if staged is None:
-            return self._forward_mixed(step, started)
+            return self._forward_small(step, started) or self._forward_mixed(step, started)
         num_samples = len(staged.sample_rows)
         if self._graphs is not None:
-            hidden = self._graphs.run(staged.num_rows)
+            hidden = self._graphs.decode(staged.size)
         else:
-            hidden = self._model(self._inputs.decode(staged.num_rows), self._pool)
+            hidden = self._model(self._inputs.decode(staged.size), self._pool)
         logits = self._model.logits(hidden[:num_samples])
         return _Launched(step, staged, logits, *self._inputs.decode_samples(num_samples), (), started)
+
+    def _forward_small(self, step: Step, started: float) -> _Launched | None:
+        """A step with prompts that fits a graph; None if it does not."""
+        num_samples = len(step.sample_rows)
+        if self._graphs is None or not num_samples or max(len(step.rows), num_samples) >= SMALL_ROWS:
+            return None
+        padded = self._graphs.padded_tokens(step.total_tokens)
+        if padded is None or self._settings.wants_prompt_logprobs(step.rows):
+            return None
+        staged = self._inputs.stage_small(step, padded)
+        logits = self._model.logits(self._graphs.prompts(padded)[:num_samples])
+        return _Launched(step, staged, logits, *self._inputs.small_samples(num_samples), (), started)
 
     def _forward_mixed(self, step: Step, started: float) -> _Launched:
         staged, mixed = self._inputs.stage_mixed(step)
@@ -210,7 +235,9 @@ class DeviceRunner:
         return torch.empty(size, dtype=dtype, pin_memory=self._device.type == "cuda")
 
 
-def attention_planner(config: ModelConfig, limits: RunnerLimits, device: torch.device) -> Any:
+def attention_planner(
+    config: ModelConfig, limits: RunnerLimits, layout: BlockLayout, device: torch.device
+) -> Any:
     """What divides attention's work on this device; None where its kernel needs none."""
     planner = getattr(choose("attention", device), "StepPlanner", None)
     if planner is None:
@@ -223,6 +250,8 @@ def attention_planner(config: ModelConfig, limits: RunnerLimits, device: torch.d
         device,
         max_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
         max_context=limits.max_model_len,
+        block_size=layout.block_size,
+        kv_dtype=layout.dtype,
         dtype=torch.float16 if limits.half_precision else torch.float32,
         deterministic=limits.deterministic,
     )

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from quire.core.ints import Ints
 from quire.core.step import RowStart, Step
 from quire.sampling.columns import SamplingColumns
 
@@ -22,6 +23,9 @@ class RowSettings:
         self.columns.start_row(
             row, sampling, start.seed, start.sample_index, start.num_prompt_tokens, start.stop_token_ids
         )
+
+    def wants_prompt_logprobs(self, rows: Ints) -> bool:
+        return bool((self.prompt_logprobs[np.asarray(rows)] >= 0).any())
 
 
 class Rows:

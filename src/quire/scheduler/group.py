@@ -48,3 +48,7 @@ class Group:
     def num_rows_to_come(self) -> int:
         """Of these, rows that forks and followers will take once the prompt is computed."""
         return self.num_unforked + len(self.followers)
+
+    def unfork(self) -> None:
+        """Forgets sequences that were forked but have no token of their own: they will be forked again."""
+        self.sequences[:] = [s for s in self.sequences if s.index == 0 or s.num_outputs or s.num_pending]

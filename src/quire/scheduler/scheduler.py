@@ -175,6 +175,22 @@ class Scheduler:
         self._forking.pop(group.request.request_id, None)
         self.waiting.put_back(group)
 
+    def shed(self, planned: Planned) -> list[Sequence]:
+        """Takes back a step that could not be launched: its newest request ends, the others compute again.
+
+        From then on steps are half as large. Returns the sequences that ended.
+        """
+        self._max_num_batched_tokens = max(len(planned.sequences), self._max_num_batched_tokens // 2)
+        for sequence in planned.receivers:
+            sequence.num_pending -= 1
+        groups = {s.request.request_id: self._groups[s.request.request_id] for s in planned.sequences}
+        newest = max(groups.values(), key=lambda group: group.order)
+        for group in groups.values():
+            if group is not newest:
+                self._send_back(group)
+                group.unfork()
+        return self.abort(newest.request.request_id, FinishReason.ERROR)
+
     # ------------------------------------------------------------------ admission
 
     def _admit(self, plan: Plan, budget: int) -> None:

@@ -1,0 +1,1 @@
+"""The product of one token with a large matrix: as fast as the matrix can be read."""
