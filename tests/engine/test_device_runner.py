@@ -1,6 +1,7 @@
 """DeviceRunner gives the tokens of Runner: same steps, same model, rows kept on the device."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
 from quire.runner.device_runner import DeviceRunner
+from quire.runner.graphs import PROMPT_SIZES, Graphs, decode_sizes
 from quire.runner.runner import Runner
 
 SHAPE = {
@@ -30,6 +32,31 @@ SAMPLINGS = [
     SamplingParams(temperature=0, max_tokens=9, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.7, top_k=5, seed=8, max_tokens=40, min_tokens=4),
 ]
+
+
+class EagerGraphs(Graphs):
+    """Pads as graphs do, and runs at once: what a graph would have captured."""
+
+    num_small = 0
+
+    def __init__(self, model, pool, inputs, limits) -> None:
+        self._model, self._pool, self._inputs = model, pool, inputs
+        self._decode_sizes = decode_sizes(limits.max_num_seqs)
+        self._prompt_sizes = [size for size in PROMPT_SIZES if size <= limits.max_num_batched_tokens]
+
+    def capture(self, seconds: float) -> int:
+        return 0
+
+    def _run(self, is_decode: bool, size: int):
+        EagerGraphs.num_small += not is_decode
+        make = self._inputs.decode if is_decode else self._inputs.small
+        return self._model(make(size), self._pool)
+
+
+class PaddingRunner(DeviceRunner):
+    def __init__(self, model, pool, limits, device) -> None:
+        super().__init__(model, pool, limits, device)
+        self._graphs = EagerGraphs(model, pool, self._inputs, limits)
 
 
 def _outputs(
@@ -63,3 +90,18 @@ def test_tokens_are_those_of_the_plain_runner(
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     expected = _outputs(Runner, tmp_path, monkeypatch, **settings)
     assert _outputs(DeviceRunner, tmp_path, monkeypatch, **settings) == expected
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"max_num_batched_tokens": 32, "max_num_seqs": 18}, {"steps_in_flight": 0, "max_num_batched_tokens": 64},
+])  # fmt: skip
+def test_padding_to_the_sizes_of_graphs_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    samplings = [one.changed(prompt_logprobs=None) for one in SAMPLINGS]  # steps with those are never padded
+    monkeypatch.setattr(sys.modules[__name__], "SAMPLINGS", samplings)
+    expected = _outputs(Runner, tmp_path, monkeypatch, **settings)
+    EagerGraphs.num_small = 0
+    assert _outputs(PaddingRunner, tmp_path, monkeypatch, **settings) == expected
+    assert EagerGraphs.num_small > 0

@@ -53,7 +53,8 @@ class Report:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_threads: int
-    num_graphs: int  # decode sizes that were captured at start
+    num_graphs: int  # sizes of steps that were captured at start
+    tiles: str  # attention's, on a GPU: tuned, default or fixed
     seconds: float
 
     def lines(self) -> list[str]:
@@ -62,7 +63,8 @@ class Report:
         if numbers.device.type == "cuda":
             where = f"on {torch.cuda.get_device_name(numbers.device)}"
         divided = [] if self.device_memory is None else [_divided(self.device_memory)]
-        graphs = f", {self.num_graphs} sizes of decodes captured as graphs" if self.num_graphs else ""
+        graphs = f", {self.num_graphs} sizes of steps captured as graphs" if self.num_graphs else ""
+        tiles = f", {self.tiles} tiles" if self.tiles else ""
         return [
             f"model     {self.model}, {numbers.format_name} {where}",
             f"weights   {self.weights_bytes / 1e6:,.0f} MB",
@@ -71,7 +73,7 @@ class Report:
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
-            f"started   in {self.seconds:.2f} s{graphs}",
+            f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
 
 
@@ -131,6 +133,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         max_num_batched_tokens=max_tokens,
         num_threads=num_threads,
         num_graphs=num_graphs,
+        tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
         seconds=time.perf_counter() - started,
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))

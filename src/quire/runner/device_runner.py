@@ -57,6 +57,7 @@ class DeviceRunner:
         self._device = torch.device(device)
         self._model = model
         self._pool = pool
+        self._limits = limits
         self._settings = RowSettings(limits.max_num_seqs, model.config.vocab_size)
         planner = attention_planner(model.config, limits, pool.layout, self._device)
         self.tiles: str = getattr(planner, "tiles", "")  # attention's: "tuned", "default" or "fixed"
@@ -86,13 +87,21 @@ class DeviceRunner:
 
         Returns how many were captured; the others follow when they are needed. Only block 0 is written.
         """
-        for step in fake_steps(self._inputs.row_tokens.shape[0], self._pool.layout.block_size):
+        graphs, self._graphs = self._graphs, None  # nothing should compile for the first time inside a graph
+        limits = self._limits
+        for step in fake_steps(
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            limits.max_model_len,
+            self._pool.layout.block_size,
+        ):
             self.launch(step)
             self.collect()
-        if self._graphs is None:
+        self._graphs = graphs
+        if graphs is None:
             return 0
         with torch.inference_mode():
-            return self._graphs.capture(seconds)
+            return graphs.capture(seconds)
 
     def _reads_fresh(self, limits: RunnerLimits) -> bool:
         """Whether long prompts may go through a contiguous kernel: it knows half precision only, and no order."""

@@ -6,34 +6,29 @@ from quire.core.ints import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import RowStart, Step
 
-PROMPT = 20  # tokens
+PROMPT = 20  # tokens, where the limits allow
 
 
-def fake_steps(max_rows: int, block_size: int) -> Iterator[Step]:
+def fake_steps(max_rows: int, max_tokens: int, max_model_len: int, block_size: int) -> Iterator[Step]:
     """Prompts, then prompts beside decodes, then decodes. Every block is block 0, so nothing of value is written."""
-    rows = range(min(2, max_rows))
-    yield _step(0, rows, [0] * len(rows), [PROMPT] * len(rows), block_size)
-    if max_rows > 1:
-        yield _step(1, rows, [0, PROMPT], [PROMPT, 1], block_size)
-    yield _step(2, rows, [PROMPT] * len(rows), [1] * len(rows), block_size)
+    rows = range(min(2, max_rows, max_tokens))
+    prompt = max(1, min(PROMPT, max_tokens // len(rows), max_model_len // 2))
+    num_blocks = -(-(prompt + 1) // block_size)
+    yield _step(0, rows, [0] * len(rows), [prompt] * len(rows), num_blocks)
+    if len(rows) > 1:
+        yield _step(1, rows, [0, prompt], [prompt, 1], num_blocks)
+    yield _step(2, rows, [prompt] * len(rows), [1] * len(rows), num_blocks)
 
 
-def _step(step_id: int, rows: range, computed: list[int], counts: list[int], block_size: int) -> Step:
+def _step(step_id: int, rows: range, computed: list[int], counts: list[int], num_blocks: int) -> Step:
     samplings = (
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.8, top_p=0.95),
     )
-    blocks = ints([0] * (2 * PROMPT // block_size + 1))
+    blocks = ints([0] * num_blocks)
+    tokens = ints([0] * (max(a + b for a, b in zip(computed, counts, strict=True))))
     starts = tuple(
-        RowStart(
-            row,
-            ints([0] * 2 * PROMPT),
-            blocks,
-            samplings[row],
-            seed=0,
-            sample_index=0,
-            num_prompt_tokens=PROMPT,
-        )
+        RowStart(row, tokens, blocks, samplings[row], seed=0, sample_index=0, num_prompt_tokens=1)
         for row in rows
     )
     nothing = ints()

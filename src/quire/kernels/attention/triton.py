@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention.triton_decode import decode
-from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner, Tuning
+from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner
 from quire.kernels.attention.triton_prompt import fixed_decode, prompt
 from quire.kernels.attention.triton_step import StepPlanner
+from quire.kernels.attention.tuning import Tuning
 
 __all__ = ["AttentionPlan", "AttentionPlanner", "StepPlanner", "Tuning", "paged_attention"]
 

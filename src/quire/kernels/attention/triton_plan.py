@@ -12,30 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.attention.tuning import Tuning
+
 # Fields of an item. A slot is where a piece of a row leaves its sum, -1 where the piece is the whole row.
 ROW, TOKEN, COUNT, POSITION, BEGIN, END, FIRST_SLOT, NUM_SLOTS = range(8)
 ITEM = 8
 # Totals lie apart so that pointers to both are equally aligned, and kernels are compiled once for both.
 TOTAL_STRIDE = 4
 MULTIPROCESSORS_WITHOUT_GPU = 4  # the interpreter runs one program after another
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Sizes that change speed and never results, but for the last bits. Measured defaults for Hopper."""
-
-    decode_tile: int = 128  # keys per iteration
-    decode_warps: int = 4
-    decode_stages: int = 2
-    decode_registers: int | None = None  # per thread at most: fewer let more programs share a multiprocessor
-    decode_pieces: int = 8  # pieces per multiprocessor that decodes are cut into, about
-    fused_reduction: bool = True  # the last piece of a row to finish adds its pieces up; else a second kernel
-    prompt_rows: int = 128  # queries × heads of a group per program
-    prompt_tile: int = 64  # keys per iteration
-    prompt_warps: int = 8
-    prompt_stages: int = 3
-    prompt_programs: int = 32  # per multiprocessor at most; further tiles go round
-
 
 # One kernel with one set of tiles computes decodes and prompts, so that a query's bits do not tell which it was.
 DETERMINISTIC = Tuning(decode_tile=64, prompt_rows=64, prompt_tile=64, prompt_warps=4, prompt_stages=3)

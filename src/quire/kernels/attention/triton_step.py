@@ -1,30 +1,48 @@
-"""StepPlanner: which tuning serves a step of so many rows. Measured on an H200 with benchmarks/attention_gpu.py."""
+"""StepPlanner: which tuning serves a step of so many rows: what was measured on this chip, or the built-in."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner, Tuning
-
-# (up to so many rows, tuning). One row needs many small pieces to reach every multiprocessor; tens of rows need
-# programs that start fast; hundreds keep the memory busy whatever they do, and want deep pipelines.
-TUNINGS = (
-    (16, Tuning(decode_tile=32, decode_warps=2, decode_stages=2, decode_pieces=16)),
-    (128, Tuning(decode_tile=64, decode_warps=2, decode_stages=2, decode_pieces=4)),
-    (1 << 30, Tuning(decode_tile=64, decode_warps=4, decode_stages=3, decode_pieces=8)),
-)
+from quire.kernels.attention import tuned
+from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner
+from quire.kernels.attention.tuning import TUNINGS, Ranges
 
 
 class StepPlanner:
     """Plans by an AttentionPlanner per range of rows; each owns its buffers, so all may be captured."""
 
-    def __init__(self, max_rows: int, *sizes: Any, deterministic: bool = False, **settings: Any) -> None:
-        """Everything but the tuning as AttentionPlanner has it. A deterministic plan has one tuning for all."""
-        ranges = ((max_rows, None),) if deterministic else TUNINGS
+    def __init__(
+        self,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: str | torch.device,
+        *,
+        block_size: int | None = None,  # without it or the next, measured tiles cannot be looked up
+        kv_dtype: str | None = None,  # as the pool's layout names it
+        dtype: torch.dtype = torch.bfloat16,  # of q
+        deterministic: bool = False,
+        **settings: Any,
+    ) -> None:
+        """The rest as AttentionPlanner has it. A deterministic plan has one tuning for all."""
+        measured = None
+        if block_size is not None and kv_dtype is not None and not deterministic:
+            group = num_heads // num_kv_heads
+            heads = tuned.HeadShape(num_kv_heads, group, head_dim, kv_dtype, dtype.itemsize, block_size)
+            measured = tuned.load(tuned.key_of(heads, device))
+        # Whose tiles these are, in a word for the start's report.
+        self.tiles = "fixed" if deterministic else "default" if measured is None else "tuned"
+        ranges: Ranges = TUNINGS if measured is None else measured.ranges
         self._planners: list[tuple[int, AttentionPlanner]] = []
         for limit, tuning in ranges:
-            rows = min(limit, max_rows)
-            planner = AttentionPlanner(rows, *sizes, deterministic=deterministic, tuning=tuning, **settings)
+            rows = max_rows if deterministic else min(limit, max_rows)
+            planner = AttentionPlanner(
+                rows, num_heads, num_kv_heads, head_dim, device,
+                dtype=dtype, deterministic=deterministic, tuning=tuning, **settings,
+            )  # fmt: skip
             self._planners.append((rows, planner))
             if rows == max_rows:
                 break
