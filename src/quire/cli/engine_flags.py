@@ -29,7 +29,7 @@ HELP = {
     "gpu_memory_utilization": "share of a GPU's memory to use, weights included",
     "kv_cache_dtype": "numbers in the pool: auto, float32, float16, bfloat16 or (on a GPU) fp8",
     "enable_prefix_caching": "find blocks again whose tokens were computed before",
-    "max_num_seqs": "sequences that run at once (default: 256 on a CPU, 1024 on a GPU, or one per block of a smaller pool)",
+    "max_num_seqs": "sequences that run at once (default: 256 on a CPU, 1024 on a GPU, or one per block)",
     "max_num_batched_tokens": "tokens per step (default: 512 on a CPU, 8192 on a GPU)",
     "max_queue_requests": "requests that may wait",
     "max_queue_tokens": "prompt tokens that may wait (default: no limit)",
@@ -37,7 +37,7 @@ HELP = {
     "device": "auto, cpu or cuda",
     "num_threads": "CPU threads (default: the physical cores)",
     "enforce_eager": "no recorded graphs",
-    "deterministic": "on a GPU: a request's tokens do not depend on its neighbours (slower; on a CPU in int8 always so)",
+    "deterministic": "on a GPU: a request's tokens do not depend on its neighbours (slower; on a CPU in int8 always)",
 }
 _SHORT = {"quantization": ("-q",)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}

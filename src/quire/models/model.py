@@ -9,21 +9,13 @@ from quire.core.config import ModelConfig
 from quire.layers.batch import Batch
 from quire.layers.loader import Loader
 from quire.layers.pool import Pool
+from quire.layers.texts import Texts
 
 
-class Model(Protocol):
-    """A decoder. Calling it stores the batch's keys and values in the pool."""
+class Loadable(Protocol):
+    """What loading needs to know of a model."""
 
     config: ModelConfig
-    recordable: bool  # calling it runs native operations only, so that a tape can replay it
-
-    def __call__(self, batch: Batch, pool: Pool) -> Tensor:
-        """Hidden states after the final norm, of batch.logits_indices only: [L, width]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[L, width] -> [L, vocab] float32."""
-        ...
 
     def loaders(self) -> dict[str, Loader]:
         """Where each checkpoint tensor goes, by its Hugging Face name. All are needed."""
@@ -35,4 +27,26 @@ class Model(Protocol):
 
     def adopt(self, parameters: Mapping[str, Tensor]) -> None:
         """The inverse of `parameters`, without copying. KeyError, ValueError or WeightsError if they do not fit."""
+        ...
+
+
+class Encoder(Loadable, Protocol):
+    """Turns whole texts into hidden states, in one step and without memory."""
+
+    def __call__(self, texts: Texts) -> Tensor:
+        """Hidden states of all tokens after the last layer: [T, width]."""
+        ...
+
+
+class Model(Loadable, Protocol):
+    """A decoder. Calling it stores the batch's keys and values in the pool."""
+
+    recordable: bool  # calling it runs native operations only, so that a tape can replay it
+
+    def __call__(self, batch: Batch, pool: Pool) -> Tensor:
+        """Hidden states after the final norm, of batch.logits_indices only: [L, width]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[L, width] -> [L, vocab] float32."""
         ...

@@ -7,7 +7,8 @@ from typing import Any
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
-from quire.models.model import Model
+from quire.models.model import Encoder, Model
+from quire.weights.peek import ENCODERS
 
 # Each file has describe(architecture, hf) -> ModelConfig and build(config, factory) -> Model.
 _FILES = {
@@ -20,8 +21,12 @@ _FILES = {
 }
 
 
+# The same for encoders, whose build gives an Encoder.
+_ENCODER_FILES = dict.fromkeys(sorted(ENCODERS), "bert")
+
+
 def architectures() -> tuple[str, ...]:
-    """Every architecture that can be served."""
+    """Every architecture that can generate."""
     return tuple(sorted(_FILES))
 
 
@@ -32,8 +37,29 @@ def describe(hf: Mapping[str, Any]) -> ModelConfig:
         if name in _FILES:
             config: ModelConfig = _module(name).describe(name, hf)
             return config
+        if name in _ENCODER_FILES:
+            raise ModelError(
+                f"{name} is an encoder, which makes embeddings and generates nothing: use quire.Embedder or "
+                "/v1/embeddings"
+            )
     asked = ", ".join(map(str, names)) or f"model_type {hf.get('model_type')!r} without architectures"
     raise ModelError(f"architecture {asked} is not known: Quire serves {', '.join(architectures())}")
+
+
+def describe_encoder(hf: Mapping[str, Any]) -> ModelConfig:
+    """As `describe`, for a model that makes embeddings."""
+    for name in hf.get("architectures") or ():
+        if name in _ENCODER_FILES:
+            config: ModelConfig = _module(name).describe(name, hf)
+            return config
+    asked = ", ".join(map(str, hf.get("architectures") or ())) or f"model_type {hf.get('model_type')!r}"
+    raise ModelError(f"{asked} makes no embeddings here: Quire's encoders are {', '.join(_ENCODER_FILES)}")
+
+
+def build_encoder(config: ModelConfig, factory: LayerFactory) -> Encoder:
+    """As `build`, for what `describe_encoder` gave."""
+    encoder: Encoder = _module(config.architecture).build(config, factory)
+    return encoder
 
 
 def build(config: ModelConfig, factory: LayerFactory) -> Model:
@@ -43,8 +69,9 @@ def build(config: ModelConfig, factory: LayerFactory) -> Model:
 
 
 def _module(architecture: str) -> Any:
-    if architecture not in _FILES:
+    files = _FILES | _ENCODER_FILES
+    if architecture not in files:
         raise ModelError(
             f"architecture {architecture} is not known: Quire serves {', '.join(architectures())}"
         )
-    return importlib.import_module(f"quire.models.{_FILES[architecture]}")
+    return importlib.import_module(f"quire.models.{files[architecture]}")

@@ -17,12 +17,14 @@ import httpx
 from quire.core.config import EngineConfig
 from quire.link.admission import Bounds
 from quire.link.client import UNBOUNDED, EngineClient
-from quire.link.messages import Ready
+from quire.link.messages import AnyReady
 from quire.server.app import create_app
 from quire.server.batch_files import RowFile
 from quire.server.batch_lines import BadLine, BatchLine, answer_row, error_row, parse_line
-from quire.server.service import Service
+from quire.server.encoders import Encoders
+from quire.server.service import SICK_AFTER, Service
 from quire.server.settings import ServerSettings
+from quire.weights.peek import is_encoder
 
 MAX_ATTEMPTS = 3
 LONGEST_WAIT = 120.0  # seconds for an engine that is being restarted
@@ -47,7 +49,7 @@ class Tally:
 
 
 OnRow = Callable[[Tally], None]
-OnReady = Callable[[Ready], None]
+OnReady = Callable[[AnyReady], None]
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -63,11 +65,12 @@ async def run_batch(
 ) -> Tally:
     """Rows come in the order of finishing; every line gets exactly one, but for those finished before."""
     async with _started(config, on_progress) as service:
-        assert service.client.ready is not None
-        on_ready(service.client.ready)
-        # twice what runs at once: the engine never waits for the next line
+        ready = service.engines[0].ready
+        assert ready is not None
+        on_ready(ready)
         batch = _Batch(service, rows, on_row)
-        await batch.run(lines, max_concurrency or 2 * service.client.ready.max_num_seqs)
+        # twice what runs at once: the engine never waits for the next line
+        await batch.run(lines, max_concurrency or 2 * ready.max_num_seqs)
         return batch.tally
 
 
@@ -78,13 +81,14 @@ async def _started(config: EngineConfig, on_progress: OnProgress | None) -> Asyn
     settings = ServerSettings(
         max_queue_requests=UNBOUNDED, max_queue_tokens=None, served_names=(name,) if name else ()
     )
-    client = EngineClient(config, Bounds(UNBOUNDED), on_progress)
-    service = Service(client, settings)
+    embeds = is_encoder(config.model.model, config.model.revision)
+    client = None if embeds else EngineClient(config, Bounds(UNBOUNDED), on_progress)
+    service = Service(client, settings, Encoders(settings, config, embeds, on_progress))
     try:
-        service.introduce(await client.start())
+        await service.start()
         yield service
     finally:
-        await client.close()
+        await asyncio.gather(*(engine.close() for engine in service.engines))
         await service.close()
 
 
@@ -155,8 +159,8 @@ class _Batch:
     async def _engine_returns(self) -> bool:
         deadline = time.monotonic() + LONGEST_WAIT
         await asyncio.sleep(0.2)  # a death is noticed a moment after its requests have failed
-        while not self._service.is_ready:
-            if self._service.is_sick or time.monotonic() > deadline:
+        while down := [engine for engine in self._service.engines if not engine.is_ready]:
+            if any(engine.num_failures >= SICK_AFTER for engine in down) or time.monotonic() > deadline:
                 return False
             await asyncio.sleep(0.2)
         return True

@@ -56,11 +56,14 @@ class Metrics:
 
     def embedded(self, model: str, num_texts: int, num_tokens: int, since_arrival: float) -> None:
         """By the embedding model's own name."""
-        one, registry = {"embedding_model": model}, self.registry
-        registry.counter("embeddings_total", "Texts that were embedded.", **one).add(num_texts)
-        registry.counter("embedding_tokens_total", "Tokens of embedded texts.", **one).add(num_tokens)
-        latency = "From arrival to the last vector."
-        registry.histogram("embedding_request_latency_seconds", latency, **one).observe(since_arrival)
+        registry, latency = self.registry, "From arrival to the last vector."
+        registry.counter("embeddings_total", "Texts that were embedded.", embedding_model=model).add(
+            num_texts
+        )
+        registry.counter("embedding_tokens_total", "Their tokens.", embedding_model=model).add(num_tokens)
+        registry.histogram("embedding_request_latency_seconds", latency, embedding_model=model).observe(
+            since_arrival
+        )
 
     def disconnected(self) -> None:
         self._aborted.add()

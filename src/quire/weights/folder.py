@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError, WeightsError
+from quire.weights.wordpiece import wordpiece_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -69,7 +70,10 @@ class FolderSource:
                 ) from error
 
     def tokenizer_json(self) -> str | None:
-        return read_text(self.folder / "tokenizer.json")
+        text = read_text(self.folder / "tokenizer.json")
+        if text is None and (vocabulary := read_text(self.folder / "vocab.txt")) is not None:
+            return wordpiece_json(vocabulary, self.tokenizer_config())
+        return text
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         return read_tokenizer_config(self.folder)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from quire.core.errors import WeightsError
 
-_DESCRIPTION = ("*.json", "*.jinja")
-_NESTED = ("*/*", "consolidated*")  # other formats' copies of the same weights
+_DESCRIPTION = ("*.json", "*.jinja", "vocab.txt")
+_COPIES = ("*/*.safetensors", "onnx/*", "openvino/*", "original/*", "consolidated*")  # of the same weights
 _ANSWER_SECONDS = 10.0
 
 
@@ -28,7 +28,7 @@ def snapshot_folder(model: str, *, revision: str | None = None, with_weights: bo
             model,
             revision=revision,
             allow_patterns=[*_DESCRIPTION, *(("*.safetensors",) if with_weights else ())],
-            ignore_patterns=list(_NESTED),
+            ignore_patterns=list(_COPIES),
             etag_timeout=_ANSWER_SECONDS,
         )
     except errors.HFValidationError as error:

@@ -5,6 +5,11 @@ from pathlib import Path
 
 from quire.core.errors import WeightsError
 from quire.weights.builtin import BUILTIN, BUILTIN_NAME, builtin_path
+from quire.weights.builtin_encoder import (
+    BUILTIN_ENCODER_NAME,
+    builtin_encoder_folder,
+    is_builtin_encoder,
+)
 from quire.weights.dummy import DummySource
 from quire.weights.folder import FolderSource
 from quire.weights.gguf import GgufSource
@@ -20,10 +25,11 @@ def open_source(
     load_format: str = "auto",
     progress: Progress | None = None,
 ) -> Source:
-    """None is the built-in model; otherwise a folder, a .gguf file or a hub id, looked for in this order.
+    """None is the built-in model; otherwise a folder, a .gguf file, a name of the built-in embedding model or a hub id,
+    looked for in this order.
 
     Reads no weights, but finds what is missing, cut or foreign: WeightsError or ModelError says so in one line.
-    `progress` is told about fetching the built-in model; the hub's library draws its own bars.
+    `progress` is told about fetching the built-in models; the hub's library draws its own bars.
     """
     if model is None:
         _refuse_dummy(load_format, "the built-in model")
@@ -37,6 +43,8 @@ def open_source(
         return GgufSource(path)
     if _looks_like_path(text):
         raise WeightsError(f"{text}: no such folder or file: check the path")
+    if is_builtin_encoder(text, revision):
+        return _folder(builtin_encoder_folder(progress), load_format, BUILTIN_ENCODER_NAME)
     found = snapshot_folder(text, revision=revision, with_weights=load_format != "dummy")
     return _folder(found, load_format, text)
 

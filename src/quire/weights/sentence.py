@@ -1,0 +1,80 @@
+"""How an encoder's folder says that tokens become one vector: the files that sentence-transformers writes."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.core.errors import ModelError, WeightsError
+from quire.weights.folder import read_json, read_text
+
+_KINDS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": "max",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceFiles:
+    """Without any of the files: the mean of all tokens, of length one, over as many tokens as the model takes."""
+
+    pooling: str = "mean"  # mean | cls | last | max
+    normalize: bool = True
+    max_length: int | None = None  # tokens; None: as the model has positions
+
+
+def read_sentence_files(folder: Path) -> SentenceFiles:
+    """ModelError for a step between tokens and vector that is not known here."""
+    modules = _modules(folder)
+    max_length = (read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
+    if not isinstance(max_length, int) or max_length < 1:
+        max_length = None
+    if modules is None:
+        return SentenceFiles(max_length=max_length)
+    pooling, normalize = "mean", False
+    for module in modules:
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind == "Pooling":
+            pooling = _pooling(folder / str(module.get("path", "")))
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            raise ModelError(
+                f"{folder / 'modules.json'} asks for a {kind} module, which is not known: "
+                "choose a model that pools, and normalises at most"
+            )
+    return SentenceFiles(pooling, normalize, max_length)
+
+
+def _modules(folder: Path) -> list[dict[str, Any]] | None:
+    path = folder / "modules.json"
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise WeightsError(f"{path} is not valid JSON ({error}): fetch or copy it again") from error
+    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+        raise WeightsError(f"{path} is no list of modules: fetch or copy it again")
+    return found
+
+
+def _pooling(folder: Path) -> str:
+    path = folder / "config.json"
+    config = read_json(path)
+    if config is None:
+        raise WeightsError(f"{path} is missing, which modules.json names: fetch the model again")
+    asked = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    if isinstance(config.get("pooling_mode"), str):  # newer versions name it instead
+        asked = [f"pooling_mode_{config['pooling_mode']}"]
+        named = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}
+        if config["pooling_mode"] in named:
+            return named[config["pooling_mode"]]
+    if len(asked) != 1 or asked[0] not in _KINDS:
+        raise ModelError(
+            f"{path} asks for {' and '.join(asked) or 'no pooling'}: one of {', '.join(_KINDS)} can be served"
+        )
+    return _KINDS[asked[0]]
