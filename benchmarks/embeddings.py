@@ -2,8 +2,8 @@
 
 usage: python benchmarks/embeddings.py --xquad FILE [--rounds N] [--output benchmarks/results/embeddings.json]
 
-FILE is XQuAD's English JSON: its questions are short texts (about 15 tokens), its paragraphs long ones. Quality: cosines
-with transformers in fp32, and how often a question's nearest paragraph is its own.
+FILE is XQuAD's English JSON: its questions are short texts (about 15 tokens), its paragraphs long ones. Quality:
+cosines with transformers in fp32, and how often a question's nearest paragraph is its own.
 """
 
 import argparse
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads must not spin on cores that others use
 
 import numpy
 import torch
