@@ -12,19 +12,19 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from sample_checks import GREEDY, PLAIN, TOP_K, TOP_P, check_draws, check_failures, columns_of, draw_of
 from torch import Tensor
 
 from quire.core.sampling import SamplingParams
 from quire.kernels import registry
 from quire.kernels.sample import triton as sample_kernel
-from quire.sampling import DeviceColumns, Sampler, SampleRequests, SamplingColumns
-from quire.sampling.random import uniforms
+from quire.sampling import Sampler, SampleRequests
 
 DEVICE = torch.device("cuda")
 TOKENS = (1, 64, 256, 1024, 8192)
@@ -232,129 +232,9 @@ def bench_pages(report: Report) -> None:
         )
 
 
-def columns_of(params: list[SamplingParams], vocabulary: int) -> tuple[SamplingColumns, DeviceColumns]:
-    columns = SamplingColumns(len(params), vocabulary)
-    for row, sampling in enumerate(params):
-        columns.start_row(row, sampling, seed=row * 7919 + 1, sample_index=0, num_prompt_tokens=4)
-    on_device = DeviceColumns(columns, DEVICE)
-    on_device.update(np.arange(len(params)))
-    return columns, on_device
-
-
-GREEDY = SamplingParams(temperature=0.0)
-TOP_P = SamplingParams(temperature=0.8, top_p=0.95)
-TOP_K = SamplingParams(temperature=0.8, top_k=50)
-PLAIN = SamplingParams(temperature=0.8)
-MIXES = (
-    GREEDY, TOP_P, TOP_K, PLAIN,
-    SamplingParams(temperature=1.3, top_p=0.7), SamplingParams(temperature=1.0, top_k=5000, top_p=0.9),
-    SamplingParams(temperature=0.7, min_p=0.05), SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01),
-)  # fmt: skip
-
-
-@dataclass
-class Draw:
-    """Inputs of one call of the fused kernel."""
-
-    logits: Tensor
-    columns: SamplingColumns
-    device_columns: DeviceColumns
-    rows: Tensor
-    positions: Tensor
-    token_ids: Tensor
-    tokens: Tensor
-    finite: Tensor
-
-    def __call__(self) -> None:
-        sample_kernel.sample_rows(
-            self.logits,
-            self.rows,
-            self.positions,
-            self.device_columns,
-            self.token_ids,
-            self.tokens,
-            self.finite,
-        )
-
-
-def draw_of(logits: Tensor, params: list[SamplingParams]) -> Draw:
-    count = len(logits)
-    columns, on_device = columns_of(params, logits.shape[1])
-    return Draw(
-        logits, columns, on_device,
-        torch.arange(count, dtype=torch.int32, device=DEVICE),
-        torch.randint(4, 60, (count,), dtype=torch.int32, device=DEVICE),
-        torch.full((count, 64), -7, dtype=torch.int32, device=DEVICE),
-        torch.full((count,), -7, dtype=torch.int64, device=DEVICE),
-        torch.zeros(count, dtype=torch.bool, device=DEVICE),
-    )  # fmt: skip
-
-
-def check_draws(report: Report) -> None:
-    """The fused kernel against the reference with the same numbers, for every kind of filter and logits."""
-    reference = registry.load("sample", "reference")
-    for vocabulary in (128256, 49152, 50257, 1000):
-        for dtype in (torch.float32, torch.bfloat16):
-            for spread in (0.5, 4.0):
-                logits = (torch.randn(48, vocabulary, device=DEVICE) * spread).to(dtype)
-                logits[5::8, ::3] = -torch.inf
-                draw = draw_of(logits, [MIXES[i % len(MIXES)] for i in range(48)])
-                draw()
-                columns, positions = draw.columns, draw.positions.cpu().numpy().astype(np.int64)
-                numbers = uniforms(columns.token_key, positions)
-                inputs = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, numbers)
-                expected = reference.sample_filtered(
-                    logits.float(), *(torch.from_numpy(value).to(DEVICE) for value in inputs)
-                )
-                wrong = int((draw.tokens != expected).sum())
-                label = f"sample_rows V {vocabulary} {str(dtype)[6:]} spread {spread}"
-                report.check(label, wrong <= 2, f"{wrong} of 48 tokens differ")
-                if wrong:
-                    print(
-                        f"note: {label}: {wrong} of 48 tokens differ (sums may fall either side)", flush=True
-                    )
-                index = torch.arange(48, device=DEVICE)
-                written = draw.token_ids[index, draw.positions.long()]
-                report.check(label, torch.equal(written, draw.tokens.int()), "not written to the rows")
-                report.check(label, bool(draw.finite.all()), "finite rows were marked")
-
-
-def check_failures(report: Report) -> None:
-    """Rows that cannot be sampled are marked, padding is left alone, and the draw follows the distribution."""
-    logits = torch.randn(6, 128256, device=DEVICE)
-    logits[0, 77], logits[1, 99], logits[2] = torch.nan, torch.inf, -torch.inf
-    for params in (GREEDY, TOP_P, PLAIN):
-        draw = draw_of(logits.clone(), [params] * 6)
-        draw.rows[5] = -1
-        draw()
-        report.check(
-            "finite", draw.finite.tolist() == [False] * 3 + [True] * 2 + [False], str(draw.finite.tolist())
-        )
-        report.check(
-            "token 0 of failed rows", draw.tokens[:3].tolist() == [0, 0, 0], str(draw.tokens.tolist())
-        )
-        report.check("padding", int(draw.tokens[5]) == -7, str(int(draw.tokens[5])))
-    count, base = 20000, torch.randn(64, device=DEVICE) * 2
-    draw = draw_of(base.expand(count, 64).contiguous(), [SamplingParams(temperature=0.9, top_p=0.9)] * count)
-    draw()
-    weights = torch.softmax(base.double() / 0.9, dim=0)
-    order = weights.argsort(descending=True)
-    before = weights[order].cumsum(0) - weights[order]
-    kept = torch.zeros_like(weights).scatter_(0, order, (before < 0.9).double()) * weights
-    expected = kept / kept.sum() * count
-    observed = torch.bincount(draw.tokens, minlength=64).double()
-    cells = expected > 5
-    chi_square = float(((observed - expected)[cells] ** 2 / expected[cells]).sum())
-    freedom = int(cells.sum())
-    report.check("draws outside the kept set", bool((observed[kept == 0] == 0).all()))
-    report.check(
-        "distribution", chi_square < freedom + 4.5 * (2 * freedom) ** 0.5, f"{chi_square} of {freedom}"
-    )
-
-
 def bench_sample(report: Report, sweep: bool) -> None:
-    check_draws(report)
-    check_failures(report)
+    check_draws(report.check, DEVICE)
+    check_failures(report.check, DEVICE)
     kinds = {
         "greedy": ([GREEDY], 0.5),
         "half top-p flat": ([GREEDY, TOP_P], 0.5),
@@ -367,14 +247,14 @@ def bench_sample(report: Report, sweep: bool) -> None:
     if sweep:
         base = sample_kernel.Tuning()
         tunings += [
-            replace(base, stages=2), replace(base, stages=4), replace(base, tile=2048, warps=4, wide=2048),
-            replace(base, tile=8192, warps=16, wide=8192), replace(base, tile=8192, warps=8, wide=8192),
-            replace(base, registers=255), replace(base, listed=2048, sample=2048),
+            replace(base, piece=4096), replace(base, piece=16384), replace(base, draw_warps=16),
+            replace(base, stages=2), replace(base, tile=2048, warps=4), replace(base, tile=8192),
+            replace(base, registers=255), replace(base, list_registers=128), replace(base, listed=2048, sample=2048),
         ]  # fmt: skip
     for tuning in tunings:
         sample_kernel.TUNING = tuning
-        mark = "" if tuning == sample_kernel.Tuning() else f" [{tuning.tile}/{tuning.stages}/{tuning.warps}"
-        mark += f"/{tuning.listed}/{tuning.registers}]" if mark else ""
+        changed = [f"{k} {v}" for k, v in asdict(tuning).items() if v != getattr(sample_kernel.Tuning(), k)]
+        mark = f" [{', '.join(changed)}]" if changed else ""
         for vocabulary in (128256,) if mark else (128256, 49152):
             for count in (1, 512) if mark else (1, 64, 256, 512, 1024):
                 source = torch.randn(count, vocabulary, device=DEVICE)
@@ -404,7 +284,7 @@ def bench_sampler(report: Report) -> None:
     }
     sampler = Sampler(DEVICE)
     for name, params in kinds.items():
-        columns, on_device = columns_of([params] * count, vocabulary)
+        columns, on_device = columns_of([params] * count, vocabulary, DEVICE)
         token_ids = torch.randint(vocabulary, (count, length), dtype=torch.int32, device=DEVICE)
         rows, positions = np.arange(count), np.full(count, length - 1)
         requests = SampleRequests(

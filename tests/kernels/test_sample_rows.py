@@ -114,6 +114,23 @@ def test_crowds_of_equal_logits_are_kept_lowest_id_first(kernel: ModuleType) -> 
     assert drawn.tolist() == [50, 249, 50, 249]
 
 
+def test_top_p_after_top_k_looks_above_the_tokens_that_top_k_was_decided_by(kernel: ModuleType) -> None:
+    torch.manual_seed(4)
+    logits = (torch.randn(24, 2000) * 2.0)[[14, 17, 22]]
+    logits[:, ::3] = -torch.inf
+    numbers = torch.tensor([0.6544463551195436, 0.44364033531915625, 0.6314115048835492], dtype=torch.float64)
+    inputs = (
+        torch.ones(3),
+        torch.full((3,), 40, dtype=torch.int32),
+        torch.full((3,), 0.9),
+        torch.full((3,), 0.01),
+    )
+    expected = registry.load("sample", "reference").sample_filtered(
+        logits.bfloat16().float(), *inputs, numbers
+    )
+    assert kernel.sample_filtered(logits.bfloat16(), *inputs, numbers).tolist() == expected.tolist()
+
+
 def test_random_numbers_on_the_device_are_the_hosts_to_the_last_bit(kernel: ModuleType) -> None:
     """All weights equal: the token is the number's place among V, so its leading bits show."""
     rows, vocabulary = 6, 500

@@ -1,7 +1,8 @@
-"""Sampling in Triton, a program per row and no sort. Promises are those of the reference.
+"""Sampling in Triton, without a sort. Promises are those of the reference.
 
-`sample_rows` is one launch for a whole step: it takes each row's parameters from columns on the device, counts its
-random number, chooses, and writes the token where the next step reads it.
+`sample_rows` is for a whole step: it takes each row's parameters from columns on the device, counts its random
+number, chooses, and writes the token where the next step reads it. Four launches: three survey the rows, see
+`triton_survey.py`, the last draws.
 """
 
 from dataclasses import dataclass
@@ -13,14 +14,22 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.sample.columns import WORDS, Word
-from quire.kernels.sample.reference import GREEDY
-from quire.kernels.sample.triton_draw import draw_token
+from quire.kernels.sample.triton_draw import best_token, draw_token
 from quire.kernels.sample.triton_passes import INFINITY, best_pass, peak_pass
+from quire.kernels.sample.triton_survey import (
+    CHOSEN,
+    KIND,
+    SKIPPED,
+    STATUS,
+    UNUSABLE,
+    collect_kernel,
+    plan_kernel,
+    record_of,
+    record_words,
+    weigh_kernel,
+)
 
-_GREEDY = tl.constexpr(GREEDY)
 _WORDS = tl.constexpr(WORDS)
-_TEMPERATURE, _TOP_K = tl.constexpr(int(Word.TEMPERATURE)), tl.constexpr(int(Word.TOP_K))
-_TOP_P, _MIN_P = tl.constexpr(int(Word.TOP_P)), tl.constexpr(int(Word.MIN_P))
 _KEY_LOW, _KEY_HIGH = tl.constexpr(int(Word.KEY_LOW)), tl.constexpr(int(Word.KEY_HIGH))
 
 
@@ -28,14 +37,17 @@ _KEY_LOW, _KEY_HIGH = tl.constexpr(int(Word.KEY_LOW)), tl.constexpr(int(Word.KEY
 class Tuning:
     """Sizes that change speed and never results, but for the last bits. Powers of two."""
 
+    piece: int = 8192  # logits of a row that one program surveys
     tile: int = 4096  # logits per iteration of a pass
     stages: int = 3
     warps: int = 8
+    draw_warps: int = 8  # of the draw, whose programs have a whole row
     sample: int = 4096  # logits that guess the first thresholds
     listed: int = 4096  # tokens that the list holds
     wide: int = 4096  # logits per step of a draw from the row
     narrow: int = 2048  # and in its last step
-    registers: int = 128  # per thread, so that two programs share a multiprocessor
+    registers: int = 128  # per thread of a draw, so that two programs share a multiprocessor
+    list_registers: int = 80  # and of listing: three
 
 
 TUNING = Tuning()
@@ -59,47 +71,35 @@ def _uniform(key_low, key_high, position):
 
 
 @triton.jit
-def _sample_kernel(
-    logits, logits_stride, vocab, temperature, top_k, top_p, min_p, uniforms,
-    columns, rows, positions, usable, token_ids, token_stride, out_tokens, out_finite, scratch,
-    FUSED: tl.constexpr, HAS_USABLE: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, SAMPLE: tl.constexpr, LIST: tl.constexpr,
-    WIDE: tl.constexpr, NARROW: tl.constexpr,
+def _draw_kernel(
+    logits, stride, vocab, uniforms, columns, rows, positions, usable, token_ids, token_stride, out_tokens, out_finite,
+    scratch, num_pieces,
+    FUSED: tl.constexpr, HAS_USABLE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, LIST: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. FUSED: parameters by row id, counted numbers, a place for the token; else all by index."""
+    """A program per row. FUSED: counted numbers and a place for the token by row id; else numbers by index."""
     index = tl.program_id(0).to(tl.int64)
-    row_id = index
-    if FUSED:
-        row_id = tl.load(rows + index).to(tl.int64)
-    if row_id >= 0:
-        row = logits + index * logits_stride
-        words = columns + row_id * _WORDS
+    record, values, ids = record_of(scratch, index, LIST, PIECES)
+    kind = tl.load(record + KIND)
+    if kind != SKIPPED:
+        row_id = index
         if FUSED:
-            heat = tl.load(words + _TEMPERATURE).to(tl.float32, bitcast=True)
-        else:
-            heat = tl.load(temperature + index)
+            row_id = tl.load(rows + index).to(tl.int64)
         token = vocab * 0 - 1
-        if heat < _GREEDY:
-            peak, best, broken = best_pass(row, vocab, TILE, STAGES)
-            token = tl.where((peak > -INFINITY) & (peak < INFINITY) & (broken == 0), best, -1)
+        if kind == CHOSEN:
+            token = best_token(record, num_pieces, PIECES)
         else:
-            if FUSED:
-                k = tl.load(words + _TOP_K)
-                p = tl.load(words + _TOP_P).to(tl.float32, bitcast=True)
-                least = tl.load(words + _MIN_P).to(tl.float32, bitcast=True)
-                position = tl.load(positions + index).to(tl.int64)
-                uniform = _uniform(tl.load(words + _KEY_LOW), tl.load(words + _KEY_HIGH), position)
-            else:
-                k = tl.load(top_k + index)
-                p = tl.load(top_p + index)
-                least = tl.load(min_p + index)
-                uniform = tl.load(uniforms + index)
-            values = (scratch + index * (2 * LIST)).to(tl.pointer_type(tl.float32), bitcast=True)
-            ids = scratch + index * (2 * LIST) + LIST
-            token = draw_token(
-                row, vocab, heat, k, p, least, uniform, values, ids,
-                TILE, STAGES, SAMPLE, LIST, WIDE, NARROW,
-            )  # fmt: skip
+            if tl.load(record + STATUS) != UNUSABLE:
+                if FUSED:
+                    words = columns + row_id * _WORDS
+                    position = tl.load(positions + index).to(tl.int64)
+                    uniform = _uniform(tl.load(words + _KEY_LOW), tl.load(words + _KEY_HIGH), position)
+                else:
+                    uniform = tl.load(uniforms + index)
+                token = draw_token(
+                    logits + index * stride, vocab, num_pieces, record, values, ids, uniform,
+                    PIECE, PIECES, TILE, STAGES, LIST, WIDE, NARROW,
+                )  # fmt: skip
         finite = token >= 0
         if HAS_USABLE:
             finite = finite & (tl.load(usable + index) != 0)
@@ -186,8 +186,8 @@ def sample_filtered(
     """
     out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if len(out):
-        given = (temperature, top_k, top_p, min_p, uniforms)
-        _launch(logits, len(out), given, (out, out, out, out, out, 0, out, out), False, False)
+        scratch = _survey(logits, len(out), (temperature, top_k, top_p, min_p, out, out), False)
+        _draw(logits, len(out), (uniforms, out, out, out, out, out, 0, out, out), scratch, False, False)
     return out
 
 
@@ -202,7 +202,7 @@ def sample_rows(
     num: int | None = None,  # how many of the S entries count; None: all
     usable: Tensor | None = None,  # [S] bool; False: the row has failed already
 ) -> None:
-    """A token per entry by its row's parameters, in one launch and without a word from the host.
+    """A token per entry by its row's parameters, without a word from the host.
 
     As the sampler's promise: a row whose logits are not finite, or with every token banned, gets token 0 and False.
     """
@@ -210,24 +210,48 @@ def sample_rows(
     if count:
         packed = columns.packed
         failed = out_finite if usable is None else usable
-        rest = (packed, rows, positions, failed, token_ids, token_ids.stride(0), out_tokens, out_finite)
-        _launch(logits, count, (packed, packed, packed, packed, packed), rest, True, usable is not None)
+        scratch = _survey(logits, count, (packed, packed, packed, packed, packed, rows), True)
+        outputs = (failed, token_ids, token_ids.stride(0), out_tokens, out_finite)
+        _draw(logits, count, (packed, packed, rows, positions, *outputs), scratch, True, usable is not None)
 
 
-def _launch(
-    logits: Tensor,
-    count: int,
-    parameters: tuple[Tensor, ...],
-    rest: tuple[Tensor | int, ...],
-    fused: bool,
-    has_usable: bool,
+def _pieces(vocabulary: int) -> tuple[int, int]:
+    """How many pieces a row has, and the power of two at or above that."""
+    pieces = -(-vocabulary // TUNING.piece)
+    return pieces, 1 << (pieces - 1).bit_length()
+
+
+def _survey(logits: Tensor, count: int, parameters: tuple[Tensor, ...], fused: bool) -> Tensor:
+    """Learns of all rows what the draw needs: their records."""
+    tuning, stride, vocabulary = TUNING, logits.stride(0), logits.shape[1]
+    num_pieces, pieces = _pieces(vocabulary)
+    words = record_words(tuning.listed, pieces)
+    scratch = torch.empty((count, words), dtype=torch.float32, device=logits.device)
+    plan_kernel[(count, 1, 1)](
+        logits, stride, vocabulary, *parameters, scratch, fused,
+        tuning.tile, tuning.stages, tuning.sample, tuning.listed, pieces, num_warps=tuning.warps,
+    )  # fmt: skip
+    weigh_kernel[(count, num_pieces, 1)](
+        logits, stride, vocabulary, scratch,
+        tuning.piece, tuning.tile, tuning.stages, tuning.listed, pieces, num_warps=tuning.warps,
+    )  # fmt: skip
+    collect_kernel[(count, num_pieces, 1)](
+        logits, stride, vocabulary, scratch,
+        tuning.piece, tuning.tile, tuning.listed, pieces,
+        num_warps=tuning.warps, maxnreg=tuning.list_registers,
+    )  # fmt: skip
+    return scratch
+
+
+def _draw(
+    logits: Tensor, count: int, rest: tuple[Tensor | int, ...], scratch: Tensor, fused: bool, has_usable: bool
 ) -> None:
     tuning = TUNING
-    scratch = torch.empty((count, 2 * tuning.listed), dtype=torch.int32, device=logits.device)
-    _sample_kernel[(count, 1, 1)](
-        logits, logits.stride(0), logits.shape[1], *parameters, *rest, scratch, fused, has_usable,
-        tuning.tile, tuning.stages, tuning.sample, tuning.listed, tuning.wide, tuning.narrow,
-        num_warps=tuning.warps, maxnreg=tuning.registers,
+    num_pieces, pieces = _pieces(logits.shape[1])
+    _draw_kernel[(count, 1, 1)](
+        logits, logits.stride(0), logits.shape[1], *rest, scratch, num_pieces, fused, has_usable,
+        tuning.piece, pieces, tuning.tile, tuning.stages, tuning.listed, tuning.wide, tuning.narrow,
+        num_warps=tuning.draw_warps, maxnreg=tuning.registers,
     )  # fmt: skip
 
 

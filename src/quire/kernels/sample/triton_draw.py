@@ -1,261 +1,189 @@
 """One row's token by its own temperature and filters, without a sort.
 
-A sample of the row guesses four thresholds around the wanted one. A pass over the row weighs them exactly, and if the
-guess was good few tokens are left in between; else thresholds are set between the nearest two and weighed again. The
-few are listed, and the list is searched to the last bit. In the usual case that is two passes over the row, and the
-draw from the list, or half a pass more where the kept tokens are too many for it.
+Usually the survey has listed the tokens among which the threshold lies: the list is searched to the last bit, and the
+draw is from the list, or, where the kept tokens are too many for it, from the piece of the row in which it falls.
+Else this narrows the interval itself, a pass at a time, until the list holds it.
 """
 
 import triton
 import triton.language as tl
 
+from quire.kernels.sample.triton_bracket import begin, between, tighten
+from quire.kernels.sample.triton_list import draw_from_list, find_piece, level_room, search_list
 from quire.kernels.sample.triton_passes import (
     INFINITY,
-    LOWEST,
     collect_pass,
-    draw_from_list,
     draw_from_row,
     from_key,
-    level_room,
     measure_pass,
     order_key,
-    peak_pass,
-    search_list,
+    sum_at,
+    weigh_pass,
+)
+from quire.kernels.sample.triton_survey import (
+    BASE,
+    BEST,
+    BROKEN,
+    BY_COUNT,
+    COLLECTED,
+    FLOOR,
+    GOAL,
+    HIGH,
+    HIGH_MASS,
+    HIGH_NUMBER,
+    LOW,
+    LOW_MASS,
+    LOW_NUMBER,
+    OVERFLOWED,
+    PART_WORDS,
+    PARTS,
+    PEAK,
+    REFERENCE,
+    ROW_MASS,
+    ROW_PEAK,
+    SCALE,
+    STATUS,
+    TOP_K,
+    TOP_P,
+    WHOLE,
 )
 
-LOG2E = tl.constexpr(1.4426950408889634)
 MOST_PASSES = tl.constexpr(40)  # a pass halves the integers between two thresholds at least: 32 would do
-HEADROOM = tl.constexpr(60.0)  # log2 by which weights may exceed one before they are measured anew
-SEARCHED = tl.constexpr(
-    64.0
-)  # log2 of the weights, below the largest, among which a sample looks for thresholds
-SEARCH_STEPS = tl.constexpr(12)
 
 
 @triton.jit
-def _load_sample(row, vocab, SAMPLE: tl.constexpr):
-    """Logits spread over the row in pieces of 32, -inf where there are none."""
-    index = tl.arange(0, SAMPLE)
-    spread = (index // 32) * (vocab // (SAMPLE // 32)) + index % 32
-    offsets = tl.where(vocab >= SAMPLE, spread, index)
-    return tl.load(row + offsets, mask=offsets < vocab, other=-INFINITY).to(tl.float32)
+def best_token(record, num_pieces, PIECES: tl.constexpr):
+    """The id of the largest logit, the lowest of equals; -1 where logits are not finite or every token is banned."""
+    pieces = tl.arange(0, PIECES)
+    is_piece = pieces < num_pieces
+    parts = record + PARTS + pieces * PART_WORDS
+    peaks = tl.load(parts + PEAK, mask=is_piece, other=-INFINITY)
+    peak = tl.max(peaks, axis=0)
+    best = tl.load(parts + BEST, mask=is_piece & (peaks == peak), other=INFINITY)
+    broken = tl.sum(tl.load(parts + BROKEN, mask=is_piece, other=0.0), axis=0)
+    is_usable = (peak > -INFINITY) & (peak < INFINITY) & (broken == 0)
+    return tl.where(is_usable, tl.min(best, axis=0), -1.0).to(tl.int32)
 
 
 @triton.jit
-def _guess(
-    x, vocab, reference, scale, floor, by_count, top_k, top_p, SAMPLE: tl.constexpr, LIST: tl.constexpr
-):
-    """Four thresholds: one with about half a list of tokens above it, three around the wanted one."""
-    share = tl.minimum(vocab, SAMPLE).to(tl.float32) / vocab
-    x = tl.where(x >= floor, x, -INFINITY)
-    weight = tl.exp2((x - reference) * scale)
-    amount = tl.where(by_count, (x > -INFINITY).to(tl.float32), weight)
-    total = tl.sum(weight, axis=0)
-    squares = tl.sum(weight * weight, axis=0)
-    goal = tl.where(by_count, top_k * share, top_p * total)
-    deviation = tl.where(by_count, tl.sqrt(goal) + 1.0, tl.sqrt(top_p * (1.0 - top_p) * squares))
-    goal0 = (LIST // 2) * share
-    goal1 = goal - 2.5 * deviation
-    goal3 = goal + 2.5 * deviation
-    bottom = tl.maximum(floor, reference - SEARCHED / scale)
-    low0, low1, low2, low3 = bottom, bottom, bottom, bottom
-    high0, high1, high2, high3 = reference, reference, reference, reference
-    for _ in range(SEARCH_STEPS):
-        t0 = 0.5 * (low0 + high0)
-        t1 = 0.5 * (low1 + high1)
-        t2 = 0.5 * (low2 + high2)
-        t3 = 0.5 * (low3 + high3)
-        reached0 = tl.sum((x >= t0).to(tl.float32), axis=0) >= goal0
-        reached1 = tl.sum(tl.where(x >= t1, amount, 0.0), axis=0) >= goal1
-        reached2 = tl.sum(tl.where(x >= t2, amount, 0.0), axis=0) >= goal
-        reached3 = tl.sum(tl.where(x >= t3, amount, 0.0), axis=0) >= goal3
-        low0, high0 = tl.where(reached0, t0, low0), tl.where(reached0, high0, t0)
-        low1, high1 = tl.where(reached1, t1, low1), tl.where(reached1, high1, t1)
-        low2, high2 = tl.where(reached2, t2, low2), tl.where(reached2, high2, t2)
-        low3, high3 = tl.where(reached3, t3, low3), tl.where(reached3, high3, t3)
-    return low0, low1, low2, low3
-
-
-@triton.jit
-def _tighten(low, low_mass, low_number, high, high_mass, high_number, t, mass, number, by_count, goal):
-    """Moves one end of [low, high) to the threshold t, if that lies inside."""
-    reached = tl.where(by_count, number.to(tl.float32), mass) >= goal
-    raises = reached & (t > low) & (t < high)
-    lowers = (reached == 0) & (t > low) & (t < high)
-    return (
-        tl.where(raises, t, low), tl.where(raises, mass, low_mass), tl.where(raises, number, low_number),
-        tl.where(lowers, t, high), tl.where(lowers, mass, high_mass), tl.where(lowers, number, high_number),
+def _narrow(
+    row, vocab, reference, scale, floor, low, low_mass, low_number, high, high_mass, high_number, by_count, goal,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The interval after a pass over the row."""
+    t0, t1, t2, t3 = between(low, low_mass, low_number, high, high_mass, high_number, by_count, goal)
+    _, _, _, sums = measure_pass(row, vocab, reference, scale, floor, t0, t1, t2, t3, TILE, STAGES)
+    low, low_mass, low_number, high, high_mass, high_number = tighten(
+        low, low_mass, low_number, high, high_mass, high_number,
+        t0, sum_at(sums, 0), sum_at(sums, 4), by_count, goal,
+    )  # fmt: skip
+    low, low_mass, low_number, high, high_mass, high_number = tighten(
+        low, low_mass, low_number, high, high_mass, high_number,
+        t1, sum_at(sums, 1), sum_at(sums, 5), by_count, goal,
+    )  # fmt: skip
+    low, low_mass, low_number, high, high_mass, high_number = tighten(
+        low, low_mass, low_number, high, high_mass, high_number,
+        t2, sum_at(sums, 2), sum_at(sums, 6), by_count, goal,
+    )  # fmt: skip
+    return tighten(
+        low, low_mass, low_number, high, high_mass, high_number,
+        t3, sum_at(sums, 3), sum_at(sums, 7), by_count, goal,
     )  # fmt: skip
 
 
 @triton.jit
-def _between(low, low_mass, low_number, high, high_mass, high_number, by_count, goal):
-    """Four thresholds in [low, high]: the middle integer for safety, and three where a straight line points."""
-    low_key = order_key(low)
-    middle = from_key(low_key + ((order_key(high) - low_key) >> 1))
-    most = tl.where(by_count, low_number.to(tl.float32), low_mass)
-    least = tl.where(by_count, high_number.to(tl.float32), high_mass)
-    part = tl.minimum(tl.maximum((most - goal) / tl.maximum(most - least, 1e-37), 0.0), 1.0)
-    width = high - low
-    point = low + width * part
-    return middle, point - 0.04 * width, point, point + 0.04 * width
+def _settle(
+    values, listed, is_ready, is_listed, reference, scale, low, high, low_number, high_mass, high_number,
+    top, by_count, goal, top_p, LIST: tl.constexpr,
+):  # fmt: skip
+    """(threshold, room, kept weight, number at or above, whether top-p is still to be done). `top` is above all."""
+    is_open = by_count & (top_p < 1.0)
+    # where there is no list, one value, or as good as one, is left: its tokens are too many for it
+    level = low_number - high_number
+    level_weight = tl.exp2((low - reference) * scale)
+    threshold = low + 0.0
+    room = level_room(by_count, goal, high_mass, high_number, level, level_weight)
+    kept_mass = high_mass + room.to(tl.float32) * level_weight
+    if is_ready:
+        above_mass = tl.where(is_listed, 0.0, high_mass)
+        above_number = tl.where(is_listed, 0.0, high_number)
+        threshold, room, kept_mass, low_number = search_list(
+            values, listed, reference, scale, low, high, by_count, goal, above_mass, above_number, LIST
+        )
+        if is_listed & is_open:
+            goal = tl.maximum(top_p * kept_mass, 1e-37)
+            nothing = goal * 0.0
+            threshold, room, kept_mass, low_number = search_list(
+                values, listed, reference, scale, threshold, top, nothing != 0, goal, nothing, nothing, LIST
+            )
+    return threshold, room, kept_mass, low_number, is_open & ((is_ready & is_listed) == 0)
 
 
 @triton.jit
 def draw_token(
-    row, vocab, temperature, top_k, top_p, min_p, uniform, values, ids,
-    TILE: tl.constexpr, STAGES: tl.constexpr, SAMPLE: tl.constexpr, LIST: tl.constexpr,
+    row, vocab, num_pieces, record, values, ids, uniform,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, LIST: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """A token id; -1 where logits are not finite or every token is banned."""
-    # variables that a branch or a loop changes must be tensors from the start
-    yes = temperature == temperature
-    no = temperature != temperature
-    nothing = temperature * 0.0
-    none = vocab * 0
-    scale = LOG2E / temperature
-    floor = nothing + LOWEST
-    sample = _load_sample(row, vocab, SAMPLE)
-    reference = tl.maximum(tl.max(sample, axis=0), LOWEST)
-    if min_p > 0:
-        reference = tl.maximum(peak_pass(row, vocab, TILE, STAGES), LOWEST)
-        floor = tl.maximum(reference + tl.log2(min_p) / scale, LOWEST)
-    by_count = (top_k > 0) & (top_k < vocab)
-    filtered = by_count | (top_p < 1.0)
-    t0, t1, t2, t3 = reference, reference, reference, reference
-    if filtered:
-        t0, t1, t2, t3 = _guess(sample, vocab, reference, scale, floor, by_count, top_k, top_p, SAMPLE, LIST)
-
-    low, low_mass, low_number = floor, nothing, none
-    high, high_mass, high_number = reference, nothing, none
-    threshold, room, kept_mass = floor, none + vocab, nothing
-    goal = nothing
-    passes = none
-    is_fresh = yes  # nothing is known of the row yet
-    is_listed = no  # the list holds all kept tokens
-    is_usable = yes
-    is_open = yes
+    """A token id, for a row that can be sampled."""
+    status, peak = tl.load(record + STATUS), tl.load(record + ROW_PEAK)
+    floor, scale = tl.load(record + FLOOR), tl.load(record + SCALE)
+    top_k, top_p = tl.load(record + TOP_K), tl.load(record + TOP_P)
+    reference = tl.where(status == OVERFLOWED, peak, tl.load(record + REFERENCE))
+    kept_mass, low, high = tl.load(record + ROW_MASS), tl.load(record + LOW), tl.load(record + HIGH)
+    low_mass, low_number = tl.load(record + LOW_MASS), tl.load(record + LOW_NUMBER)
+    high_mass, high_number = tl.load(record + HIGH_MASS), tl.load(record + HIGH_NUMBER)
+    goal, by_count = tl.load(record + GOAL), tl.load(record + BY_COUNT) != 0
+    is_open = status != WHOLE
+    if status == OVERFLOWED:
+        _, kept_mass, number = weigh_pass(row, vocab, reference, scale, floor, TILE, STAGES)
+        low, low_mass, low_number, high, high_mass, high_number, by_count, goal = begin(
+            peak, kept_mass, number, floor, top_k, top_p
+        )
+        is_open = by_count | (top_p < 1.0)
+    threshold, room = floor + 0.0, vocab + 0
+    is_ready = status == COLLECTED  # the list holds [low, high), or all from low on
+    is_known = (status == COLLECTED) | (status == WHOLE)  # the pieces' bases complete the list
+    is_listed = (status == COLLECTED) & (low_number <= LIST)  # the list holds all kept tokens
+    listed = tl.where(is_listed, low_number, low_number - high_number)
+    listed = tl.where(is_ready, listed, 0.0).to(tl.int32)
+    top = from_key(order_key(peak) + 1)
+    passes = vocab * 0
     while is_open:
-        (
-            peak, mass, number, mass0, mass1, mass2, mass3, number0, number1, number2, number3,
-        ) = measure_pass(row, vocab, reference, scale, floor, t0, t1, t2, t3, TILE, STAGES)  # fmt: skip
-        passes += 1
-        is_usable = (peak > -INFINITY) & (peak < INFINITY)
-        overflows = is_usable & is_fresh & ((peak - reference) * scale > HEADROOM)
-        reference = tl.where(overflows, peak, reference)
-        is_usable = is_usable & (overflows | (mass < INFINITY))  # false for NaN
-        is_open = overflows
-        if is_usable & (overflows == 0):
-            if is_fresh:
-                is_fresh = no
-                low, low_mass, low_number = floor, mass, number
-                high, high_mass, high_number = from_key(order_key(peak) + 1), nothing, none
-                kept_mass = mass
-                by_count = by_count & (top_k < number)
-                goal = tl.where(by_count, top_k.to(tl.float32), tl.maximum(top_p * mass, 1e-37))
-            if by_count | (top_p < 1.0):
-                low, low_mass, low_number, high, high_mass, high_number = _tighten(
-                    low,
-                    low_mass,
-                    low_number,
-                    high,
-                    high_mass,
-                    high_number,
-                    t0,
-                    mass0,
-                    number0,
-                    by_count,
-                    goal,
-                )
-                low, low_mass, low_number, high, high_mass, high_number = _tighten(
-                    low,
-                    low_mass,
-                    low_number,
-                    high,
-                    high_mass,
-                    high_number,
-                    t1,
-                    mass1,
-                    number1,
-                    by_count,
-                    goal,
-                )
-                low, low_mass, low_number, high, high_mass, high_number = _tighten(
-                    low,
-                    low_mass,
-                    low_number,
-                    high,
-                    high_mass,
-                    high_number,
-                    t2,
-                    mass2,
-                    number2,
-                    by_count,
-                    goal,
-                )
-                low, low_mass, low_number, high, high_mass, high_number = _tighten(
-                    low,
-                    low_mass,
-                    low_number,
-                    high,
-                    high_mass,
-                    high_number,
-                    t3,
-                    mass3,
-                    number3,
-                    by_count,
-                    goal,
-                )
-                is_listed = low_number <= LIST
-                fits = is_listed | (low_number - high_number <= LIST)
-                is_single = order_key(high) - order_key(low) <= 1
-                is_open = (fits | is_single | (passes >= MOST_PASSES)) == 0
-                if is_open == 0:
-                    if fits:
-                        end = tl.where(is_listed, INFINITY, high)
-                        collect_pass(row, vocab, low, end, values, ids, TILE, LIST)
-                        above_mass = tl.where(is_listed, 0.0, high_mass)
-                        above_number = tl.where(is_listed, 0, high_number)
-                        threshold, room, kept_mass, low_number = search_list(
-                            values,
-                            reference,
-                            scale,
-                            low,
-                            high,
-                            by_count,
-                            goal,
-                            above_mass,
-                            above_number,
-                            LIST,
-                        )
-                        if is_listed & by_count & (top_p < 1.0):
-                            goal = tl.maximum(top_p * kept_mass, 1e-37)
-                            threshold, room, kept_mass, low_number = search_list(
-                                values, reference, scale, threshold, high, no, goal, nothing, none, LIST
-                            )
-                            by_count = no
-                    else:
-                        # one value, or as good as one, is all that is left: its tokens are too many for the list
-                        threshold = low
-                        level = low_number - high_number
-                        level_weight = tl.exp2((low - reference) * scale)
-                        room = level_room(by_count, goal, high_mass, high_number, level, level_weight)
-                        kept_mass = high_mass + room.to(tl.float32) * level_weight
-                    if by_count & (top_p < 1.0):
-                        # top-k's threshold is found, top-p's lies at it or above
-                        low, low_mass = threshold, kept_mass
-                        high, high_mass, high_number = from_key(order_key(peak) + 1), nothing, none
-                        by_count = no
-                        goal = tl.maximum(top_p * kept_mass, 1e-37)
-                        is_open = yes
-                t0, t1, t2, t3 = _between(
-                    low, low_mass, low_number, high, high_mass, high_number, by_count, goal
-                )
-    token = none - 1
-    if is_usable:
-        if is_listed:
-            token = draw_from_list(values, ids, reference, scale, threshold, room, uniform, LIST)
-        else:
-            goal_mass = uniform * kept_mass.to(tl.float64)
-            token = draw_from_row(row, vocab, reference, scale, threshold, room, goal_mass, WIDE, NARROW)
+        if is_ready == 0:
+            low, low_mass, low_number, high, high_mass, high_number = _narrow(
+                row, vocab, reference, scale, floor, low, low_mass, low_number, high, high_mass, high_number,
+                by_count, goal, TILE, STAGES,
+            )  # fmt: skip
+            passes += 1
+            is_known = passes < 0
+            is_listed = low_number <= LIST
+            is_ready = is_listed | (low_number - high_number <= LIST)
+            if is_ready:
+                end = tl.where(is_listed, INFINITY, high)
+                listed = collect_pass(row, vocab, 0, low, end, values, ids, vocab * 0, TILE, LIST)
+        if is_ready | (order_key(high) - order_key(low) <= 1) | (passes >= MOST_PASSES):
+            threshold, room, kept_mass, low_number, is_open = _settle(
+                values, listed, is_ready, is_listed, reference, scale, low, high, low_number, high_mass,
+                high_number, top, by_count, goal, top_p, LIST,
+            )  # fmt: skip
+            # if still open: top-k's threshold is found, top-p's lies at it or above
+            low, low_mass = threshold + 0.0, kept_mass + 0.0
+            high, high_mass, high_number = top + 0.0, high_mass * 0.0, high_number * 0.0
+            goal = tl.maximum(top_p * kept_mass, 1e-37)
+            by_count = passes < 0
+            is_ready = passes < 0
+    if is_listed:
+        token = draw_from_list(values, ids, listed, reference, scale, threshold, room, uniform, LIST)
+    else:
+        start, running, passed = vocab * 0, uniform * 0.0, vocab * 0
+        goal_mass = uniform * kept_mass.to(tl.float64)
+        if is_known:
+            start, running, passed, goal_mass = find_piece(
+                record + PARTS + BASE, num_pieces, values, ids, listed, reference, scale, threshold, room,
+                uniform, PART_WORDS, PIECE, PIECES, LIST,
+            )  # fmt: skip
+        token = draw_from_row(
+            row, vocab, start, running, passed, reference, scale, threshold, room, goal_mass, WIDE, NARROW
+        )
     return token
