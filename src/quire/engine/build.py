@@ -35,7 +35,7 @@ from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_by
 from quire.weights.open import open_source
 from quire.weights.source import Source
 
-GRAPH_SECONDS = 4.0  # of capturing at start
+GRAPH_SECONDS = 15.0  # of capturing at start; it takes a third of that, unless kernels are compiled on the way
 DEFAULT_MAX_TOKENS = 256  # where the caller gives no sampling parameters at all
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 

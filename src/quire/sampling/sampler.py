@@ -54,7 +54,7 @@ class Sampler:
         return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests))
 
     def _sample_on_device(self, logits: Tensor, flags: np.ndarray, requests: SampleRequests) -> Sampled:
-        """As `__call__`, with one launch for the choice; it writes the tokens to their rows as well."""
+        """As `__call__`, with one call for the choice; it writes the tokens to their rows as well."""
         usable = None
         asking = np.flatnonzero(flags & RowFlag.LOGPROBS)
         if requests.mask is not None or (flags & CHANGING).any():

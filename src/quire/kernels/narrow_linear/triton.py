@@ -24,7 +24,7 @@ def linear(
 ) -> Tensor:
     """As the reference. The residual, if any, holds the result."""
     num_rows, num_columns = weight.shape
-    rows, columns, warps = (4, 512, 4) if num_columns > _LONG else (4, 2048, 8)
+    rows, columns, warps = _walk(num_columns)
     out = x.new_empty(1, num_rows) if residual is None else residual
     _linear[(triton.cdiv(num_rows, rows),)](
         x, weight, bias, out, norm_weight, weight.stride(0), num_rows, eps,
@@ -38,7 +38,8 @@ def linear(
 def linear_silu_mul(x: Tensor, weight: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """As the reference."""
     num_rows, num_columns = weight.shape[0] // 2, weight.shape[1]
-    rows, columns, warps = 2, 2048, 8
+    rows, columns, warps = _walk(num_columns)
+    rows //= 2
     out = x.new_empty(1, num_rows)
     _linear_silu_mul[(triton.cdiv(num_rows, rows),)](
         x, weight, out, norm_weight, weight.stride(0), num_rows, eps, norm_weight is not None,
@@ -46,6 +47,15 @@ def linear_silu_mul(x: Tensor, weight: Tensor, norm_weight: Tensor | None = None
         num_warps=warps, num_stages=1,
     )  # fmt: skip
     return out
+
+
+def _walk(num_columns: int) -> tuple[int, int, int]:
+    """(rows of a program, columns of a step, warps): wide steps, if they divide the row."""
+    if num_columns > _LONG:
+        return 4, 512, 4
+    if num_columns % 2048 == 0:
+        return 4, 2048, 8
+    return 4, 1024 if num_columns % 1024 == 0 else 512, 4
 
 
 @triton.jit
