@@ -12,7 +12,7 @@ from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, Step, StepResult
 from quire.engine.arrival import Door, Limits
-from quire.engine.commit import Committer
+from quire.engine.commit import Committer, error_updates
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
 from quire.memory.paged import PagedMemory
@@ -159,14 +159,10 @@ class Engine:
         ended = self.scheduler.shed(planned)
         for sequence in ended:
             self._forget_if_ended(sequence.request.request_id)
-        self.stats.num_finished += len(ended)
-        return [
-            SequenceUpdate(
-                s.request.request_id, s.index, (), finish_reason=FinishReason.ERROR,
-                error=f"request {s.request.request_id}: {full}",
-            )
-            for s in ended
-        ]  # fmt: skip
+            self._committer.forget(sequence.request.request_id)
+        updates = error_updates(ended, f"request {ended[0].request.request_id}: {full}") if ended else []
+        self.stats.num_finished += len(updates)
+        return updates
 
     def _has_request(self, request_id: str) -> bool:
         return (

@@ -24,6 +24,7 @@ from quire.runner.packing import send
 from quire.runner.rows import RowSettings
 from quire.runner.runner import RunnerLimits
 from quire.runner.scored import ScoredRow
+from quire.sampling.beams import candidate_records
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
@@ -154,6 +155,7 @@ class DeviceRunner:
             prompt_logprobs=launched.scored,
             failed=() if good.all() else tuple(np.flatnonzero(~good).tolist()),
             seconds=seconds,
+            beams=candidate_records(launched.sampled.beams) if launched.sampled is not None else (),
         )
 
     def close(self) -> None:
@@ -228,6 +230,7 @@ class DeviceRunner:
                 rows,
                 positions,
                 self._columns,
+                launched.step.beams,
             )
             sampled = self._sampler(launched.logits, requests)
             if not self._sampler.writes_tokens:

@@ -1,0 +1,55 @@
+"""Beams: the best continuations over all beams of a request, chosen in one top-k over beams and vocabulary."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.ints import ints
+from quire.core.step import BeamCandidates, BeamSet
+from quire.sampling.records import BeamTensors, on_device
+
+
+def normalise(logits: Tensor, beams: Sequence[BeamSet]) -> None:
+    """Beams' logits [S, V] become log probabilities, in place. Biases and bans are then added to those."""
+    samples = on_device(np.concatenate([np.asarray(one.samples, np.int64) for one in beams]), logits.device)
+    logits[samples] = torch.log_softmax(logits[samples].float(), dim=-1)
+
+
+def best_candidates(logprobs: Tensor, beams: Sequence[BeamSet]) -> tuple[BeamTensors, ...]:
+    """One top-k for all requests with as many beams and candidates; logprobs [S, V] as `normalise` left them."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for index, one in enumerate(beams):
+        alike.setdefault((len(one.samples), one.num_candidates), []).append(index)
+    found: dict[int, BeamTensors] = {}
+    for (_, num_candidates), indices in alike.items():
+        samples = np.array([beams[i].samples for i in indices], np.int64)
+        scores = np.array([beams[i].scores for i in indices], np.float32)
+        chosen = _best(logprobs, samples, scores, num_candidates)
+        for place, index in enumerate(indices):
+            found[index] = BeamTensors(*(column[place] for column in chosen))
+    return tuple(found[index] for index in range(len(beams)))
+
+
+def _best(
+    logprobs: Tensor,  # [S, V]
+    samples: np.ndarray,  # [G, B] int64
+    scores: np.ndarray,  # [G, B] float32
+    num_candidates: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # samples, token ids, scores, each [G, C]
+    device, vocab_size = logprobs.device, logprobs.shape[1]
+    rows = on_device(samples, device)
+    totals = (logprobs[rows] + on_device(scores, device)[:, :, None]).flatten(1)  # [G, B * V]
+    places = totals.topk(min(num_candidates, totals.shape[1]), dim=1).indices.sort(dim=1).values
+    values, order = totals.gather(1, places).sort(dim=1, descending=True, stable=True)
+    places = places.gather(1, order)
+    return rows.gather(1, places // vocab_size), places % vocab_size, values
+
+
+def candidate_records(tensors: tuple[BeamTensors, ...]) -> tuple[BeamCandidates, ...]:
+    """As `StepResult.beams` wants them. Waits for the device."""
+    return tuple(
+        BeamCandidates(ints(one.samples.tolist()), ints(one.token_ids.tolist()), tuple(one.scores.tolist()))
+        for one in tensors
+    )
