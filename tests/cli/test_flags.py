@@ -34,6 +34,7 @@ OTHER = {
     "gpu_memory_utilization": 0.5,
     "kv_cache_dtype": "float16",
     "enable_prefix_caching": False,
+    "share": False,
     "max_num_seqs": 3,
     "max_num_batched_tokens": 64,
     "max_queue_requests": 10,
@@ -141,6 +142,7 @@ def test_a_file_of_flags(tmp_path, monkeypatch, name, without_yaml):
     expected = {
         "block_size": 32,
         "enable_prefix_caching": False,
+    "share": False,
         "dtype": "float32",
         "kv_cache_memory_bytes": 2 << 30,
     }

@@ -1,7 +1,7 @@
 """What a request for beam search may ask for, checked before anything runs."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import InvalidRequest
 
@@ -9,12 +9,19 @@ if TYPE_CHECKING:
     from quire.core.sampling import SamplingParams
 
 MAX_BEAM_WIDTH = 32
-_DRAWING = {
-    "temperature": (0.0, 1.0),
-    "top_p": (1.0,),
-    "top_k": (0,),
-    "min_p": (0.0,),
-}  # what changes nothing
+# in place of a model's own advice on drawing
+NOTHING_DRAWN: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+def check_no_beams(sampling: "SamplingParams") -> None:
+    """Without beam search its parameters would be ignored."""
+    given = {
+        "length_penalty": sampling.length_penalty != 1.0,
+        "early_stopping": sampling.early_stopping is not False,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise InvalidRequest(f"{name} is for beam search: set use_beam_search, or leave it out", name)
 
 
 def check_beam_params(sampling: "SamplingParams") -> None:
@@ -35,9 +42,9 @@ def check_beam_params(sampling: "SamplingParams") -> None:
             f'early_stopping={sampling.early_stopping!r} is not known: choose true, false or "never"',
             "early_stopping",
         )
-    for name, neutral in _DRAWING.items():
+    for name, neutral in NOTHING_DRAWN.items():
         value = getattr(sampling, name)
-        if value not in neutral:
+        if value != neutral and not (name == "temperature" and value == 1.0):
             raise InvalidRequest(
                 f"{name}={value!r} has no meaning in beam search, which draws nothing: leave it out", name
             )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.core.beam_params import check_beam_params
+from quire.core.beam_params import check_beam_params, check_no_beams
 from quire.core.errors import InvalidRequest
 from quire.core.structured import StructuredOutput
 
@@ -69,6 +69,8 @@ class SamplingParams:
         if self.use_beam_search:
             check_beam_params(self)
             put(self, "temperature", 0.0)  # beams are not drawn
+        else:
+            check_no_beams(self)
         self._check_ranges()
         self._check_combinations()
 

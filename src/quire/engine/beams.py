@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from quire.core.request import FinishReason, Phase, Request
-from quire.core.request import Sequence as Beam
 from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
 from quire.engine.hypotheses import Candidate, Hypotheses, Hypothesis, Token
 from quire.scheduler.scheduler import Planned, Scheduler

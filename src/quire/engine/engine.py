@@ -133,7 +133,10 @@ class Engine:
             try:
                 self._runner.launch(planned.step)
             except DeviceMemoryFull as full:
-                return updates + self._shed(planned, full)
+                updates += self._shed(planned, full)
+                while self._in_flight:  # those sent back must know their last token before they start again
+                    updates += self._commit(self._in_flight.popleft())
+                return updates
             self._in_flight.append(planned)
         unmasked = planned if planned is not None and planned.step.masked else None
         if unmasked is not None and unmasked is self._in_flight[0]:
