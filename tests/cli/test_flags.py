@@ -142,7 +142,6 @@ def test_a_file_of_flags(tmp_path, monkeypatch, name, without_yaml):
     expected = {
         "block_size": 32,
         "enable_prefix_caching": False,
-    "share": False,
         "dtype": "float32",
         "kv_cache_memory_bytes": 2 << 30,
     }

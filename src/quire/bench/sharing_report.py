@@ -62,7 +62,7 @@ def plot_sharing(savings: Sequence[Saving], path: str) -> None:
             found = [one for one in savings if (one.workload, one.method) == (name, method)]
             low, high = PAPER[name, method]
             colour = f"C{place}"
-            axis.axhspan(low, high, color=colour, alpha=0.15, label=f"{name}, the paper's range")
+            axis.axhspan(low, high, color=colour, alpha=0.15, zorder=0, label=f"{name}, the paper's range")
             places = [WIDTHS.index(one.width) + 0.36 * place for one in found]
             bars = axis.bar(places, [one.percent for one in found], 0.34, color=colour, label=f"{name}, here")
             axis.bar_label(bars, fmt="%.0f", fontsize=8)

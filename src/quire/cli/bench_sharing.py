@@ -21,9 +21,8 @@ from quire.engine.build import build
 from quire.text.load import load_tokenizer
 
 NAMES = ("alpaca", "sharegpt")
-POOL_TOKENS = (
-    4096  # of the model's pool: small enough that memory, not the machine, limits beams without sharing
-)
+# the model's pool: so small that memory limits beams, the more so the less they share
+POOL_TOKENS = 1536
 
 
 def add_sharing(parser: Parser) -> None:
@@ -40,9 +39,9 @@ def add_sharing(parser: Parser) -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        default=2,
+        default=3,
         metavar="N",
-        help="of beam search on the model, with and without sharing in turn; 0: no model (default: 2)",
+        help="of beam search on the model, with and without sharing in turn; 0: no model (default: 3)",
     )
 
 

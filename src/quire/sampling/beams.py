@@ -47,6 +47,18 @@ def _best(
     return rows.gather(1, places // vocab_size), places % vocab_size, values
 
 
+def on_host(tensors: tuple[BeamTensors, ...]) -> tuple[BeamTensors, ...]:
+    """Copies that are whole once the device has come this far; a later step is not waited for."""
+    return tuple(
+        BeamTensors(
+            one.samples.to("cpu", non_blocking=True),
+            one.token_ids.to("cpu", non_blocking=True),
+            one.scores.to("cpu", non_blocking=True),
+        )
+        for one in tensors
+    )
+
+
 def candidate_records(tensors: tuple[BeamTensors, ...]) -> tuple[BeamCandidates, ...]:
     """As `StepResult.beams` wants them. Waits for the device."""
     return tuple(
