@@ -138,7 +138,8 @@ def test_logprobs_add_up_and_name_the_rank(checkpoint: tuple[Path, Any]) -> None
     with _llm(folder) as llm:
         asked = _beams(3, 1.0, False, logprobs=4, prompt_logprobs=1)
         result = llm.generate([PROMPTS[1]], asked, use_tqdm=False)[0]
-        assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == len(PROMPTS[1])
+        assert result.prompt_logprobs is not None
+        assert len(result.prompt_logprobs) == len(PROMPTS[1])
         for output in result.outputs:
             assert output.logprobs is not None
             entries = [at[token] for at, token in zip(output.logprobs, output.token_ids, strict=True)]

@@ -149,3 +149,21 @@ EngineMachine.TestCase.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase
+
+
+def test_a_request_that_a_full_device_sends_back_knows_its_last_token():
+    memory, runner = PagedMemory(40, 2, "test"), PageRunner(40, 2)
+    engine = Engine(
+        SchedulerConfig(4, 12, steps_in_flight=1), Limits(VOCABULARY, 64, 4, (END,)), memory, runner
+    )
+    prompts, found = {"a": [1, 2, 3], "b": [4, 5]}, {"a": [], "b": [], "newest": []}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, SamplingParams(max_tokens=10))
+    for count in range(100):
+        if count == 3:
+            engine.add("newest", [9, 9, 9], SamplingParams(max_tokens=3))
+            runner.is_full = True
+        for update in engine.step():
+            found[update.request_id].extend(update.token_ids)
+    assert not engine.has_work
+    assert [found["a"], found["b"]] == [expected(prompt, 0, 10) for prompt in prompts.values()]

@@ -10,6 +10,8 @@ from quire.core.ints import ints
 from quire.core.step import BeamCandidates, BeamSet
 from quire.sampling.records import BeamTensors, on_device
 
+CHUNKS = (256, 128, 64, 32)
+
 
 def normalise(logits: Tensor, beams: Sequence[BeamSet]) -> None:
     """Beams' logits [S, V] become log probabilities, in place. Biases and bans are then added to those."""
@@ -40,11 +42,26 @@ def _best(
 ) -> tuple[Tensor, Tensor, Tensor]:  # samples, token ids, scores, each [G, C]
     device, vocab_size = logprobs.device, logprobs.shape[1]
     rows = on_device(samples, device)
-    totals = (logprobs[rows] + on_device(scores, device)[:, :, None]).flatten(1)  # [G, B * V]
-    places = totals.topk(min(num_candidates, totals.shape[1]), dim=1).indices.sort(dim=1).values
+    totals = logprobs[rows].add_(on_device(scores, device)[:, :, None]).flatten(1)  # [G, B * V]
+    places = _largest(totals, min(num_candidates, totals.shape[1])).sort(dim=1).values
     values, order = totals.gather(1, places).sort(dim=1, descending=True, stable=True)
     places = places.gather(1, order)
     return rows.gather(1, places // vocab_size), places % vocab_size, values
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Places [G, count] of the largest values [G, N], in no order. Which of several equal last ones is left open.
+
+    They lie in the `count` chunks with the largest peaks, and peaks are found faster than an order is.
+    """
+    chunk = next((size for size in CHUNKS if values.shape[1] % size == 0), None)
+    if chunk is None or 4 * count * chunk > values.shape[1]:
+        return values.topk(count, dim=1).indices
+    chunks = values.view(len(values), -1, chunk)
+    best = chunks.amax(dim=2).topk(count, dim=1).indices
+    kept = chunks.gather(1, best[:, :, None].expand(-1, -1, chunk)).flatten(1)
+    places = kept.topk(count, dim=1).indices
+    return best.gather(1, places // chunk) * chunk + places % chunk
 
 
 def on_host(tensors: tuple[BeamTensors, ...]) -> tuple[BeamTensors, ...]:
