@@ -13,10 +13,15 @@ from quire.sampling.records import BeamTensors, on_device
 CHUNKS = (256, 128, 64, 32)
 
 
-def normalise(logits: Tensor, beams: Sequence[BeamSet]) -> None:
-    """Beams' logits [S, V] become log probabilities, in place. Biases and bans are then added to those."""
+def normalise(logits: Tensor, beams: Sequence[BeamSet]) -> Tensor:
+    """Beams' logits [S, V] become log probabilities, to which biases and bans are added then.
+
+    In place where they are float32; a copy in float32 where 16 bits would not tell sums of them apart.
+    """
+    logits = logits.float()
     samples = on_device(np.concatenate([np.asarray(one.samples, np.int64) for one in beams]), logits.device)
-    logits[samples] = torch.log_softmax(logits[samples].float(), dim=-1)
+    logits[samples] = torch.log_softmax(logits[samples], dim=-1)
+    return logits
 
 
 def best_candidates(logprobs: Tensor, beams: Sequence[BeamSet]) -> tuple[BeamTensors, ...]:

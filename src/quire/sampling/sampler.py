@@ -45,7 +45,7 @@ class Sampler:
             return self._sample_on_device(logits, flags, requests)
         finite = self._kernel.peaks(logits).isfinite()
         if requests.beams:
-            normalise(logits, requests.beams)
+            logits = normalise(logits, requests.beams)
         asking = np.flatnonzero(flags & RowFlag.LOGPROBS)
         raw = self._raw(logits, flags, asking, requests)
         self._edit(logits, flags, requests)
@@ -64,7 +64,7 @@ class Sampler:
         if requests.mask is not None or (flags & CHANGING).any():
             usable = self._kernel.peaks(logits).isfinite()  # an edit may hide what was wrong
         if requests.beams:
-            normalise(logits, requests.beams)
+            logits = normalise(logits, requests.beams)
         raw = self._raw(logits, flags, asking, requests)
         self._edit(logits, flags, requests)
         beams = best_candidates(logits, requests.beams)
