@@ -30,7 +30,8 @@ def sharing_report(
         rows.append((
             f"model, beams of {rate.width}",
             f"{rate.shared:,.0f} tokens/s shared, {rate.unshared:,.0f} with --no-share ({rate.ratio:.2f}x); "
-            f"{rate.saved_percent:.1f} % saved, {rate.copies_shared} blocks copied instead of {rate.copies_unshared}",
+            f"{rate.saved_percent:.1f} % saved, {rate.copies_shared} blocks copied instead of {rate.copies_unshared}, "
+            f"{rate.preemptions_shared} preemptions instead of {rate.preemptions_unshared}",
         ))  # fmt: skip
     results = {
         "savings": [_saving(one) for one in savings],
@@ -112,4 +113,6 @@ def _rate(one: BeamRate) -> dict[str, Any]:
         "saved_percent": one.saved_percent,
         "copies": one.copies_shared,
         "copies_without_sharing": one.copies_unshared,
+        "preemptions": one.preemptions_shared,
+        "preemptions_without_sharing": one.preemptions_unshared,
     }

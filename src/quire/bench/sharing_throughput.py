@@ -24,7 +24,7 @@ TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class BeamRate:
-    """Tokens that all beams computed, a second, in the best of the rounds: others were disturbed."""
+    """Tokens of all beams a second, each counted once, in the best of the rounds: others were disturbed."""
 
     width: int
     shared: float
@@ -32,6 +32,8 @@ class BeamRate:
     saved_percent: float  # of blocks, by sharing
     copies_shared: int  # blocks copied in one round
     copies_unshared: int
+    preemptions_shared: int  # in one round
+    preemptions_unshared: int
 
     @property
     def ratio(self) -> float:
@@ -43,6 +45,7 @@ class _Round:
     rate: float
     saved_percent: float
     copies: int
+    preemptions: int
 
 
 def measure_rates(
@@ -66,14 +69,16 @@ def measure_rates(
                 pairs[0][0].saved_percent,
                 pairs[0][0].copies,
                 pairs[0][1].copies,
+                pairs[0][0].preemptions,
+                pairs[0][1].preemptions,
             )
         )
     return found
 
 
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], width: int) -> _Round:
-    memory, stats = engine.memory, engine.stats
-    copies, computed = memory.stats.copies, stats.num_computed_tokens
+    memory, scheduler = engine.memory, engine.scheduler
+    copies, preemptions = memory.stats.copies, scheduler.stats.num_preemptions
     held = alone = 0
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
@@ -81,7 +86,12 @@ def _run(engine: Engine, prompts: Sequence[Sequence[int]], width: int) -> _Round
     while engine.has_work:
         engine.step()
         held += memory.num_blocks - memory.num_free
-        alone += sum(len(sequence.block_ids) for sequence in engine.scheduler.running)
+        alone += sum(len(sequence.block_ids) for sequence in scheduler.running)
     seconds = time.perf_counter() - started
     saved = 100.0 * (1.0 - held / alone) if alone else 0.0
-    return _Round((stats.num_computed_tokens - computed) / seconds, saved, memory.stats.copies - copies)
+    return _Round(
+        len(prompts) * width * OUTPUT_LEN / seconds,
+        saved,
+        memory.stats.copies - copies,
+        scheduler.stats.num_preemptions - preemptions,
+    )
