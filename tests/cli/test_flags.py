@@ -34,6 +34,7 @@ OTHER = {
     "gpu_memory_utilization": 0.5,
     "kv_cache_dtype": "float16",
     "enable_prefix_caching": False,
+    "share": False,
     "max_num_seqs": 3,
     "max_num_batched_tokens": 64,
     "max_queue_requests": 10,

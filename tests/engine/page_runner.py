@@ -7,11 +7,11 @@ shared wrongly changes the hash.
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.core.errors import DeviceMemoryFull
 from quire.core.ints import ints
-from quire.core.step import RowStart, Step, StepResult
+from quire.core.step import BeamCandidates, BeamSet, RowStart, Step, StepResult
 
 VOCABULARY = 50
 END = 0
@@ -32,7 +32,14 @@ def expected(prompt: Sequence[int], sample_index: int, max_tokens: int) -> list[
 
 
 class PageRunner:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        token_scores: Callable[[Sequence[int]], list[float]] | None = None,
+    ) -> None:
+        """`token_scores`: log probabilities after a context, where beams are to be searched."""
+        self.token_scores = token_scores
         self.block_size = block_size
         self.pages = [[-1] * block_size for _ in range(num_blocks + 1)]
         self.rows: dict[int, RowStart] = {}
@@ -78,7 +85,19 @@ class PageRunner:
             del self.tokens[row][len(contexts[source]) :]
             self.tokens[row].append(token)
             result.append(token)
-        return StepResult(step.step_id, ints(result))
+        beams = tuple(self.candidates(one, [contexts[i] for i in step.sample_sources]) for one in step.beams)
+        return StepResult(step.step_id, ints(result), beams=beams)
+
+    def candidates(self, beams: BeamSet, contexts: list[list[int]]) -> BeamCandidates:
+        assert self.token_scores is not None
+        found = [
+            (score + more, index, token)
+            for index, score in zip(beams.samples, beams.scores, strict=True)
+            for token, more in enumerate(self.token_scores(contexts[index]))
+        ]
+        found = sorted(found, key=lambda one: -one[0])[: beams.num_candidates]
+        scores, samples, tokens = zip(*found, strict=True)
+        return BeamCandidates(ints(samples), ints(tokens), scores)
 
     def block(self, row: int, position: int) -> int:
         block = self.tables[row][position // self.block_size]

@@ -24,13 +24,14 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-PROMPTS = [[5, 6, 7], list(range(10, 60)), [9] * 17, list(range(10, 26)), [3]]
+PROMPTS = [[5, 6, 7], list(range(10, 60)), [9] * 17, list(range(10, 26)), [3], list(range(20, 40))]
 SAMPLINGS = [
     SamplingParams(temperature=0, max_tokens=20),
     SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=12),
     SamplingParams(temperature=1.0, top_p=0.8, seed=1, max_tokens=30, presence_penalty=1.0),
     SamplingParams(temperature=0, max_tokens=9, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.7, top_k=5, seed=8, max_tokens=40, min_tokens=4),
+    SamplingParams(use_beam_search=True, n=2, best_of=4, max_tokens=11, logprobs=1),
 ]
 
 

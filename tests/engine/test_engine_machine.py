@@ -11,6 +11,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
 from quire.memory.paged import PagedMemory
+from tests.engine.beam_oracle import expected_beams, token_scores
 from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
 
 PREFIX = [7, 7, 3, 9, 1, 4, 4, 2]  # prompts begin alike, so that prefix hits happen
@@ -24,10 +25,11 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         in_flight=st.sampled_from([0, 1]),
         caching=st.booleans(),
+        share=st.sampled_from([True, True, True, False]),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching):
-        self.memory = PagedMemory(num_blocks, block_size, "test", enable_prefix_caching=caching)
-        self.runner = PageRunner(num_blocks, block_size)
+    def start(self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share):
+        self.memory = PagedMemory(num_blocks, block_size, "test", enable_prefix_caching=caching, share=share)
+        self.runner = PageRunner(num_blocks, block_size, token_scores)
         config = SchedulerConfig(max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight)
         limits = Limits(VOCABULARY, 64, max_num_seqs, (END,))
         self.engine = Engine(config, limits, self.memory, self.runner)
@@ -53,7 +55,34 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add(request_id, prompt, sampling, cache_salt=salt)
         except (InvalidRequest, QueueFull):
             return
-        self.prompts[request_id] = (prompt, max_tokens, n)
+        self.prompts[request_id] = [expected(prompt, index, max_tokens) for index in range(n)]
+        for index in range(n):
+            self.outputs[request_id, index] = []
+
+    @rule(
+        prefix=st.integers(0, 8),
+        tail=st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=6),
+        max_tokens=st.integers(1, 10),
+        width=st.integers(1, 6),
+        unreturned=st.integers(0, 5),
+        penalty=st.sampled_from([0.0, 1.0, 2.0]),
+        early=st.sampled_from([True, False, "never"]),
+    )
+    def add_beams(self, prefix, tail, max_tokens, width, unreturned, penalty, early):
+        request_id = f"r{self.count}"
+        self.count += 1
+        prompt = PREFIX[:prefix] + tail
+        n = max(1, width - unreturned)
+        sampling = SamplingParams(
+            n=n, best_of=width, max_tokens=max_tokens, use_beam_search=True, length_penalty=penalty,
+            early_stopping=early,
+        )  # fmt: skip
+        try:
+            self.engine.add(request_id, prompt, sampling)
+        except (InvalidRequest, QueueFull):
+            return
+        found = expected_beams(prompt, width, max_tokens, penalty, early)
+        self.prompts[request_id] = [output for output, _ in found[:n]]
         for index in range(n):
             self.outputs[request_id, index] = []
 
@@ -61,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, steps):
         for _ in range(steps):
             self.take(self.engine.step())
+            self.engine.check_integrity()
 
     @rule()
     def run_out_of_device_memory(self):
@@ -80,9 +110,9 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.take(self.engine.step())
         assert not self.engine.has_work, "some request starves"
-        for request_id, (prompt, max_tokens, n) in self.prompts.items():
-            for index in range(n):
-                assert self.outputs[request_id, index] == expected(prompt, index, max_tokens)
+        for request_id, outputs in self.prompts.items():
+            for index, output in enumerate(outputs):
+                assert self.outputs[request_id, index] == output
                 assert (request_id, index) in self.finished
         assert self.memory.num_free == self.memory.num_blocks
         self.prompts.clear()
@@ -119,3 +149,21 @@ EngineMachine.TestCase.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase
+
+
+def test_a_request_that_a_full_device_sends_back_knows_its_last_token():
+    memory, runner = PagedMemory(40, 2, "test"), PageRunner(40, 2)
+    engine = Engine(
+        SchedulerConfig(4, 12, steps_in_flight=1), Limits(VOCABULARY, 64, 4, (END,)), memory, runner
+    )
+    prompts, found = {"a": [1, 2, 3], "b": [4, 5]}, {"a": [], "b": [], "newest": []}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, SamplingParams(max_tokens=10))
+    for count in range(100):
+        if count == 3:
+            engine.add("newest", [9, 9, 9], SamplingParams(max_tokens=3))
+            runner.is_full = True
+        for update in engine.step():
+            found[update.request_id].extend(update.token_ids)
+    assert not engine.has_work
+    assert [found["a"], found["b"]] == [expected(prompt, 0, 10) for prompt in prompts.values()]

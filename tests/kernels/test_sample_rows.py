@@ -1,14 +1,18 @@
 """The kernel that samples a whole step on the device: the CPU sampler's tokens, from the same random numbers."""
 
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
+from quire.core.ints import ints
 from quire.core.sampling import SamplingParams
+from quire.core.step import BeamSet
 from quire.kernels import registry
 from quire.sampling import DeviceColumns, Sampler, SampleRequests, SamplingColumns
+from quire.sampling.beams import candidate_records
 from quire.sampling.random import Purpose, stream_key, uniforms
 
 pytestmark = pytest.mark.skipif(
@@ -59,6 +63,22 @@ def test_the_same_numbers_give_the_cpu_samplers_tokens(
     assert sampled.token_ids.tolist() == expected.token_ids.tolist()
     assert sampled.finite.all()
     assert requests.token_ids[rows, requests.positions].tolist() == expected.token_ids.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beams_are_compared_in_full_precision(kernel: ModuleType, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    beam = SamplingParams(use_beam_search=True, n=2, logit_bias={9: 1.5})
+    rows = [2, 5, 0, 7]
+    requests = replace(
+        requests_of([beam, SamplingParams(temperature=0.9), beam, beam], 704, rows),
+        beams=(BeamSet(ints([0, 2]), (-101.5, -101.25), 4), BeamSet(ints([3]), (0.0,), 4)),
+    )
+    logits = torch.randn(4, 704).to(dtype)
+    expected = Sampler("cpu")(logits.float().clone(), requests)
+    sampled = sampler_with(kernel)(logits, requests)
+    assert candidate_records(sampled.beams) == candidate_records(expected.beams)
+    assert sampled.token_ids[1] == expected.token_ids[1]
 
 
 def test_edited_rows_go_through_the_same_stages(kernel: ModuleType) -> None:

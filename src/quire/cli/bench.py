@@ -1,4 +1,4 @@
-"""`quire bench throughput|latency|startup|serve`: measures; a table on stdout, JSON on request."""
+"""`quire bench throughput|latency|startup|serve|sharing`: measures; a table on stdout, JSON on request."""
 
 import argparse
 import sys
@@ -14,6 +14,7 @@ from quire.bench.report import BenchReport, write_json
 from quire.bench.startup import StartupPlan, run_startup
 from quire.bench.throughput import ThroughputPlan, run_throughput
 from quire.cli.bench_serve import add_serve, serve
+from quire.cli.bench_sharing import add_sharing, sharing
 from quire.cli.engine_flags import add_engine_flags, engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling
@@ -27,6 +28,7 @@ HELP = {
     "latency": "one batch again and again: time to the first token and per token",
     "startup": "fresh processes: time to the first token, memory afterwards",
     "serve": "load on any OpenAI server: latencies, throughput, goodput at one rate or several",
+    "sharing": "parallel sampling and beam search: blocks saved by sharing, tokens a second with and without",
 }
 STARTUP_POOL_TOKENS = 2048
 DEFAULT_INPUT, DEFAULT_OUTPUT = 128, 64
@@ -184,10 +186,12 @@ _ADD: dict[str, Callable[[Any], None]] = {
     "latency": _add_latency,
     "startup": _add_startup,
     "serve": add_serve,
+    "sharing": add_sharing,
 }
 _RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
     "throughput": _throughput,
     "latency": _latency,
     "startup": _startup,
     "serve": serve,
+    "sharing": sharing,
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.cli.parser import Collect, Parser
+from quire.core.beam_params import NOTHING_DRAWN
 from quire.core.sampling import SamplingParams
 
 _NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -21,6 +22,7 @@ _NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "seed": (int, "the same seed gives the same tokens"),
     "n": (int, "answers per prompt"),
     "best_of": (int, "sequences to generate; the n most likely are returned"),
+    "length_penalty": (float, "of beams: above 1 favours longer answers"),
     "logprobs": (int, "with --json or --output: log probabilities of each token and this many others"),
     "prompt_logprobs": (int, "likewise for the prompt's tokens"),
 }
@@ -30,11 +32,12 @@ _REPEATED: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "bad_words": ("--bad-word", str, "word that is never generated (repeatable)"),
 }
 _SWITCHES = {
+    "use_beam_search": "keep the best_of most likely continuations (beams); the n best are returned",
     "ignore_eos": "go on after the model's end token",
     "include_stop_str_in_output": "keep the stop text in the answer",
     "skip_special_tokens": "leave special tokens out of the text",
 }
-NAMES = (*_NUMBERS, *_REPEATED, *_SWITCHES, "logit_bias")
+NAMES = (*_NUMBERS, *_REPEATED, *_SWITCHES, "logit_bias", "early_stopping")
 
 
 def add_sampling_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
@@ -53,6 +56,13 @@ def add_sampling_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
             group.add_argument(
                 f"--{name.replace('_', '-')}", action=argparse.BooleanOptionalAction, help=text
             )
+    if "early_stopping" not in without:
+        group.add_argument(
+            "--early-stopping",
+            type=_early_stopping,
+            metavar="true|false|never",
+            help="of beams: end with enough hypotheses, when better ones are unlikely, or impossible",
+        )
     if "logit_bias" not in without:
         group.add_argument(
             "--logit-bias", type=_bias, metavar="JSON", help="added to tokens' logits: '{\"42\": -100}'"
@@ -62,7 +72,16 @@ def add_sampling_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
 def sampling_from(arguments: argparse.Namespace, default: SamplingParams) -> SamplingParams:
     """`default` with what was given; InvalidRequest names a value that cannot be."""
     given = {name: getattr(arguments, name, None) for name in NAMES}
+    if given["use_beam_search"]:
+        default = default.changed(**NOTHING_DRAWN)
     return default.changed(**{name: value for name, value in given.items() if value is not None})
+
+
+def _early_stopping(text: str) -> bool | str:
+    known: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
+    return known[text]
 
 
 def _bias(text: str) -> dict[int, float]:

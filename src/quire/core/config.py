@@ -72,6 +72,7 @@ class MemoryConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
+    share: bool = True  # False, for experiments: a fork copies every block, and no prefix is found again
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)

@@ -66,9 +66,14 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     max_computed: int = 0  # the last token of a full sequence needs no K and V
+    score: float = 0.0  # of a beam: the sum of its tokens' log probabilities
+    is_beam: bool = (
+        False  # it has no pending token: what follows is known once its request's beams are compared
+    )
 
     def __post_init__(self) -> None:
         self.max_computed = self.request.max_len - 1
+        self.is_beam = self.request.sampling.use_beam_search
 
     @property
     def num_known(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.core.beam_params import check_beam_params, check_no_beams
 from quire.core.errors import InvalidRequest
 from quire.core.structured import StructuredOutput
 
@@ -45,6 +46,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured: StructuredOutput | None = None  # the form that the answer must have
+    use_beam_search: bool = False  # best_of beams (n where it is left out), of which the n best are returned
+    length_penalty: float = 1.0  # a hypothesis counts with its logprob over its length to this power
+    early_stopping: bool | str = False  # True: as soon as there are enough; "never": when none can be better
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # frozen, but plain spellings (a lone string, a list, -1) are welcome
@@ -62,6 +66,11 @@ class SamplingParams:
             put(self, "top_k", 0)
         if isinstance(self.structured, Mapping):  # {"json": …}, {"regex": …} and so on
             put(self, "structured", StructuredOutput.of(self.structured))
+        if self.use_beam_search:
+            check_beam_params(self)
+            put(self, "temperature", 0.0)  # beams are not drawn
+        else:
+            check_no_beams(self)
         self._check_ranges()
         self._check_combinations()
 
@@ -94,7 +103,7 @@ class SamplingParams:
             raise InvalidRequest(
                 f"best_of={self.best_of} is smaller than n={self.n}: raise best_of", "best_of"
             )
-        if self.greedy and self.num_sequences > 1:
+        if self.greedy and self.num_sequences > 1 and not self.use_beam_search:
             raise InvalidRequest(
                 f"n={self.num_sequences} with temperature=0 gives the same text {self.num_sequences} times: "
                 "raise temperature or set n=1",
@@ -121,6 +130,11 @@ class SamplingParams:
     def num_sequences(self) -> int:
         """How many sequences run for the request; `n` of them are returned."""
         return self.best_of or self.n
+
+    @property
+    def num_answers(self) -> int:
+        """How many sequences the engine tells about: all that run, but of beams only those returned."""
+        return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def penalised(self) -> bool:

@@ -22,6 +22,24 @@ class RowStart:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSet:
+    """Samples of a step that are beams of one request: the best candidates over all of them are wanted."""
+
+    samples: Ints  # [B] int32, indices into [S], best beam first
+    scores: tuple[float, ...]  # [B], the beams' log probabilities so far
+    num_candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeamCandidates:
+    """The best continuations over the beams of one BeamSet, best first; ties: better beam, lower token id."""
+
+    samples: Ints  # [C] int32, indices into [S]: which beam goes on
+    token_ids: Ints  # [C] int32
+    scores: tuple[float, ...]  # [C], of the beam with this token
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
 
@@ -41,6 +59,7 @@ class Step:
     sample_sources: Ints  # [S] int32, index into `rows`: whose last logits are sampled
     sample_rows: Ints  # [S] int32, the row that receives the token (a fork samples into several rows)
     masked: Ints = field(default_factory=ints)  # [M] int32, indices into [S] that wait for a grammar's mask
+    beams: tuple[BeamSet, ...] = ()
 
     @property
     def total_tokens(self) -> int:
@@ -75,6 +94,7 @@ class StepResult:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     failed: tuple[int, ...] = ()  # indices into [S] whose logits were not finite
     seconds: float = 0.0  # wall time of forward and sampling
+    beams: tuple[BeamCandidates, ...] = ()  # one per Step.beams
 
 
 @dataclass(slots=True)  # not frozen: there is one per token, and freezing triples the cost of making it

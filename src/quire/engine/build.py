@@ -118,7 +118,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     memory = PagedMemory(
-        size.num_blocks, size.block_size, source.fingerprint, config.memory.enable_prefix_caching
+        size.num_blocks,
+        size.block_size,
+        source.fingerprint,
+        config.memory.enable_prefix_caching,
+        config.memory.share,
     )
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))

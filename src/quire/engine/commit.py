@@ -2,6 +2,7 @@
 
 from quire.core.request import FinishReason, Phase, Sequence
 from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
+from quire.engine.beams import BeamSearches
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.errors import GrammarError
 from quire.scheduler.scheduler import Planned, Scheduler
@@ -14,6 +15,7 @@ class Committer:
         self._scheduler = scheduler
         self._structured = structured
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        self._beams = BeamSearches(scheduler)
 
     def commit(self, planned: Planned, result: StepResult) -> list[SequenceUpdate]:
         self._collect_prompt_logprobs(planned, result)
@@ -24,19 +26,24 @@ class Committer:
         for i, sequence in enumerate(planned.receivers):
             if sequence.phase is Phase.FINISHED:
                 continue  # overran by one token after its end
-            sequence.num_pending -= 1
+            sequence.num_pending -= not sequence.is_beam
             if i in failed:
                 updates += self.fail(sequence, _why_failed(sequence))
+                continue
+            if sequence.is_beam:
                 continue
             logprobs = result.logprobs[i] if result.logprobs else None
             try:
                 updates.append(self._append(sequence, result.token_ids[i], logprobs))
             except GrammarError as error:
                 updates += self.fail(sequence, str(error))
+        if planned.step.beams:
+            updates += self._beams.commit(planned, result, self._prompt_logprobs)
         return updates
 
     def forget(self, request_id: str) -> None:
         self._prompt_logprobs.pop(request_id, None)
+        self._beams.forget(request_id)
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
         sequence.token_ids.append(token_id)
@@ -79,10 +86,7 @@ class Committer:
         message = f"request {request_id}: {message}"
         ended = self._scheduler.abort(request_id, FinishReason.ERROR)
         self.forget(request_id)
-        return [
-            SequenceUpdate(request_id, s.index, (), finish_reason=FinishReason.ERROR, error=message)
-            for s in ended
-        ]
+        return error_updates(ended, message)
 
     def _seal(self, planned: Planned) -> None:
         step, memory = planned.step, self._scheduler.memory
@@ -100,6 +104,21 @@ class Committer:
             collected = self._prompt_logprobs.setdefault(sequence.request.request_id, [])
             missing = len(collected) + 1 - piece.first_position  # a resumed prompt computes some again
             collected.extend(piece.entries[max(0, missing) :])
+
+
+def error_updates(ended: list[Sequence], message: str) -> list[SequenceUpdate]:
+    """What the caller hears of sequences that ended so: of beams it knows only how many it will get."""
+    updates = [
+        SequenceUpdate(s.request.request_id, s.index, (), finish_reason=FinishReason.ERROR, error=message)
+        for s in ended
+        if not s.is_beam
+    ]
+    for request in {s.request.request_id: s.request for s in ended if s.is_beam}.values():
+        updates += [
+            SequenceUpdate(request.request_id, i, (), finish_reason=FinishReason.ERROR, error=message)
+            for i in range(request.sampling.num_answers)
+        ]
+    return updates
 
 
 def _why_failed(sequence: Sequence) -> str:

@@ -12,7 +12,7 @@ from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, Step, StepResult
 from quire.engine.arrival import Door, Limits
-from quire.engine.commit import Committer
+from quire.engine.commit import Committer, error_updates
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
 from quire.memory.paged import PagedMemory
@@ -133,7 +133,10 @@ class Engine:
             try:
                 self._runner.launch(planned.step)
             except DeviceMemoryFull as full:
-                return updates + self._shed(planned, full)
+                updates += self._shed(planned, full)
+                while self._in_flight:  # those sent back must know their last token before they start again
+                    updates += self._commit(self._in_flight.popleft())
+                return updates
             self._in_flight.append(planned)
         unmasked = planned if planned is not None and planned.step.masked else None
         if unmasked is not None and unmasked is self._in_flight[0]:
@@ -159,14 +162,10 @@ class Engine:
         ended = self.scheduler.shed(planned)
         for sequence in ended:
             self._forget_if_ended(sequence.request.request_id)
-        self.stats.num_finished += len(ended)
-        return [
-            SequenceUpdate(
-                s.request.request_id, s.index, (), finish_reason=FinishReason.ERROR,
-                error=f"request {s.request.request_id}: {full}",
-            )
-            for s in ended
-        ]  # fmt: skip
+            self._committer.forget(sequence.request.request_id)
+        updates = error_updates(ended, f"request {ended[0].request.request_id}: {full}") if ended else []
+        self.stats.num_finished += len(updates)
+        return updates
 
     def _has_request(self, request_id: str) -> bool:
         return (

@@ -50,6 +50,31 @@ class LLM:
         prepared = [prepare(prompt, self.tokenizer) for prompt in as_list(prompts)]
         return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int = 4,
+        max_tokens: int | None = 64,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        num_return: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """As `generate`, each result with the `num_return` best hypotheses (all `beam_width` unless told), best first.
+
+        `early_stopping`: True ends when there are `beam_width` hypotheses, False when the best live beam is no better
+        than the worst of them by its present length, "never" when it cannot become better.
+        """
+        sampling = SamplingParams(
+            n=beam_width if num_return is None else num_return,
+            best_of=beam_width,
+            max_tokens=max_tokens,
+            use_beam_search=True,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        return self.generate(prompts, sampling, use_tqdm)
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],

@@ -71,6 +71,7 @@ def ready_to_sample(sampling: SamplingParams, tokenizer: Tokenizer | None) -> Sa
         raise InvalidRequest(
             "stop strings need a tokenizer, and this model has none: use stop_token_ids", "stop"
         )
-    if sampling.num_sequences > sampling.n and sampling.logprobs is None:
+    ranked = sampling.use_beam_search or sampling.num_sequences > sampling.n
+    if ranked and sampling.logprobs is None:
         sampling = sampling.changed(logprobs=0)  # sequences are ranked by it
     return sampling

@@ -30,13 +30,20 @@ class PagedMemory:
     """All-or-nothing: a call that cannot be granted changes nothing and says so."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, fingerprint: str = "", enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        fingerprint: str = "",
+        enable_prefix_caching: bool = True,
+        share: bool = True,
     ) -> None:
+        """Without `share` a fork's blocks are its own before it computes anything: what sharing is measured against."""
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks, fingerprint)
         self.stats = MemoryStats()
-        self._enable_prefix_caching = enable_prefix_caching
+        self._enable_prefix_caching = enable_prefix_caching and share
+        self._share = share
 
     @property
     def num_blocks(self) -> int:
@@ -55,7 +62,7 @@ class PagedMemory:
 
     def blocks_at_most(self, request: Request) -> int:
         """The most that the request can ever hold: full prompt blocks are shared, the rest is each sequence's."""
-        shared = request.num_prompt_tokens // self.block_size
+        shared = request.num_prompt_tokens // self.block_size if self._share else 0
         own = self.blocks_for(request.max_len - 1) - shared
         return shared + own * request.sampling.num_sequences
 
@@ -82,13 +89,13 @@ class PagedMemory:
         """Whether the next position can be written as things are: the common case of a decode, kept cheap."""
         index = sequence.num_computed // self.block_size
         block_ids = sequence.block_ids
-        return index < len(block_ids) and self.pool.ref_counts[block_ids[index]] == 1
+        return self._share and index < len(block_ids) and self.pool.ref_counts[block_ids[index]] == 1
 
     def grow(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
         """Makes positions num_computed … num_positions writable by this sequence alone, or changes nothing."""
         block_ids = sequence.block_ids
         ref_counts = self.pool.ref_counts
-        first = sequence.num_computed // self.block_size
+        first = sequence.num_computed // self.block_size if self._share else 0
         shared = [i for i in range(first, len(block_ids)) if ref_counts[block_ids[i]] > 1]
         num_new = self.blocks_for(num_positions) - len(block_ids)
         if num_new <= 0 and not shared:

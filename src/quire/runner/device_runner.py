@@ -24,9 +24,10 @@ from quire.runner.packing import send
 from quire.runner.rows import RowSettings
 from quire.runner.runner import RunnerLimits
 from quire.runner.scored import ScoredRow
+from quire.sampling.beams import candidate_records, on_host
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
-from quire.sampling.records import Sampled, SampleRequests, TokenMask
+from quire.sampling.records import BeamTensors, Sampled, SampleRequests, TokenMask
 from quire.sampling.sampler import Sampler
 
 FRESH_TOKENS = 1024  # a prompt of so many tokens, all of them in the step, gains from a contiguous kernel
@@ -47,6 +48,7 @@ class _Launched:
     sampled: Sampled | None = None
     token_ids: Tensor | None = None  # [S] int64 in host memory
     good: Tensor | None = None  # [S] bool in host memory
+    beams: tuple[BeamTensors, ...] = ()  # in host memory
     arrived: torch.cuda.Event | None = None  # None on the CPU, where nothing is ever late
 
 
@@ -154,6 +156,7 @@ class DeviceRunner:
             prompt_logprobs=launched.scored,
             failed=() if good.all() else tuple(np.flatnonzero(~good).tolist()),
             seconds=seconds,
+            beams=candidate_records(launched.beams),
         )
 
     def close(self) -> None:
@@ -228,6 +231,7 @@ class DeviceRunner:
                 rows,
                 positions,
                 self._columns,
+                launched.step.beams,
             )
             sampled = self._sampler(launched.logits, requests)
             if not self._sampler.writes_tokens:
@@ -236,6 +240,7 @@ class DeviceRunner:
             launched.sampled = sampled
             launched.token_ids.copy_(sampled.token_ids, non_blocking=True)
             launched.good.copy_(sampled.finite, non_blocking=True)
+            launched.beams = on_host(sampled.beams)
         if self._device.type == "cuda":
             launched.arrived = torch.cuda.Event()
             launched.arrived.record()

@@ -20,8 +20,9 @@ from quire.runner.assembly import Assembled, Assembler
 from quire.runner.recorded import RecordedDecodes
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow
+from quire.sampling.beams import candidate_records
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
-from quire.sampling.records import SampleRequests, TokenMask
+from quire.sampling.records import Sampled, SampleRequests, TokenMask
 from quire.sampling.sampler import Sampler
 
 SCORED_PER_PASS = 256  # prompt positions turned into logits at once: bounds memory, not speed
@@ -83,14 +84,16 @@ class Runner:
         assembled = self._assembler.assemble(step)
         logits, scored = self._forward(assembled)
         mask = self._masks.get() if step.masked else None
-        token_ids, logprobs, failed = self._sample(logits, assembled, mask)
+        sampled = self._sample(logits, assembled, mask, step) if len(assembled.sample_rows) else None
+        finite = sampled.finite.cpu().numpy() if sampled is not None else np.ones(0, np.bool_)
         return StepResult(
             step_id=step.step_id,
-            token_ids=ints(token_ids),
-            logprobs=logprobs,
+            token_ids=ints(sampled.token_ids.tolist() if sampled is not None else ()),
+            logprobs=logprob_entries(sampled) if sampled is not None else (),
             prompt_logprobs=scored,
-            failed=failed,
+            failed=() if finite.all() else tuple(int(i) for i in np.flatnonzero(~finite)),
             seconds=time.perf_counter() - started,
+            beams=candidate_records(sampled.beams) if sampled is not None else (),
         )
 
     def _ids(self, blocks: Ints) -> Tensor:
@@ -119,17 +122,12 @@ class Runner:
             entries += prompt_logprobs(logits, following[start : start + SCORED_PER_PASS], scored.num_top)
         return PromptLogprobs(scored.row, scored.first + 1, tuple(entries))
 
-    def _sample(
-        self, logits: Tensor, assembled: Assembled, mask: TokenMask | None
-    ) -> tuple[list[int], tuple, tuple[int, ...]]:
+    def _sample(self, logits: Tensor, assembled: Assembled, mask: TokenMask | None, step: Step) -> Sampled:
         rows, positions = assembled.sample_rows, assembled.sample_positions
-        if not len(rows):
-            return [], (), ()
         token_ids_so_far = self._rows.token_ids.to(self._device)  # on the CPU the same memory
-        requests = SampleRequests(rows, positions, self._rows.settings.columns, token_ids_so_far, mask)
+        requests = SampleRequests(
+            rows, positions, self._rows.settings.columns, token_ids_so_far, mask, beams=step.beams
+        )
         sampled = self._sampler(logits, requests)
-        token_ids = sampled.token_ids.cpu().numpy()
-        self._rows.tokens[rows, positions] = token_ids
-        finite = sampled.finite.cpu().numpy()
-        failed = () if finite.all() else tuple(int(i) for i in np.flatnonzero(~finite))
-        return token_ids.tolist(), logprob_entries(sampled), failed
+        self._rows.tokens[rows, positions] = sampled.token_ids.cpu().numpy()
+        return sampled

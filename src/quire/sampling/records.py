@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.core.step import BeamSet
 from quire.sampling.columns import SamplingColumns
 from quire.sampling.device_columns import DeviceColumns
 
@@ -35,6 +36,9 @@ class SampleRequests:
     device_rows: Tensor | None = None  # [S] int32 or int64, on the device; negative: padding, nothing is done
     device_positions: Tensor | None = None  # [S] int32 or int64, on the device
     device_columns: DeviceColumns | None = None  # the rows' parameters on the device
+    beams: tuple[
+        BeamSet, ...
+    ] = ()  # samples whose candidates are wanted; the tokens chosen for them mean nothing
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -54,12 +58,22 @@ class LogprobTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamTensors:
+    """The C best continuations over one request's beams, best first, on the device."""
+
+    samples: Tensor  # [C] int64, which of the S rows goes on
+    token_ids: Tensor  # [C] int64
+    scores: Tensor  # [C] float32
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """S chosen tokens, on the device."""
 
     token_ids: Tensor  # [S] int64; 0 where the row failed, so that it can be embedded whatever happens
     finite: Tensor  # [S] bool; False: the logits were not finite or every token was banned
     logprobs: LogprobTensors | None = None  # None: nobody asked
+    beams: tuple[BeamTensors, ...] = ()  # one per SampleRequests.beams
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:

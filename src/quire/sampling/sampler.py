@@ -7,6 +7,7 @@ from torch import Tensor
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE
 from quire.sampling import masks
+from quire.sampling.beams import best_candidates, normalise
 from quire.sampling.columns import CHANGING, RowFlag
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.draw import Draws, draw
@@ -43,15 +44,18 @@ class Sampler:
         if self._samples_rows:
             return self._sample_on_device(logits, flags, requests)
         finite = self._kernel.peaks(logits).isfinite()
+        if requests.beams:
+            logits = normalise(logits, requests.beams)
         asking = np.flatnonzero(flags & RowFlag.LOGPROBS)
         raw = self._raw(logits, flags, asking, requests)
         self._edit(logits, flags, requests)
+        beams = best_candidates(logits, requests.beams)
         chosen = self._choose(logits, flags, requests).clamp_(0, logits.shape[1] - 1)
         finite &= logits.gather(1, chosen[:, None]).squeeze(1).isfinite()
         chosen = chosen.masked_fill_(~finite, 0)
         if raw is None:
-            return Sampled(chosen, finite)
-        return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests))
+            return Sampled(chosen, finite, beams=beams)
+        return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests), beams)
 
     def _sample_on_device(self, logits: Tensor, flags: np.ndarray, requests: SampleRequests) -> Sampled:
         """As `__call__`, with one call for the choice; it writes the tokens to their rows as well."""
@@ -59,8 +63,11 @@ class Sampler:
         asking = np.flatnonzero(flags & RowFlag.LOGPROBS)
         if requests.mask is not None or (flags & CHANGING).any():
             usable = self._kernel.peaks(logits).isfinite()  # an edit may hide what was wrong
+        if requests.beams:
+            logits = normalise(logits, requests.beams)
         raw = self._raw(logits, flags, asking, requests)
         self._edit(logits, flags, requests)
+        beams = best_candidates(logits, requests.beams)
         chosen = torch.empty(len(logits), dtype=torch.int64, device=self._device)
         finite = torch.empty(len(logits), dtype=torch.bool, device=self._device)
         rows, positions, columns = _device_inputs(requests, self._device)
@@ -68,8 +75,8 @@ class Sampler:
             logits, rows, positions, columns, requests.token_ids, chosen, finite, usable=usable
         )
         if raw is None:
-            return Sampled(chosen, finite)
-        return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests))
+            return Sampled(chosen, finite, beams=beams)
+        return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests), beams)
 
     def _raw(
         self, logits: Tensor, flags: np.ndarray, asking: np.ndarray, requests: SampleRequests

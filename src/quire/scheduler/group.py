@@ -24,7 +24,13 @@ class Group:
 
     @property
     def num_unforked(self) -> int:
+        if self.is_beams:
+            return 0  # beams branch when results are committed
         return self.request.sampling.num_sequences - len(self.sequences)
+
+    @property
+    def is_beams(self) -> bool:
+        return self.request.sampling.use_beam_search
 
     @property
     def live(self) -> list[Sequence]:
@@ -42,11 +48,15 @@ class Group:
     @property
     def num_rows(self) -> int:
         """Rows that the group needs to run."""
+        if self.is_beams:
+            return self.request.sampling.num_sequences
         return len(self.live) + self.num_unforked
 
     @property
     def num_rows_to_come(self) -> int:
-        """Of these, rows that forks and followers will take once the prompt is computed."""
+        """Of these, rows that forks and followers will take once the prompt is computed, or branching beams later."""
+        if self.is_beams:
+            return self.num_rows - sum(1 for s in self.sequences if s.row >= 0)
         return self.num_unforked + len(self.followers)
 
     def unfork(self) -> None:

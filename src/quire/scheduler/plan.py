@@ -2,7 +2,7 @@
 
 from quire.core.ints import ints
 from quire.core.request import Sequence
-from quire.core.step import RowStart, Step
+from quire.core.step import BeamSet, RowStart, Step
 from quire.memory.paged import TableDelta
 
 
@@ -38,6 +38,11 @@ class Plan:
             self.receivers.pop()
         return freed
 
+    def restart_beams(self) -> None:
+        """The runner hears which token each beam was given since its last step, and of what it branched from."""
+        started = set(map(id, self.starts))
+        self.starts += [s for s in self.sequences if s.is_beam and s.num_outputs and id(s) not in started]
+
     def step(self) -> Step:
         """Freezes the plan. Sequences' counters still say what was computed before this step."""
         delta = self.delta
@@ -57,7 +62,23 @@ class Plan:
             masked=ints(
                 [i for i, s in enumerate(self.receivers) if s.request.sampling.structured is not None]
             ),
+            beams=_beam_sets(self.receivers),
         )
+
+
+def _beam_sets(receivers: list[Sequence]) -> tuple[BeamSet, ...]:
+    samples: dict[str, list[int]] = {}
+    for i, sequence in enumerate(receivers):
+        if sequence.is_beam:
+            samples.setdefault(sequence.request.request_id, []).append(i)
+    return tuple(_beam_set(receivers, indices) for indices in samples.values())
+
+
+def _beam_set(receivers: list[Sequence], samples: list[int]) -> BeamSet:
+    """So many candidates that, whichever of them end, enough are left to go on with."""
+    request = receivers[samples[0]].request
+    num_candidates = max(2, 1 + len(request.stop_token_ids)) * request.sampling.num_sequences
+    return BeamSet(ints(samples), tuple(receivers[i].score for i in samples), num_candidates)
 
 
 def _row_start(sequence: Sequence) -> RowStart:

@@ -71,7 +71,9 @@ class Scheduler:
     def stop(self, request_id: str, index: int) -> bool:
         """Ends one sequence; the request's others go on."""
         group = self._groups.get(request_id)
-        sequence = next((s for s in group.live if s.index == index), None) if group else None
+        if group is None or group.is_beams:  # beams' indices mean nothing outside
+            return False
+        sequence = next((s for s in group.live if s.index == index), None)
         if sequence is not None:
             self.finish(sequence, FinishReason.STOP)
         return sequence is not None
@@ -120,11 +122,12 @@ class Scheduler:
         if not plan.sequences:
             return None
         self._fork_finished_prompts(plan)
+        plan.restart_beams()
         step = plan.step()
         for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
             sequence.num_computed += num_tokens
         for sequence in plan.receivers:
-            sequence.num_pending += 1
+            sequence.num_pending += not sequence.is_beam
         self._next_step_id += 1
         self.stats.num_steps += 1
         return Planned(step, plan.sequences, plan.receivers)
@@ -162,7 +165,8 @@ class Scheduler:
     def _preempt(self, victim: Sequence, plan: Plan) -> int:
         """Sends the victim's whole group back to the queue; returns the tokens that this frees in the plan."""
         group = self._groups[victim.request.request_id]
-        freed = plan.drop_from(group.live[0])
+        first = next((s for s in group.live if s in plan.sequences), group.live[0])
+        freed = plan.drop_from(first)
         self._send_back(group)
         self.stats.num_preemptions += 1
         return freed
@@ -182,7 +186,7 @@ class Scheduler:
         """
         self._max_num_batched_tokens = max(len(planned.sequences), self._max_num_batched_tokens // 2)
         for sequence in planned.receivers:
-            sequence.num_pending -= 1
+            sequence.num_pending -= not sequence.is_beam
         groups = {s.request.request_id: self._groups[s.request.request_id] for s in planned.sequences}
         newest = max(groups.values(), key=lambda group: group.order)
         for group in groups.values():
@@ -271,6 +275,53 @@ class Scheduler:
             sequence.row = -1
         self.memory.release(sequence)
 
+    def beams(self, request_id: str) -> list[Sequence]:
+        """A request's beams, best first."""
+        return self._groups[request_id].live
+
+    def branch(self, branches: list[tuple[Sequence, int, float]]) -> list[Sequence]:
+        """Beams go on: each branch is a beam of one request, its next token and its score with it, best first.
+
+        A beam's first branch keeps its row and its blocks, others share the blocks; a beam without any dies.
+        Returns the beams in the branches' order.
+        """
+        request = branches[0][0].request
+        group = self._groups[request.request_id]
+        parents = {id(beam) for beam, _, _ in branches}
+        for beam in group.sequences:
+            if id(beam) not in parents:
+                self._end(beam, FinishReason.ABORT, None)
+        indices = iter(set(range(len(branches) + len(parents))) - {b.index for b, _, _ in branches})
+        beams: list[Sequence] = []
+        for parent, _, _ in branches:
+            if id(parent) in parents:
+                parents.remove(id(parent))
+                beams.append(parent)
+                continue
+            child = Sequence(request, next(indices), parent.token_ids[:], num_cached=parent.num_cached)
+            self.memory.fork(parent, child, parent.num_computed)
+            child.phase, child.num_preemptions = parent.phase, parent.num_preemptions
+            if parent.row >= 0:
+                child.row = self._free_rows.pop()
+            beams.append(child)
+        for beam, (_, token_id, score) in zip(beams, branches, strict=True):
+            beam.token_ids.append(token_id)
+            beam.score = score
+        self._replace(group, beams)
+        return beams
+
+    def _replace(self, group: Group, beams: list[Sequence]) -> None:
+        """Rows run in the beams' order, so that ties between candidates go to the better beam."""
+        running = self.running
+        group.sequences[:] = beams
+        if any(beam.row >= 0 for beam in beams):
+            request = group.request
+            first = next(i for i, s in enumerate(running) if s.request is request)
+            end = next(
+                (i for i in range(first, len(running)) if running[i].request is not request), len(running)
+            )
+            running[first:end] = [beam for beam in beams if beam.row >= 0]
+
     def _fork_finished_prompts(self, plan: Plan) -> None:
         """Where this step completes a prompt, the request's other sequences begin from its blocks."""
         for group in list(self._forking.values()):
@@ -281,7 +332,8 @@ class Scheduler:
             num_computed = leader.num_computed + plan.num_tokens[source]
             if num_computed < request.num_prompt_tokens:
                 continue
-            del self._forking[request.request_id]
+            if not group.is_beams:  # whose rows are kept for them as long as they run
+                del self._forking[request.request_id]
             for follower in group.followers:
                 full = request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
                 self.memory.fork(leader, follower, full)

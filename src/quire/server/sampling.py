@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from quire.core.beam_params import NOTHING_DRAWN
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.server.protocol.chat import ChatCompletionRequest
@@ -29,6 +30,10 @@ _SAME = (
     "skip_special_tokens",
     "include_stop_str_in_output",
     "prompt_logprobs",
+    "use_beam_search",
+    "best_of",
+    "length_penalty",
+    "early_stopping",
 )
 
 
@@ -40,7 +45,9 @@ def chat_sampling(body: ChatCompletionRequest, recommended: SamplingParams) -> S
     given = _given(body) | {"max_tokens": limit}
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
-    return _named(body, recommended.changed, given)
+    sampling: SamplingParams = _named(body, _base(body, recommended).changed, given)
+    _check_told_at_the_end(body, sampling)
+    return sampling
 
 
 def completion_sampling(body: CompletionRequest, recommended: SamplingParams) -> SamplingParams:
@@ -53,14 +60,28 @@ def completion_sampling(body: CompletionRequest, recommended: SamplingParams) ->
         given["logprobs"] = body.logprobs
         if body.echo:
             given["prompt_logprobs"] = body.logprobs
-    if body.best_of is not None:
-        given["best_of"] = body.best_of
-    sampling: SamplingParams = _named(body, recommended.changed, given)
-    if body.stream and sampling.num_sequences > sampling.n:
+    sampling: SamplingParams = _named(body, _base(body, recommended).changed, given)
+    _check_told_at_the_end(body, sampling)
+    return sampling
+
+
+def _base(body: SamplingFields, recommended: SamplingParams) -> SamplingParams:
+    """Advice on drawing is not meant for beams."""
+    return recommended.changed(**NOTHING_DRAWN) if body.use_beam_search else recommended
+
+
+def _check_told_at_the_end(body: SamplingFields, sampling: SamplingParams) -> None:
+    if not body.stream:
+        return
+    if sampling.use_beam_search:
+        raise InvalidRequest(
+            "beams are known at the end only, so partial ones cannot be streamed: set stream to false",
+            "stream",
+        )
+    if sampling.num_sequences > sampling.n:
         raise InvalidRequest(
             f"best_of={sampling.best_of} can only be chosen from at the end: set stream to false", "best_of"
         )
-    return sampling
 
 
 def _given(body: SamplingFields) -> dict[str, Any]:

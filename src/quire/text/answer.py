@@ -46,7 +46,7 @@ class Answer:
         self.fault: QuireError | None = None  # why there is no more of it
         self.sequences = [
             AnswerSequence(index, self._detokenizer(tokenizer, kept_ids))
-            for index in range(sampling.num_sequences)
+            for index in range(sampling.num_answers)
         ]
 
     def take(self, update: SequenceUpdate) -> bool:
@@ -76,8 +76,8 @@ class Answer:
 
     @property
     def best(self) -> list[AnswerSequence]:
-        """The `n` sequences to return: with best_of, those with the highest mean logprob."""
-        if self.sampling.num_sequences == self.sampling.n:
+        """The `n` sequences to return: with best_of, those with the highest mean logprob. Beams come ranked."""
+        if self.sampling.num_answers == self.sampling.n:
             return self.sequences
         ranked = sorted(
             self.sequences, key=lambda s: -(s.cumulative_logprob or 0.0) / max(1, len(s.token_ids))

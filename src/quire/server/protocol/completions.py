@@ -13,7 +13,6 @@ class CompletionRequest(SamplingFields):
     prompt: str | list[str] | list[Int] | list[list[Int]] = Field(
         description="Text, token ids, or a list of either."
     )
-    best_of: Int | None = None
     echo: bool | None = None
     logprobs: Int | None = None
     suffix: str | None = None

@@ -1,6 +1,6 @@
 """The sampling fields that /v1/chat/completions and /v1/completions share: OpenAI's, then vLLM's."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -52,6 +52,11 @@ class SamplingFields(RequestBody):
     priority: Int | None = None
     cache_salt: str | None = Field(None, description="Requests share cached prefixes within one salt only.")
     add_special_tokens: bool | None = None
+
+    use_beam_search: bool | None = Field(None, description="best_of beams, at most 32; not with stream.")
+    best_of: Int | None = Field(None, description="Sequences to make, or beams; the n best are returned.")
+    length_penalty: float | None = Field(None, description="Of beams: above 1 favours longer answers.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beams.")
 
     structured_outputs: dict[str, Any] | None = Field(
         None, description="The answer's form: one of json, regex, choice, grammar."
