@@ -84,7 +84,7 @@ def test_tokens_there_and_back(server: RunningServer):
 
 
 def test_models_are_listed_and_found(client: openai.OpenAI):
-    assert [m.id for m in client.models.list()] == [MODEL, "all-MiniLM-L6-v2"]  # which starts if it is asked for
+    assert [m.id for m in client.models.list()] == [MODEL, "all-MiniLM-L6-v2"]
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("gpt-17")

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from quire.bench.gpus import Gpu
 from quire.bench.shape import WeightShape, weight_shape
 from quire.core.config import EngineConfig, ModelConfig

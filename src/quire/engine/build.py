@@ -35,7 +35,7 @@ from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_by
 from quire.weights.open import open_source
 from quire.weights.source import Source
 
-GRAPH_SECONDS = 15.0  # of capturing at start; it takes a third of that, unless kernels are compiled on the way
+GRAPH_SECONDS = 15.0  # of capturing at start; a third of that is usual, more if kernels are compiled too
 DEFAULT_MAX_TOKENS = 256  # where the caller gives no sampling parameters at all
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 

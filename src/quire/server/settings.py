@@ -33,7 +33,7 @@ class ServerSettings:
     max_queue_tokens: int | None = 1 << 20
     served_names: tuple[str, ...] = ()  # none: the model's own name
     embeddings: bool = True  # False: only an encoder that is the main model embeds
-    embedding_models: tuple[str, ...] = ()  # started with the server; the built-in one starts when it is asked for
+    embedding_models: tuple[str, ...] = ()  # started with the server, not when asked for
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     tool_call_parser: str | None = None  # none: as the chat template shows
