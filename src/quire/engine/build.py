@@ -12,6 +12,7 @@ from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
+from quire.engine.proposers import make_proposer
 from quire.engine.resolve import (
     Numbers,
     default_limits,
@@ -19,6 +20,7 @@ from quire.engine.resolve import (
     resolve_numbers,
     resolve_scheduler,
 )
+from quire.engine.speculation import Speculation
 from quire.engine.vocabulary import model_vocabulary
 from quire.grammar.compiler import Compiler
 from quire.kernels import native
@@ -137,7 +139,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         seconds=time.perf_counter() - started,
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
-    engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler)
+    speculative, make_speculation = config.speculation.parsed, None
+    if speculative is not None:
+        proposer = make_proposer(speculative)
+        make_speculation = partial(Speculation, speculative, proposer, max_num_seqs)
+    engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation)
     return Built(engine, source, described, default_sampling(source), report)
 
 

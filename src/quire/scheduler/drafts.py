@@ -1,0 +1,64 @@
+"""Drafts in the schedule: who waits for a commit, and whose step also verifies proposed tokens."""
+
+from collections.abc import Sequence as Listed
+from typing import Protocol
+
+from quire.core.draft import DraftRoom
+from quire.core.ints import Ints
+from quire.core.request import Sequence
+from quire.memory.paged import PagedMemory, TableDelta
+
+
+class Drafter(Protocol):
+    """Proposes tokens. What it proposes changes how long an answer takes, never what it says."""
+
+    def may_draft(self, sequence: Sequence, num_running: int) -> bool:
+        """Whether a draft is worth waiting for the sequence's last token."""
+        ...
+
+    def length(self, sequence: Sequence, num_running: int, most: int) -> int:
+        """How many tokens to draft for a sequence whose last token is known: 0 to `most`."""
+        ...
+
+    def draft(self, rooms: Listed[DraftRoom]) -> list[Ints]:
+        """As many tokens as were asked for, or fewer, or none."""
+        ...
+
+
+def waits_for_drafts(drafter: Drafter, running: Listed[Sequence]) -> bool:
+    """Whether the next step is planned only after the last is committed: a draft follows a known token.
+
+    Then all wait, those that do not speculate as well: half a batch costs as much as the whole.
+    """
+    num_running = len(running)
+    return any(
+        s.num_pending > 1 or (s.num_pending == 1 and drafter.may_draft(s, num_running)) for s in running
+    )
+
+
+def find_drafts(
+    drafter: Drafter, running: Listed[Sequence], memory: PagedMemory, budget: int, delta: TableDelta
+) -> dict[int, Ints]:
+    """Drafts by row, `budget` tokens in all. Their sequences own the blocks; nobody is preempted for a draft."""
+    rooms = []
+    spare = memory.num_free - len(running)  # every sequence may need a block to go on
+    for sequence in running:
+        if budget <= 0:
+            break
+        if sequence.num_pending or sequence.target - sequence.num_computed != 1 or not sequence.num_outputs:
+            continue  # a prompt's last token may have forks to make
+        most = min(budget, sequence.max_computed - len(sequence.token_ids))
+        num_tokens = drafter.length(sequence, len(running), most) if most > 0 else 0
+        if num_tokens <= 0:
+            continue
+        end = sequence.num_computed + 1 + num_tokens
+        needed = memory.blocks_for(end) - len(sequence.block_ids)
+        if max(0, needed) > spare or not memory.grow(sequence, end, delta):
+            continue
+        spare -= max(0, needed)
+        budget -= num_tokens
+        rooms.append(DraftRoom(sequence, num_tokens))
+    if not rooms:
+        return {}
+    drafts = drafter.draft(rooms)
+    return {room.sequence.row: draft for room, draft in zip(rooms, drafts, strict=True) if draft}
