@@ -43,7 +43,7 @@ HELP = {
     "device": "auto, cpu or cuda",
     "num_threads": "CPU threads (default: the physical cores)",
     "enforce_eager": "no recorded graphs",
-    "speculative_config": 'draft tokens and verify them together, as JSON: {"method": "ngram"} looks them up in the text',
+    "speculative_config": 'draft tokens and verify them together: JSON, {"method": "ngram"} looks them up in the text',
     "deterministic": "on a GPU: a request's tokens do not depend on its neighbours (slower; on a CPU in int8 always)",
 }
 _SHORT = {"quantization": ("-q",)}

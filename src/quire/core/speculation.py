@@ -17,7 +17,7 @@ class SpeculativeConfig:
     """What `--speculative-config` says. Lengths are the most that is drafted: fewer where it does not pay."""
 
     method: str
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = 8
     prompt_lookup_max: int = 4  # tokens of the longest n-gram that is looked up
     prompt_lookup_min: int = 2
     model: str | None = None  # of method draft_model: a folder, a .gguf file or a hub id

@@ -10,9 +10,12 @@ from quire.core.request import Sequence
 from quire.core.speculation import SpeculativeConfig
 from quire.engine.structured import StructuredOutputs
 from quire.scheduler.scheduler import Planned
-from quire.speculate.adapt import FIRST_AGREEMENT, agreement_after, best_length
+from quire.speculate.adapt import FIRST_AGREEMENT, FORGETTING, agreement_after, best_length, expected_tokens
 from quire.speculate.costs import StepCosts
 
+WAITING_GAIN = 0.1  # of the batch's tokens: what is lost when a step is planned only after the last one
+AGREEMENT_STEPS = 32  # lengths are worked out for so many values of it, and kept for so many steps
+LENGTHS_KEPT = 16
 PROBED_EVERY = 64  # positions between drafts that are tried though they did not pay
 
 
@@ -46,6 +49,7 @@ class Proposer(Protocol):
 @dataclass(slots=True)
 class _Estimate:
     agreement: float = FIRST_AGREEMENT
+    coverage: float = 1.0  # how often there is a draft at all
     guess: int | None = None  # for the token that comes next, compared when it is there
 
 
@@ -65,12 +69,25 @@ class Speculation:
         self._structured = structured
         self._limit = config.disable_by_batch_size or max_num_seqs
         self._costs = StepCosts()
+        self._lengths: dict[tuple[int, int, int], int] = {}  # by agreement, sequences that run, and the most
         self._estimates: dict[str, dict[int, _Estimate]] = {}
 
     # ------------------------------------------------------------------ the scheduler asks
 
-    def may_draft(self, sequence: Sequence, num_running: int) -> bool:
-        return self._length(sequence, num_running, self._config.num_speculative_tokens) > 0
+    def pays(self, running: Listed[Sequence]) -> bool:
+        """What all would gain, since all wait. A draft that does not come about gains nothing."""
+        num_running, most = len(running), self._config.num_speculative_tokens
+        if num_running >= self._limit > 1:
+            return False
+        gained = 0.0
+        for sequence in running:
+            if self._config.adaptive and self._is_probed(sequence):
+                return True
+            length = self._length(sequence, num_running, most)
+            if length:
+                estimate = self._estimate(sequence)
+                gained += estimate.coverage * (expected_tokens(estimate.agreement, length) - 1.0)
+        return gained > (WAITING_GAIN if self._config.adaptive else 0.0) * num_running
 
     def length(self, sequence: Sequence, num_running: int, most: int) -> int:
         length = self._length(sequence, num_running, min(most, self._config.num_speculative_tokens))
@@ -84,15 +101,20 @@ class Speculation:
         return drafts
 
     def _length(self, sequence: Sequence, num_running: int, most: int) -> int:
-        """Nothing in a full batch: its rows already share what a step costs."""
-        if num_running >= self._limit and self._limit > 1:
-            return 0
         if not self._config.adaptive:
             return most
-        length = best_length(self._estimate(sequence).agreement, num_running, most, self._costs.seconds)
-        if not length and not self._proposer.guesses and sequence.num_known % PROBED_EVERY == 0:
-            return min(1, most)  # the only way to learn that drafts have become better
+        if self._is_probed(sequence):
+            return min(1, most)
+        steps = round(self._estimate(sequence).agreement * AGREEMENT_STEPS)
+        length = self._lengths.get((steps, num_running, most))
+        if length is None:
+            length = best_length(steps / AGREEMENT_STEPS, num_running, most, self._costs.seconds)
+            self._lengths[steps, num_running, most] = length
         return length
+
+    def _is_probed(self, sequence: Sequence) -> bool:
+        """Where guesses are dear, a token drafted now and then shows whether drafts have become better."""
+        return not self._proposer.guesses and sequence.num_known % PROBED_EVERY == 0
 
     # ------------------------------------------------------------------ the committer tells
 
@@ -109,6 +131,8 @@ class Speculation:
         step = planned.step
         if step.total_tokens == len(step.sample_rows):
             self._costs.note(step.total_tokens, seconds)
+            if self._costs.num_steps % LENGTHS_KEPT == 0:
+                self._lengths.clear()
         if len(planned.receivers) >= self._limit > 1:
             return
         for sequence in dict.fromkeys(planned.receivers):
@@ -120,7 +144,10 @@ class Speculation:
         if estimate.guess is not None:
             is_right = sequence.token_ids[-1] == estimate.guess
             estimate.agreement = agreement_after(estimate.agreement, int(is_right), not is_right)
-        estimate.guess = self._proposer.guess(sequence)
+        if self._proposer.guesses:
+            estimate.guess = self._proposer.guess(sequence)
+            has_guess = float(estimate.guess is not None)
+            estimate.coverage += FORGETTING * (has_guess - estimate.coverage)
 
     def forget(self, request_id: str) -> None:
         self._estimates.pop(request_id, None)

@@ -10,7 +10,7 @@ from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
 
-MAX_RECORDED = 16  # shapes kept; recording costs no more than an ordinary pass
+MAX_RECORDED = 32  # shapes kept; recording costs no more than an ordinary pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from quire.memory.paged import PagedMemory, TableDelta
 class Drafter(Protocol):
     """Proposes tokens. What it proposes changes how long an answer takes, never what it says."""
 
-    def may_draft(self, sequence: Sequence, num_running: int) -> bool:
-        """Whether a draft is worth waiting for the sequence's last token."""
+    def pays(self, running: Listed[Sequence]) -> bool:
+        """Whether drafts, for those that would have one, are worth waiting for the last step's tokens."""
         ...
 
     def length(self, sequence: Sequence, num_running: int, most: int) -> int:
@@ -30,17 +30,17 @@ def waits_for_drafts(drafter: Drafter, running: Listed[Sequence]) -> bool:
 
     Then all wait, those that do not speculate as well: half a batch costs as much as the whole.
     """
-    num_running = len(running)
-    return any(
-        s.num_pending > 1 or (s.num_pending == 1 and drafter.may_draft(s, num_running)) for s in running
-    )
+    num_pending = max((s.num_pending for s in running), default=0)
+    return num_pending > 1 or (num_pending == 1 and drafter.pays(running))
 
 
 def find_drafts(
     drafter: Drafter, running: Listed[Sequence], memory: PagedMemory, budget: int, delta: TableDelta
 ) -> dict[int, Ints]:
     """Drafts by row, `budget` tokens in all. Their sequences own the blocks; nobody is preempted for a draft."""
-    rooms = []
+    rooms: list[DraftRoom] = []
+    if budget <= 0 or not drafter.pays(running):
+        return {}
     spare = memory.num_free - len(running)  # every sequence may need a block to go on
     for sequence in running:
         if budget <= 0:
@@ -61,4 +61,17 @@ def find_drafts(
     if not rooms:
         return {}
     drafts = drafter.draft(rooms)
+    if len(running) > 1:
+        drafts = trimmed(drafts)
     return {room.sequence.row: draft for room, draft in zip(rooms, drafts, strict=True) if draft}
+
+
+def trimmed(drafts: list[Ints]) -> list[Ints]:
+    """Drafts with 1, 2 or a multiple of 4 tokens in all: a runner replays steps of a size that it has seen before."""
+    total = sum(map(len, drafts))
+    excess = total - (total // 4 * 4 if total > 3 else min(total, 2))
+    drafts = list(drafts)
+    for _ in range(excess):
+        longest = max(range(len(drafts)), key=lambda i: len(drafts[i]))
+        drafts[longest] = drafts[longest][:-1]
+    return drafts

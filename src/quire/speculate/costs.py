@@ -21,22 +21,22 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
-        self._num_steps = 0
+        self.num_steps = 0
         self._sizes: list[int] | None = None  # sorted, once asked for
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        self._num_steps += 1
+        self.num_steps += 1
         seconds = max(seconds, LEAST)
         known = self._known.get(num_tokens)
         if known is None:
-            self._known[num_tokens] = _Known(seconds, self._num_steps, True)
+            self._known[num_tokens] = _Known(seconds, self.num_steps, True)
             self._sizes = None
             return
         if known.is_first:
             known.seconds, known.is_first = min(seconds, known.seconds), False
         else:
             known.seconds += NEWEST * (min(seconds, OUTLIER * known.seconds) - known.seconds)
-        known.seen = self._num_steps
+        known.seen = self.num_steps
 
     def seconds(self, num_tokens: int) -> float:
         """Of a step of so many tokens: known, between two that are, or drawn on from the nearest."""
@@ -57,8 +57,8 @@ class StepCosts:
 
     def _fresh_sizes(self) -> list[int]:
         """Sizes with a trustworthy measurement. A first one counts only where there is nothing better."""
-        if self._sizes is None or self._num_steps % 64 == 0:
-            oldest = self._num_steps - STALE
+        if self._sizes is None or self.num_steps % 64 == 0:
+            oldest = self.num_steps - STALE
             self._known = {size: known for size, known in self._known.items() if known.seen >= oldest}
             self._sizes = sorted(self._known)
         settled = [size for size in self._sizes if not self._known[size].is_first]
