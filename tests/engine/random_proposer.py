@@ -21,6 +21,9 @@ class RandomProposer:
     def can_draft(self, sequence: Sequence) -> bool:
         return self._random.random() < 0.9
 
+    def seconds(self, length: int) -> float:
+        return 0.0
+
     def draft(self, rooms: list[DraftRoom]) -> list[Ints]:
         return [self._draft(room.sequence, self._random.randint(0, room.num_tokens)) for room in rooms]
 

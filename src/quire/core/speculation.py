@@ -52,6 +52,12 @@ class SpeculativeConfig:
                 else f"speculative_config: method {self.method} has no model of its own: leave out model"
             )
 
+    @property
+    def in_words(self) -> str:
+        lookup = f"looked up by {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
+        who = lookup if self.method == "ngram" else f"by {self.model}"
+        return f"{who}, at most {self.num_speculative_tokens} tokens" + ("" if self.adaptive else ", always")
+
 
 def parse_speculative(given: str | Mapping[str, Any]) -> SpeculativeConfig:
     """From JSON or a mapping. Unknown names, missing ones and wrong values are errors that say so."""

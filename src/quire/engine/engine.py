@@ -13,7 +13,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, Step, StepResult
 from quire.engine.arrival import Door, Limits
 from quire.engine.commit import Committer
-from quire.engine.speculation import Speculation
+from quire.engine.speculation import Speculation, SpeculationStats
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
 from quire.memory.paged import PagedMemory
@@ -125,6 +125,11 @@ class Engine:
     def num_compiling(self) -> int:
         """Requests that wait for their grammar."""
         return self._structured.num_compiling + len(self._compiled)
+
+    @property
+    def draft_stats(self) -> SpeculationStats:
+        """All zero where nobody speculates."""
+        return SpeculationStats() if self.speculation is None else self.speculation.stats
 
     def step(self) -> list[SequenceUpdate]:
         """Launches the next step if there is one and commits the oldest that must be."""

@@ -39,6 +39,10 @@ class Proposer(Protocol):
         """Whether a draft could be made now, the last token being known."""
         ...
 
+    def seconds(self, length: int) -> float:
+        """What a draft of so many tokens costs, for all that draft together."""
+        ...
+
     def draft(self, rooms: Listed[DraftRoom]) -> list[Ints]: ...
 
     def forget(self, request_id: str) -> None: ...
@@ -108,9 +112,12 @@ class Speculation:
         steps = round(self._estimate(sequence).agreement * AGREEMENT_STEPS)
         length = self._lengths.get((steps, num_running, most))
         if length is None:
-            length = best_length(steps / AGREEMENT_STEPS, num_running, most, self._costs.seconds)
+            length = best_length(steps / AGREEMENT_STEPS, num_running, most, self._seconds)
             self._lengths[steps, num_running, most] = length
         return length
+
+    def _seconds(self, num_running: int, length: int) -> float:
+        return self._costs.seconds(num_running * (1 + length)) + self._proposer.seconds(length)
 
     def _is_probed(self, sequence: Sequence) -> bool:
         """Where guesses are dear, a token drafted now and then shows whether drafts have become better."""

@@ -14,14 +14,14 @@ def expected_tokens(agreement: float, length: int) -> float:
     return (1.0 - agreement ** (length + 1)) / (1.0 - agreement)
 
 
-def best_length(agreement: float, num_running: int, most: int, cost: Callable[[int], float]) -> int:
+def best_length(agreement: float, num_running: int, most: int, seconds: Callable[[int, int], float]) -> int:
     """The length, 0 to `most`, that yields most tokens per second if every running sequence drafted as far.
 
-    `cost` is the seconds of a step by its tokens.
+    `seconds(num_running, length)` is what such a draft and the step that verifies it cost.
     """
-    best, best_rate = 0, GAIN * num_running / cost(num_running)
+    best, best_rate = 0, GAIN * num_running / seconds(num_running, 0)
     for length in range(1, most + 1):
-        rate = num_running * expected_tokens(agreement, length) / cost(num_running * (1 + length))
+        rate = num_running * expected_tokens(agreement, length) / seconds(num_running, length)
         if rate > best_rate:
             best, best_rate = length, rate
     return best

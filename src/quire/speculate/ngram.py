@@ -22,6 +22,9 @@ class NgramProposer:
     def can_draft(self, sequence: Sequence) -> bool:
         return self.guess(sequence) is not None
 
+    def seconds(self, length: int) -> float:
+        return 0.0
+
     def draft(self, rooms: Listed[DraftRoom]) -> list[Ints]:
         return [self._lookup(room.sequence).find(room.sequence.token_ids, room.num_tokens) for room in rooms]
 
