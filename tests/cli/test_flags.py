@@ -43,6 +43,7 @@ OTHER = {
     "num_threads": 2,
     "enforce_eager": True,
     "deterministic": True,
+    "speculative_config": '{"method": "ngram"}',
 }
 
 

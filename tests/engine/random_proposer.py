@@ -18,6 +18,9 @@ class RandomProposer:
     def guess(self, sequence: Sequence) -> int | None:
         return None
 
+    def is_strong(self, sequence: Sequence) -> bool:
+        return True
+
     def can_draft(self, sequence: Sequence) -> bool:
         return self._random.random() < 0.9
 

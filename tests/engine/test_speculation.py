@@ -1,7 +1,7 @@
 """Speculation changes how long an answer takes, never its tokens: greedy, drawn, forked, masked, cut into chunks."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -149,3 +149,36 @@ def _run(engine: Engine, prompt: list[int] | Ints, sampling: SamplingParams) -> 
         for update in engine.step():
             found.extend(update.token_ids)
     return found
+
+
+def test_unseeded_samples_follow_the_targets_distribution(folder: Path) -> None:
+    """Answers with other random numbers, and speculated ones: by the chi-squared test, of one distribution."""
+    num_samples = 1500
+    plain = _third_tokens(_engine_of(folder, max_num_seqs=64), range(1, 1 + num_samples))
+    other = folder / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 1, "hidden_size": 24}))
+    drafting = {"method": "draft_model", "model": str(other), "adaptive": False, "disable_by_batch_size": 999}
+    engine = _engine_of(folder, max_num_seqs=64, speculative_config=drafting)
+    drafted = _third_tokens(engine, [None] * num_samples)
+    assert engine.draft_stats.num_draft_tokens > engine.draft_stats.num_accepted_tokens > 0
+    kinds = [token for token in range(97) if plain[token] + drafted[token] >= 20]
+    statistic = sum((plain[t] - drafted[t]) ** 2 / (plain[t] + drafted[t]) for t in kinds)
+    assert len(kinds) > 3
+    assert statistic < len(kinds) + 4 * (2 * len(kinds)) ** 0.5  # four standard deviations above the mean
+
+
+def _third_tokens(engine: Engine, seeds: Iterable[int | None]) -> list[int]:
+    """How often each token is an answer's third."""
+    found: dict[str, list[int]] = {}
+    for index, seed in enumerate(seeds):
+        sampling = SamplingParams(temperature=0.4, max_tokens=4, ignore_eos=True, seed=seed)
+        engine.add(str(index), REPEATING, sampling)
+    while engine.has_work:
+        for update in engine.step():
+            found.setdefault(update.request_id, []).extend(update.token_ids)
+    engine.close()
+    counts = [0] * 97
+    for tokens in found.values():
+        counts[tokens[2]] += 1
+    return counts

@@ -49,6 +49,9 @@ class DraftModel:
     def guess(self, sequence: Sequence) -> int | None:
         return None
 
+    def is_strong(self, sequence: Sequence) -> bool:
+        return True
+
     def can_draft(self, sequence: Sequence) -> bool:
         return True
 

@@ -35,6 +35,10 @@ class Proposer(Protocol):
         """The next token, or None where nothing is known of it or guesses are dear."""
         ...
 
+    def is_strong(self, sequence: Sequence) -> bool:
+        """Whether the last guess or draft was one of the better kind: the kinds are judged apart."""
+        ...
+
     def can_draft(self, sequence: Sequence) -> bool:
         """Whether a draft could be made now, the last token being known."""
         ...
@@ -52,9 +56,22 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class _Estimate:
-    agreement: float = FIRST_AGREEMENT
+    of_strong: float = FIRST_AGREEMENT  # how often drafts are right: of the better kind
+    of_weak: float = FIRST_AGREEMENT
+    is_strong: bool = True  # which kind is next
     coverage: float = 1.0  # how often there is a draft at all
     guess: int | None = None  # for the token that comes next, compared when it is there
+
+    @property
+    def agreement(self) -> float:
+        return self.of_strong if self.is_strong else self.of_weak
+
+    def note(self, num_right: int, is_wrong: bool) -> None:
+        after = agreement_after(self.agreement, num_right, is_wrong)
+        if self.is_strong:
+            self.of_strong = after
+        else:
+            self.of_weak = after
 
 
 class Speculation:
@@ -83,7 +100,7 @@ class Speculation:
         num_running, most = len(running), self._config.num_speculative_tokens
         if num_running >= self._limit > 1:
             return False
-        gained = 0.0
+        gained, drafted = 0.0, 0.0
         for sequence in running:
             if self._config.adaptive and self._is_probed(sequence):
                 return True
@@ -91,7 +108,12 @@ class Speculation:
             if length:
                 estimate = self._estimate(sequence)
                 gained += estimate.coverage * (expected_tokens(estimate.agreement, length) - 1.0)
-        return gained > (WAITING_GAIN if self._config.adaptive else 0.0) * num_running
+                drafted += estimate.coverage * length
+        if not self._config.adaptive or not gained:
+            return gained > 0.0
+        seconds = self._costs.seconds
+        dearer = seconds(num_running + round(drafted)) / seconds(num_running)
+        return 1.0 + gained / num_running > dearer + WAITING_GAIN
 
     def length(self, sequence: Sequence, num_running: int, most: int) -> int:
         length = self._length(sequence, num_running, min(most, self._config.num_speculative_tokens))
@@ -131,7 +153,7 @@ class Speculation:
         self.stats.num_accepted_tokens += num_accepted
         estimate = self._estimate(sequence)
         estimate.guess = None
-        estimate.agreement = agreement_after(estimate.agreement, num_accepted, num_accepted < num_drafted)
+        estimate.note(num_accepted, num_accepted < num_drafted)
 
     def committed(self, planned: Planned, seconds: float) -> None:
         """A step is over: what it cost, and whether guesses that nobody drafted came true."""
@@ -150,10 +172,11 @@ class Speculation:
         estimate = self._estimate(sequence)
         if estimate.guess is not None:
             is_right = sequence.token_ids[-1] == estimate.guess
-            estimate.agreement = agreement_after(estimate.agreement, int(is_right), not is_right)
+            estimate.note(int(is_right), not is_right)
         if self._proposer.guesses:
             estimate.guess = self._proposer.guess(sequence)
             has_guess = float(estimate.guess is not None)
+            estimate.is_strong = self._proposer.is_strong(sequence)
             estimate.coverage += FORGETTING * (has_guess - estimate.coverage)
 
     def forget(self, request_id: str) -> None:

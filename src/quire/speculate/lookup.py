@@ -16,6 +16,7 @@ class Lookup:
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
+        self.num_matched = 0  # tokens of the n-gram that was found last
         self._last: dict[bytes, int] = {}  # n-gram -> the position after its last occurrence
         self._before = array(
             "i", [0] * shortest
@@ -53,6 +54,7 @@ class Lookup:
             if length > best_length:
                 best, best_length = place, length
             place = self._before[place]
+        self.num_matched = best_length
         return best
 
     def _take(self, token_ids: Ints) -> None:

@@ -19,6 +19,10 @@ class NgramProposer:
         found = self._lookup(sequence).find(sequence.token_ids, 1)
         return found[0] if found else None
 
+    def is_strong(self, sequence: Sequence) -> bool:
+        """Whether as many tokens matched as are compared: then more is likely to."""
+        return self._lookup(sequence).num_matched >= self._longest
+
     def can_draft(self, sequence: Sequence) -> bool:
         return self.guess(sequence) is not None
 
