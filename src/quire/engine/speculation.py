@@ -16,6 +16,7 @@ from quire.speculate.costs import StepCosts
 WAITING_GAIN = 0.1  # of the batch's tokens: what is lost when a step is planned only after the last one
 AGREEMENT_STEPS = 32  # lengths are worked out for so many values of it, and kept for so many steps
 LENGTHS_KEPT = 16
+BATCH_GAIN = 0.3  # where several wait, and each new size of a step is recorded before it is quick
 PROBED_EVERY = 64  # positions between drafts that are tried though they did not pay
 
 
@@ -113,7 +114,8 @@ class Speculation:
             return gained > 0.0
         seconds = self._costs.seconds
         dearer = seconds(num_running + round(drafted)) / seconds(num_running)
-        return 1.0 + gained / num_running > dearer + WAITING_GAIN
+        margin = WAITING_GAIN if num_running == 1 else BATCH_GAIN
+        return 1.0 + gained / num_running > dearer + margin
 
     def length(self, sequence: Sequence, num_running: int, most: int) -> int:
         length = self._length(sequence, num_running, min(most, self._config.num_speculative_tokens))
