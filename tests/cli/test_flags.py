@@ -44,6 +44,7 @@ OTHER = {
     "num_threads": 2,
     "enforce_eager": True,
     "deterministic": True,
+    "speculative_config": '{"method": "ngram"}',
 }
 
 

@@ -66,6 +66,8 @@ class PageRunner:
             self.rows[start.row] = start
             self.tokens[start.row] = list(start.token_ids)
             self.tables[start.row] = list(start.block_ids)
+        for draft in step.drafts:
+            self.tokens[draft.row][draft.position :] = draft.token_ids
         for row, index, block in zip(step.table_rows, step.table_indices, step.table_blocks, strict=True):
             table = self.tables[row]
             table.extend([0] * (index + 1 - len(table)))
@@ -80,10 +82,11 @@ class PageRunner:
         for row, start, count in zip(step.rows, step.num_computed, step.num_tokens, strict=True):
             contexts.append([self.read(row, position) for position in range(start + count)])
         result = []
-        for source, row in zip(step.sample_sources, step.sample_rows, strict=True):
-            token = next_token(contexts[source], self.rows[row].sample_index)
-            del self.tokens[row][len(contexts[source]) :]
-            self.tokens[row].append(token)
+        offsets = step.sample_offsets or [0] * len(step.sample_rows)
+        for source, row, offset in zip(step.sample_sources, step.sample_rows, offsets, strict=True):
+            context = contexts[source][: len(contexts[source]) - offset]
+            token = next_token(context, self.rows[row].sample_index)
+            self.tokens[row][len(context) : len(context) + 1] = [token]
             result.append(token)
         beams = tuple(self.candidates(one, [contexts[i] for i in step.sample_sources]) for one in step.beams)
         return StepResult(step.step_id, ints(result), beams=beams)

@@ -1,5 +1,7 @@
 """The engine under random arrivals, forks, aborts and exhaustion: nothing leaks, nothing mixes, all finish."""
 
+from functools import partial
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -8,11 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.core.config import SchedulerConfig
 from quire.core.errors import InvalidRequest, QueueFull
 from quire.core.sampling import SamplingParams
+from quire.core.speculation import SpeculativeConfig
 from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
+from quire.engine.speculation import Speculation
 from quire.memory.paged import PagedMemory
 from tests.engine.beam_oracle import expected_beams, token_scores
 from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
+from tests.engine.random_proposer import RandomProposer
 
 PREFIX = [7, 7, 3, 9, 1, 4, 4, 2]  # prompts begin alike, so that prefix hits happen
 
@@ -26,13 +31,21 @@ class EngineMachine(RuleBasedStateMachine):
         in_flight=st.sampled_from([0, 1]),
         caching=st.booleans(),
         share=st.sampled_from([True, True, True, False]),
+        drafting=st.sampled_from([None, 0.0, 0.5, 0.9]),
+        adaptive=st.booleans(),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share):
+    def start(
+        self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive
+    ):
         self.memory = PagedMemory(num_blocks, block_size, "test", enable_prefix_caching=caching, share=share)
         self.runner = PageRunner(num_blocks, block_size, token_scores)
         config = SchedulerConfig(max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight)
         limits = Limits(VOCABULARY, 64, max_num_seqs, (END,))
-        self.engine = Engine(config, limits, self.memory, self.runner)
+        speculation = None
+        if drafting is not None:
+            speculative = SpeculativeConfig("ngram", 4, adaptive=adaptive)
+            speculation = partial(Speculation, speculative, RandomProposer(drafting), max_num_seqs)
+        self.engine = Engine(config, limits, self.memory, self.runner, make_speculation=speculation)
         self.max_batch = max_tokens
         self.prompts = {}
         self.outputs = {}

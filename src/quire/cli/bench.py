@@ -1,8 +1,9 @@
-"""`quire bench throughput|latency|startup|serve|sharing`: measures; a table on stdout, JSON on request."""
+"""`quire bench throughput|latency|startup|speculate|serve|sharing`: measures; a table on stdout, JSON on request."""
 
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -11,6 +12,7 @@ from quire.bench.drive import SAMPLINGS
 from quire.bench.latency import LatencyPlan, run_latency
 from quire.bench.lengths import DISTRIBUTIONS, Lengths, fixed, from_csv, named
 from quire.bench.report import BenchReport, write_json
+from quire.bench.speculate import WORKLOADS, SpeculatePlan, run_speculate
 from quire.bench.startup import StartupPlan, run_startup
 from quire.bench.throughput import ThroughputPlan, run_throughput
 from quire.cli.bench_serve import add_serve, serve
@@ -18,15 +20,17 @@ from quire.cli.bench_sharing import add_sharing, sharing
 from quire.cli.engine_flags import add_engine_flags, engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling
-from quire.core.config import EngineConfig
+from quire.core.config import EngineConfig, SpeculationConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import Built, build
 from quire.llm.progress import load_progress
+from quire.text.template import load_template
 
 HELP = {
     "throughput": "many requests at once: tokens and requests per second, the scheduler's own time",
     "latency": "one batch again and again: time to the first token and per token",
     "startup": "fresh processes: time to the first token, memory afterwards",
+    "speculate": "plain decoding and speculation in turn: tokens per second, drafts accepted, the same tokens",
     "serve": "load on any OpenAI server: latencies, throughput, goodput at one rate or several",
     "sharing": "parallel sampling and beam search: blocks saved by sharing, tokens a second with and without",
 }
@@ -94,6 +98,16 @@ def _add_startup(parser: Parser) -> None:
     )
 
 
+def _add_speculate(parser: Parser) -> None:
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="measured rounds of each workload (default: 5)"
+    )
+    parser.add_argument(
+        "--num-tokens", type=int, default=96, metavar="N", help="longest answer (default: 96)"
+    )
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="default: all")
+
+
 def _add_lengths(parser: Parser) -> None:
     for name, default, what in (("input", DEFAULT_INPUT, "prompt"), ("output", DEFAULT_OUTPUT, "answer")):
         parser.add_argument(
@@ -150,6 +164,20 @@ def _startup(arguments: argparse.Namespace) -> BenchReport:
     return run_startup(StartupPlan(settings, arguments.iterations, arguments.num_tokens))
 
 
+def _speculate(arguments: argparse.Namespace) -> BenchReport:
+    plan = SpeculatePlan(
+        arguments.num_tokens, arguments.rounds, tuple(arguments.workloads), arguments.seed or 0
+    )
+    arguments.speculative_config = arguments.speculative_config or '{"method": "ngram"}'
+    config, speculating = _built(arguments)
+    plain = build(replace(config, speculation=SpeculationConfig()))
+    try:
+        return run_speculate(config, plain, speculating, load_template(plain.source), plan)
+    finally:
+        plain.engine.close()
+        speculating.engine.close()
+
+
 def _lengths(arguments: argparse.Namespace) -> tuple[list[Lengths], str]:
     count, seed = arguments.num_prompts, arguments.seed or 0
     if count < 1:
@@ -185,6 +213,7 @@ _ADD: dict[str, Callable[[Any], None]] = {
     "throughput": _add_throughput,
     "latency": _add_latency,
     "startup": _add_startup,
+    "speculate": _add_speculate,
     "serve": add_serve,
     "sharing": add_sharing,
 }
@@ -192,6 +221,7 @@ _RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
     "throughput": _throughput,
     "latency": _latency,
     "startup": _startup,
+    "speculate": _speculate,
     "serve": serve,
     "sharing": sharing,
 }

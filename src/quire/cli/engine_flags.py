@@ -11,7 +11,13 @@ from quire.cli.sizes import parse_bytes
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 
-TITLES = {"model": "model", "memory": "memory", "scheduler": "scheduling", "runner": "device"}
+TITLES = {
+    "model": "model",
+    "memory": "memory",
+    "scheduler": "scheduling",
+    "runner": "device",
+    "speculation": "speculation",
+}
 
 HELP = {
     "tokenizer": "a folder or tokenizer.json to use instead of the model's own",
@@ -38,6 +44,7 @@ HELP = {
     "device": "auto, cpu or cuda",
     "num_threads": "CPU threads (default: the physical cores)",
     "enforce_eager": "no recorded graphs",
+    "speculative_config": 'draft tokens and verify them together: JSON, {"method": "ngram"} looks them up in the text',
     "deterministic": "on a GPU: a request's tokens do not depend on its neighbours (slower; on a CPU in int8 always)",
 }
 _SHORT = {"quantization": ("-q",)}

@@ -1,11 +1,13 @@
 """Configs compose, are frozen, and reject unknown keys. What is measured at run time is not config."""
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from quire.core.errors import ConfigError
+from quire.core.speculation import SpeculativeConfig, parse_speculative
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -127,11 +129,30 @@ class RunnerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Speculative decoding, off unless asked for."""
+
+    speculative_config: str | None = None  # JSON: see SpeculativeConfig; a mapping is taken as well
+
+    def __post_init__(self) -> None:
+        given = self.speculative_config
+        if given is not None:
+            parse_speculative(given)
+            if not isinstance(given, str):  # it travels as text
+                object.__setattr__(self, "speculative_config", json.dumps(dict(given)))
+
+    @property
+    def parsed(self) -> SpeculativeConfig | None:
+        return None if self.speculative_config is None else parse_speculative(self.speculative_config)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     model: ModelOptions = ModelOptions()
     memory: MemoryConfig = MemoryConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
 
     @classmethod
     def of(cls, **flat: Any) -> "EngineConfig":

@@ -1,7 +1,9 @@
 """Step: one forward pass as decided. StepResult: what came back. Arrays and deltas, no object per token."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from quire.core.draft import Draft
 from quire.core.ints import Ints, ints
 from quire.core.sampling import SamplingParams
 
@@ -43,7 +45,8 @@ class BeamCandidates:
 class Step:
     """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
 
-    Applied in this order: row starts, table deltas, page copies, forward, sampling.
+    Applied in this order: row starts, drafts, table deltas, page copies, forward, sampling. A row with a draft of
+    K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens.
     """
 
     step_id: int
@@ -60,10 +63,21 @@ class Step:
     sample_rows: Ints  # [S] int32, the row that receives the token (a fork samples into several rows)
     masked: Ints = field(default_factory=ints)  # [M] int32, indices into [S] that wait for a grammar's mask
     beams: tuple[BeamSet, ...] = ()
+    drafts: tuple[Draft, ...] = ()  # of rows in `rows`
+    sample_offsets: Ints = field(
+        default_factory=ints
+    )  # [S] int32, tokens back from the row's last; [] is all 0
 
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+    def verified(self) -> Iterator[tuple[Draft, int]]:
+        """Each draft, and the index into [S] of the first of its K + 1 samples."""
+        if self.drafts:
+            rows = list(self.sample_rows)
+            for draft in self.drafts:
+                yield draft, rows.index(draft.row)
 
 
 @dataclass(frozen=True, slots=True)

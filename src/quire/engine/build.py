@@ -2,16 +2,18 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from quire.core.config import EngineConfig, ModelConfig, SchedulerConfig
+from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
+from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
+from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
     default_limits,
@@ -19,6 +21,7 @@ from quire.engine.resolve import (
     resolve_numbers,
     resolve_scheduler,
 )
+from quire.engine.speculation import Speculation
 from quire.engine.vocabulary import model_vocabulary
 from quire.grammar.compiler import Compiler
 from quire.kernels import native
@@ -56,6 +59,7 @@ class Report:
     num_graphs: int  # sizes of steps that were captured at start
     tiles: str  # attention's, on a GPU: tuned, default or fixed
     seconds: float
+    speculation: str = ""  # who drafts and how far, in words
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
@@ -73,6 +77,7 @@ class Report:
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
+            *([f"drafts    {self.speculation}"] if self.speculation else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
 
@@ -111,7 +116,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     num_threads = set_threads(config.runner.num_threads, numbers)
     factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
     model = load(source, factory, partial(progress, "weights") if progress else None, seed=options.seed)
-    pool, size, divided = _make_pool(config, model, numbers, max_model_len)
+    speculative = config.speculation.parsed
+    draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
+    pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft)
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
     runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
     on_gpu = numbers.device.type == "cuda"
@@ -139,14 +146,21 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         num_graphs=num_graphs,
         tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
         seconds=time.perf_counter() - started,
+        speculation=speculative.in_words if speculative else "",
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
-    engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler)
+    make_speculation = None
+    if speculative is not None:
+        drafting = _draft_model(config, scheduler, draft, size, max_model_len) if draft else None
+        make_speculation = partial(
+            Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
+        )
+    engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation)
     return Built(engine, source, described, default_sampling(source), report)
 
 
 def _make_pool(
-    config: EngineConfig, model: Model, numbers: Numbers, max_model_len: int
+    config: EngineConfig, model: Model, numbers: Numbers, max_model_len: int, draft: LoadedDraft | None = None
 ) -> tuple[Pool, PoolSize, DeviceMemory | None]:
     layout = block_layout(config.memory.block_size, model.config, numbers)
     max_rows, max_tokens = default_limits(config.scheduler, numbers.device)
@@ -155,8 +169,36 @@ def _make_pool(
         needed = activation_bytes(model, layout, max_rows, max_tokens, max_model_len, numbers.device)
         divided = divide_gpu(numbers.device, config.memory.gpu_memory_utilization, needed)
     free = free_host_bytes() if divided is None else divided.pool
-    size = pool_size(config.memory, layout, max_rows, max_model_len, free)
+    memory, free = _less_draft(config.memory, layout, draft, free)
+    size = pool_size(memory, layout, max_rows, max_model_len, free)
     return Pool(layout, size.num_blocks + 1, numbers.device), size, divided
+
+
+def _less_draft(
+    memory: MemoryConfig, layout: BlockLayout, draft: LoadedDraft | None, free: int
+) -> tuple[MemoryConfig, int]:
+    """What the target's pages may take: a draft model's pages, one for each of them, come out of the same memory."""
+    if draft is None:
+        return memory, free
+    of_draft = block_layout(layout.block_size, draft.model.config, draft.numbers).block_bytes
+    share = layout.block_bytes / (layout.block_bytes + of_draft)
+    if memory.kv_cache_memory_bytes is not None:
+        memory = replace(memory, kv_cache_memory_bytes=max(1, int(memory.kv_cache_memory_bytes * share)))
+    return memory, int(free * share)
+
+
+def _draft_model(
+    config: EngineConfig, scheduler: SchedulerConfig, draft: LoadedDraft, size: PoolSize, max_model_len: int
+) -> DraftModel:
+    """Its runner, with pages under the target's block ids."""
+    model, numbers = draft.model, draft.numbers
+    layout = block_layout(size.block_size, model.config, numbers)
+    pool = Pool(layout, size.num_blocks + 1, numbers.device)
+    limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
+    runner = (DeviceRunner if numbers.device.type == "cuda" else Runner)(model, pool, limits, numbers.device)
+    if isinstance(runner, DeviceRunner):
+        runner.warm_up(GRAPH_SECONDS)
+    return DraftModel(runner, limits.max_num_batched_tokens)
 
 
 def block_layout(block_size: int, model: ModelConfig, numbers: Numbers) -> BlockLayout:

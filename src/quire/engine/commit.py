@@ -3,16 +3,21 @@
 from quire.core.request import FinishReason, Phase, Sequence
 from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
 from quire.engine.beams import BeamSearches
+from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.errors import GrammarError
 from quire.scheduler.scheduler import Planned, Scheduler
+from quire.speculate.acceptance import num_accepted
 
 
 class Committer:
     """Appends tokens, ends sequences, indexes full blocks. Results for ended sequences are discarded."""
 
-    def __init__(self, scheduler: Scheduler, structured: StructuredOutputs) -> None:
+    def __init__(
+        self, scheduler: Scheduler, structured: StructuredOutputs, speculation: Speculation | None = None
+    ) -> None:
         self._scheduler = scheduler
+        self._speculation = speculation
         self._structured = structured
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self._beams = BeamSearches(scheduler)
@@ -23,15 +28,23 @@ class Committer:
         if not failed:  # pages behind logits that are not numbers are not worth finding again
             self._seal(planned)
         updates: list[SequenceUpdate] = []
+        drafted = bool(planned.step.drafts)
+        refused = self._verify(planned, result) if drafted else ()
         for i, sequence in enumerate(planned.receivers):
             if sequence.phase is Phase.FINISHED:
                 continue  # overran by one token after its end
-            sequence.num_pending -= not sequence.is_beam
+            if sequence.is_beam:
+                if i in failed:
+                    updates += self.fail(sequence, _why_failed(sequence))
+                continue  # beams have no token of their own until all of them are compared
+            sequence.num_pending -= 1
+            if i in refused:
+                continue  # follows a drafted token that the target did not choose
             if i in failed:
                 updates += self.fail(sequence, _why_failed(sequence))
                 continue
-            if sequence.is_beam:
-                continue
+            if drafted and not failed:  # it may end with the next token
+                self._scheduler.memory.seal(sequence, len(sequence.token_ids))
             logprobs = result.logprobs[i] if result.logprobs else None
             try:
                 updates.append(self._append(sequence, result.token_ids[i], logprobs))
@@ -39,11 +52,27 @@ class Committer:
                 updates += self.fail(sequence, str(error))
         if planned.step.beams:
             updates += self._beams.commit(planned, result, self._prompt_logprobs)
-        return updates
+        if self._speculation is not None:
+            self._speculation.committed(planned, result.seconds)
+        return _joined(updates) if drafted else updates
 
     def forget(self, request_id: str) -> None:
         self._prompt_logprobs.pop(request_id, None)
         self._beams.forget(request_id)
+
+    def _verify(self, planned: Planned, result: StepResult) -> set[int]:
+        """Samples whose position was never reached. Sequences with a draft go back to what they will have computed."""
+        refused: set[int] = set()
+        for draft, first in planned.step.verified():
+            sequence = planned.receivers[first]
+            last = first + len(draft.token_ids)
+            accepted = num_accepted(draft.token_ids, result.token_ids[first : last + 1])
+            refused.update(range(first + accepted + 1, last + 1))
+            if sequence.phase is Phase.RUNNING:
+                sequence.num_computed = draft.position + accepted
+            if self._speculation is not None and sequence.phase is not Phase.FINISHED:
+                self._speculation.verified(sequence, len(draft.token_ids), accepted)
+        return refused
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
         sequence.token_ids.append(token_id)
@@ -119,6 +148,20 @@ def error_updates(ended: list[Sequence], message: str) -> list[SequenceUpdate]:
             for i in range(request.sampling.num_answers)
         ]
     return updates
+
+
+def _joined(updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+    """One update per sequence: an accepted draft's tokens came one by one."""
+    found: list[SequenceUpdate] = []
+    for update in updates:
+        last = found[-1] if found else None
+        if last is None or update.error or (last.request_id, last.index) != (update.request_id, update.index):
+            found.append(update)
+            continue
+        last.token_ids += update.token_ids
+        last.logprobs += update.logprobs
+        last.finish_reason, last.stop_reason = update.finish_reason, update.stop_reason
+    return found
 
 
 def _why_failed(sequence: Sequence) -> str:

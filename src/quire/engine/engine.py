@@ -13,6 +13,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, Step, StepResult
 from quire.engine.arrival import Door, Limits
 from quire.engine.commit import Committer, error_updates
+from quire.engine.speculation import Speculation, SpeculationStats
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
 from quire.memory.paged import PagedMemory
@@ -61,16 +62,18 @@ class Engine:
         runner: StepRunner,
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,
+        make_speculation: Callable[[StructuredOutputs], Speculation] | None = None,
     ):
         self.limits = limits
         self.memory = memory
-        self.scheduler = Scheduler(config, memory)
+        self._structured = StructuredOutputs(make_compiler, limits)
+        self.speculation = make_speculation(self._structured) if make_speculation is not None else None
+        self.scheduler = Scheduler(config, memory, self.speculation)
         self.stats = EngineStats()
         self._door = Door(limits, memory, seed)
         self._runner = runner
-        self._structured = StructuredOutputs(make_compiler, limits)
         self._compiled: list[Request] = []  # whose grammar is done and whom the queue has not taken yet
-        self._committer = Committer(self.scheduler, self._structured)
+        self._committer = Committer(self.scheduler, self._structured, self.speculation)
         self._in_flight: deque[Planned] = deque()
         self._max_in_flight = config.steps_in_flight
 
@@ -105,7 +108,7 @@ class Engine:
         self._compiled = [request for request in self._compiled if request.request_id != request_id]
         self.scheduler.abort(request_id, FinishReason.ABORT)
         self._committer.forget(request_id)
-        self._structured.forget(request_id)
+        self._forget_if_ended(request_id)
         return known
 
     def stop(self, request_id: str, index: int) -> bool:
@@ -122,6 +125,11 @@ class Engine:
     def num_compiling(self) -> int:
         """Requests that wait for their grammar."""
         return self._structured.num_compiling + len(self._compiled)
+
+    @property
+    def draft_stats(self) -> SpeculationStats:
+        """All zero where nobody speculates."""
+        return SpeculationStats() if self.speculation is None else self.speculation.stats
 
     def step(self) -> list[SequenceUpdate]:
         """Launches the next step if there is one and commits the oldest that must be."""
@@ -155,6 +163,8 @@ class Engine:
         """Waits for the steps in flight, whose results nobody wants any more. Calling it twice is fine."""
         self._in_flight.clear()
         self._runner.close()
+        if self.speculation is not None:
+            self.speculation.close()
         self._structured.close()
 
     def _shed(self, planned: Planned, full: DeviceMemoryFull) -> list[SequenceUpdate]:
@@ -214,6 +224,8 @@ class Engine:
     def _forget_if_ended(self, request_id: str) -> None:
         if not self.scheduler.has_request(request_id):
             self._structured.forget(request_id)
+            if self.speculation is not None:
+                self.speculation.forget(request_id)
 
     def _count_ends(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.core.errors import InvalidRequest, QuireError
+from quire.core.ints import Ints
 from quire.core.request import Phase, Request, Sequence
 from quire.engine.arrival import Limits
 from quire.grammar.compiler import Compiler, Grammar
@@ -109,6 +110,10 @@ class StructuredOutputs:
         matcher.advance([token_id])
         return matcher.is_terminated
 
+    def num_allowed(self, sequence: Sequence, drafted: Ints) -> int:
+        """How many of a draft's tokens, from its first, the grammar lets through."""
+        return self._matcher(sequence).accepted(drafted)
+
     def mask(self, planned: Planned) -> tuple[TokenMask, list[tuple[Sequence, GrammarError]]]:
         """What the masked samples of a step may be, all earlier steps being committed; and whom that fails.
 
@@ -117,13 +122,21 @@ class StructuredOutputs:
         indices: list[int] = []
         failed: list[tuple[Sequence, GrammarError]] = []
         bits = np.zeros((len(planned.step.masked), self._num_words), np.uint32)
+        walked: dict[int, tuple[int, int]] = {}  # by sample: the drafted token before it, and how many were
+        for draft, first in planned.step.verified():
+            walked.update({first + n: (token_id, n) for n, token_id in enumerate(draft.token_ids, 1)})
         for index in planned.step.masked:
             sequence = planned.receivers[index]
-            if sequence.phase is Phase.FINISHED:
+            if sequence.phase is Phase.FINISHED or any(sequence is one for one, _ in failed):
                 continue
             row = bits[len(indices)]
+            matcher = self._matcher(sequence)
             try:
-                self._matcher(sequence).fill(row)
+                if index in walked:
+                    matcher.advance([walked[index][0]])
+                matcher.fill(row)
+                if index in walked and index + 1 not in walked:
+                    matcher.rollback(walked[index][1])
             except GrammarError as error:
                 failed.append((sequence, error))
                 row[:] = 0

@@ -164,6 +164,7 @@ class EngineLoop:
     def figures(self) -> Figures:
         engine = self._engine
         scheduler, memory, stats = engine.scheduler, engine.memory, engine.stats
+        drafted = engine.draft_stats
         return Figures(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + engine.num_compiling,
@@ -179,6 +180,9 @@ class EngineLoop:
             num_computed_tokens=stats.num_computed_tokens,
             num_steps=stats.num_steps,
             step_seconds=stats.step_seconds,
+            num_drafts=drafted.num_drafts,
+            num_draft_tokens=drafted.num_draft_tokens,
+            num_accepted_tokens=drafted.num_accepted_tokens,
         )
 
 

@@ -175,6 +175,9 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     num_computed_tokens: int = 0
     num_steps: int = 0
     step_seconds: float = 0.0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Updates(_Message, frozen=True):

@@ -20,7 +20,7 @@ class Assembled:
     sample_rows: np.ndarray  # [S] int64
     sample_positions: np.ndarray  # [S] int64, where the sampled token will stand
     scored: tuple[ScoredRow, ...]  # rows that want logprobs of prompt tokens from this step
-    is_decode: bool  # every row advances by one token and is sampled, in order
+    is_decode: bool  # every token is sampled, in order: one of a row, or a draft and the token before it
 
 
 class _Buffer:
@@ -54,6 +54,7 @@ class Assembler:
         self._query_starts = _Buffer((max_rows + 1,), torch.int32, device)
         self._context_lens = _Buffer((max_rows,), torch.int32, device)
         self._tables = _Buffer((max_rows, rows.max_blocks), torch.int32, device)
+        self._order = np.arange(max_tokens)
         self._logits_indices = _Buffer((max_tokens + max_rows,), torch.int64, device)
 
     def assemble(self, step: Step) -> Assembled:
@@ -63,6 +64,7 @@ class Assembler:
         contexts = computed + counts
         ends = np.cumsum(counts)
         sources = np.asarray(step.sample_sources, np.int64)
+        offsets = np.asarray(step.sample_offsets, np.int64)
         num_tokens = int(ends[-1])
         if num_tokens == len(rows):  # one token each: nothing to spread
             token_rows, positions = rows, computed
@@ -70,6 +72,7 @@ class Assembler:
             token_rows = np.repeat(rows, counts)
             positions = np.arange(num_tokens) + np.repeat(contexts - ends, counts)
         scored = scored_rows(self._rows.settings, rows, computed, counts)
+        wanted = wanted_tokens(ends, sources, offsets, scored, rows, counts)
         batch = Batch(
             token_ids=self._token_ids.put(self._rows.tokens[token_rows, positions]),
             positions=self._positions.put(positions),
@@ -77,14 +80,16 @@ class Assembler:
             query_starts=self._query_starts.put(np.concatenate(([0], ends))),
             context_lens=self._context_lens.put(contexts),
             block_tables=self._gather_tables(rows, int(contexts.max())),
-            logits_indices=self._logits_indices.put(wanted_tokens(ends, sources, scored, rows, counts)),
+            logits_indices=self._logits_indices.put(wanted),
         )
         return Assembled(
             batch=batch,
             sample_rows=np.asarray(step.sample_rows, np.int64),
-            sample_positions=contexts[sources],
+            sample_positions=contexts[sources] - offsets if len(offsets) else contexts[sources],
             scored=scored,
-            is_decode=num_tokens == len(rows) == len(sources) and not scored,
+            is_decode=len(wanted) == num_tokens
+            and not scored
+            and bool((wanted == self._order[:num_tokens]).all()),
         )
 
     def _slots_of(self, token_rows: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -76,15 +76,16 @@ class DeviceInputs:
     # ------------------------------------------------------------------ rows change
 
     def apply(self, step: Step) -> None:
-        """Starts rows and writes table entries. Nothing waits."""
-        if not step.starts and not step.table_rows:
+        """Starts rows, writes drafts and table entries. Nothing waits."""
+        if not step.starts and not step.table_rows and not step.drafts:
             return
         deltas = (step.table_rows, step.table_indices, step.table_blocks)
         entries = [
             np.append(started, np.asarray(delta, np.int32))
             for started, delta in zip(_started(step.starts, "block_ids"), deltas, strict=True)
         ]
-        sections = Sections([*_started(step.starts, "token_ids"), *entries])
+        tokens = zip(_started(step.starts, "token_ids"), _drafted(step), strict=True)
+        sections = Sections([*(np.append(started, drafted) for started, drafted in tokens), *entries])
         parts = sections.split(send(sections.packed, self._device))
         for target, places in ((self.row_tokens, parts[:3]), (self.row_tables, parts[3:])):
             if len(places[0]):
@@ -133,21 +134,20 @@ class DeviceInputs:
         num_rows, num_samples = len(step.rows), len(step.sample_rows)
         counts = np.asarray(step.num_tokens, np.int32)
         ends = np.cumsum(counts)
-        sources = np.asarray(step.sample_sources, np.int64)
+        sources, offsets = _sampled(step)
         contexts = np.asarray(step.num_computed, np.int32) + counts
+        sampled = (contexts[sources] - offsets).astype(np.int64)
         lines = np.full((6, round_up(SMALL_ROWS + 1)), -1, np.int32)
         rows, computed, starts, wanted, sample_rows, sample_positions = lines
         rows[:num_rows] = step.rows
         computed[:num_rows] = step.num_computed
         starts[0], starts[1 : num_rows + 1], starts[num_rows + 1 :] = 0, ends, padded
         wanted[:] = 0
-        wanted[:num_samples] = ends[sources] - 1
+        wanted[:num_samples] = ends[sources] - 1 - offsets
         sample_rows[:num_samples] = step.sample_rows
-        sample_positions[:num_samples] = contexts[sources]
+        sample_positions[:num_samples] = sampled
         self._small.copy_(pinned(lines.reshape(-1), self._device), non_blocking=True)
-        return Staged(
-            False, padded, sample_rows[:num_samples].astype(np.int64), contexts[sources].astype(np.int64)
-        )
+        return Staged(False, padded, sample_rows[:num_samples].astype(np.int64), sampled)
 
     def small(self, num_tokens: int) -> Batch:
         """The batch of a small step, padded to so many tokens; may be captured."""
@@ -173,13 +173,13 @@ class DeviceInputs:
         rows = np.asarray(step.rows, np.int32)
         computed = np.asarray(step.num_computed, np.int32)
         counts = np.asarray(step.num_tokens, np.int32)
-        sources = np.asarray(step.sample_sources, np.int64)
+        sources, offsets = _sampled(step)
         sample_rows = np.asarray(step.sample_rows, np.int64)
         contexts = computed + counts
         ends = np.cumsum(counts, dtype=np.int64)
         scored = scored_rows(self._settings, rows, computed, counts)
-        sample_positions = contexts[sources].astype(np.int64)
-        wanted = wanted_tokens(ends, sources, scored, rows, counts)
+        sample_positions = contexts[sources].astype(np.int64) - offsets
+        wanted = wanted_tokens(ends, sources, offsets, scored, rows, counts)
         is_fresh = (computed == 0) & (counts >= self._fresh_tokens)
         sections = Sections([
             rows, computed, np.append(0, ends), np.where(is_fresh, 0, contexts), wanted,
@@ -245,3 +245,21 @@ def _started(starts: tuple[RowStart, ...], field: str) -> tuple[np.ndarray, np.n
     rows = np.repeat(np.array([start.row for start in starts], np.int32), lengths)
     places = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     return rows, places, np.concatenate(values)
+
+
+def _sampled(step: Step) -> tuple[np.ndarray, np.ndarray]:
+    """(whose, how far before its last) tokens are sampled; each [S] int64."""
+    sources = np.asarray(step.sample_sources, np.int64)
+    offsets = np.asarray(step.sample_offsets, np.int64)
+    return sources, offsets if len(offsets) else np.zeros_like(sources)
+
+
+def _drafted(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row, place, value) of every drafted token; each [N] int32."""
+    found = [
+        (draft.row, draft.position + i, token_id)
+        for draft in step.drafts
+        for i, token_id in enumerate(draft.token_ids)
+    ]
+    rows, places, values = np.array(found, np.int32).reshape(-1, 3).T
+    return rows, places, values

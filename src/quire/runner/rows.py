@@ -39,9 +39,11 @@ class Rows:
         self.settings = RowSettings(max_rows, vocab_size)
 
     def apply(self, step: Step) -> None:
-        """Starts rows and writes table entries, in this order."""
+        """Starts rows, writes drafts and table entries, in this order."""
         for start in step.starts:
             self._start(start)
+        for draft in step.drafts:
+            self.tokens[draft.row, draft.position : draft.position + len(draft.token_ids)] = draft.token_ids
         if step.table_rows:
             self.tables[np.asarray(step.table_rows), np.asarray(step.table_indices)] = step.table_blocks
 

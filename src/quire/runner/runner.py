@@ -5,6 +5,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
+from threading import Lock
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from quire.sampling.logprobs import logprob_entries, prompt_logprobs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
 from quire.sampling.sampler import Sampler
 
+ONE_PASS = Lock()  # a draft model's runner has a thread of its own; native threads and tapes serve one pass
 SCORED_PER_PASS = 256  # prompt positions turned into logits at once: bounds memory, not speed
 
 
@@ -82,7 +84,8 @@ class Runner:
             sources, targets = self._ids(step.copy_sources), self._ids(step.copy_targets)
             self._pages.copy_blocks(self._pool.data, sources, targets)
         assembled = self._assembler.assemble(step)
-        logits, scored = self._forward(assembled)
+        with ONE_PASS:
+            logits, scored = self._forward(assembled)
         mask = self._masks.get() if step.masked else None
         sampled = self._sample(logits, assembled, mask, step) if len(assembled.sample_rows) else None
         finite = sampled.finite.cpu().numpy() if sampled is not None else np.ones(0, np.bool_)

@@ -38,13 +38,14 @@ def scored_rows(
 
 def wanted_tokens(
     ends: np.ndarray,  # [R] int64, where each row's tokens end in the batch
-    sources: np.ndarray,  # [S] int64, whose last token is sampled
+    sources: np.ndarray,  # [S] int64, whose token is sampled
+    offsets: np.ndarray,  # [S] int64, or [] for all 0: how far before its last
     scored: tuple[ScoredRow, ...],
     rows: np.ndarray,  # [R] int64
     counts: np.ndarray,  # [R] int64
 ) -> np.ndarray:
     """Token indices whose hidden states are needed: one per sample, then those of scored rows."""
-    pieces = [ends[sources] - 1]
+    pieces = [ends[sources] - 1 - offsets if len(offsets) else ends[sources] - 1]
     for score in scored:
         position = int(np.flatnonzero(rows == score.row)[0])
         begin = int(ends[position] - counts[position])

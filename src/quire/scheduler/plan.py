@@ -1,6 +1,7 @@
 """Plan: a Step while it is being decided."""
 
-from quire.core.ints import ints
+from quire.core.draft import Draft
+from quire.core.ints import Ints, ints
 from quire.core.request import Sequence
 from quire.core.step import BeamSet, RowStart, Step
 from quire.memory.paged import TableDelta
@@ -16,15 +17,38 @@ class Plan:
         self.starts: list[Sequence] = []  # that take a row
         self.sources: list[int] = []  # of samples: whose logits, as an index into `sequences`
         self.receivers: list[Sequence] = []  # of samples: who gets the token
+        self.offsets: list[int] = []  # of samples: tokens back from the source's last
+        self.drafts: dict[
+            int, Ints
+        ] = {}  # by index into `sequences`: proposed tokens that it computes as well
         self.delta = TableDelta()
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence computes that many tokens, and yields a token if then all it knows is computed."""
         if sequence.num_computed + num_tokens == len(sequence.token_ids) + sequence.num_pending:
-            self.sources.append(len(self.sequences))
-            self.receivers.append(sequence)
+            self.sample(len(self.sequences), sequence)
         self.sequences.append(sequence)
         self.num_tokens.append(num_tokens)
+
+    def sample(self, source: int, receiver: Sequence, offset: int = 0) -> None:
+        """`receiver` gets the token that is chosen so many tokens before the last of `sequences[source]`."""
+        self.sources.append(source)
+        self.receivers.append(receiver)
+        self.offsets.append(offset)
+
+    def verify(self, sequence: Sequence, draft: Ints) -> None:
+        """The sequence computes its last known token and the draft, and yields a token at each of them."""
+        source = len(self.sequences)
+        self.drafts[source] = draft
+        self.sequences.append(sequence)
+        self.num_tokens.append(1 + len(draft))
+        for offset in range(len(draft), -1, -1):
+            self.sample(source, sequence, offset)
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences that compute all they know and had one token left."""
+        return self.num_tokens.count(1) + len(self.drafts)
 
     def drop_from(self, sequence: Sequence) -> int:
         """Takes back everything planned from `sequence` on; returns how many tokens that frees."""
@@ -36,6 +60,9 @@ class Plan:
         while self.sources and self.sources[-1] >= cut:
             self.sources.pop()
             self.receivers.pop()
+            self.offsets.pop()
+        for index in [index for index in self.drafts if index >= cut]:
+            del self.drafts[index]
         return freed
 
     def restart_beams(self) -> None:
@@ -63,7 +90,13 @@ class Plan:
                 [i for i, s in enumerate(self.receivers) if s.request.sampling.structured is not None]
             ),
             beams=_beam_sets(self.receivers),
+            drafts=tuple(self._draft(index) for index in self.drafts),
+            sample_offsets=ints(self.offsets) if self.drafts else ints(),
         )
+
+    def _draft(self, index: int) -> Draft:
+        sequence = self.sequences[index]
+        return Draft(sequence.row, len(sequence.token_ids), self.drafts[index])
 
 
 def _beam_sets(receivers: list[Sequence]) -> tuple[BeamSet, ...]:

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.core.config import SchedulerConfig
+from quire.core.ints import Ints
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import Step
 from quire.memory.paged import PagedMemory
+from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
 from quire.scheduler.group import Group
 from quire.scheduler.plan import Plan
 from quire.scheduler.queue import WaitingQueue
@@ -36,9 +38,10 @@ class Scheduler:
     may need more than the pool, so something always finishes.
     """
 
-    def __init__(self, config: SchedulerConfig, memory: PagedMemory) -> None:
+    def __init__(self, config: SchedulerConfig, memory: PagedMemory, drafter: Drafter | None = None) -> None:
         max_num_seqs, self._max_num_batched_tokens = config.limits
         self.memory = memory
+        self._drafter = drafter  # None: nobody speculates
         self.waiting = WaitingQueue(config.max_queue_requests, config.max_queue_tokens)
         self.running: list[Sequence] = []  # by arrival
         self.stats = SchedulerStats()
@@ -115,6 +118,8 @@ class Scheduler:
 
     def schedule(self) -> Planned | None:
         """Decides the next step, or None when nothing can advance before a result is committed."""
+        if self._drafter is not None and waits_for_drafts(self._drafter, self.running):
+            return None
         plan = Plan(self._next_step_id)
         budget, preempted = self._advance_running(plan, self._max_num_batched_tokens)
         if not preempted:
@@ -138,10 +143,18 @@ class Scheduler:
         decodes_left: int | None = None  # counted only if a prompt competes with them
         preempted = False
         position = 0
+        drafts: dict[int, Ints] = {}
+        if self._drafter is not None:
+            drafts = find_drafts(self._drafter, running, memory, budget - len(running), plan.delta)
         while position < len(running) and budget > 0:
             sequence = running[position]
             position += 1
             distance = sequence.target - sequence.num_computed
+            draft = drafts.get(sequence.row)
+            if draft is not None:
+                plan.verify(sequence, draft)
+                budget -= 1 + len(draft)
+                continue
             if distance == 1 and memory.has_room(sequence):
                 plan.advance(sequence, 1)
                 budget -= 1
@@ -149,7 +162,7 @@ class Scheduler:
             if distance > 1:
                 if decodes_left is None:
                     decodes_left = sum(1 for s in running if s.target - s.num_computed == 1)
-                planned_decodes = plan.num_tokens.count(1)
+                planned_decodes = plan.num_decodes
                 distance = min(distance, budget - max(0, decodes_left - planned_decodes))
             if distance <= 0:
                 continue
@@ -346,5 +359,4 @@ class Scheduler:
                 child.num_cached = leader.num_cached
                 self.memory.fork(leader, child, num_computed)
                 self._enter_row(child, plan)
-                plan.sources.append(source)
-                plan.receivers.append(child)
+                plan.sample(source, child)

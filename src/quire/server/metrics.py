@@ -156,6 +156,14 @@ def _pool_values(figures: Figures, ready: Ready | None) -> Iterator[Value]:
     yield "counter", "num_preemptions_total", figures.num_preemptions, "Requests sent back to the queue."
     yield "counter", "prefix_cache_queries_total", figures.prefix_queries, "Tokens looked up."
     yield "counter", "prefix_cache_hits_total", figures.prefix_hits, "Tokens found in the prefix cache."
+    yield "counter", "spec_decode_num_drafts_total", figures.num_drafts, "Drafts that were verified."
+    yield "counter", "spec_decode_num_draft_tokens_total", figures.num_draft_tokens, "Their tokens."
+    yield (
+        "counter",
+        "spec_decode_num_accepted_tokens_total",
+        figures.num_accepted_tokens,
+        "Those that stayed.",
+    )
     if ready is not None:
         yield "gauge", "kv_cache_blocks", ready.num_blocks, "Blocks in the pool."
         yield "gauge", "kv_cache_block_size", ready.block_size, "Tokens per block."

@@ -1,0 +1,175 @@
+"""Speculation against plain decoding: the same requests to two engines in turn, on text that repeats and that does not.
+
+Answers end where the model ends them, except for random prompts. Prompts are found in the prefix cache after the
+first time, in both engines, so what is compared is decoding.
+"""
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.bench.drive import Bench, BenchRequest, plain_token_ids
+from quire.bench.passages import PASSAGES, QUESTIONS
+from quire.bench.report import BenchReport, engine_record
+from quire.bench.table import aligned
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.core.sampling import SamplingParams
+from quire.engine.build import Built
+from quire.text.template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+
+WORKLOADS = ("quote", "chat", "sampled", "random", "batch")
+BATCH = 16  # requests at once in `batch`
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatePlan:
+    num_tokens: int = 96
+    rounds: int = 5
+    workloads: tuple[str, ...] = WORKLOADS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One workload: tokens per second of each round, plain and with speculation."""
+
+    name: str
+    plain: list[float]
+    speculating: list[float]
+    num_drafted: int
+    num_accepted: int
+    is_same: bool  # every answer has the same tokens
+
+    @property
+    def speedup(self) -> float:
+        return statistics.median(self.speculating) / statistics.median(self.plain)
+
+
+def run_speculate(
+    config: EngineConfig, plain: Built, speculating: Built, template: ChatTemplate | None, plan: SpeculatePlan
+) -> BenchReport:
+    """Rounds alternate, and so does who goes first, so that a disturbance hits both alike."""
+    benches = Bench(plain, plan.seed), Bench(speculating, plan.seed)
+    if benches[0].tokenizer is None or template is None:
+        raise ConfigError("this benchmark needs a model with a tokenizer and a chat template")
+    found = []
+    for name in plan.workloads:
+        requests = _requests(name, plan, plain, benches[0].tokenizer, template)
+        found.append(_compare(name, benches, requests, plan.rounds))
+    settings = {
+        **engine_record(config, speculating),
+        "num_tokens": plan.num_tokens,
+        "rounds": plan.rounds,
+        "batch": BATCH,
+    }
+    table = aligned([_HEAD, *map(_row, found)])
+    rows = [("model", f"{plain.report.model}, {plain.report.numbers.format_name}")]
+    return BenchReport("speculate", settings, {one.name: _result(one) for one in found}, rows, ["", table])
+
+
+def _compare(
+    name: str, benches: tuple[Bench, Bench], requests: list[list[BenchRequest]], rounds: int
+) -> Compared:
+    speculation = benches[1].engine.speculation
+    assert speculation is not None
+    rates: tuple[list[float], list[float]] = [], []
+    same = _answers(benches[0], requests) == _answers(benches[1], requests)  # and warms both up
+    drafted, accepted = speculation.stats.num_draft_tokens, speculation.stats.num_accepted_tokens
+    for index in range(rounds):
+        for which in (0, 1) if index % 2 == 0 else (1, 0):
+            runs = [benches[which].serve(batch) for batch in requests]
+            seconds = sum(run.seconds for run in runs)
+            rates[which].append(sum(run.num_output_tokens for run in runs) / seconds)
+    stats = speculation.stats
+    return Compared(
+        name, *rates, stats.num_draft_tokens - drafted, stats.num_accepted_tokens - accepted, same
+    )
+
+
+def _answers(bench: Bench, requests: list[list[BenchRequest]]) -> dict[tuple[str, int], list[int]]:
+    engine = bench.engine
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for batch_index, batch in enumerate(requests):
+        for index, one in enumerate(batch):
+            engine.add(f"warm-{batch_index}-{index}", one.prompt_token_ids, one.sampling)
+        while engine.has_work:
+            for update in engine.step():
+                tokens.setdefault((update.request_id, update.index), []).extend(update.token_ids)
+    return tokens
+
+
+# ---------------------------------------------------------------------- workloads
+
+
+def _requests(
+    name: str, plan: SpeculatePlan, built: Built, tokenizer: Tokenizer, template: ChatTemplate
+) -> list[list[BenchRequest]]:
+    """Batches that are served one after the other."""
+    if name not in WORKLOADS:
+        raise ConfigError(f"workload {name!r} is not known: choose from {', '.join(WORKLOADS)}")
+    greedy = SamplingParams(temperature=0.0, max_tokens=plan.num_tokens)
+    endless = greedy.changed(ignore_eos=True)
+
+    def asked(text: str, sampling: SamplingParams = greedy) -> BenchRequest:
+        rendered = template.render([{"role": "user", "content": text}])
+        return BenchRequest(list(tokenizer.encode(rendered)), sampling)
+
+    makers: dict[str, Callable[[], Sequence[Sequence[BenchRequest]]]] = {
+        "quote": lambda: [[asked(_quote(passage))] for passage in PASSAGES],
+        "chat": lambda: [[asked(question)] for question in QUESTIONS[:3]],
+        "sampled": lambda: [
+            [asked(question, greedy.changed(temperature=0.8, top_p=0.95, seed=i))]
+            for i, question in enumerate(QUESTIONS[:3])
+        ],
+        "random": lambda: [[BenchRequest(_random_prompt(built, tokenizer, plan.seed), endless)]],
+        "batch": lambda: [[asked(QUESTIONS[i % len(QUESTIONS)]) for i in range(BATCH)]],
+    }
+    return [list(batch) for batch in makers[name]()]
+
+
+def _quote(passage: str) -> str:
+    return (
+        f"{passage}\n\nSummarise this text by quoting it: repeat the most important sentences word for word."
+    )
+
+
+def _random_prompt(built: Built, tokenizer: Tokenizer, seed: int) -> list[int]:
+    return random.Random(seed).choices(plain_token_ids(built, tokenizer), k=128)
+
+
+# ---------------------------------------------------------------------- what is said
+
+_HEAD = ["workload", "plain tokens/s", "with speculation", "speedup", "drafted", "accepted", "same tokens"]
+
+
+def _row(one: Compared) -> list[str]:
+    share = one.num_accepted / one.num_drafted if one.num_drafted else 0.0
+    return [
+        one.name,
+        f"{statistics.median(one.plain):.1f}",
+        f"{statistics.median(one.speculating):.1f}",
+        f"{one.speedup:.2f}",
+        str(one.num_drafted),
+        f"{share:.0%}",
+        "yes" if one.is_same else "NO",
+    ]
+
+
+def _result(one: Compared) -> dict[str, Any]:
+    return {
+        "plain_tokens_per_second": one.plain,
+        "speculating_tokens_per_second": one.speculating,
+        "speedup": one.speedup,
+        "num_drafted": one.num_drafted,
+        "num_accepted": one.num_accepted,
+        "same_tokens": one.is_same,
+    }

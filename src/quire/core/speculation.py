@@ -1,0 +1,84 @@
+"""SpeculativeConfig: who drafts, how far, and when it is left alone. Written as JSON, as users know it."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.core.errors import ConfigError
+
+METHODS = ("ngram", "draft_model")
+MAX_DRAFT = 32  # tokens; nothing is accepted that far often enough to pay
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """What `--speculative-config` says. Lengths are the most that is drafted: fewer where it does not pay."""
+
+    method: str
+    num_speculative_tokens: int = 8
+    prompt_lookup_max: int = 4  # tokens of the longest n-gram that is looked up
+    prompt_lookup_min: int = 2
+    model: str | None = None  # of method draft_model: a folder, a .gguf file or a hub id
+    quantization: str = "auto"  # of the draft model
+    disable_by_batch_size: int | None = None  # no drafts with so many sequences running; None: max_num_seqs
+    adaptive: bool = True  # False: always the full length, for experiments
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(
+                f"speculative_config: method {self.method!r} is not known: choose one of {', '.join(METHODS)}"
+            )
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
+            _check_count(name, getattr(self, name))
+        if self.num_speculative_tokens > MAX_DRAFT:
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens is {self.num_speculative_tokens}: at most {MAX_DRAFT}"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min ({self.prompt_lookup_min}) is more than prompt_lookup_max "
+                f"({self.prompt_lookup_max}): lower it"
+            )
+        if self.disable_by_batch_size is not None:
+            _check_count("disable_by_batch_size", self.disable_by_batch_size)
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"speculative_config: adaptive is {self.adaptive!r}: give true or false")
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ConfigError(
+                "speculative_config: give method draft_model and its model together"
+                if self.model is None
+                else f"speculative_config: method {self.method} has no model of its own: leave out model"
+            )
+
+    @property
+    def in_words(self) -> str:
+        lookup = f"looked up by {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
+        who = lookup if self.method == "ngram" else f"by {self.model}"
+        return f"{who}, at most {self.num_speculative_tokens} tokens" + ("" if self.adaptive else ", always")
+
+
+def parse_speculative(given: str | Mapping[str, Any]) -> SpeculativeConfig:
+    """From JSON or a mapping. Unknown names, missing ones and wrong values are errors that say so."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"speculative_config is not JSON ({error}): {given!r}") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculative_config must be a JSON object with a method, not {given!r}")
+    known = [field.name for field in fields(SpeculativeConfig)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f": did you mean {near[0]}?" if near else f". Known: {', '.join(known)}"
+            raise ConfigError(f"speculative_config: unknown name {name!r}{hint}")
+    if "method" not in given:
+        raise ConfigError(f"speculative_config has no method: choose one of {', '.join(METHODS)}")
+    return SpeculativeConfig(**given)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"speculative_config: {name} is {value!r}: give a whole number of at least 1")

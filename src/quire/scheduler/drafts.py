@@ -1,0 +1,79 @@
+"""Drafts in the schedule: who waits for a commit, and whose step also verifies proposed tokens."""
+
+from collections.abc import Sequence as Listed
+from typing import Protocol
+
+from quire.core.draft import DraftRoom
+from quire.core.ints import Ints
+from quire.core.request import Sequence
+from quire.memory.paged import PagedMemory, TableDelta
+
+
+class Drafter(Protocol):
+    """Proposes tokens. What it proposes changes how long an answer takes, never what it says."""
+
+    def pays(self, running: Listed[Sequence]) -> bool:
+        """Whether drafts, for those that would have one, are worth waiting for the last step's tokens."""
+        ...
+
+    def length(self, sequence: Sequence, num_running: int, most: int) -> int:
+        """How many tokens to draft for a sequence whose last token is known: 0 to `most`."""
+        ...
+
+    def draft(self, rooms: Listed[DraftRoom]) -> list[Ints]:
+        """As many tokens as were asked for, or fewer, or none."""
+        ...
+
+
+def waits_for_drafts(drafter: Drafter, running: Listed[Sequence]) -> bool:
+    """Whether the next step is planned only after the last is committed: a draft follows a known token.
+
+    Then all wait, those that do not speculate as well: half a batch costs as much as the whole.
+    """
+    num_pending = max((s.num_pending for s in running), default=0)
+    return num_pending > 1 or (num_pending == 1 and drafter.pays(running))
+
+
+def find_drafts(
+    drafter: Drafter, running: Listed[Sequence], memory: PagedMemory, budget: int, delta: TableDelta
+) -> dict[int, Ints]:
+    """Drafts by row, `budget` tokens in all. Their sequences own the blocks; nobody is preempted for a draft."""
+    rooms: list[DraftRoom] = []
+    if budget <= 0 or not drafter.pays(running):
+        return {}
+    spare = memory.num_free - len(running)  # every sequence may need a block to go on
+    for sequence in running:
+        if budget <= 0:
+            break
+        if sequence.is_beam or sequence.num_pending or not sequence.num_outputs:
+            continue  # beams are compared token by token; a prompt's last token may have forks to make
+        if sequence.target - sequence.num_computed != 1:
+            continue
+        most = min(budget, sequence.max_computed - len(sequence.token_ids))
+        num_tokens = drafter.length(sequence, len(running), most) if most > 0 else 0
+        if num_tokens <= 0:
+            continue
+        end = sequence.num_computed + 1 + num_tokens
+        needed = memory.blocks_for(end) - len(sequence.block_ids)
+        if max(0, needed) > spare or not memory.grow(sequence, end, delta):
+            continue
+        spare -= max(0, needed)
+        budget -= num_tokens
+        rooms.append(DraftRoom(sequence, num_tokens))
+    if not rooms:
+        return {}
+    drafts = drafter.draft(rooms)
+    if len(running) > 1:
+        drafts = trimmed(drafts)
+    return {room.sequence.row: draft for room, draft in zip(rooms, drafts, strict=True) if draft}
+
+
+def trimmed(drafts: list[Ints]) -> list[Ints]:
+    """Drafts with 1, 2 or a multiple of 4 tokens in all: a runner replays steps of a size that it has seen before."""
+    total = sum(map(len, drafts))
+    excess = total - (total // 4 * 4 if total > 3 else min(total, 2))
+    drafts = list(drafts)
+    for _ in range(excess):
+        longest = max(range(len(drafts)), key=lambda i: len(drafts[i]))
+        drafts[longest] = drafts[longest][:-1]
+    return drafts

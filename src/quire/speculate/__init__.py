@@ -1,0 +1,1 @@
+"""Speculative decoding: who proposes tokens, how many, and which of them stay."""

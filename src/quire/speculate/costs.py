@@ -1,0 +1,75 @@
+"""StepCosts: what a step of so many tokens costs, measured while it serves."""
+
+from dataclasses import dataclass
+
+NEWEST = 0.25  # how much the newest measurement counts
+OUTLIER = 2.0  # a step that took longer than so many times the usual was disturbed, and counts as that
+LEAST = 1e-6  # seconds, so that rates are numbers
+STALE = 512  # steps after which a size that was not seen again is forgotten
+FIRST_SLOPE = 0.1  # of a step's fixed cost, per token, until two sizes are known
+
+
+@dataclass(slots=True)
+class _Known:
+    seconds: float
+    seen: int  # when, in steps
+    is_first: bool  # a size's first step is recorded, and slower than those that follow
+
+
+class StepCosts:
+    """Steps whose tokens are all sampled: decodes and verified drafts. Their cost follows the number of tokens."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+        self.num_steps = 0
+        self._sizes: list[int] | None = None  # sorted, once asked for
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        self.num_steps += 1
+        seconds = max(seconds, LEAST)
+        known = self._known.get(num_tokens)
+        if known is None:
+            self._known[num_tokens] = _Known(seconds, self.num_steps, True)
+            self._sizes = None
+            return
+        if known.is_first:
+            known.seconds, known.is_first = min(seconds, known.seconds), False
+        else:
+            known.seconds += NEWEST * (min(seconds, OUTLIER * known.seconds) - known.seconds)
+        known.seen = self.num_steps
+
+    def seconds(self, num_tokens: int) -> float:
+        """Of a step of so many tokens: known, between two that are, or drawn on from the nearest."""
+        sizes = self._fresh_sizes()
+        if not sizes:
+            return 1.0 + FIRST_SLOPE * num_tokens
+        below = max((size for size in sizes if size <= num_tokens), default=None)
+        above = min((size for size in sizes if size >= num_tokens), default=None)
+        if below is None or above is None:
+            nearest = above if below is None else below
+            assert nearest is not None
+            slope = self._slope(sizes)
+            return self._known[nearest].seconds * (1.0 + slope * num_tokens) / (1.0 + slope * nearest)
+        low, high = self._known[below].seconds, self._known[above].seconds
+        if below == above:
+            return low
+        return low + (high - low) * (num_tokens - below) / (above - below)
+
+    def _fresh_sizes(self) -> list[int]:
+        """Sizes with a trustworthy measurement. A first one counts only where there is nothing better."""
+        if self._sizes is None or self.num_steps % 64 == 0:
+            oldest = self.num_steps - STALE
+            self._known = {size: known for size, known in self._known.items() if known.seen >= oldest}
+            self._sizes = sorted(self._known)
+        settled = [size for size in self._sizes if not self._known[size].is_first]
+        return settled or self._sizes
+
+    def _slope(self, sizes: list[int]) -> float:
+        """Seconds per token over a step's fixed seconds, from the smallest and the largest size."""
+        first, last = sizes[0], sizes[-1]
+        if first == last:
+            return FIRST_SLOPE
+        low, high = self._known[first].seconds, self._known[last].seconds
+        each = max(0.0, high - low) / (last - first)
+        fixed = low - each * first
+        return each / fixed if fixed > 0.01 * low else 100.0

@@ -1,0 +1,29 @@
+"""quire bench speculate: both engines serve the same requests, and say the same."""
+
+import pytest
+
+from quire.bench.speculate import SpeculatePlan, run_speculate
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.engine.build import build
+from quire.text.template import load_template
+
+
+def test_the_report_compares_what_both_engines_did() -> None:
+    config = EngineConfig.of(num_blocks=200, speculative_config={"method": "ngram", "adaptive": False})
+    plain, speculating = build(EngineConfig.of(num_blocks=200)), build(config)
+    plan = SpeculatePlan(num_tokens=12, rounds=1, workloads=("quote", "random"))
+    report = run_speculate(config, plain, speculating, load_template(plain.source), plan)
+    assert set(report.results) == {"quote", "random"}
+    for result in report.results.values():
+        assert result["same_tokens"]
+        assert result["num_drafted"] >= result["num_accepted"]
+        assert len(result["plain_tokens_per_second"]) == len(result["speculating_tokens_per_second"]) == 1
+    assert "quote" in report.as_text()
+    plain.engine.close()
+    speculating.engine.close()
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--rounds is 0"):
+        SpeculatePlan(rounds=0)

@@ -1,0 +1,39 @@
+"""--speculative-config: what is wrong is said, and how to mend it."""
+
+import pytest
+
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.core.speculation import SpeculativeConfig, parse_speculative
+
+
+def test_json_and_mappings_are_the_same() -> None:
+    mapping = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    text = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2}'
+    assert parse_speculative(text) == parse_speculative(mapping) == SpeculativeConfig("ngram", 5, 4, 2)
+    assert EngineConfig.of(speculative_config=mapping).speculation.parsed == SpeculativeConfig(
+        "ngram", 5, 4, 2
+    )
+    assert EngineConfig.of().speculation.parsed is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{method: ngram}", "is not JSON"),
+        ("[]", "must be a JSON object"),
+        ("{}", "has no method"),
+        ('{"method": "medusa"}', "'medusa' is not known: choose one of ngram, draft_model"),
+        ('{"method": "ngram", "num_speculative_token": 5}', "did you mean num_speculative_tokens"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "at least 1"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "at least 1"),
+        ('{"method": "ngram", "num_speculative_tokens": 400}', "at most 32"),
+        ('{"method": "ngram", "prompt_lookup_min": 9}', "is more than prompt_lookup_max"),
+        ('{"method": "ngram", "adaptive": "yes"}', "true or false"),
+        ('{"method": "ngram", "model": "x"}', "has no model of its own"),
+        ('{"method": "draft_model"}', "draft_model and its model together"),
+    ],
+)
+def test_mistakes_are_named(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig.of(speculative_config=given)

@@ -1,0 +1,46 @@
+"""RandomProposer: drafts that are right as often as asked, so that every pattern of acceptance happens."""
+
+import random
+
+from quire.core.draft import DraftRoom
+from quire.core.ints import Ints, ints
+from quire.core.request import Sequence
+from tests.engine.page_runner import VOCABULARY, next_token
+
+
+class RandomProposer:
+    guesses = False
+
+    def __init__(self, agreement: float) -> None:
+        self._agreement = agreement
+        self._random = random.Random(5)
+
+    def guess(self, sequence: Sequence) -> int | None:
+        return None
+
+    def is_strong(self, sequence: Sequence) -> bool:
+        return True
+
+    def can_draft(self, sequence: Sequence) -> bool:
+        return self._random.random() < 0.9
+
+    def seconds(self, length: int) -> float:
+        return 0.0
+
+    def draft(self, rooms: list[DraftRoom]) -> list[Ints]:
+        return [self._draft(room.sequence, self._random.randint(0, room.num_tokens)) for room in rooms]
+
+    def _draft(self, sequence: Sequence, count: int) -> Ints:
+        tokens = list(sequence.token_ids)
+        for _ in range(count):
+            is_right = self._random.random() < self._agreement
+            tokens.append(
+                next_token(tokens, sequence.index) if is_right else self._random.randrange(VOCABULARY)
+            )
+        return ints(tokens[len(sequence.token_ids) :])
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,184 @@
+"""Speculation changes how long an answer takes, never its tokens: greedy, drawn, forked, masked, cut into chunks."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.core.ints import Ints
+from quire.core.sampling import SamplingParams
+from quire.engine import build as building
+from quire.engine.engine import Engine
+from quire.runner.device_runner import DeviceRunner
+from quire.runner.runner import Runner
+from tests.engine.test_device_runner import SHAPE, PaddingRunner
+
+REPEATING = [5, 6, 7, 8, 9, 10, 11, 12] * 4
+PROMPTS = [REPEATING, [3, 4, *REPEATING, 5, 6, 7], list(range(10, 60)), [9] * 17, REPEATING[:20], [2, 3] * 9]
+SAMPLINGS = [
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(temperature=0.7, seed=3, n=3, max_tokens=14),
+    SamplingParams(temperature=1.0, top_p=0.8, max_tokens=20, presence_penalty=1.0, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=16, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=0.7, top_k=5, seed=8, max_tokens=30, min_tokens=4, stop_token_ids=(5, 17, 40)),
+    SamplingParams(temperature=0, max_tokens=12, bad_words_token_ids=((6, 7), (9,)), logit_bias={11: 2.0}),
+]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return tmp_path
+
+
+def _engine_of(folder: Path, **settings: object) -> Engine:
+    config = EngineConfig.of(
+        model=str(folder), load_format="dummy", dtype="float32", device="cpu", **settings
+    )
+    return building.build(config).engine
+
+
+def _answers(engine: Engine) -> dict[tuple[str, int], tuple]:
+    """Tokens, then logprobs as (token, rank) pairs, then why it ended."""
+    for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
+        engine.add(str(index), prompt, sampling)
+    found: dict[tuple[str, int], tuple] = {}
+    while engine.has_work:
+        for update in engine.step():
+            key = (update.request_id, update.index)
+            tokens, scores, _ = found.get(key, ((), (), None))
+            scores += tuple((entry.token_id, entry.rank, entry.top_ids) for entry in update.logprobs)
+            found[key] = (tokens + update.token_ids, scores, update.finish_reason)
+    engine.check_integrity()
+    assert engine.memory.num_free == engine.memory.num_blocks
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"steps_in_flight": 0}, {"max_num_batched_tokens": 9}, {"num_blocks": 32, "max_num_seqs": 18},
+    {"enable_prefix_caching": False, "block_size": 1},
+])  # fmt: skip
+@pytest.mark.parametrize("runner", [Runner, DeviceRunner, PaddingRunner])
+def test_the_same_tokens_with_and_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runner: type, settings: dict[str, object]
+) -> None:
+    settings = {"block_size": 4, **settings}
+    expected = _answers(_engine_of(folder, **settings))
+    monkeypatch.setattr(building, "Runner", runner)
+    engine = _engine_of(folder, speculative_config=NGRAM, **settings)
+    assert _answers(engine) == expected
+    assert engine.draft_stats.num_draft_tokens > engine.draft_stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_model_that_drafts_for_itself_is_always_right(folder: Path, adaptive: bool) -> None:
+    expected = _answers(_engine_of(folder, block_size=4))
+    drafting = {
+        "method": "draft_model",
+        "model": str(folder),
+        "num_speculative_tokens": 3,
+        "adaptive": adaptive,
+    }
+    engine = _engine_of(folder, speculative_config=drafting, block_size=4)
+    assert _answers(engine) == expected
+    stats = engine.draft_stats
+    assert stats.num_drafts
+    assert stats.num_accepted_tokens >= 0.9 * stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_blocks": 32, "max_num_seqs": 8}, {"max_num_batched_tokens": 7}, {"steps_in_flight": 0},
+])  # fmt: skip
+def test_another_model_drafts_worse_and_harms_nothing(folder: Path, settings: Mapping[str, object]) -> None:
+    other = folder / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 1, "hidden_size": 24}))
+    expected = _answers(_engine_of(folder, block_size=4, **settings))
+    drafting = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 3, "adaptive": False}
+    engine = _engine_of(folder, speculative_config=drafting, block_size=4, **settings)
+    assert _answers(engine) == expected
+    assert engine.draft_stats.num_draft_tokens > engine.draft_stats.num_accepted_tokens
+
+
+def test_a_draft_with_another_vocabulary_is_refused(folder: Path) -> None:
+    other = folder / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 98}))
+    with pytest.raises(ConfigError, match="vocabulary of 98 tokens and the target one of 97"):
+        _engine_of(folder, speculative_config={"method": "draft_model", "model": str(other)})
+
+
+def test_a_draft_with_too_few_positions_is_refused(folder: Path) -> None:
+    other = folder / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**SHAPE, "max_position_embeddings": 64}))
+    with pytest.raises(ConfigError, match="lower max_model_len to 64"):
+        _engine_of(folder, speculative_config={"method": "draft_model", "model": str(other)})
+
+
+def test_a_full_batch_drafts_nothing(folder: Path) -> None:
+    engine = _engine_of(folder, speculative_config={**NGRAM, "disable_by_batch_size": 2})
+    for index in range(3):
+        engine.add(str(index), REPEATING, SAMPLINGS[0])
+    for _ in range(12):
+        engine.step()
+    assert len(engine.scheduler.running) == 3
+    assert engine.draft_stats.num_drafts == 0
+    engine.close()
+
+
+def test_what_a_draft_left_behind_is_found_again_by_others(folder: Path) -> None:
+    """Accepted tokens are indexed, refused ones are not: the next request's prefix is right."""
+    engine = _engine_of(folder, speculative_config=NGRAM, block_size=4)
+    first = _run(engine, REPEATING, SAMPLINGS[0])
+    again = _run(engine, REPEATING + first[:-1], SamplingParams(temperature=0, max_tokens=1))
+    assert engine.memory.stats.prefix_hits > len(REPEATING)
+    assert again == first[-1:]
+    engine.close()
+
+
+def _run(engine: Engine, prompt: list[int] | Ints, sampling: SamplingParams) -> list[int]:
+    engine.add("one", prompt, sampling)
+    found: list[int] = []
+    while engine.has_work:
+        for update in engine.step():
+            found.extend(update.token_ids)
+    return found
+
+
+def test_unseeded_samples_follow_the_targets_distribution(folder: Path) -> None:
+    """Answers with other random numbers, and speculated ones: by the chi-squared test, of one distribution."""
+    num_samples = 1500
+    plain = _third_tokens(_engine_of(folder, max_num_seqs=64), range(1, 1 + num_samples))
+    other = folder / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 1, "hidden_size": 24}))
+    drafting = {"method": "draft_model", "model": str(other), "adaptive": False, "disable_by_batch_size": 999}
+    engine = _engine_of(folder, max_num_seqs=64, speculative_config=drafting)
+    drafted = _third_tokens(engine, [None] * num_samples)
+    assert engine.draft_stats.num_draft_tokens > engine.draft_stats.num_accepted_tokens > 0
+    kinds = [token for token in range(97) if plain[token] + drafted[token] >= 20]
+    statistic = sum((plain[t] - drafted[t]) ** 2 / (plain[t] + drafted[t]) for t in kinds)
+    assert len(kinds) > 3
+    assert statistic < len(kinds) + 4 * (2 * len(kinds)) ** 0.5  # four standard deviations above the mean
+
+
+def _third_tokens(engine: Engine, seeds: Iterable[int | None]) -> list[int]:
+    """How often each token is an answer's third."""
+    found: dict[str, list[int]] = {}
+    for index, seed in enumerate(seeds):
+        sampling = SamplingParams(temperature=0.4, max_tokens=4, ignore_eos=True, seed=seed)
+        engine.add(str(index), REPEATING, sampling)
+    while engine.has_work:
+        for update in engine.step():
+            found.setdefault(update.request_id, []).extend(update.token_ids)
+    engine.close()
+    counts = [0] * 97
+    for tokens in found.values():
+        counts[tokens[2]] += 1
+    return counts

@@ -1,0 +1,91 @@
+"""Draft lengths follow agreement and costs, as plain arithmetic."""
+
+import pytest
+
+from quire.core.ints import ints
+from quire.scheduler.drafts import trimmed
+from quire.speculate.acceptance import num_accepted
+from quire.speculate.adapt import agreement_after, best_length, expected_tokens
+from quire.speculate.costs import STALE, StepCosts
+
+
+def flat(num_running: int, length: int) -> float:
+    """A step whose cost is the weights: its tokens are nearly free."""
+    return 1.0 + 0.01 * num_running * (1 + length)
+
+
+def steep(num_running: int, length: int) -> float:
+    """A step that costs as much as it has tokens."""
+    return float(num_running * (1 + length))
+
+
+def test_expected_tokens() -> None:
+    assert expected_tokens(0.0, 5) == 1.0
+    assert expected_tokens(1.0, 5) == 6.0
+    assert expected_tokens(0.5, 2) == pytest.approx(1.75)
+
+
+def test_right_drafts_are_long_and_wrong_ones_are_not_made() -> None:
+    lengths = [best_length(agreement, 1, 8, flat) for agreement in (0.0, 0.2, 0.5, 0.8, 1.0)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] == 0
+    assert lengths[-1] == 8
+
+
+def test_where_tokens_cost_what_they_bring_nothing_is_drafted() -> None:
+    assert best_length(0.99, 4, 8, steep) == 0
+
+
+def test_a_larger_batch_drafts_less() -> None:
+    lengths = [best_length(0.8, rows, 8, flat) for rows in (1, 16, 64, 512)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[-1]
+
+
+def test_agreement_follows_the_newest_tokens() -> None:
+    assert agreement_after(0.5, 0, False) == 0.5
+    assert agreement_after(0.5, 20, False) > 0.98
+    assert agreement_after(0.5, 3, True) < agreement_after(0.5, 3, False)
+    agreement = 1.0
+    for _ in range(20):
+        agreement = agreement_after(agreement, 0, True)
+    assert agreement < 0.02
+
+
+def test_a_drafted_token_stays_where_the_target_chose_it() -> None:
+    assert num_accepted([], [7]) == 0
+    assert num_accepted([7, 8], [7, 8, 9]) == 2
+    assert num_accepted([7, 8, 9], [7, 1, 9, 4]) == 1
+    assert num_accepted([7], [1, 7]) == 0
+
+
+def test_costs_between_and_beyond_what_was_measured() -> None:
+    costs = StepCosts()
+    for _ in range(2):
+        costs.note(1, 0.010)
+        costs.note(5, 0.018)
+    assert costs.seconds(1) == pytest.approx(0.010)
+    assert costs.seconds(3) == pytest.approx(0.014)
+    assert costs.seconds(9) == pytest.approx(0.026)
+
+
+def test_a_first_step_and_a_disturbed_one_count_little() -> None:
+    costs = StepCosts()
+    for seconds in (0.090, 0.010, 0.010, 5.0):
+        costs.note(4, seconds)
+    assert costs.seconds(4) < 0.015
+
+
+def test_a_size_that_is_not_seen_again_is_forgotten() -> None:
+    costs = StepCosts()
+    for _ in range(3):
+        costs.note(8, 9.0)
+    for _ in range(STALE + 64):
+        costs.note(1, 0.010)
+    assert costs.seconds(8) < 0.1
+
+
+def test_sizes_of_steps_with_drafts_are_few() -> None:
+    for total, kept in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (11, 8)):
+        drafts = trimmed([ints(range(total // 2)), ints(range(total - total // 2))])
+        assert sum(map(len, drafts)) == kept
