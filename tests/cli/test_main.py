@@ -52,7 +52,10 @@ def test_no_command_shows_the_help_and_is_an_error(run):
         (["env", "--jsn"], "quire env: error: unrecognized arguments: --jsn (see quire env --help)"),
         (["generate", "--block-size", "many"], "argument --block-size: invalid int value: 'many'"),
         (["generate", "--kv-cache-memory-bytes", "2XB"], "'2XB' is no size: write 2GiB, 512M"),
-        (["bench"], "the following arguments are required: throughput|latency|startup|speculate|serve|sharing"),
+        (
+            ["bench"],
+            "the following arguments are required: throughput|latency|startup|speculate|serve|sharing",
+        ),
     ],
 )
 def test_a_wrong_word_gets_one_line(run, words, expected):
