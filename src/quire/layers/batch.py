@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quire.layers.lora import LoraBatch
 from quire.layers.plans import AttentionPlans
 
 
@@ -33,3 +34,5 @@ class Batch:
     max_query_len: int | None = None  # of any row, where the host knows it
     fresh: tuple[Span, ...] = ()  # rows that are long enough to be read from the batch itself, not from pages
     plans: AttentionPlans | None = None  # where attention's kernel divides its work once for all layers
+    lora: LoraBatch | None = None  # adapters of the T tokens; None: none of them has any
+    wanted_lora: LoraBatch | None = None  # adapters of the tokens at logits_indices

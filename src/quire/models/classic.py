@@ -9,6 +9,7 @@ from quire.core.config import ModelConfig
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
 from quire.layers.loader import Loader
+from quire.layers.lora import LoraBatch
 from quire.layers.norm import LayerNorm
 from quire.layers.pool import Pool
 from quire.layers.state import Stateful, collect, distribute
@@ -49,15 +50,16 @@ class ClassicLayer:
     def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
         """hidden [T, hidden] -> attention's result before its output projection [T, hidden]."""
         x = self.attention_norm(hidden) if self._norm_first else hidden
-        return self.attention(self.qkv(x), batch, pool)
+        return self.attention(self.qkv(x, lora=batch.lora), batch, pool)
 
-    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+    def finish(self, attended: Tensor, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
         """The rest of the layer, token by token."""
-        hidden = self.output(attended, residual=hidden)
+        hidden = self.output(attended, hidden, lora)
         if self._norm_first:
-            return self.down(self.activation(self.up(self.mlp_norm(hidden))), residual=hidden)
+            inner = self.activation(self.up(self.mlp_norm(hidden), lora=lora))
+            return self.down(inner, hidden, lora)
         hidden = self.attention_norm(hidden)
-        return self.mlp_norm(self.down(self.activation(self.up(hidden)), residual=hidden))
+        return self.mlp_norm(self.down(self.activation(self.up(hidden, lora=lora)), hidden, lora))
 
     def layers(self) -> dict[str, Stateful]:
         return {
@@ -92,22 +94,22 @@ class ClassicDecoder:
         self.head = factory.output_head(config.vocab_size, width, tied_to)
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
-        hidden = self.tokens(batch.token_ids)
+        hidden = self.tokens(batch.token_ids, batch.lora)
         if self.project_in is not None:
-            hidden = self.project_in(hidden)
-        hidden = hidden + self.positions(batch.positions)
+            hidden = self.project_in(hidden, lora=batch.lora)
+        hidden = hidden + self.positions(batch.positions, batch.lora)
         for block in self.blocks[:-1]:
-            hidden = block.finish(block.attend(hidden, batch, pool), hidden)
+            hidden = block.finish(block.attend(hidden, batch, pool), hidden, batch.lora)
         # what follows the last attention is needed only where logits are
         last, wanted = self.blocks[-1], batch.logits_indices
         attended = last.attend(hidden, batch, pool)
-        hidden = last.finish(self._select(attended, wanted), self._select(hidden, wanted))
+        hidden = last.finish(self._select(attended, wanted), self._select(hidden, wanted), batch.wanted_lora)
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return hidden if self.project_out is None else self.project_out(hidden)
+        return hidden if self.project_out is None else self.project_out(hidden, lora=batch.wanted_lora)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        return self.head(hidden, lora)
 
     def embedding_loaders(self, tokens: str, head: str) -> dict[str, Loader]:
         """For the token table and, where it has weights of its own, the output head."""
