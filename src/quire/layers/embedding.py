@@ -53,7 +53,7 @@ class Embedding:
 
     def loader(self) -> Loader:
         num_rows, width = self._first_row + self._shape[0], self._shape[1]
-        return Loader((num_rows, width), self.load, (Part(self, 0, width, num_rows),))
+        return Loader((num_rows, width), self.load, (Part(self, 0, width, num_rows, is_embedding=True),))
 
     def load(self, tensor: Tensor) -> None:
         """tensor [first_row + num_rows, width]."""

@@ -26,6 +26,7 @@ class Part:
     first_row: int
     num_outputs: int
     num_inputs: int
+    is_embedding: bool = False  # inputs are ids
     module: str = ""  # the module's name, where the tensor is another's
 
 

@@ -33,6 +33,7 @@ class LoraSite:
     kind: int  # layers that differ in their number only are of one kind, and so are parts of one fused layer
     num_inputs: int  # of an embedding: its ids
     num_outputs: int
+    is_embedding: bool
 
 
 class LoraGroup:

@@ -29,7 +29,7 @@ def install_sites(loaders: Mapping[str, Loader], kernel: ModuleType) -> tuple[Lo
         bounds = (*(part.first_row for _, part in parts), parts[-1][1].first_row + parts[-1][1].num_outputs)
         parts[0][1].layer.take_lora(LoraGroup(kernel, len(sites), bounds, kind))
         sites += [
-            LoraSite(name, len(sites) + i, kind, part.num_inputs, part.num_outputs)
+            LoraSite(name, len(sites) + i, kind, part.num_inputs, part.num_outputs, part.is_embedding)
             for i, (name, part) in enumerate(parts)
         ]
     return tuple(sites)
