@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from quire.core.adapters import AdapterLoad
 from quire.core.draft import Draft
 from quire.core.ints import Ints, ints
 from quire.core.sampling import SamplingParams
@@ -45,7 +46,7 @@ class BeamCandidates:
 class Step:
     """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
 
-    Applied in this order: row starts, drafts, table deltas, page copies, forward, sampling. A row with a draft of
+    Applied in this order: adapters' evictions and loads, row starts, drafts, table deltas, page copies, forward, sampling. A row with a draft of
     K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens.
     """
 
@@ -67,6 +68,9 @@ class Step:
     sample_offsets: Ints = field(
         default_factory=ints
     )  # [S] int32, tokens back from the row's last; [] is all 0
+
+    adapter_evictions: tuple[str, ...] = ()  # adapters whose pages are others' from now on
+    adapter_loads: tuple[AdapterLoad, ...] = ()  # adapters that rows of this step or of later ones run with
 
     @property
     def total_tokens(self) -> int:

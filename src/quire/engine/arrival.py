@@ -37,6 +37,7 @@ class Door:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> Request:
         self._check_prompt(prompt_token_ids, sampling)
         self._check_token_ids(sampling)
@@ -53,6 +54,7 @@ class Door:
             arrival=time.monotonic(),
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         self._check_pool(request)
         return request

@@ -10,6 +10,8 @@ import torch
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
+from quire.engine.adapter_build import build_adapters
+from quire.engine.adapters import Adapters
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
@@ -122,7 +124,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
     runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
     on_gpu = numbers.device.type == "cuda"
-    runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device)
+    adapted = None
+    if config.adapters.enabled:
+        adapted = build_adapters(config.adapters, model, factory, pool, numbers, runner_limits)
+    slots = adapted.slots if adapted is not None else None
+    runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device, slots)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     memory = PagedMemory(
         size.num_blocks,
@@ -155,7 +161,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         make_speculation = partial(
             Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
         )
-    engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation)
+    adapters = Adapters(adapted.library, memory, config.adapters.max_loras) if adapted is not None else None
+    engine = Engine(
+        scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation, adapters
+    )
     return Built(engine, source, described, default_sampling(source), report)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.core.request import Request, Sequence
+from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockPool
 from quire.memory.prefix import PrefixIndex
 
@@ -41,6 +42,7 @@ class PagedMemory:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks, fingerprint)
+        self.adapter_pages = AdapterPages(self.pool, self._take)
         self.stats = MemoryStats()
         self._enable_prefix_caching = enable_prefix_caching and share
         self._share = share
@@ -157,6 +159,7 @@ class PagedMemory:
         for sequence in sequences:
             for block in sequence.block_ids:
                 counts[block] += 1
+        self.adapter_pages.count_references(counts)
         if counts[0]:
             raise RuntimeError("block 0 was given out")
         if counts != self.pool.ref_counts:
@@ -174,6 +177,7 @@ class PagedMemory:
     def _take(self) -> int:
         block = self.pool.take()
         self.index.forget(block)
+        self.adapter_pages.taken(block)
         return block
 
     @staticmethod
@@ -186,11 +190,12 @@ class PagedMemory:
         hashes, size = sequence.block_hashes, self.block_size
         if len(hashes) >= num_blocks:
             return
-        parent = hashes[-1] if hashes else self.index.root(_salt(sequence.request))
+        parent = hashes[-1] if hashes else self.index.root(self._salt(sequence.request))
         for i in range(len(hashes), num_blocks):
             parent = self.index.chain(parent, sequence.token_ids[i * size : (i + 1) * size])
             hashes.append(parent)
 
-
-def _salt(request: Request) -> str:
-    return f"{request.adapter or ''}\0{request.cache_salt}"
+    def _salt(self, request: Request) -> str:
+        """Keeps requests apart whose tokens mean different K and V, or who must not see each other's."""
+        adapter = "" if request.adapter is None else self.adapter_pages.salt(request.adapter)
+        return f"{adapter}\0{request.cache_salt}"

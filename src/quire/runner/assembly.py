@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.core.step import Step
 from quire.layers.batch import Batch
+from quire.runner.adapters import AdapterSlots
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow, scored_rows, wanted_tokens
 
@@ -20,6 +21,7 @@ class Assembled:
     sample_rows: np.ndarray  # [S] int64
     sample_positions: np.ndarray  # [S] int64, where the sampled token will stand
     scored: tuple[ScoredRow, ...]  # rows that want logprobs of prompt tokens from this step
+    line_rows: np.ndarray  # [L] int64, the row of each token whose logits are wanted
     is_decode: bool  # every token is sampled, in order: one of a row, or a draft and the token before it
 
 
@@ -44,9 +46,16 @@ class Assembler:
     """Buffers live as long as the runner, so that a recorded pass finds its inputs where they were."""
 
     def __init__(
-        self, rows: Rows, max_rows: int, max_tokens: int, block_size: int, device: torch.device
+        self,
+        rows: Rows,
+        max_rows: int,
+        max_tokens: int,
+        block_size: int,
+        device: torch.device,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._rows = rows
+        self._adapters = adapters
         self._block_size = block_size
         self._token_ids = _Buffer((max_tokens,), torch.int32, device)
         self._positions = _Buffer((max_tokens,), torch.int32, device)
@@ -73,6 +82,12 @@ class Assembler:
             positions = np.arange(num_tokens) + np.repeat(contexts - ends, counts)
         scored = scored_rows(self._rows.settings, rows, computed, counts)
         wanted = wanted_tokens(ends, sources, offsets, scored, rows, counts)
+        is_decode = len(wanted) == num_tokens and not scored
+        is_decode = is_decode and bool((wanted == self._order[:num_tokens]).all())
+        lora = wanted_lora = None
+        if self._adapters is not None and self._adapters.runs_in(rows):
+            lora = self._adapters.of_tokens(token_rows)
+            wanted_lora = lora if is_decode else self._adapters.of_wanted(token_rows[wanted])
         batch = Batch(
             token_ids=self._token_ids.put(self._rows.tokens[token_rows, positions]),
             positions=self._positions.put(positions),
@@ -81,15 +96,16 @@ class Assembler:
             context_lens=self._context_lens.put(contexts),
             block_tables=self._gather_tables(rows, int(contexts.max())),
             logits_indices=self._logits_indices.put(wanted),
+            lora=lora,
+            wanted_lora=wanted_lora,
         )
         return Assembled(
             batch=batch,
             sample_rows=np.asarray(step.sample_rows, np.int64),
             sample_positions=contexts[sources] - offsets if len(offsets) else contexts[sources],
             scored=scored,
-            is_decode=len(wanted) == num_tokens
-            and not scored
-            and bool((wanted == self._order[:num_tokens]).all()),
+            line_rows=token_rows[wanted],
+            is_decode=is_decode,
         )
 
     def _slots_of(self, token_rows: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from quire.core.step import PromptLogprobs, Step, StepResult
 from quire.kernels import choose
 from quire.layers.pool import Pool
 from quire.models.model import Model
+from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, Staged
 from quire.runner.fake_steps import fake_steps
 from quire.runner.graphs import Graphs
@@ -55,8 +56,16 @@ class _Launched:
 class DeviceRunner:
     """Everything is queued on one stream, in order: nothing here waits but `collect`."""
 
-    def __init__(self, model: Model, pool: Pool, limits: RunnerLimits, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        limits: RunnerLimits,
+        device: torch.device | str,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         self._device = torch.device(device)
+        self._adapters = adapters
         self._model = model
         self._pool = pool
         self._limits = limits

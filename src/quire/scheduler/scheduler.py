@@ -8,6 +8,7 @@ from quire.core.ints import Ints
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import Step
 from quire.memory.paged import PagedMemory
+from quire.scheduler.adapter_line import LOOK_AHEAD, AdapterLine, Readiness
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
 from quire.scheduler.group import Group
 from quire.scheduler.plan import Plan
@@ -38,10 +39,17 @@ class Scheduler:
     may need more than the pool, so something always finishes.
     """
 
-    def __init__(self, config: SchedulerConfig, memory: PagedMemory, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        memory: PagedMemory,
+        drafter: Drafter | None = None,
+        adapters: AdapterLine | None = None,
+    ) -> None:
         max_num_seqs, self._max_num_batched_tokens = config.limits
         self.memory = memory
         self._drafter = drafter  # None: nobody speculates
+        self._adapters = adapters  # None: no request has one
         self.waiting = WaitingQueue(config.max_queue_requests, config.max_queue_tokens)
         self.running: list[Sequence] = []  # by arrival
         self.stats = SchedulerStats()
@@ -128,7 +136,7 @@ class Scheduler:
             return None
         self._fork_finished_prompts(plan)
         plan.restart_beams()
-        step = plan.step()
+        step = plan.step(self._adapters)
         for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
             sequence.num_computed += num_tokens
         for sequence in plan.receivers:
@@ -211,27 +219,47 @@ class Scheduler:
     # ------------------------------------------------------------------ admission
 
     def _admit(self, plan: Plan, budget: int) -> None:
+        parked: list[Group] = []  # whose adapter is on its way: others may go first
         promised = None  # blocks that running prompts will still take; counted only if someone waits
         while budget > 0:
             group = self.waiting.peek()
             spoken_for = sum(g.num_rows_to_come for g in self._forking.values())
             if group is None or group.num_rows > len(self._free_rows) - spoken_for:
-                return
+                break
             if promised is None:
                 promised = self._num_promised()
+            if group.request.adapter is not None and self._adapters is not None:
+                reserved = promised + self._num_spare() + self._blocks_to_resume(group)
+                ready = self._adapters.prepare(group, reserved, alone=not plan.sequences)
+                if ready is Readiness.NO_ROOM or len(parked) == LOOK_AHEAD:
+                    break
+                if ready is not Readiness.READY:
+                    self.waiting.pop()
+                    parked += [group] if ready is Readiness.LOADING else []
+                    continue
             admitted = self._admit_group(group, plan, budget, promised)
             if admitted is None:
-                return
+                break
             budget -= admitted
             promised += self._num_promised_to(group.live[0]) + self._num_promised_to_followers(group)
+        if self._adapters is not None:
+            reserved = self._num_spare() + (self._num_promised() if promised is None else promised)
+            self._adapters.look_ahead(self.waiting, parked, reserved)
+        for group in parked:
+            self.waiting.put_back(group)
+
+    def _num_spare(self) -> int:
+        """Blocks that an admission leaves, so that decodes can go on a while."""
+        return max(1, self.memory.num_blocks // 100) if self.running else 0
 
     def _admit_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
         """Admits all of the group or nothing; returns the tokens that its leader computes now."""
         leader = group.live[0]
         num_found = self.memory.match(leader)
         needed = self._blocks_to_resume(group) - len(leader.block_ids)
-        spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
-        if needed + promised + spare > self.memory.num_free:
+        if group.request.adapter is not None:
+            needed += self.memory.adapter_pages.cost(group.request.adapter)
+        if needed + promised + self._num_spare() > self.memory.num_free:
             self.memory.release(leader)
             return None
         self.waiting.pop()
@@ -272,7 +300,7 @@ class Scheduler:
     # ------------------------------------------------------------------ rows, samples, forks
 
     def _enter_row(self, sequence: Sequence, plan: Plan) -> None:
-        sequence.row = self._free_rows.pop()
+        sequence.row = self._take_row(sequence)
         plan.starts.append(sequence)
         running = self.running
         order = self._groups[sequence.request.request_id].order
@@ -281,8 +309,16 @@ class Scheduler:
             position -= 1
         running.insert(position, sequence)
 
+    def _take_row(self, sequence: Sequence) -> int:
+        """A row for as long as the sequence runs; its adapter stays in its pages as long."""
+        if sequence.request.adapter is not None:
+            self.memory.adapter_pages.acquire(sequence.request.adapter)
+        return self._free_rows.pop()
+
     def _leave_row(self, sequence: Sequence) -> None:
         if sequence.row >= 0:
+            if sequence.request.adapter is not None:
+                self.memory.adapter_pages.release(sequence.request.adapter)
             self._free_rows.append(sequence.row)
             self.running.remove(sequence)
             sequence.row = -1
@@ -315,7 +351,7 @@ class Scheduler:
             self.memory.fork(parent, child, parent.num_computed)
             child.phase, child.num_preemptions = parent.phase, parent.num_preemptions
             if parent.row >= 0:
-                child.row = self._free_rows.pop()
+                child.row = self._take_row(child)
             beams.append(child)
         for beam, (_, token_id, score) in zip(beams, branches, strict=True):
             beam.token_ids.append(token_id)
