@@ -96,7 +96,7 @@ class AdapterPages:
 
     def salt(self, key: str) -> str:
         """What the adapter computes, as a hash: keeps its K and V apart from all others'."""
-        return self._salts[key]
+        return self._salts.get(key, key)
 
     def take_evicted(self) -> tuple[str, ...]:
         evicted, self.evicted = tuple(self.evicted), []

@@ -1,6 +1,7 @@
 """AdapterSlots: adapters in pages as kernels find them, and which line of a batch runs with which."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,6 +127,7 @@ class AdapterSlots:
         self._tokens = SegmentBuffer(max_lines, max_rows, device)
         self._wanted = SegmentBuffer(max_lines + max_rows, max_rows, device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pretends = False
 
     # ------------------------------------------------------------------ what a step changes
 
@@ -262,15 +264,15 @@ class AdapterSlots:
 
     def runs_in(self, rows: np.ndarray) -> bool:
         """Whether any of these rows has an adapter."""
-        return bool((self.row_slots[rows] >= 0).any())
+        return bool((self._slots(rows) >= 0).any())
 
     def of_tokens(self, token_rows: np.ndarray, num_lines: int | None = None) -> LoraBatch:
         """token_rows [T]: whose token each line is. With `num_lines` as for a recorded pass of so many lines."""
-        return self._batch(self._tokens.fill(self.row_slots[token_rows], num_lines))
+        return self._batch(self._tokens.fill(self._slots(token_rows), num_lines))
 
     def of_wanted(self, token_rows: np.ndarray, num_lines: int | None = None) -> LoraBatch:
         """As `of_tokens`, for the lines whose logits are wanted."""
-        return self._batch(self._wanted.fill(self.row_slots[token_rows], num_lines))
+        return self._batch(self._wanted.fill(self._slots(token_rows), num_lines))
 
     def recorded_tokens(self, num_lines: int) -> LoraBatch:
         """What `of_tokens` fills for so many lines."""
@@ -281,10 +283,24 @@ class AdapterSlots:
 
     def of_head(self, token_rows: np.ndarray) -> LoraBatch | None:
         """For lines of the output head; None where no adapter so far adds to it."""
-        if not self.kinds & self._head_kinds or not self.runs_in(token_rows):
+        if not self.adds_to_head or not self.runs_in(token_rows):
             return None
         buffer = SegmentBuffer(len(token_rows), len(self.row_slots), self._device)
-        return self._batch(buffer.fill(self.row_slots[token_rows]))
+        return self._batch(buffer.fill(self._slots(token_rows)))
+
+    @property
+    def adds_to_head(self) -> bool:
+        return bool(self.kinds & self._head_kinds)
+
+    @contextmanager
+    def pretending(self) -> Iterator[None]:
+        """Every row runs with an adapter that adds nothing: so kernels are compiled before a request needs them."""
+        self._pretends = True
+        yield
+        self._pretends = False
+
+    def _slots(self, rows: np.ndarray) -> np.ndarray:
+        return np.zeros(len(rows), np.int32) if self._pretends else self.row_slots[rows]
 
     def _batch(self, segments: LoraSegments) -> LoraBatch:
         return LoraBatch(self.tables, segments, self.kinds)

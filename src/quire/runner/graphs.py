@@ -2,7 +2,6 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +10,12 @@ from torch import Tensor
 from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
+from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs
 
 # Tokens of a step with prompts. Larger ones keep the device busier than the host is with launching.
 PROMPT_SIZES = (16, 32, 64, 128, 256, 512)
+ADAPTED_SECONDS = 3.5  # of capturing passes with adapters at start, beside those without
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,12 @@ def decode_sizes(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
+def adapted_sizes(max_rows: int) -> list[int]:
+    """The same for steps with adapters: fewer, since both families are captured at start."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 512, 64), *range(512, 4096, 128)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
 class Graphs:
     """A graph holds every kernel between the step's integers and the hidden states; sampling stays outside.
 
@@ -37,8 +44,16 @@ class Graphs:
     """
 
     def __init__(
-        self, model: Model, pool: Pool, inputs: DeviceInputs, max_rows: int, max_tokens: int
+        self,
+        model: Model,
+        pool: Pool,
+        inputs: DeviceInputs,
+        max_rows: int,
+        max_tokens: int,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        self._adapters = adapters
+        self._adapted_sizes = adapted_sizes(max_rows)
         self._model = model
         self._pool = pool
         self._inputs = inputs
@@ -46,25 +61,26 @@ class Graphs:
         self._prompt_sizes = [size for size in PROMPT_SIZES if size <= max_tokens]
         if max_rows < SMALL_ROWS:
             self._prompt_sizes = []
-        self._captured: dict[tuple[bool, int], _Captured] = {}
+        self._captured: dict[tuple[bool, int, int], _Captured] = {}  # (is a decode, size, adapters' kinds)
         self._memory = torch.cuda.graph_pool_handle()
 
-    def padded_rows(self, num_rows: int) -> int:
+    def padded_rows(self, num_rows: int, adapted: bool = False) -> int:
         """The size that serves a decode of so many rows."""
-        return self._decode_sizes[bisect_left(self._decode_sizes, num_rows)]
+        sizes = self._adapted_sizes if adapted else self._decode_sizes
+        return sizes[bisect_left(sizes, num_rows)]
 
     def padded_tokens(self, num_tokens: int) -> int | None:
         """The size that serves so many tokens of few rows; None if that is too many."""
         index = bisect_left(self._prompt_sizes, num_tokens)
         return self._prompt_sizes[index] if index < len(self._prompt_sizes) else None
 
-    def decode(self, num_rows: int) -> Tensor:
-        """Hidden states [num_rows, width], valid until the next run."""
-        return self._run(True, num_rows)
+    def decode(self, num_rows: int, adapted: bool = False) -> Tensor:
+        """Hidden states [num_rows, width], valid until the next run. `adapted`: rows may have adapters."""
+        return self._run(True, num_rows, adapted)
 
-    def prompts(self, num_tokens: int) -> Tensor:
+    def prompts(self, num_tokens: int, adapted: bool = False) -> Tensor:
         """Hidden states [SMALL_ROWS, width] of the tokens to be sampled, valid until the next run."""
-        return self._run(False, num_tokens)
+        return self._run(False, num_tokens, adapted)
 
     def capture(self, seconds: float) -> int:
         """Captures sizes for so long; how many there are. The largest comes first: the others fit into its memory.
@@ -77,18 +93,40 @@ class Graphs:
         for is_decode, size in decodes[:1] + prompts + decodes[1:]:
             if time.perf_counter() - began > seconds:
                 break
-            self._capture(is_decode, size)
+            self._capture(is_decode, size, False)
+        if self._adapters is not None and self._adapters.kinds:
+            began = time.perf_counter()
+            for size in (self._adapted_sizes[-1], *self._adapted_sizes[:-1]):
+                if time.perf_counter() - began < ADAPTED_SECONDS:
+                    self._capture(True, size, True)
         return len(self._captured)
 
-    def _run(self, is_decode: bool, size: int) -> Tensor:
-        found = self._captured.get((is_decode, size)) or self._capture(is_decode, size)
+    def _run(self, is_decode: bool, size: int, adapted: bool) -> Tensor:
+        key = is_decode, size, self._kinds(adapted)
+        found = self._captured.get(key) or self._capture(is_decode, size, adapted)
         found.graph.replay()
         return found.hidden
 
-    def _capture(self, is_decode: bool, size: int) -> _Captured:
-        make: Callable[[int], Batch] = self._inputs.decode if is_decode else self._inputs.small
+    def _kinds(self, adapted: bool) -> int:
+        """Of layers that call the adapters' kernel in a pass of this sort."""
+        return self._adapters.kinds if adapted and self._adapters is not None else 0
+
+    def _capture(self, is_decode: bool, size: int, adapted: bool) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            hidden = self._model(make(size), self._pool)
-        self._captured[is_decode, size] = _Captured(graph, hidden)
-        return self._captured[is_decode, size]
+            hidden = self._model(self._batch(is_decode, size, adapted), self._pool)
+        kinds = self._kinds(adapted)
+        if kinds:  # a new kind of adapter came: passes without it are of no use any more
+            outdated = [key for key in self._captured if key[2] not in (0, kinds)]
+            for key in outdated:
+                del self._captured[key]
+        self._captured[is_decode, size, kinds] = _Captured(graph, hidden)
+        return self._captured[is_decode, size, kinds]
+
+    def _batch(self, is_decode: bool, size: int, adapted: bool) -> Batch:
+        adapters = self._adapters if adapted else None
+        lora = adapters.recorded_tokens(size) if adapters is not None else None
+        if is_decode:
+            return self._inputs.decode(size, lora)
+        wanted = adapters.recorded_wanted(SMALL_ROWS) if adapters is not None else None
+        return self._inputs.small(size, lora, wanted)
