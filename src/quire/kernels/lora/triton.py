@@ -19,6 +19,7 @@ from quire.kernels.lora.records import MAX_PARTS, MAX_TILE_RANKS, LoraSegments, 
 
 # Triton's interpreter multiplies the bits of bfloat16 as if they were integers: there, products are taken in fp32.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+MOST_RANKS = 64  # that a program takes at once
 ALIGNED = 8  # elements: what is a multiple of this is read 16 bytes at a time
 
 
@@ -86,8 +87,9 @@ def add_embedded(
 
 
 def _inner(lines: Tensor, tables: LoraTables, parts: int, splits: int) -> Tensor:
-    """x A^T in float32 [T, parts, splits, ranks]: what a segment does not need is neither written nor read."""
-    ranks = tables.tile_a.shape[2] * MAX_TILE_RANKS
+    """x A^T in float32 [T, parts, splits, ranks]; a program may write and read whole blocks of ranks, but what lies
+    behind an adapter's last one is not used."""
+    ranks = triton.cdiv(tables.tile_a.shape[2] * MAX_TILE_RANKS, MOST_RANKS) * MOST_RANKS
     return torch.empty(lines.shape[0], parts, splits, ranks, dtype=torch.float32, device=lines.device)
 
 
@@ -191,7 +193,7 @@ def _shrink_kernel(
                     a = tl.load(lines + step, mask=real[:, None] & inside[None, :], other=0.0)
                     b = tl.load(rows + step, mask=known[None, :] & inside[:, None], other=0.0)
                 sums = _product(a.to(b.dtype), b, sums, EXACT)
-            tl.store(target + j[None, :], sums, mask=real[:, None] & known[None, :])
+            tl.store(target + j[None, :], sums, mask=real[:, None])
 
 
 @triton.jit
@@ -262,11 +264,8 @@ def _expand_kernel(
                     b = tl.load(rows, mask=known[:, None] & inside[None, :], other=0.0)
                 a = tl.zeros((LINES, RANKS), tl.float32)
                 for split in tl.static_range(SPLITS):
-                    a += tl.load(
-                        stretches + split * inner_ranks + j[None, :],
-                        mask=real[:, None] & known[None, :],
-                        other=0.0,
-                    )
+                    a += tl.load(stretches + split * inner_ranks + j[None, :], mask=real[:, None], other=0.0)
+                a = tl.where(known[None, :], a, 0.0)
                 sums = _product(a.to(b.dtype), b, sums, EXACT)
             target = y + source[:, None] * y_stride + edge + column[None, :]
             wanted = real[:, None] & inside[None, :]
