@@ -45,6 +45,16 @@ OTHER = {
     "enforce_eager": True,
     "deterministic": True,
     "speculative_config": '{"method": "ngram"}',
+    "enable_lora": True,
+    "lora_modules": ("one=a/b", "two=c"),
+    "lora_dir": "adapters",
+    "lora_memory": "separate",
+    "lora_memory_bytes": 5000,
+    "lora_mode": "merge",
+    "max_loras": 4,
+    "max_lora_rank": 64,
+    "max_cpu_loras": 8,
+    "max_cpu_lora_bytes": 12345,
 }
 
 
@@ -62,7 +72,7 @@ def as_words(name: str, value: object) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
-    return [flag, str(value)]
+    return [flag, *value] if isinstance(value, tuple) else [flag, str(value)]
 
 
 def test_every_setting_has_a_flag_a_help_text_and_a_case_here():

@@ -66,7 +66,9 @@ class Library:
         self._folder = folder.resolve() if folder is not None else None
         self._names: dict[str, Entry] = {}
         self._entries: dict[str, Entry] = {}  # by key
-        self._held: OrderedDict[str, Entry] = OrderedDict()  # with a host copy from disk, least recently used first
+        self._held: OrderedDict[str, Entry] = (
+            OrderedDict()
+        )  # with a host copy from disk, least recently used first
         self._held_bytes = 0
         self._num_made = 0
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-adapters")
@@ -95,11 +97,16 @@ class Library:
     def load(self, name: str, path: str) -> None:
         """As `register`, from a path that someone sent: read at once, and only from inside the allowed folder."""
         if self._folder is None:
-            raise AdapterError("adapters can be loaded at run time only from a folder that lora_dir names: set it", "lora_path")
+            raise AdapterError(
+                "adapters can be loaded at run time only from a folder that lora_dir names: set it",
+                "lora_path",
+            )
         folder = Path(path)
         folder = (folder if folder.is_absolute() else self._folder / folder).resolve()
         if not folder.is_relative_to(self._folder) or folder == self._folder:
-            raise AdapterError(f"{path} is outside the folder that adapters may be loaded from: see lora_dir", "lora_path")
+            raise AdapterError(
+                f"{path} is outside the folder that adapters may be loaded from: see lora_dir", "lora_path"
+            )
         if not folder.is_dir():
             raise AdapterError(f"adapter {name!r}: there is no folder {path}", "lora_path")
         entry = Entry(self._new_key(name), name, folder, _signature(folder))
@@ -144,7 +151,9 @@ class Library:
         for entry in list(self._names.values())[:count]:
             if entry.folder is not None:
                 try:
-                    found.update(read_settings(entry.name, read_config(entry.name, entry.folder)).target_modules)
+                    found.update(
+                        read_settings(entry.name, read_config(entry.name, entry.folder)).target_modules
+                    )
                 except AdapterError:
                     continue
         return found

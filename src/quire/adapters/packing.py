@@ -92,7 +92,8 @@ def _plan(shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> T
                 size = -(-min(in_tile, rank - first) * width // align) * align
                 size = min(size, block.num_elements)
                 place = next(
-                    (b for b in range(first_open, len(used)) if used[b] + size <= block.num_elements), len(used)
+                    (b for b in range(first_open, len(used)) if used[b] + size <= block.num_elements),
+                    len(used),
                 )
                 if place == len(used):
                     used.append(0)

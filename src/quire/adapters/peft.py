@@ -71,12 +71,10 @@ class Reader:
             _blame(name, matrices, self.block.dtype)
         scales = tuple(m.scale for m in matrices)
         digest = hashlib.sha256(repr((shapes, scales, str(self.block.dtype))).encode())
-        digest.update(memoryview(blocks.view(-1).numpy()))
+        digest.update(blocks.view(-1).numpy())  # type: ignore[arg-type]  # an array is a buffer
         return PackedAdapter(blocks, tiles, scales, digest.hexdigest(), max(m.a.shape[0] for m in matrices))
 
-    def _matrices(
-        self, name: str, settings: LoraSettings, tensors: Mapping[str, Tensor]
-    ) -> list[Matrices]:
+    def _matrices(self, name: str, settings: LoraSettings, tensors: Mapping[str, Tensor]) -> list[Matrices]:
         found: dict[str, dict[str, Tensor]] = {}
         for tensor_name, tensor in tensors.items():
             if tensor_name.endswith(_BASE):
@@ -92,9 +90,7 @@ class Reader:
         matrices = [self._matrix(name, settings, module, pair) for module, pair in found.items()]
         return sorted(matrices, key=lambda one: one.site)
 
-    def _matrix(
-        self, name: str, settings: LoraSettings, module: str, pair: Mapping[str, Tensor]
-    ) -> Matrices:
+    def _matrix(self, name: str, settings: LoraSettings, module: str, pair: Mapping[str, Tensor]) -> Matrices:
         index = self.sites.find(module)
         if index is None:
             raise AdapterError(
@@ -105,7 +101,9 @@ class Reader:
         kind = "embedding_" if site.is_embedding else ""
         a, b = pair.get("A" + kind), pair.get("B" + kind)
         if a is None or b is None or len(pair) != 2 or a.dim() != 2 or b.dim() != 2:
-            raise AdapterError(f"adapter {name!r} has no pair of matrices A and B for {module}: save it again")
+            raise AdapterError(
+                f"adapter {name!r} has no pair of matrices A and B for {module}: save it again"
+            )
         rank = a.shape[0]
         if (a.shape[1], b.shape[0], b.shape[1]) != (site.num_in, site.num_out, rank):
             raise AdapterError(
@@ -135,7 +133,9 @@ def read_config(name: str, folder: Path) -> Mapping[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_text())
     except FileNotFoundError:
-        raise AdapterError(f"adapter {name!r}: {folder} has no {CONFIG}: give the folder that PEFT saved") from None
+        raise AdapterError(
+            f"adapter {name!r}: {folder} has no {CONFIG}: give the folder that PEFT saved"
+        ) from None
     except (OSError, ValueError) as error:
         raise AdapterError(f"adapter {name!r}: {folder / CONFIG} cannot be read ({error})") from error
     if not isinstance(config, dict):

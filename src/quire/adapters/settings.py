@@ -60,7 +60,9 @@ def read_settings(name: str, config: Mapping[str, Any]) -> LoraSettings:
         if config.get(key):
             raise AdapterError(f"adapter {name!r} {what}, which cannot be served beside others: {remedy}")
     if config.get("bias", "none") != "none":
-        raise AdapterError(f"adapter {name!r} trained biases (bias={config['bias']!r}): only bias='none' can be served")
+        raise AdapterError(
+            f"adapter {name!r} trained biases (bias={config['bias']!r}): only bias='none' can be served"
+        )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise AdapterError(
@@ -79,11 +81,15 @@ def read_settings(name: str, config: Mapping[str, Any]) -> LoraSettings:
             target_modules=() if isinstance(targets, str) else tuple(map(str, targets)),
         )
     except (KeyError, TypeError, ValueError, re.error) as error:
-        raise AdapterError(f"adapter {name!r} has a broken adapter_config.json ({error!r}): save it again") from error
+        raise AdapterError(
+            f"adapter {name!r} has a broken adapter_config.json ({error!r}): save it again"
+        ) from error
 
 
 def check_rank(name: str, module: str, rank: int, limit: int | None) -> None:
     if not 1 <= rank <= MAX_RANK:
         raise AdapterError(f"adapter {name!r} has rank {rank} at {module}: 1 to {MAX_RANK} can be served")
     if limit is not None and rank > limit:
-        raise AdapterError(f"adapter {name!r} has rank {rank} at {module}: raise max_lora_rank, which is {limit}")
+        raise AdapterError(
+            f"adapter {name!r} has rank {rank} at {module}: raise max_lora_rank, which is {limit}"
+        )

@@ -38,7 +38,13 @@ class AdapterConfig:
         ):
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r} is not known: choose one of {', '.join(allowed)}")
-        for name in ("max_loras", "max_lora_rank", "max_cpu_loras", "max_cpu_lora_bytes", "lora_memory_bytes"):
+        for name in (
+            "max_loras",
+            "max_lora_rank",
+            "max_cpu_loras",
+            "max_cpu_lora_bytes",
+            "lora_memory_bytes",
+        ):
             limit = getattr(self, name)
             if limit is not None and (not isinstance(limit, int) or limit < 1):
                 raise ConfigError(f"{name}={limit!r} must be a whole number of at least 1")

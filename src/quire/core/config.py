@@ -154,7 +154,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
-    adapters: AdapterConfig = AdapterConfig()
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     @classmethod
     def of(cls, **flat: Any) -> "EngineConfig":

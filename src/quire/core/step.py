@@ -46,8 +46,9 @@ class BeamCandidates:
 class Step:
     """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
 
-    Applied in this order: adapters' evictions and loads, row starts, drafts, table deltas, page copies, forward, sampling. A row with a draft of
-    K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens.
+    Applied in this order: adapters' evictions and loads, row starts, drafts, table deltas, page copies, forward,
+    sampling. A row with a draft of K tokens yields K + 1: what the target chooses at the draft's first position, and
+    after each of its tokens.
     """
 
     step_id: int

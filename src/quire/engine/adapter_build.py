@@ -35,9 +35,16 @@ class BuiltAdapters:
 
 
 def build_adapters(
-    config: AdapterConfig, model: Model, factory: LayerFactory, pool: Pool, numbers: Numbers, limits: RunnerLimits
+    config: AdapterConfig,
+    model: Model,
+    factory: LayerFactory,
+    pool: Pool,
+    numbers: Numbers,
+    limits: RunnerLimits,
 ) -> BuiltAdapters:
     """Named adapters are only looked for, not read: a start is no longer for a thousand of them."""
+    if config.lora_mode != "batched" or config.lora_memory != "unified":
+        raise ConfigError("only lora_mode='batched' with lora_memory='unified' can be served yet")
     if pool.layout.block_bytes % ALIGNMENT:
         raise ConfigError(
             f"blocks of {pool.layout.block_bytes} bytes cannot hold adapters, which need a multiple of {ALIGNMENT}: "

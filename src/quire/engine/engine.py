@@ -116,7 +116,8 @@ class Engine:
     def _arrive(self, request_id: str, adapter: str) -> str:
         if self.adapters is None:
             raise AdapterError(
-                f"adapter {adapter!r} was asked for and adapters are off: start with enable_lora, lora_modules or lora_dir"
+                f"adapter {adapter!r} was asked for and adapters are off: start with enable_lora, lora_modules "
+                "or lora_dir"
             )
         return self.adapters.arrive(request_id, adapter)
 

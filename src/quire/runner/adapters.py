@@ -59,7 +59,7 @@ class SegmentBuffer:
             )
 
     def fill(self, line_slots: np.ndarray, num_lines: int | None = None) -> LoraSegments:
-        """line_slots [T]: slots, -1 for none. As many segments as any batch of `num_lines` lines (T or more) may have."""
+        """line_slots [T]: slots, -1 for none. As many segments as a batch of `num_lines` lines (T or more) may have."""
         size = len(line_slots) if num_lines is None else num_lines
         longest = segment_lines(size)
         grouped = group_lines(line_slots, longest)
@@ -106,13 +106,13 @@ class AdapterSlots:
         self._site_kinds = np.array([site.kind for site in sites], np.int64)
         self._head_kinds = sum(1 << site.kind for site in sites if site.name == HEAD)
         self._block_elements = pool.layout.block_bytes // dtype.itemsize
-        lines, integers = (max_rows, len(sites)), {"dtype": torch.int32, "device": device}
+        lines = (max_rows, len(sites))
         self.tables = LoraTables(
             weights=pool.elements(dtype),
             tile_a=torch.zeros(*lines, MAX_TILES, dtype=torch.int64, device=device),
             tile_b=torch.zeros(*lines, MAX_TILES, dtype=torch.int64, device=device),
-            ranks=torch.zeros(lines, **integers),
-            tile_ranks=torch.zeros(lines, **integers),
+            ranks=torch.zeros(lines, dtype=torch.int32, device=device),
+            tile_ranks=torch.zeros(lines, dtype=torch.int32, device=device),
             scales=torch.zeros(lines, dtype=torch.float32, device=device),
         )
         self._resident: dict[str, _Resident] = {}

@@ -177,9 +177,7 @@ class DeviceInputs:
 
     # ------------------------------------------------------------------ anything else
 
-    def stage_mixed(
-        self, step: Step, adapters: AdapterSlots | None = None
-    ) -> tuple[Staged, MixedBatch]:
+    def stage_mixed(self, step: Step, adapters: AdapterSlots | None = None) -> tuple[Staged, MixedBatch]:
         """With `adapters` some row has one."""
         rows = np.asarray(step.rows, np.int32)
         computed = np.asarray(step.num_computed, np.int32)

@@ -59,7 +59,11 @@ class AdapterLine:
         if key is None:
             return Readiness.READY
         pages = self._pages
-        if self._max_adapters is not None and pages.num_in_use >= self._max_adapters and key not in pages.in_use():
+        if (
+            self._max_adapters is not None
+            and pages.num_in_use >= self._max_adapters
+            and key not in pages.in_use()
+        ):
             return Readiness.NO_ROOM
         if not pages.is_resident(key):
             try:
