@@ -5,9 +5,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.adapters.peft import CONFIG, WEIGHTS, PackedAdapter, Reader, read_config
@@ -71,7 +73,11 @@ class Library:
         )  # with a host copy from disk, least recently used first
         self._held_bytes = 0
         self._num_made = 0
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-adapters")
+        self._threads = ThreadPoolExecutor(
+            num_threads,
+            thread_name_prefix="quire-adapters",
+            initializer=partial(torch.set_num_threads, 1) if num_threads > 1 else None,  # each does its own work
+        )
         self._max_loading = 2 * num_threads
         self._loading: set[str] = set()
         self._retired: list[str] = []  # keys that nobody uses any more

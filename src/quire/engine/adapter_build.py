@@ -62,7 +62,7 @@ def build_adapters(
     )
     library = Library(
         reader,
-        HostLimits(config.max_cpu_lora_bytes or min(HOST_LIMIT, free_host_bytes()), config.max_cpu_loras),
+        HostLimits(config.max_cpu_lora_bytes or free_host_bytes(HOST_LIMIT), config.max_cpu_loras),
         Path(config.lora_dir) if config.lora_dir is not None else None,
         min(GPU_THREADS, os.cpu_count() or 1) if on_gpu else CPU_THREADS,
     )
