@@ -103,8 +103,8 @@ class Gather(Collect):
         option: str | None = None,
     ) -> None:
         so_far = getattr(namespace, self.dest, None)
-        again = isinstance(so_far, Gathered)
-        setattr(namespace, self.dest, Gathered((*(so_far if again else ()), *value)))
+        before = so_far if isinstance(so_far, Gathered) else ()
+        setattr(namespace, self.dest, Gathered((*before, *value)))
 
 
 class Gathered(tuple[Any, ...]):

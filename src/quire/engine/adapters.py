@@ -1,6 +1,6 @@
 """Adapters: what the engine keeps of them. Names come in, keys go on; whoever ends gives its adapter back."""
 
-from collections import Counter
+import time
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from quire.adapters.library import Library
 from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_line import AdapterLine
 
+NAMES_SECONDS = 0.5  # how old the names among the figures may be
+MAX_NAMES = 100
 LOADING_WAIT = 0.005  # seconds that an engine with nothing else to do waits for a file at a time
 
 
@@ -43,6 +45,8 @@ class Adapters:
         self.line = AdapterLine(library, memory, max_adapters)
         self._pages = memory.adapter_pages
         self._keys: dict[str, str] = {}  # by request
+        self._named_at = 0.0
+        self._last_names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     def arrive(self, request_id: str, name: str) -> str:
         """The key of the adapter that the request will run with. AdapterError if there is none."""
@@ -77,8 +81,7 @@ class Adapters:
 
     def figures(self) -> AdapterFigures:
         pages, library = self._pages, self.library
-        asked = Counter(self._keys.values())
-        running = pages.in_use()
+        running, waiting = self._names()
         return AdapterFigures(
             num_names=library.num_names,
             num_in_pages=pages.num_resident,
@@ -92,9 +95,22 @@ class Adapters:
             num_loads=pages.stats.num_loads,
             num_evictions=pages.stats.num_evictions,
             num_uses=pages.stats.num_queries,
-            running=tuple(sorted({library.name_of(key) for key in running})),
-            waiting=tuple(sorted({library.name_of(key) for key in asked if key not in running})),
+            running=running,
+            waiting=waiting,
         )
+
+    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Some names of adapters that run and that are waited for; looked up now and then, not at every step."""
+        now = time.monotonic()
+        if now - self._named_at > NAMES_SECONDS or not self._keys:
+            self._named_at = now
+            running = set(self._pages.in_use())
+            asked = set(self._keys.values())
+            self._last_names = self._some(asked & running), self._some(asked - running)
+        return self._last_names
+
+    def _some(self, keys: set[str]) -> tuple[str, ...]:
+        return tuple(sorted({self.library.name_of(key) for key in keys})[:MAX_NAMES])
 
     def close(self) -> None:
         self.library.close()

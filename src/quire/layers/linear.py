@@ -118,7 +118,7 @@ class OutputHead:
     def loader(self) -> Loader:
         """Takes the head's checkpoint tensor; a tied head's is the embedding's, and loads both."""
         shape = (self._matrix.num_rows, self._matrix.num_columns)
-        parts = (Part(self, 0, *shape, module=HEAD),)
+        parts: tuple[Part, ...] = (Part(self, 0, *shape, module=HEAD),)
         if self._tied_to is not None:
             parts += self._tied_to.loader().parts
         return Loader(shape, self._take, parts)
