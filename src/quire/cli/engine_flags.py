@@ -48,7 +48,7 @@ HELP = {
     "speculative_config": 'draft tokens and verify them together: JSON, {"method": "ngram"} looks them up in the text',
     "enable_lora": "serve LoRA adapters; on where one is named or a folder of them is",
     "lora_modules": "adapters as NAME=FOLDER, several if need be; chosen by `model: NAME`",
-    "lora_dir": "a folder of adapters, found by their folders' names when asked for; the only one to load from at run time",
+    "lora_dir": "a folder of adapters, each found by its folder's name; run-time loads come from here only",
     "lora_memory": "unified: adapters live in blocks of the pool; separate: in memory of their own, for comparison",
     "lora_memory_bytes": "size of that separate memory, taken from the pool's (default: a quarter of it)",
     "lora_mode": "batched: any mix in one step; merge: one adapter at a time, merged into the model, for comparison",
