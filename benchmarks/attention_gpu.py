@@ -7,6 +7,7 @@ of the pool, and the pool is larger than the cache, as in a model. Numbers go to
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -384,8 +385,37 @@ def paged() -> None:
                cost_of_16_percent=100 * (times[16] / times[context] - 1))  # fmt: skip
 
 
+def shared() -> None:
+    """Decodes whose contexts begin with the same pages: read by each row, or once for several."""
+    shapes = [Heads(), Heads(40, 1, 128)]
+    for heads, rows, prefix in itertools.product(shapes, (4, 16, 64, 256), (512, 2048, 8192)):
+        contexts = [prefix + 64 + 3 * (row % 40) for row in range(rows)]
+        layers = max(1, min(8, int(20e9 / (sum(contexts) * heads.token_bytes()))))
+        case = make_case(heads, contexts, [1] * rows, layers)
+        case.block_tables[:, : prefix // heads.block_size] = case.block_tables[
+            0, : prefix // heads.block_size
+        ]
+        out = torch.empty(rows, heads.num_heads * heads.head_dim, dtype=heads.dtype, device=DEVICE)
+        tuning = next(tuning for most, tuning in TUNINGS if rows <= most)
+        times, results = [], []
+        for tables in (None, case.block_tables):
+            plan = case.planner(tuning).plan(
+                case.query_starts, case.context_lens, rows, block_tables=tables, block_size=heads.block_size
+            )
+
+            def run() -> None:
+                for layer in range(layers):  # noqa: B023
+                    attention.paged_attention(*case.arguments(layer), 0, out, plan=plan, max_query_len=1)  # noqa: B023
+
+            times.append(graph_time(run, layers, 0.05) * 1e6)
+            results.append(out.float().clone())
+        record("shared", kv_heads=heads.kv_heads, group=heads.group, rows=rows, prefix=prefix, each_us=times[0],
+               once_us=times[1], speed_up=times[0] / times[1],
+               error=float((results[0] - results[1]).abs().max()))  # fmt: skip
+
+
 SECTIONS: dict[str, Callable[[], None]] = {
-    "check": check, "decode": decode, "served": served, "prompt": prompt, "naive": naive, "paged": paged,
+    "check": check, "decode": decode, "served": served, "prompt": prompt, "naive": naive, "paged": paged, "shared": shared,
 }  # fmt: skip
 
 
