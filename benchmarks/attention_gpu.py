@@ -415,7 +415,8 @@ def shared() -> None:
 
 
 SECTIONS: dict[str, Callable[[], None]] = {
-    "check": check, "decode": decode, "served": served, "prompt": prompt, "naive": naive, "paged": paged, "shared": shared,
+    "check": check, "decode": decode, "served": served, "prompt": prompt,
+    "naive": naive, "paged": paged, "shared": shared,
 }  # fmt: skip
 
 
