@@ -226,6 +226,7 @@ class Scheduler:
             sequence.num_preemptions += 1
         self._forking.pop(group.request.request_id, None)
         self.waiting.put_back(group)
+        self._end_batch_if_over()
 
     def shed(self, planned: Planned) -> list[Sequence]:
         """Takes back a step that could not be launched: its newest request ends, the others compute again.
