@@ -18,6 +18,7 @@ from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
 from quire.memory.paged import PagedMemory
 from quire.sampling.records import TokenMask
+from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
 
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
@@ -63,12 +64,13 @@ class Engine:
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,
         make_speculation: Callable[[StructuredOutputs], Speculation] | None = None,
+        preemption: Preemption | None = None,
     ):
         self.limits = limits
         self.memory = memory
         self._structured = StructuredOutputs(make_compiler, limits)
         self.speculation = make_speculation(self._structured) if make_speculation is not None else None
-        self.scheduler = Scheduler(config, memory, self.speculation)
+        self.scheduler = Scheduler(config, memory, self.speculation, preemption)
         self.stats = EngineStats()
         self._door = Door(limits, memory, seed)
         self._runner = runner
@@ -244,5 +246,6 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += planned.step.total_tokens
         self.stats.step_seconds += result.seconds
+        self.scheduler.preemption.speed.note(planned.step.total_tokens, result.seconds)
         self.stats.commit_seconds += time.perf_counter() - started
         return updates
