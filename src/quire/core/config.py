@@ -11,6 +11,7 @@ from quire.core.speculation import SpeculativeConfig, parse_speculative
 
 BATCHING = ("continuous", "static", "dynamic")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+PREEMPTION_MODES = ("recompute", "swap", "auto")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -21,6 +22,11 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int | None, low: int) -> None:
     if value is not None and (not isinstance(value, int) or value < low):
         raise ConfigError(f"{name}={value!r} must be a whole number of at least {low}")
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+        raise ConfigError(f"{name}={value!r} must be a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,9 @@ class MemoryConfig:
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     share: bool = True  # False, for experiments: a fork copies every block, and no prefix is found again
+    swap_space: float = (
+        4.0  # GiB of host memory for requests that must leave the pool; 0: they are computed again
+    )
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -88,6 +97,7 @@ class MemoryConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, (*DTYPES, "fp8"))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
+        _not_negative("swap_space", self.swap_space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,8 @@ class SchedulerConfig:
     batch_size: int | None = None  # of a static or dynamic batch, in requests; None: max_num_seqs
     batch_window_ms: float = 50.0  # how long a dynamic batch waits to be full
     max_prompt_chunk: int | None = None  # tokens of one prompt in one step; None: as many as the step has
+    preemption_mode: str = "auto"  # recompute | swap | auto, the cheaper of the two
+    admit_after: str = "resumed"  # or completed: who may be admitted after a preemption
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -121,6 +133,8 @@ class SchedulerConfig:
             )
         if not 0.0 <= self.batch_window_ms < float("inf"):
             raise ConfigError(f"batch_window_ms={self.batch_window_ms} must be a number of at least 0")
+        _one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _one_of("admit_after", self.admit_after, ("resumed", "completed"))
 
     @property
     def limits(self) -> tuple[int, int]:
