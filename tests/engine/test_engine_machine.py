@@ -66,14 +66,17 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         salt=st.sampled_from(["", "other"]),
+        place=st.integers(0, 2),
     )
-    def add(self, prefix, tail, max_tokens, n, salt):
+    def add(self, prefix, tail, max_tokens, n, salt, place):
         request_id = f"r{self.count}"
         self.count += 1
         prompt = PREFIX[:prefix] + tail
         sampling = SamplingParams(n=n, max_tokens=max_tokens)
         try:
-            self.engine.add(request_id, prompt, sampling, cache_salt=salt)
+            self.engine.add(
+                request_id, prompt, sampling, cache_salt=salt, priority=place, tenant=f"tenant {place}"
+            )
         except (InvalidRequest, QueueFull):
             return
         self.prompts[request_id] = [expected(prompt, index, max_tokens) for index in range(n)]

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from quire.core.config import BATCHING, RESERVATIONS, MemoryConfig, SchedulerConfig
+from quire.core.config import BATCHING, RESERVATIONS, SCHEDULES, MemoryConfig, SchedulerConfig
 from quire.memory.choose import make_memory
 from tests.engine.test_engine_machine import EngineMachine
 
@@ -12,6 +12,7 @@ POLICIES = st.fixed_dictionaries(
     {
         "steps_in_flight": st.sampled_from([0, 1]),
         "batching": st.sampled_from(BATCHING),
+        "schedule": st.sampled_from(SCHEDULES),
         "batch_size": st.sampled_from([None, 1, 2]),
         "max_prompt_chunk": st.sampled_from([None, 1, 3]),
     }

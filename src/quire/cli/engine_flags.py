@@ -45,6 +45,8 @@ HELP = {
     "batching": "continuous, or static or dynamic: batches that start together and end together, for comparison",
     "batch_size": "requests in a static or dynamic batch (default: max_num_seqs)",
     "batch_window_ms": "milliseconds that a dynamic batch waits to be full",
+    "preset": "several settings at once: ft is static batching with memory reserved to the maximum",
+    "schedule": "who is admitted first: fcfs, priority (lower values), shortest, or fair (shares among keys or users)",
     "max_prompt_chunk": "tokens of one prompt in one step (default: as many as the step has)",
     "device": "auto, cpu or cuda",
     "num_threads": "CPU threads (default: the physical cores)",

@@ -11,6 +11,13 @@ from quire.core.speculation import SpeculativeConfig, parse_speculative
 
 USUAL_BLOCK_SIZE = 16
 RESERVATIONS = ("paged", "max", "pow2", "oracle")
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "ft": {
+        "batching": "static",
+        "reservation": "max",
+    },  # as FasterTransformer: whole requests, the longest memory
+}
+SCHEDULES = ("fcfs", "priority", "shortest", "fair")
 BATCHING = ("continuous", "static", "dynamic")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -111,7 +118,9 @@ class SchedulerConfig:
     batching: str = "continuous"  # or static or dynamic: batches that start together and end together
     batch_size: int | None = None  # of a static or dynamic batch, in requests; None: max_num_seqs
     batch_window_ms: float = 50.0  # how long a dynamic batch waits to be full
+    schedule: str = "fcfs"  # or priority, shortest, fair: who is admitted first, and preempted last
     max_prompt_chunk: int | None = None  # tokens of one prompt in one step; None: as many as the step has
+    preset: str | None = None  # settings by one name, see PRESETS; those that are named themselves win
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -120,7 +129,10 @@ class SchedulerConfig:
         _at_least("max_queue_tokens", self.max_queue_tokens, 1)
         if self.steps_in_flight not in (0, 1):
             raise ConfigError(f"steps_in_flight={self.steps_in_flight} must be 0 or 1")
+        if self.preset is not None:
+            _one_of("preset", self.preset, tuple(PRESETS))
         _one_of("batching", self.batching, BATCHING)
+        _one_of("schedule", self.schedule, SCHEDULES)
         _at_least("batch_size", self.batch_size, 1)
         _at_least("max_prompt_chunk", self.max_prompt_chunk, 1)
         if self.batch_size and self.max_num_seqs and self.batch_size > self.max_num_seqs:
@@ -183,6 +195,7 @@ class EngineConfig:
         """From flat settings, as flags and `LLM(...)` spell them. An unknown name is an error."""
         parts: dict[str, dict[str, Any]] = {}
         owner = option_owners()
+        flat = {**PRESETS.get(flat.get("preset") or "", {}), **flat}
         for name, value in flat.items():
             if name not in owner:
                 near = difflib.get_close_matches(name, owner, n=1)

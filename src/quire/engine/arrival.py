@@ -39,6 +39,7 @@ class Door:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> Request:
         self._check_prompt(prompt_token_ids, sampling)
         self._check_token_ids(sampling)
@@ -54,6 +55,7 @@ class Door:
             stop_token_ids=stop_token_ids,
             arrival=self._clock(),
             priority=priority,
+            tenant=tenant,
             cache_salt=cache_salt,
         )
         self._check_pool(request)

@@ -13,6 +13,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
+from quire.engine.policy_words import policies_in_words
 from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
@@ -61,6 +62,7 @@ class Report:
     tiles: str  # attention's, on a GPU: tuned, default or fixed
     seconds: float
     speculation: str = ""  # who drafts and how far, in words
+    policies: str = ""  # those that are not the usual ones, in words
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
@@ -79,6 +81,7 @@ class Report:
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
             *([f"drafts    {self.speculation}"] if self.speculation else []),
+            *([f"policies  {self.policies}"] if self.policies else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
 
@@ -143,6 +146,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
         seconds=time.perf_counter() - started,
         speculation=speculative.in_words if speculative else "",
+        policies=policies_in_words(config.memory, scheduler),
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
     make_speculation = None

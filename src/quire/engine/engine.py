@@ -89,6 +89,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> None:
         """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now.
 
@@ -99,7 +100,7 @@ class Engine:
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
         request = self._door.admit(
-            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt
+            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant
         )
         if sampling.structured is None or self._structured.admit(request):
             self.scheduler.add(request)

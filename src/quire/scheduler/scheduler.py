@@ -1,4 +1,4 @@
-"""Scheduler: gives each sequence some tokens to compute. First come, first served; no phases."""
+"""Scheduler: gives each sequence some tokens to compute. No phases; who is first is the schedule's to say."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from quire.scheduler.batching.policy import choose_batching
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
 from quire.scheduler.ended import EndedRows
 from quire.scheduler.group import Group
+from quire.scheduler.order.policy import make_queue
 from quire.scheduler.plan import Plan
-from quire.scheduler.queue import WaitingQueue
 
 
 @dataclass(slots=True)
@@ -35,11 +35,11 @@ class Planned:
 
 
 class Scheduler:
-    """Running sequences advance in order of arrival; waiting groups are admitted while memory lasts.
+    """Running sequences advance in the schedule's order; waiting groups are admitted while memory lasts.
 
-    When a running sequence finds no block, the group that arrived last gives up everything and returns
-    to the queue at its old place. The oldest group is never preempted for another, and no single request
-    may need more than the pool, so something always finishes.
+    When a running sequence finds no block, the group that is last in that order (first come, first served: the
+    newest) gives up everything and returns to the queue at its old place. The first group is never preempted for
+    another, and no single request may need more than the pool, so something always finishes.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Scheduler:
         self.batching = choose_batching(config, clock)
         self.memory = memory
         self._drafter = drafter  # None: nobody speculates
-        self.waiting = WaitingQueue(config.max_queue_requests, config.max_queue_tokens)
-        self.running: list[Sequence] = []  # by arrival
+        self.waiting = make_queue(config)
+        self.running: list[Sequence] = []  # in the schedule's order
         self.ended = EndedRows()  # rows that a static batch keeps until its last sequence ends
         self.watchers: list[Callable[[Planned], None]] = []  # told of every step as it is planned
         self.stats = SchedulerStats()
@@ -156,6 +156,7 @@ class Scheduler:
             return None
         self._fork_finished_prompts(plan)
         plan.restart_beams()
+        self.waiting.charge(plan.receivers)
         if self.ended:
             self.ended.compute(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
         step = plan.step()
@@ -324,9 +325,9 @@ class Scheduler:
         sequence.row = self._free_rows.pop()
         plan.starts.append(sequence)
         running = self.running
-        order = self._groups[sequence.request.request_id].order
+        rank = self._groups[sequence.request.request_id].rank
         position = len(running)
-        while position and self._groups[running[position - 1].request.request_id].order > order:
+        while position and self._groups[running[position - 1].request.request_id].rank > rank:
             position -= 1
         running.insert(position, sequence)
 
