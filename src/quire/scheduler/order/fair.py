@@ -1,4 +1,4 @@
-"""Fair shares among tenants: whoever was served least is next (the virtual token counter of Sheng et al., OSDI 2024)."""
+"""Fair shares among tenants: who was served least is next (the virtual token counter of Sheng et al., OSDI 2024)."""
 
 import heapq
 import itertools
