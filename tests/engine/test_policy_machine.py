@@ -15,6 +15,8 @@ POLICIES = st.fixed_dictionaries(
         "schedule": st.sampled_from(SCHEDULES),
         "batch_size": st.sampled_from([None, 1, 2]),
         "max_prompt_chunk": st.sampled_from([None, 1, 3]),
+        "preemption_mode": st.sampled_from(["recompute", "swap"]),
+        "admit_after": st.sampled_from(["resumed", "completed"]),
     }
 )
 
@@ -32,7 +34,8 @@ class PolicyMachine(EngineMachine):
     def start(self, num_blocks, block_size, max_num_seqs, max_tokens, policies, reservation, drafting):
         if reservation != "paged":
             num_blocks, block_size = 2 * num_blocks, 1
-        memory = make_memory(MemoryConfig(block_size=block_size, reservation=reservation), num_blocks, 32)
+        options = MemoryConfig(block_size=block_size, reservation=reservation)
+        memory = make_memory(options, num_blocks, 32, num_swap_blocks=100)
         config = SchedulerConfig(
             max_num_seqs, max_tokens, max_queue_requests=8, batch_window_ms=2.0, **policies
         )

@@ -20,6 +20,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 SCHEDULES = ("fcfs", "priority", "shortest", "fair")
 BATCHING = ("continuous", "static", "dynamic")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+PREEMPTION_MODES = ("recompute", "swap", "auto")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -30,6 +31,11 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int | None, low: int) -> None:
     if value is not None and (not isinstance(value, int) or value < low):
         raise ConfigError(f"{name}={value!r} must be a whole number of at least {low}")
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+        raise ConfigError(f"{name}={value!r} must be a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,9 @@ class MemoryConfig:
     enable_prefix_caching: bool = True
     share: bool = True  # False, for experiments: a fork copies every block, and no prefix is found again
     reservation: str = "paged"  # or, for experiments, up front in one piece: max, pow2 or oracle
+    swap_space: float = (
+        4.0  # GiB of host memory for requests that must leave the pool; 0: they are computed again
+    )
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -104,6 +113,7 @@ class MemoryConfig:
             )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
+        _not_negative("swap_space", self.swap_space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,8 @@ class SchedulerConfig:
     schedule: str = "fcfs"  # or priority, shortest, fair: who is admitted first, and preempted last
     max_prompt_chunk: int | None = None  # tokens of one prompt in one step; None: as many as the step has
     preset: str | None = None  # settings by one name, see PRESETS; those that are named themselves win
+    preemption_mode: str = "auto"  # recompute | swap | auto, the cheaper of the two
+    admit_after: str = "resumed"  # or completed: who may be admitted after a preemption
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -142,6 +154,8 @@ class SchedulerConfig:
             )
         if not 0.0 <= self.batch_window_ms < float("inf"):
             raise ConfigError(f"batch_window_ms={self.batch_window_ms} must be a number of at least 0")
+        _one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _one_of("admit_after", self.admit_after, ("resumed", "completed"))
 
     @property
     def limits(self) -> tuple[int, int]:

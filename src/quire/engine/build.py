@@ -13,6 +13,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
+from quire.engine.host_memory import make_host_memory
 from quire.engine.policy_words import policies_in_words
 from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
 from quire.engine.resolve import (
@@ -37,6 +38,7 @@ from quire.runner.device_runner import DeviceRunner
 from quire.runner.profile import activation_bytes
 from quire.runner.runner import Runner, RunnerLimits
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
+from quire.scheduler.preemption import Preemption
 from quire.weights.open import open_source
 from quire.weights.source import Source
 
@@ -63,6 +65,7 @@ class Report:
     seconds: float
     speculation: str = ""  # who drafts and how far, in words
     policies: str = ""  # those that are not the usual ones, in words
+    host: tuple[str, ...] = ()  # host memory beside the pool, in words
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
@@ -78,6 +81,7 @@ class Report:
             *divided,
             f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
+            *self.host,
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
             *([f"drafts    {self.speculation}"] if self.speculation else []),
@@ -129,7 +133,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     on_gpu = numbers.device.type == "cuda"
     runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
-    memory = make_memory(config.memory, size.num_blocks, max_model_len, source.fingerprint)
+    host = make_host_memory(config, pool)
+    runner.mover = host.mover
+    memory = make_memory(
+        config.memory, size.num_blocks, max_model_len, source.fingerprint, host.num_swap_blocks
+    )
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -147,6 +155,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         seconds=time.perf_counter() - started,
         speculation=speculative.in_words if speculative else "",
         policies=policies_in_words(config.memory, scheduler),
+        host=host.lines,
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
     make_speculation = None
@@ -155,7 +164,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         make_speculation = partial(
             Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
         )
-    engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation)
+    preemption = Preemption(scheduler.preemption_mode, host.block_seconds)
+    engine = Engine(
+        scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation, preemption
+    )
     return Built(engine, source, described, default_sampling(source), report)
 
 

@@ -19,6 +19,7 @@ from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
 from quire.memory.interface import Memory
 from quire.sampling.records import TokenMask
+from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
 
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
@@ -65,6 +66,7 @@ class Engine:
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,
         make_speculation: Callable[[StructuredOutputs], Speculation] | None = None,
+        preemption: Preemption | None = None,
         clock: Clock = time.monotonic,
     ):
         self.limits = limits
@@ -72,7 +74,7 @@ class Engine:
         self.memory = memory
         self._structured = StructuredOutputs(make_compiler, limits)
         self.speculation = make_speculation(self._structured) if make_speculation is not None else None
-        self.scheduler = Scheduler(config, memory, self.speculation, clock)
+        self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock)
         self.stats = EngineStats()
         self._door = Door(limits, memory, seed, clock)
         self._runner = runner
@@ -262,5 +264,6 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += planned.step.total_tokens
         self.stats.step_seconds += result.seconds
+        self.scheduler.preemption.speed.note(planned.step.total_tokens, result.seconds)
         self.stats.commit_seconds += time.perf_counter() - started
         return updates

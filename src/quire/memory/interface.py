@@ -4,13 +4,17 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from quire.core.request import Request, Sequence
+from quire.memory.moves import PageMoves
 from quire.memory.paged import MemoryStats, TableDelta
+from quire.memory.swap import SwapSpace
 
 
 class Memory(Protocol):
     """All-or-nothing: a call that cannot be granted changes nothing and says so."""
 
     stats: MemoryStats
+    moves: PageMoves  # that the next step must carry
+    swap: SwapSpace
     block_size: int
 
     @property

@@ -10,12 +10,12 @@ from quire.scheduler.order import fcfs
 
 
 class WaitingQueue:
-    """Ordered by rank, then by arrival number, so a preempted group stands before everyone who came after it."""
+    """In the schedule's order, those who ran before first: no one new is admitted before they run again."""
 
     def __init__(
         self, max_requests: int, max_tokens: int | None, rank: Callable[[Group], float] = fcfs.rank
     ) -> None:
-        self._heap: list[tuple[tuple[float, int], Group]] = []
+        self._heap: list[tuple[bool, tuple[float, int], Group]] = []  # whether it never ran, its rank
         self._rank = rank
         self._removed: set[int] = set()  # arrival numbers that left the queue out of turn
         self._max_requests = max_requests
@@ -42,12 +42,13 @@ class WaitingQueue:
 
     def put_back(self, group: Group) -> None:
         """A preempted group returns; the bound does not apply to those who were in."""
+        group.returns = True
         self._push(group)
 
     def peek(self) -> Group | None:
-        while self._heap and self._heap[0][1].order in self._removed:
-            self._removed.discard(heapq.heappop(self._heap)[1].order)
-        return self._heap[0][1] if self._heap else None
+        while self._heap and self._heap[0][2].order in self._removed:
+            self._removed.discard(heapq.heappop(self._heap)[2].order)
+        return self._heap[0][2] if self._heap else None
 
     def pop(self) -> Group:
         group = self.peek()
@@ -65,7 +66,7 @@ class WaitingQueue:
         self.num_tokens -= group.request.num_prompt_tokens
 
     def _push(self, group: Group) -> None:
-        heapq.heappush(self._heap, (group.rank, group))
+        heapq.heappush(self._heap, (not group.returns, group.rank, group))
         group.queued = True
         self.num_tokens += group.request.num_prompt_tokens
 
@@ -73,4 +74,4 @@ class WaitingQueue:
         return len(self._heap) - len(self._removed)
 
     def __iter__(self) -> Iterator[Group]:
-        return (group for _, group in self._heap if group.order not in self._removed)
+        return (group for _, _, group in self._heap if group.order not in self._removed)

@@ -61,6 +61,7 @@ class FairQueue(WaitingQueue):
         return 0.0 if share is None else share.served
 
     def put_back(self, group: Group) -> None:
+        group.returns = True
         heapq.heappush(self._returned, (group.rank, group))
         self._enter(group)
 
@@ -144,5 +145,6 @@ class FairQueue(WaitingQueue):
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Group]:
-        heaps = [self._returned, *(share.waiting for share in self._shares.values())]
-        return (group for heap in heaps for _, group in heap if group.queued)
+        returned = (group for _, group in self._returned)
+        others = (group for share in self._shares.values() for _, group in share.waiting)
+        return (group for group in itertools.chain(returned, others) if group.queued)
