@@ -14,11 +14,13 @@ from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
 from quire.engine.host_memory import make_host_memory
+from quire.engine.policy_words import policies_in_words
 from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
     default_limits,
     resolve_max_model_len,
+    resolve_memory,
     resolve_numbers,
     resolve_scheduler,
 )
@@ -28,7 +30,7 @@ from quire.grammar.compiler import Compiler
 from quire.kernels import native
 from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
-from quire.memory.paged import PagedMemory
+from quire.memory.choose import make_memory
 from quire.models import registry
 from quire.models.loading import load
 from quire.models.model import Model
@@ -62,6 +64,7 @@ class Report:
     tiles: str  # attention's, on a GPU: tuned, default or fixed
     seconds: float
     speculation: str = ""  # who drafts and how far, in words
+    policies: str = ""  # those that are not the usual ones, in words
     host: tuple[str, ...] = ()  # host memory beside the pool, in words
 
     def lines(self) -> list[str]:
@@ -82,6 +85,7 @@ class Report:
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
             *([f"drafts    {self.speculation}"] if self.speculation else []),
+            *([f"policies  {self.policies}"] if self.policies else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
 
@@ -110,6 +114,7 @@ class Built:
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     started = time.perf_counter()
+    config = replace(config, memory=resolve_memory(config.memory))
     options = config.model
     source = open_source(
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
@@ -130,13 +135,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     host = make_host_memory(config, pool)
     runner.mover = host.mover
-    memory = PagedMemory(
-        size.num_blocks,
-        size.block_size,
-        source.fingerprint,
-        config.memory.enable_prefix_caching,
-        config.memory.share,
-        host.num_swap_blocks,
+    memory = make_memory(
+        config.memory, size.num_blocks, max_model_len, source.fingerprint, host.num_swap_blocks
     )
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
@@ -154,6 +154,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
         seconds=time.perf_counter() - started,
         speculation=speculative.in_words if speculative else "",
+        policies=policies_in_words(config.memory, scheduler),
         host=host.lines,
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))

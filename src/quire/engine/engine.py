@@ -17,7 +17,7 @@ from quire.engine.commit import Committer, error_updates
 from quire.engine.speculation import Speculation, SpeculationStats
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
-from quire.memory.paged import PagedMemory
+from quire.memory.interface import Memory
 from quire.sampling.records import TokenMask
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
@@ -61,7 +61,7 @@ class Engine:
         self,
         config: SchedulerConfig,
         limits: Limits,
-        memory: PagedMemory,
+        memory: Memory,
         runner: StepRunner,
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,
@@ -91,6 +91,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> None:
         """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now.
 
@@ -101,7 +102,7 @@ class Engine:
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
         request = self._door.admit(
-            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt
+            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant
         )
         if sampling.structured is None or self._structured.admit(request):
             self.scheduler.add(request)

@@ -24,6 +24,8 @@ class HostMemory:
 def make_host_memory(config: EngineConfig, pool: Pool) -> HostMemory:
     mode, asked = config.scheduler.preemption_mode, config.memory.swap_space
     block_bytes = pool.layout.block_bytes
+    if config.memory.reservation != "paged":
+        return HostMemory(None, 0, 0.0, ())  # nobody is ever preempted
     if mode == "recompute":
         return HostMemory(
             None, 0, 0.0, ("swap      off: preempted requests are computed again (preemption_mode)",)
