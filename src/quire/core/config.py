@@ -75,6 +75,11 @@ class MemoryConfig:
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     share: bool = True  # False, for experiments: a fork copies every block, and no prefix is found again
+    cpu_offload_gb: float = 0.0  # GiB of layers' weights that live in host memory and stream to the GPU
+    weights_memory_gb: float | None = (
+        None  # GiB of host memory that weights may take; the rest streams from disk
+    )
+    weights_offload_dir: str | None = None  # where those lie; None: in the cache folder
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -87,6 +92,10 @@ class MemoryConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, (*DTYPES, "fp8"))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
+        if not self.cpu_offload_gb >= 0.0:
+            raise ConfigError(f"cpu_offload_gb={self.cpu_offload_gb} must be 0 (no offload) or more")
+        if self.weights_memory_gb is not None and not self.weights_memory_gb > 0.0:
+            raise ConfigError(f"weights_memory_gb={self.weights_memory_gb} must be more than 0")
 
 
 @dataclass(frozen=True, slots=True)

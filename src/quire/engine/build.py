@@ -13,6 +13,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
+from quire.engine.offload import load_model, offload_lines
 from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
@@ -29,8 +30,8 @@ from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
 from quire.memory.paged import PagedMemory
 from quire.models import registry
-from quire.models.loading import load
 from quire.models.model import Model
+from quire.models.streamed import Streaming, is_streamed
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.profile import activation_bytes
 from quire.runner.runner import Runner, RunnerLimits
@@ -60,6 +61,8 @@ class Report:
     tiles: str  # attention's, on a GPU: tuned, default or fixed
     seconds: float
     speculation: str = ""  # who drafts and how far, in words
+    offload: tuple[str, ...] = ()  # which weights stream and what that costs, in lines
+    streaming: Streaming | None = None  # the same as figures; None: all weights stay
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
@@ -72,6 +75,7 @@ class Report:
         return [
             f"model     {self.model}, {numbers.format_name} {where}",
             f"weights   {self.weights_bytes / 1e6:,.0f} MB",
+            *self.offload,
             *divided,
             f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
@@ -115,7 +119,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     max_model_len = resolve_max_model_len(config, described)
     num_threads = set_threads(config.runner.num_threads, numbers)
     factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
-    model = load(source, factory, partial(progress, "weights") if progress else None, seed=options.seed)
+    loaded = load_model(config, numbers, source, factory, partial(progress, "weights") if progress else None)
+    model = loaded.model
     speculative = config.speculation.parsed
     draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
     pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft)
@@ -147,6 +152,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
         seconds=time.perf_counter() - started,
         speculation=speculative.in_words if speculative else "",
+        offload=offload_lines(config, numbers, loaded.streaming),
+        streaming=loaded.streaming,
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
     make_speculation = None
@@ -210,7 +217,7 @@ def _runner_limits(
 ) -> RunnerLimits:
     max_num_seqs, max_tokens = scheduler.limits
     # a tape needs native operations throughout; a CUDA graph takes whatever a model launches
-    recordable = model.recordable or numbers.device.type == "cuda"
+    recordable = (model.recordable or numbers.device.type == "cuda") and not is_streamed(model)
     return RunnerLimits(
         max_num_seqs,
         max_tokens,
