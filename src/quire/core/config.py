@@ -75,6 +75,7 @@ class MemoryConfig:
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     share: bool = True  # False, for experiments: a fork copies every block, and no prefix is found again
+    pin_prefix: tuple[str, ...] = ()  # files of text or chat messages whose blocks are held from the start
     cpu_offload_gb: float = 0.0  # GiB of layers' weights that live in host memory and stream to the GPU
     weights_memory_gb: float | None = (
         None  # GiB of host memory that weights may take; the rest streams from disk
@@ -92,6 +93,8 @@ class MemoryConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, (*DTYPES, "fp8"))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
+        named = (self.pin_prefix,) if isinstance(self.pin_prefix, str) else tuple(self.pin_prefix)
+        object.__setattr__(self, "pin_prefix", named)
         if not self.cpu_offload_gb >= 0.0:
             raise ConfigError(f"cpu_offload_gb={self.cpu_offload_gb} must be 0 (no offload) or more")
         if self.weights_memory_gb is not None and not self.weights_memory_gb > 0.0:

@@ -8,12 +8,14 @@ from functools import partial
 import torch
 
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from quire.core.errors import QuireError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
 from quire.engine.offload import load_model, offload_lines
+from quire.engine.pins import PinnedPrefix, pin_prefixes
 from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
@@ -63,6 +65,7 @@ class Report:
     speculation: str = ""  # who drafts and how far, in words
     offload: tuple[str, ...] = ()  # which weights stream and what that costs, in lines
     streaming: Streaming | None = None  # the same as figures; None: all weights stay
+    pinned: tuple[PinnedPrefix, ...] = ()
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
@@ -81,6 +84,7 @@ class Report:
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
+            *(prefix.line for prefix in self.pinned),
             *([f"drafts    {self.speculation}"] if self.speculation else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
@@ -150,7 +154,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         num_threads=num_threads,
         num_graphs=num_graphs,
         tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
         speculation=speculative.in_words if speculative else "",
         offload=offload_lines(config, numbers, loaded.streaming),
         streaming=loaded.streaming,
@@ -163,6 +167,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
             Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
         )
     engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation)
+    try:
+        pinned = pin_prefixes(engine, config, source)
+    except QuireError:
+        engine.close()
+        raise
+    report = replace(report, pinned=pinned, seconds=time.perf_counter() - started)
     return Built(engine, source, described, default_sampling(source), report)
 
 
