@@ -9,7 +9,9 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire.core.speculation import SpeculativeConfig, parse_speculative
 
+BATCHING = ("continuous", "static", "dynamic")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+PREEMPTION_MODES = ("recompute", "swap", "auto")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -20,6 +22,11 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int | None, low: int) -> None:
     if value is not None and (not isinstance(value, int) or value < low):
         raise ConfigError(f"{name}={value!r} must be a whole number of at least {low}")
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+        raise ConfigError(f"{name}={value!r} must be a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,9 @@ class MemoryConfig:
         None  # GiB of host memory that weights may take; the rest streams from disk
     )
     weights_offload_dir: str | None = None  # where those lie; None: in the cache folder
+    swap_space: float = (
+        4.0  # GiB of host memory for requests that must leave the pool; 0: they are computed again
+    )
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -95,10 +105,10 @@ class MemoryConfig:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
         named = (self.pin_prefix,) if isinstance(self.pin_prefix, str) else tuple(self.pin_prefix)
         object.__setattr__(self, "pin_prefix", named)
-        if not self.cpu_offload_gb >= 0.0:
-            raise ConfigError(f"cpu_offload_gb={self.cpu_offload_gb} must be 0 (no offload) or more")
+        _not_negative("cpu_offload_gb", self.cpu_offload_gb)
         if self.weights_memory_gb is not None and not self.weights_memory_gb > 0.0:
             raise ConfigError(f"weights_memory_gb={self.weights_memory_gb} must be more than 0")
+        _not_negative("swap_space", self.swap_space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,12 @@ class SchedulerConfig:
     max_queue_requests: int = 65536
     max_queue_tokens: int | None = None
     steps_in_flight: int = 1  # 0: commit each step before planning the next
+    batching: str = "continuous"  # or static or dynamic: batches that start together and end together
+    batch_size: int | None = None  # of a static or dynamic batch, in requests; None: max_num_seqs
+    batch_window_ms: float = 50.0  # how long a dynamic batch waits to be full
+    max_prompt_chunk: int | None = None  # tokens of one prompt in one step; None: as many as the step has
+    preemption_mode: str = "auto"  # recompute | swap | auto, the cheaper of the two
+    admit_after: str = "resumed"  # or completed: who may be admitted after a preemption
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -118,6 +134,18 @@ class SchedulerConfig:
         _at_least("max_queue_tokens", self.max_queue_tokens, 1)
         if self.steps_in_flight not in (0, 1):
             raise ConfigError(f"steps_in_flight={self.steps_in_flight} must be 0 or 1")
+        _one_of("batching", self.batching, BATCHING)
+        _at_least("batch_size", self.batch_size, 1)
+        _at_least("max_prompt_chunk", self.max_prompt_chunk, 1)
+        if self.batch_size and self.max_num_seqs and self.batch_size > self.max_num_seqs:
+            raise ConfigError(
+                f"batch_size={self.batch_size} is more than max_num_seqs={self.max_num_seqs}: lower it, or raise "
+                "max_num_seqs"
+            )
+        if not 0.0 <= self.batch_window_ms < float("inf"):
+            raise ConfigError(f"batch_window_ms={self.batch_window_ms} must be a number of at least 0")
+        _one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _one_of("admit_after", self.admit_after, ("resumed", "completed"))
 
     @property
     def limits(self) -> tuple[int, int]:

@@ -59,6 +59,7 @@ class Sequence:
     num_cached: int = 0  # positions found in the prefix index at first admission
     row: int = -1
     block_ids: list[int] = field(default_factory=list)  # the BlockTable
+    host_block_ids: list[int] = field(default_factory=list)  # the same while it is swapped out
     block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks of known tokens
     num_indexed: int = 0  # leading blocks that the prefix index knows
     phase: Phase = Phase.WAITING

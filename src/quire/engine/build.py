@@ -14,6 +14,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
+from quire.engine.host_memory import make_host_memory
 from quire.engine.offload import load_model, offload_lines
 from quire.engine.pins import PinnedPrefix, pin_prefixes
 from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
@@ -38,6 +39,7 @@ from quire.runner.device_runner import DeviceRunner
 from quire.runner.profile import activation_bytes
 from quire.runner.runner import Runner, RunnerLimits
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
+from quire.scheduler.preemption import Preemption
 from quire.weights.open import open_source
 from quire.weights.source import Source
 
@@ -63,6 +65,7 @@ class Report:
     tiles: str  # attention's, on a GPU: tuned, default or fixed
     seconds: float
     speculation: str = ""  # who drafts and how far, in words
+    host: tuple[str, ...] = ()  # host memory beside the pool, in words
     offload: tuple[str, ...] = ()  # which weights stream and what that costs, in lines
     streaming: Streaming | None = None  # the same as figures; None: all weights stay
     pinned: tuple[PinnedPrefix, ...] = ()
@@ -82,6 +85,7 @@ class Report:
             *divided,
             f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
+            *self.host,
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
             *(prefix.line for prefix in self.pinned),
@@ -133,12 +137,15 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     on_gpu = numbers.device.type == "cuda"
     runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
+    host = make_host_memory(config, pool)
+    runner.mover = host.mover
     memory = PagedMemory(
         size.num_blocks,
         size.block_size,
         source.fingerprint,
         config.memory.enable_prefix_caching,
         config.memory.share,
+        host.num_swap_blocks,
     )
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
@@ -156,6 +163,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
         seconds=0.0,
         speculation=speculative.in_words if speculative else "",
+        host=host.lines,
         offload=offload_lines(config, numbers, loaded.streaming),
         streaming=loaded.streaming,
     )
@@ -166,7 +174,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         make_speculation = partial(
             Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
         )
-    engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation)
+    preemption = Preemption(scheduler.preemption_mode, host.block_seconds)
+    engine = Engine(
+        scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation, preemption
+    )
     try:
         pinned = pin_prefixes(engine, config, source)
     except QuireError:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from quire.core.clock import Clock, VirtualClock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import DeviceMemoryFull, InvalidRequest, QueueFull
 from quire.core.request import FinishReason, Request
@@ -18,10 +19,12 @@ from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
 from quire.memory.paged import PagedMemory
 from quire.sampling.records import TokenMask
+from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
 
 PIN = "pin"  # the request that computes a pinned prefix
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
+COMPANY_WAIT = 0.001  # the same, for a batch to be full
 
 
 class StepRunner(Protocol):
@@ -64,14 +67,17 @@ class Engine:
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,
         make_speculation: Callable[[StructuredOutputs], Speculation] | None = None,
+        preemption: Preemption | None = None,
+        clock: Clock = time.monotonic,
     ):
         self.limits = limits
+        self.clock = clock  # of arrivals; a simulated device has its own
         self.memory = memory
         self._structured = StructuredOutputs(make_compiler, limits)
         self.speculation = make_speculation(self._structured) if make_speculation is not None else None
-        self.scheduler = Scheduler(config, memory, self.speculation)
+        self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock)
         self.stats = EngineStats()
-        self._door = Door(limits, memory, seed)
+        self._door = Door(limits, memory, seed, clock)
         self._runner = runner
         self._compiled: list[Request] = []  # whose grammar is done and whom the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
@@ -170,6 +176,8 @@ class Engine:
             updates += self._commit(self._in_flight.popleft())
         if unmasked is not None:  # what it may sample depends on the tokens that were committed just now
             updates += self._mask(unmasked)
+        if planned is None and not self._in_flight and not updates:
+            self._wait_for_company()
         return updates
 
     def check_integrity(self) -> None:
@@ -192,6 +200,17 @@ class Engine:
         updates = error_updates(ended, f"request {ended[0].request.request_id}: {full}") if ended else []
         self.stats.num_finished += len(updates)
         return updates
+
+    def _wait_for_company(self) -> None:
+        """Where those who wait are not a batch yet, a moment passes instead of nothing, again and again."""
+        starts_at = self.scheduler.starts_at
+        if starts_at is None:
+            return
+        now = self.clock()
+        if isinstance(self.clock, VirtualClock):
+            self.clock.advance_to(min(starts_at, now + COMPANY_WAIT))
+        else:
+            time.sleep(min(COMPANY_WAIT, max(0.0, starts_at - now)))
 
     def _has_request(self, request_id: str) -> bool:
         return (
@@ -260,5 +279,6 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += planned.step.total_tokens
         self.stats.step_seconds += result.seconds
+        self.scheduler.preemption.speed.note(planned.step.total_tokens, result.seconds)
         self.stats.commit_seconds += time.perf_counter() - started
         return updates

@@ -183,6 +183,11 @@ class EngineLoop:
             num_drafts=drafted.num_drafts,
             num_draft_tokens=drafted.num_draft_tokens,
             num_accepted_tokens=drafted.num_accepted_tokens,
+            num_swaps_out=scheduler.stats.num_swaps_out,
+            num_swaps_in=scheduler.stats.num_swaps_in,
+            swapped_out_blocks=memory.swap.stats.blocks_out,
+            swapped_in_blocks=memory.swap.stats.blocks_in,
+            swap_blocks_used=memory.swap.num_used,
         )
 
 

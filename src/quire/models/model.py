@@ -1,7 +1,7 @@
 """What every architecture offers to the runner and to loading."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -14,14 +14,19 @@ from quire.layers.texts import Texts
 
 
 class Layer(Protocol):
-    """One of a decoder's layers, in two parts: what follows attention may be wanted for fewer tokens."""
+    """One of a decoder's layers, in two parts: what follows attention may be wanted for fewer tokens.
 
-    def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
-        """hidden [T, hidden] -> attention's result before its output projection [T, heads * head_dim]."""
+    What the parts take and give is between a model and its own layers.
+    """
+
+    @property
+    def attend(self) -> Callable[..., Tensor]:
+        """Up to attention's result, before its output projection."""
         ...
 
-    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """The rest of the layer, token by token."""
+    @property
+    def finish(self) -> Callable[..., Any]:
+        """The rest, token by token."""
         ...
 
     def layers(self) -> dict[str, Stateful]:

@@ -1,11 +1,10 @@
 """StreamedLayer: a decoder's layer whose weights lie elsewhere and come into a ring's buffer when it is their turn."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from quire.layers.batch import Batch
-from quire.layers.pool import Pool
 from quire.layers.ring import Ring
 from quire.layers.state import Stateful
 from quire.models.model import Layer, Model
@@ -19,12 +18,12 @@ class StreamedLayer:
         self._index = index
         self._ring = ring
 
-    def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
+    def attend(self, *arguments: Any) -> Tensor:
         self._ring.begin(self._index)
-        return self._layer.attend(hidden, batch, pool)
+        return self._layer.attend(*arguments)
 
-    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        result = self._layer.finish(attended, hidden)
+    def finish(self, *arguments: Any) -> Any:
+        result = self._layer.finish(*arguments)
         self._ring.end(self._index)
         return result
 

@@ -8,10 +8,10 @@ from quire.scheduler.group import Group
 
 
 class WaitingQueue:
-    """Ordered by arrival number, so a preempted group stands before everyone who came after it."""
+    """Ordered by arrival number, those who ran before first: no one new is admitted before they run again."""
 
     def __init__(self, max_requests: int, max_tokens: int | None) -> None:
-        self._heap: list[tuple[int, Group]] = []
+        self._heap: list[tuple[bool, int, Group]] = []  # whether it never ran, its arrival number
         self._removed: set[int] = set()  # arrival numbers that left the queue out of turn
         self._max_requests = max_requests
         self._max_tokens = max_tokens
@@ -33,12 +33,13 @@ class WaitingQueue:
 
     def put_back(self, group: Group) -> None:
         """A preempted group returns; the bound does not apply to those who were in."""
+        group.returns = True
         self._push(group)
 
     def peek(self) -> Group | None:
-        while self._heap and self._heap[0][0] in self._removed:
-            self._removed.discard(heapq.heappop(self._heap)[0])
-        return self._heap[0][1] if self._heap else None
+        while self._heap and self._heap[0][1] in self._removed:
+            self._removed.discard(heapq.heappop(self._heap)[1])
+        return self._heap[0][2] if self._heap else None
 
     def pop(self) -> Group:
         group = self.peek()
@@ -56,7 +57,7 @@ class WaitingQueue:
         self.num_tokens -= group.request.num_prompt_tokens
 
     def _push(self, group: Group) -> None:
-        heapq.heappush(self._heap, (group.order, group))
+        heapq.heappush(self._heap, (not group.returns, group.order, group))
         group.queued = True
         self.num_tokens += group.request.num_prompt_tokens
 
@@ -64,4 +65,4 @@ class WaitingQueue:
         return len(self._heap) - len(self._removed)
 
     def __iter__(self) -> Iterator[Group]:
-        return (group for order, group in self._heap if order not in self._removed)
+        return (group for _, order, group in self._heap if order not in self._removed)
