@@ -92,6 +92,12 @@ class MemoryConfig:
     enable_prefix_caching: bool = True
     share: bool = True  # False, for experiments: a fork copies every block, and no prefix is found again
     reservation: str = "paged"  # or, for experiments, up front in one piece: max, pow2 or oracle
+    pin_prefix: tuple[str, ...] = ()  # files of text or chat messages whose blocks are held from the start
+    cpu_offload_gb: float = 0.0  # GiB of layers' weights that live in host memory and stream to the GPU
+    weights_memory_gb: float | None = (
+        None  # GiB of host memory that weights may take; the rest streams from disk
+    )
+    weights_offload_dir: str | None = None  # where those lie; None: in the cache folder
     swap_space: float = (
         4.0  # GiB of host memory for requests that must leave the pool; 0: they are computed again
     )
@@ -113,6 +119,11 @@ class MemoryConfig:
             )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
+        named = (self.pin_prefix,) if isinstance(self.pin_prefix, str) else tuple(self.pin_prefix)
+        object.__setattr__(self, "pin_prefix", named)
+        _not_negative("cpu_offload_gb", self.cpu_offload_gb)
+        if self.weights_memory_gb is not None and not self.weights_memory_gb > 0.0:
+            raise ConfigError(f"weights_memory_gb={self.weights_memory_gb} must be more than 0")
         _not_negative("swap_space", self.swap_space)
 
 

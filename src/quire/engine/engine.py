@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from quire.core.clock import Clock, VirtualClock
@@ -22,6 +22,7 @@ from quire.sampling.records import TokenMask
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
 
+PIN = "pin"  # the request that computes a pinned prefix
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
 COMPANY_WAIT = 0.001  # the same, for a batch to be full
 
@@ -108,6 +109,21 @@ class Engine:
             self.scheduler.add(request)
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += request.num_prompt_tokens
+
+    def pin(self, token_ids: Sequence[int]) -> int:
+        """Computes a prefix and holds its full blocks for good; how many. Only while nothing else runs.
+
+        Raises InvalidRequest if it can never run. Figures do not count it: nobody asked for an answer.
+        """
+        counted = replace(self.stats), replace(self.memory.stats)
+        request = self._door.admit(PIN, token_ids, SamplingParams(temperature=0.0, max_tokens=1))
+        self.scheduler.add(request)
+        while self.has_work:
+            self.step()
+        self.stats, self.memory.stats = counted
+        num_held = self.memory.hold(request)
+        self._door.num_pinned = self.memory.num_held
+        return num_held
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; its blocks are free when this returns. False if nobody knows it."""

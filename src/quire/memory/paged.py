@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from quire.core.ints import ints
 from quire.core.request import Request, Sequence
 from quire.memory.blocks import BlockPool
 from quire.memory.moves import PageMoves
@@ -68,6 +69,7 @@ class PagedMemory:
         self.stats = MemoryStats()
         self.moves = PageMoves()  # that the next step must carry
         self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.moves)
+        self._held: list[Sequence] = []  # prefixes that are never given up
         self._enable_prefix_caching = enable_prefix_caching and share
         self._share = share
 
@@ -179,16 +181,33 @@ class PagedMemory:
         sequence.num_indexed = 0
         sequence.num_computed = 0
 
+    def hold(self, request: Request) -> int:
+        """Keeps the full blocks of a prompt that was just computed, for good; how many there are."""
+        token_ids = ints(request.prompt_token_ids)
+        token_ids.append(0)  # `match` leaves out the last token
+        held = Sequence(request, 0, token_ids)
+        self.match(held)
+        self._held.append(held)
+        return len(held.block_ids)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are held; prefixes may share some."""
+        return len({block for held in self._held for block in held.block_ids})
+
     def reset_prefix_index(self) -> None:
-        """Forgets all content; blocks in use stay with their sequences."""
+        """Forgets all content but what is held; blocks in use stay with their sequences."""
         self.index.clear()
+        for held in self._held:
+            for content, block in zip(held.block_hashes, held.block_ids, strict=False):
+                self.index.put(content, block)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Recounts everything from the tables; raises RuntimeError on the first thing that is off."""
         counts = [0] * (self.num_blocks + 1)
         sequences = list(sequences)
         self.swap.check_integrity(sequences)
-        for sequence in sequences:
+        for sequence in (*sequences, *self._held):
             for block in sequence.block_ids:
                 counts[block] += 1
         if counts[0]:
