@@ -15,9 +15,9 @@ from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
 from quire.engine.host_memory import make_host_memory
-from quire.engine.policy_words import policies_in_words
 from quire.engine.offload import load_model, offload_lines
 from quire.engine.pins import PinnedPrefix, pin_prefixes
+from quire.engine.policy_words import policies_in_words
 from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,

@@ -34,9 +34,10 @@ def pin_prefixes(engine: Engine, config: EngineConfig, source: Source) -> tuple[
     """Computes and holds every file that `pin_prefix` names. ConfigError says which cannot be held, and why."""
     if not config.memory.pin_prefix:
         return ()
-    if not (config.memory.enable_prefix_caching and config.memory.share):
+    paged = config.memory.reservation == "paged"
+    if not (config.memory.enable_prefix_caching and config.memory.share and paged):
         raise ConfigError(
-            "pin_prefix needs the prefix cache: leave out --no-enable-prefix-caching and --no-share"
+            "pin_prefix needs the prefix cache: leave out --no-enable-prefix-caching, --no-share and --reservation"
         )
     tokenizer = choose_tokenizer(config.model, source)
     if tokenizer is None:

@@ -41,6 +41,15 @@ class Memory(Protocol):
         """Takes all that so many sequences of the leader's request may need; nothing where memory does not reserve."""
         ...
 
+    @property
+    def num_held(self) -> int:
+        """Blocks that are held for good."""
+        ...
+
+    def hold(self, request: Request) -> int:
+        """Holds the full blocks of a prompt that was computed, for good; how many."""
+        ...
+
     def match(self, sequence: Sequence) -> int:
         """Positions at the start of an empty table that need not be computed."""
         ...

@@ -111,6 +111,12 @@ class ReservedMemory:
         leader.block_ids = runs[0].ids()
         return True
 
+    num_held = 0
+
+    def hold(self, request: Request) -> int:
+        """Nothing: what is reserved is never found again."""
+        return 0
+
     def match(self, sequence: Sequence) -> int:
         return 0  # nothing is found again
 
