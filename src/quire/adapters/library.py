@@ -76,7 +76,9 @@ class Library:
         self._threads = ThreadPoolExecutor(
             num_threads,
             thread_name_prefix="quire-adapters",
-            initializer=partial(torch.set_num_threads, 1) if num_threads > 1 else None,  # each does its own work
+            initializer=partial(torch.set_num_threads, 1)
+            if num_threads > 1
+            else None,  # each does its own work
         )
         self._max_loading = 2 * num_threads
         self._loading: set[str] = set()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.adapters.library import Library
-from quire.memory.paged import PagedMemory
+from quire.memory.interface import Memory
 from quire.scheduler.adapter_line import AdapterLine
 
 NAMES_SECONDS = 0.5  # how old the names among the figures may be
@@ -40,7 +40,7 @@ class AdapterFigures:
 class Adapters:
     """One engine's adapters. `line` is what the scheduler asks."""
 
-    def __init__(self, library: Library, memory: PagedMemory, max_adapters: int | None = None) -> None:
+    def __init__(self, library: Library, memory: Memory, max_adapters: int | None = None) -> None:
         self.library = library
         self.line = AdapterLine(library, memory, max_adapters)
         self._pages = memory.adapter_pages

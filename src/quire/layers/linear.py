@@ -35,6 +35,12 @@ class Linear:
             return self._silu_mul(self(x, lora=lora))
         return self._matrix.linear_silu_mul(x, self._bias.value if self._bias else None)
 
+    def relu(self, x: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        """max(self(x), 0)."""
+        if self._adapted(lora) is not None:
+            return self(x, lora=lora).relu_()
+        return self._matrix.linear_relu(x, self._bias.value if self._bias else None)
+
     def normed(self, x: Tensor, norm: RMSNorm, lora: LoraBatch | None = None) -> Tensor:
         """self(norm(x))."""
         fused = self._fused(x, norm, lora, silu_mul=False)

@@ -51,7 +51,7 @@ class AsyncLLM:
         answer = Answer(request_id, sampling, self.tokenizer)
         updates: asyncio.Queue[SequenceUpdate | BaseException] = asyncio.Queue()
         accepted = self._thread.add(
-            request_id, prepared.token_ids, sampling, cache_salt=prepared.cache_salt, adapter=adapter
+            request_id, prepared.token_ids, sampling, **prepared.options, adapter=adapter
         )
         self._queues[request_id] = updates
         try:

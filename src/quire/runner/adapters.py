@@ -126,7 +126,7 @@ class AdapterSlots:
         self.recordable = recordable  # the kernel is a native operation, or one that a graph can hold
         self._tokens = SegmentBuffer(max_lines, max_rows, device)
         self._wanted = SegmentBuffer(max_lines + max_rows, max_rows, device)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None  # where loads are copied
         self._pretends = False
 
     # ------------------------------------------------------------------ what a step changes
@@ -162,14 +162,14 @@ class AdapterSlots:
     def _load(self, fetched: tuple[Fetched, ...]) -> None:
         for one in fetched:
             self._evict(one.load.key)
-        if self._side is None:
+        if self.side is None:
             self._copy(fetched)
             copied = None
         else:  # the step in flight may still read these pages; this one and what follows does not, but by `_start`
-            self._side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._side):
+            self.side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self.side):
                 self._copy(fetched)
-            copied = self._side.record_event()
+            copied = self.side.record_event()
         for one in fetched:
             resident = self._placed(one, copied)
             self._resident[one.load.key] = resident
@@ -258,7 +258,7 @@ class AdapterSlots:
 
     def _sent(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if self._side is None else tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor if self.side is None else tensor.pin_memory().to(self._device, non_blocking=True)
 
     # ------------------------------------------------------------------ batches
 

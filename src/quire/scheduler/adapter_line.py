@@ -6,7 +6,7 @@ from typing import Protocol
 from quire.core.adapters import AdapterLoad
 from quire.core.errors import AdapterError
 from quire.core.ints import ints
-from quire.memory.paged import PagedMemory
+from quire.memory.interface import Memory
 from quire.scheduler.group import Group
 from quire.scheduler.queue import WaitingQueue
 
@@ -43,7 +43,7 @@ class AdapterLine:
     beside that step. A group whose adapter is being read from disk lets others pass.
     """
 
-    def __init__(self, copies: HostCopies, memory: PagedMemory, max_adapters: int | None = None) -> None:
+    def __init__(self, copies: HostCopies, memory: Memory, max_adapters: int | None = None) -> None:
         self._copies = copies
         self._memory = memory
         self._pages = memory.adapter_pages
@@ -110,7 +110,7 @@ class AdapterLine:
 
     def _check(self, group: Group, copy: HostCopy) -> None:
         memory = self._memory
-        needed = memory.blocks_at_most(group.request)
+        needed = memory.blocks_at_most(group.request) + memory.num_held
         if not self._pages.can_ever_hold(copy.num_blocks, needed):
             raise AdapterError(
                 f"adapter and request may need {copy.num_blocks} + {needed} blocks, and the pool has "

@@ -40,7 +40,7 @@ class Tuning:
 
 # By the length of segments: decodes stream adapters, long runs of lines compute.
 TUNINGS = {
-    16: Tuning(16, 256, 8, 4, 3, 16, 256, 4, 3),
+    16: Tuning(16, 512, 8, 4, 3, 16, 256, 4, 3),
     64: Tuning(32, 64, 1, 4, 3, 16, 128, 4, 3),
 }
 
@@ -146,6 +146,15 @@ def _rows(tiles, rank, tile_ranks, known, width, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def _load(pointers, wanted, column, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Zeros where a line is not wanted or a column lies outside; EVEN: none does."""
+    if EVEN:
+        return tl.load(pointers, mask=wanted, other=0.0)
+    else:
+        return tl.load(pointers, mask=wanted & (column < WIDTH), other=0.0)
+
+
+@triton.jit
 def _product(a, b, sums, EXACT: tl.constexpr):
     """sums + a b."""
     if INTERPRETED:
@@ -176,6 +185,8 @@ def _shrink_kernel(
         target = (
             inner + (((first + line) * PARTS + part) * SPLITS + split).to(tl.int64)[:, None] * inner_ranks
         )
+        if SPAN == CHUNK:  # one step: what is read of x serves all ranks
+            a = _load(lines, real[:, None], column[None, :], INPUTS, EVEN)
         for rank_first in range(0, rank, RANKS):
             j = rank_first + tl.arange(0, RANKS)
             known = j < rank
@@ -184,15 +195,14 @@ def _shrink_kernel(
             )
             rows = weights + row[None, :] + column[:, None]
             sums = tl.zeros((LINES, RANKS), tl.float32)
-            for step in range(0, SPAN, CHUNK):
-                if EVEN:
-                    a = tl.load(lines + step, mask=real[:, None], other=0.0)
-                    b = tl.load(rows + step, mask=known[None, :], other=0.0)
-                else:
-                    inside = column + step < INPUTS
-                    a = tl.load(lines + step, mask=real[:, None] & inside[None, :], other=0.0)
-                    b = tl.load(rows + step, mask=known[None, :] & inside[:, None], other=0.0)
+            if SPAN == CHUNK:
+                b = _load(rows, known[None, :], column[:, None], INPUTS, EVEN)
                 sums = _product(a.to(b.dtype), b, sums, EXACT)
+            else:
+                for step in range(0, SPAN, CHUNK):
+                    a = _load(lines + step, real[:, None], (column + step)[None, :], INPUTS, EVEN)
+                    b = _load(rows + step, known[None, :], (column + step)[:, None], INPUTS, EVEN)
+                    sums = _product(a.to(b.dtype), b, sums, EXACT)
             tl.store(target + j[None, :], sums, mask=real[:, None])
 
 
