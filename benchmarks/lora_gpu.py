@@ -269,15 +269,15 @@ def bench_tunings(report: Report, shape: Shape) -> None:
     few, many = kernel.TUNINGS[16], kernel.TUNINGS[64]
     shrinks: dict[int, list[dict[str, int]]] = {
         16: [
-            {}, {"shrink_ranks": 32}, {"shrink_ranks": 64}, {"chunk": 128}, {"chunk": 512}, {"splits": 4},
-            {"splits": 16}, {"shrink_warps": 2}, {"shrink_warps": 8}, {"shrink_stages": 2}, {"shrink_stages": 4},
-            {"shrink_ranks": 32, "splits": 16}, {"shrink_ranks": 32, "chunk": 128},
-            {"shrink_ranks": 32, "chunk": 512}, {"shrink_ranks": 64, "chunk": 128},
+            {}, {"shrink_stages": 4}, {"shrink_stages": 2}, {"shrink_ranks": 32}, {"shrink_ranks": 64},
+            {"shrink_ranks": 32, "shrink_stages": 4}, {"chunk": 256}, {"chunk": 256, "splits": 16},
+            {"chunk": 256, "splits": 16, "shrink_ranks": 32}, {"chunk": 1024, "splits": 4},
+            {"shrink_warps": 2}, {"shrink_warps": 8}, {"shrink_ranks": 32, "shrink_warps": 8},
         ],
         64: [
-            {}, {"shrink_ranks": 16}, {"shrink_ranks": 64}, {"chunk": 128}, {"splits": 2}, {"splits": 4},
+            {}, {"shrink_ranks": 16}, {"shrink_ranks": 64}, {"chunk": 128}, {"splits": 1},
             {"shrink_warps": 8}, {"shrink_stages": 4}, {"shrink_ranks": 64, "chunk": 128},
-            {"shrink_ranks": 64, "splits": 2},
+            {"shrink_ranks": 64, "shrink_warps": 8},
         ],
     }  # fmt: skip
     expands: dict[int, list[dict[str, int]]] = {

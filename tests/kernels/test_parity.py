@@ -384,6 +384,15 @@ def test_lora_agrees(kernel: Kernel, case: str, dtype: torch.dtype) -> None:
 
 
 @_parametrize("lora")
+def test_long_segments_agree_too(kernel: Kernel) -> None:
+    alternative, reference = kernel
+    made = lora_case([0] * 70 + [1] * 9 + [-1, 0], [[20, 3], [-12, 0]], 200, [48, 40], max_lines=64)
+    expected = reference.add(made.x, made.y.clone(), *made.arguments())
+    actual = alternative.add(made.x, made.y.clone(), *made.arguments())
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@_parametrize("lora")
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 def test_embedding_lora_agrees(kernel: Kernel, ids_dtype: torch.dtype) -> None:
     alternative, reference = kernel

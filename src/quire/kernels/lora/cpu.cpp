@@ -9,8 +9,9 @@ namespace quire {
 namespace QUIRE_ISA {
 
 constexpr int64_t kLoraLines = 64;      // of a piece of work, at most: their halves-way sums stay in the cache
-constexpr int64_t kLoraColumns = 384;   // of a piece of work when B is read, at most
+constexpr int64_t kLoraColumns = 192;   // of a piece of work when B is read, at most
 constexpr int64_t kLoraBytes = 32768;   // weights that a thread claims at a time, at least
+constexpr int64_t kLoraTasksEach = 4;   // tasks of a thread that even out what each takes
 constexpr int kLoraBlock = 4;           // lines, or vectors of columns, that share what is loaded
 
 struct LoraProblem {
@@ -42,7 +43,8 @@ struct LoraTask {
     const int64_t* tile_a;
     const int64_t* tile_b;
     float scale;
-    int64_t inner;  // where x A^T begins: [count][rank] floats
+    int64_t inner;     // where x A^T begins: [count][rank] floats
+    bool whole_rows;   // B's columns are not cut: it is read but once, and in order
 
     int64_t tile_count() const { return (rank + tile_ranks - 1) / tile_ranks; }
     int64_t ranks_of(int64_t tile) const {
@@ -62,7 +64,20 @@ struct LoraPlan {
     int64_t inner_size, bytes;  // floats of all x A^T; of one read of all A
 };
 
-inline int64_t column_pieces(const LoraTask& task) { return (task.columns + kLoraColumns - 1) / kLoraColumns; }
+inline int64_t column_pieces(const LoraTask& task) {
+    return task.whole_rows ? 1 : (task.columns + kLoraColumns - 1) / kLoraColumns;
+}
+
+
+// Weights that this thread will probably need next, asked for while others are at work.
+struct LoraAhead {
+    const char* at = nullptr;
+    const char* end = nullptr;
+
+    void ask(int lines) {
+        for (int i = 0; i < lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 3);
+    }
+};
 
 // Neighbouring segments of one adapter are one task.
 inline void add_tasks(const LoraProblem& p, LoraPlan& plan) {
@@ -78,7 +93,7 @@ inline void add_tasks(const LoraProblem& p, LoraPlan& plan) {
             if (rank <= 0) continue;
             plan.tasks.push_back({p.order + first, count, rank, p.tile_ranks[place], p.bounds[part],
                                   p.bounds[part + 1] - p.bounds[part], p.tile_a + place * p.tiles,
-                                  p.tile_b + place * p.tiles, p.scales[place], plan.inner_size});
+                                  p.tile_b + place * p.tiles, p.scales[place], plan.inner_size, false});
             plan.inner_size += count * rank;
             plan.bytes += rank * p.inputs * 2;
         }
@@ -91,7 +106,9 @@ inline void make_plan(const LoraProblem& p, LoraPlan& plan) {
     plan.expand.clear();
     plan.inner_size = plan.bytes = 0;
     add_tasks(p, plan);
-    for (const LoraTask& task : plan.tasks) {
+    const bool many = static_cast<int64_t>(plan.tasks.size()) >= kLoraTasksEach * num_threads();
+    for (LoraTask& task : plan.tasks) {
+        task.whole_rows = many && task.count <= kLoraBlock;
         for (int64_t line = 0; line < task.count; line += kLoraLines) {
             const int64_t lines = task.count - line < kLoraLines ? task.count - line : kLoraLines;
             for (int64_t i = 0; i < task.tile_count(); ++i) plan.shrink.push_back({&task, line, lines, i});
@@ -103,34 +120,45 @@ inline void make_plan(const LoraProblem& p, LoraPlan& plan) {
 // kLines lines times kRanks ranks of A, from `a` on: sixteen sums at most.
 template <int kLines, int kRanks, class Element>
 inline void shrink_block(const LoraProblem& p, const int32_t* lines, const Element* a, int64_t ranks, float* inner,
-                         int64_t inner_stride) {
-    Floats sums[kLanes];
+                         int64_t inner_stride, LoraAhead& ahead) {
+    Floats sums[kLines][kRanks];
     const float* x[kLines];
     const Element* row[kRanks];
-    for (int i = 0; i < kLanes; ++i) sums[i] = zeros();
+#pragma GCC unroll 4
+    for (int i = 0; i < kLines; ++i) {
+#pragma GCC unroll 16
+        for (int j = 0; j < kRanks; ++j) sums[i][j] = zeros();
+    }
     for (int i = 0; i < kLines; ++i) x[i] = p.x + lines[i] * p.x_stride;
     for (int j = 0; j < kRanks; ++j) row[j] = a + (j < ranks ? j : 0) * p.inputs;
-    int64_t k = 0;
-    for (; k + kLanes <= p.inputs; k += kLanes) {
+    const int64_t whole = p.inputs / kLanes * kLanes;
+    for (int64_t k = 0; k < whole; k += kLanes) {
         Floats values[kLines];
         for (int i = 0; i < kLines; ++i) values[i] = load(x[i] + k);
+        if (kLines < kLoraBlock) ahead.ask(kRanks / 2);
+#pragma GCC unroll 16
         for (int j = 0; j < kRanks; ++j) {
             const Floats weight = load(row[j] + k);
-            for (int i = 0; i < kLines; ++i) {
-                sums[i * kRanks + j] = fused(values[i], weight, sums[i * kRanks + j]);
-            }
+#pragma GCC unroll 4
+            for (int i = 0; i < kLines; ++i) sums[i][j] = fused(values[i], weight, sums[i][j]);
         }
     }
-    if (k < p.inputs) {
-        for (int j = 0; j < kRanks; ++j) {
-            const Floats weight = load_part(row[j] + k, p.inputs - k);
-            for (int i = 0; i < kLines; ++i) {
-                sums[i * kRanks + j] = fused(load_part(x[i] + k, p.inputs - k), weight, sums[i * kRanks + j]);
-            }
+    Floats ended[kLanes];  // a copy: what has an address does not stay in registers
+#pragma GCC unroll 4
+    for (int i = 0; i < kLines; ++i) {
+#pragma GCC unroll 16
+        for (int j = 0; j < kRanks; ++j) ended[i * kRanks + j] = sums[i][j];
+    }
+    for (int i = kLines * kRanks; i < kLanes; ++i) ended[i] = zeros();
+    if (whole < p.inputs) {
+        const int64_t left = p.inputs - whole;
+        for (int i = 0; i < kLines * kRanks; ++i) {
+            const Floats value = load_part(x[i / kRanks] + whole, left);
+            ended[i] = fused(value, load_part(row[i % kRanks] + whole, left), ended[i]);
         }
     }
     float results[kLanes];
-    store(results, sums_of(sums));
+    store(results, sums_of(ended));
     for (int i = 0; i < kLines; ++i) {
         for (int j = 0; j < kRanks && j < ranks; ++j) inner[i * inner_stride + j] = results[i * kRanks + j];
     }
@@ -138,26 +166,30 @@ inline void shrink_block(const LoraProblem& p, const int32_t* lines, const Eleme
 
 template <int kLines, class Element>
 inline void shrink_lines(const LoraProblem& p, const int32_t* lines, const Element* a, int64_t ranks, float* inner,
-                         int64_t inner_stride) {
+                         int64_t inner_stride, LoraAhead& ahead) {
     constexpr int kRanks = kLines == 1 ? 16 : kLines == 2 ? 8 : 4;
     for (int64_t j = 0; j < ranks; j += kRanks) {
-        shrink_block<kLines, kRanks>(p, lines, a + j * p.inputs, ranks - j, inner + j, inner_stride);
+        shrink_block<kLines, kRanks>(p, lines, a + j * p.inputs, ranks - j, inner + j, inner_stride, ahead);
     }
 }
 
 template <class Element>
-inline void shrink_piece(const LoraProblem& p, const LoraPiece& piece, float* all_inner) {
+inline void shrink_piece(const LoraProblem& p, const LoraPiece& piece, const LoraPiece& next, float* all_inner) {
     const LoraTask& task = *piece.task;
-    const Element* a = reinterpret_cast<const Element*>(p.weights) + task.tile_a[piece.index];
+    const Element* weights = reinterpret_cast<const Element*>(p.weights);
+    const Element* a = weights + task.tile_a[piece.index];
+    const Element* ahead_a = weights + next.task->tile_a[next.index];
+    LoraAhead ahead{reinterpret_cast<const char*>(ahead_a),
+                    reinterpret_cast<const char*>(ahead_a + next.task->ranks_of(next.index) * p.inputs)};
     const int64_t ranks = task.ranks_of(piece.index);
     const int32_t* lines = task.lines + piece.first_line;
     float* inner = all_inner + task.inner + piece.first_line * task.rank + piece.index * task.tile_ranks;
     for (int64_t done = 0; done < piece.lines; done += kLoraBlock) {
         const int64_t left = piece.lines - done;
-        if (left >= 4) shrink_lines<4>(p, lines + done, a, ranks, inner + done * task.rank, task.rank);
-        else if (left == 3) shrink_lines<3>(p, lines + done, a, ranks, inner + done * task.rank, task.rank);
-        else if (left == 2) shrink_lines<2>(p, lines + done, a, ranks, inner + done * task.rank, task.rank);
-        else shrink_lines<1>(p, lines + done, a, ranks, inner + done * task.rank, task.rank);
+        if (left >= 4) shrink_lines<4>(p, lines + done, a, ranks, inner + done * task.rank, task.rank, ahead);
+        else if (left == 3) shrink_lines<3>(p, lines + done, a, ranks, inner + done * task.rank, task.rank, ahead);
+        else if (left == 2) shrink_lines<2>(p, lines + done, a, ranks, inner + done * task.rank, task.rank, ahead);
+        else shrink_lines<1>(p, lines + done, a, ranks, inner + done * task.rank, task.rank, ahead);
     }
 }
 
@@ -179,10 +211,27 @@ inline void pick_piece(const LoraProblem& p, const LoraPiece& piece, float* all_
     }
 }
 
+// All of B that a piece needs, tile by tile.
+template <class Element>
+struct LoraAheadTiles {
+    const Element* weights;
+    const LoraTask* task;
+    int64_t tile;
+    LoraAhead ahead;
+
+    void open() {
+        if (ahead.at < ahead.end || tile >= task->tile_count()) return;
+        const Element* b = weights + task->tile_b[tile];
+        ahead = {reinterpret_cast<const char*>(b),
+                 reinterpret_cast<const char*>(b + task->ranks_of(tile) * task->columns)};
+        ++tile;
+    }
+};
+
 // kLines lines of y, kVectors vectors of columns from `column` of the part on; `count` columns of the last are real.
 template <int kLines, int kVectors, class Element>
 inline void expand_block(const LoraProblem& p, const LoraTask& task, int64_t first_line, int64_t column, int64_t count,
-                         const float* inner) {
+                         const float* inner, LoraAheadTiles<Element>& next) {
     Floats sums[kLines][kVectors];
     for (auto& line : sums) {
         for (Floats& vector : line) vector = zeros();
@@ -190,9 +239,13 @@ inline void expand_block(const LoraProblem& p, const LoraTask& task, int64_t fir
     for (int64_t tile = 0; tile < task.tile_count(); ++tile) {
         const Element* b = reinterpret_cast<const Element*>(p.weights) + task.tile_b[tile] + column;
         const int64_t ranks = task.ranks_of(tile);
+        next.open();
         for (int64_t j = 0; j < ranks; ++j, b += task.columns, ++inner) {
+            if (kLines < kLoraBlock) next.ahead.ask(kVectors / 2);
+#pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
                 const Floats weight = kVectors > 1 ? load(b + v * kLanes) : load_part(b, count);
+#pragma GCC unroll 4
                 for (int i = 0; i < kLines; ++i) {
                     sums[i][v] = fused(broadcast(inner[i * task.rank]), weight, sums[i][v]);
                 }
@@ -211,30 +264,33 @@ inline void expand_block(const LoraProblem& p, const LoraTask& task, int64_t fir
 
 template <int kLines, class Element>
 inline void expand_lines(const LoraProblem& p, const LoraTask& task, int64_t first_line, int64_t first, int64_t last,
-                         const float* inner) {
+                         const float* inner, LoraAheadTiles<Element>& next) {
     int64_t column = first;
     for (; column + kLoraBlock * kLanes <= last; column += kLoraBlock * kLanes) {
-        expand_block<kLines, kLoraBlock, Element>(p, task, first_line, column, kLanes, inner);
+        expand_block<kLines, kLoraBlock, Element>(p, task, first_line, column, kLanes, inner, next);
     }
     for (; column < last; column += kLanes) {
-        expand_block<kLines, 1, Element>(p, task, first_line, column, last - column, inner);
+        expand_block<kLines, 1, Element>(p, task, first_line, column, last - column, inner, next);
     }
 }
 
 template <class Element>
-inline void expand_piece(const LoraProblem& p, const LoraPiece& piece, const float* all_inner) {
+inline void expand_piece(const LoraProblem& p, const LoraPiece& piece, const LoraPiece& following,
+                         const float* all_inner) {
     const LoraTask& task = *piece.task;
     const int64_t pieces = column_pieces(task);
+    LoraAheadTiles<Element> next{reinterpret_cast<const Element*>(p.weights), following.task,
+                                 following.task->whole_rows ? 0 : following.task->tile_count(), {}};
     const int64_t width = ((task.columns + pieces - 1) / pieces + kLanes - 1) / kLanes * kLanes;
     const int64_t first = piece.index * width, end = first + width < task.columns ? first + width : task.columns;
     const int64_t last_line = piece.first_line + piece.lines;
     for (int64_t line = piece.first_line; line < last_line; line += kLoraBlock) {
         const float* inner = all_inner + task.inner + line * task.rank;
         const int64_t left = last_line - line;
-        if (left >= 4) expand_lines<4, Element>(p, task, line, first, end, inner);
-        else if (left == 3) expand_lines<3, Element>(p, task, line, first, end, inner);
-        else if (left == 2) expand_lines<2, Element>(p, task, line, first, end, inner);
-        else expand_lines<1, Element>(p, task, line, first, end, inner);
+        if (left >= 4) expand_lines<4, Element>(p, task, line, first, end, inner, next);
+        else if (left == 3) expand_lines<3, Element>(p, task, line, first, end, inner, next);
+        else if (left == 2) expand_lines<2, Element>(p, task, line, first, end, inner, next);
+        else expand_lines<1, Element>(p, task, line, first, end, inner, next);
     }
 }
 
@@ -243,24 +299,32 @@ inline int64_t pieces_at_a_time(int64_t pieces, int64_t bytes) {
     return (kLoraBytes + size - 1) / size;
 }
 
+// Runs all pieces; `run` gets each with the one that its thread will probably take next.
+template <class Run>
+inline void run_pieces(const std::vector<LoraPiece>& all, int64_t bytes, const Run& run) {
+    const LoraPiece* pieces = all.data();
+    const int64_t count = static_cast<int64_t>(all.size()), grain = pieces_at_a_time(count, bytes);
+    const int64_t others = (num_threads() - 1) * grain;
+    parallel_for(count, grain, [=, &run](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t next = i + 1 + (i + 1 < end ? 0 : others);
+            run(pieces[i], pieces[next < count ? next : i]);
+        }
+    });
+}
+
 template <class Element>
 inline void run_lora(const LoraProblem& p) {
     static thread_local LoraPlan plan;
     make_plan(p, plan);
     if (plan.tasks.empty()) return;
     float* inner = static_cast<float*>(shared_scratch(static_cast<size_t>(plan.inner_size) * sizeof(float)));
-    const LoraPiece* shrink = plan.shrink.data();
-    const LoraPiece* expand = plan.expand.data();
-    const int64_t pieces = static_cast<int64_t>(plan.shrink.size());
-    parallel_for(pieces, pieces_at_a_time(pieces, plan.bytes), [&p, shrink, inner](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-            if (p.x != nullptr) shrink_piece<Element>(p, shrink[i], inner);
-            else pick_piece<Element>(p, shrink[i], inner);
-        }
+    run_pieces(plan.shrink, plan.bytes, [&p, inner](const LoraPiece& piece, const LoraPiece& next) {
+        if (p.x != nullptr) shrink_piece<Element>(p, piece, next, inner);
+        else pick_piece<Element>(p, piece, inner);
     });
-    const int64_t others = static_cast<int64_t>(plan.expand.size());
-    parallel_for(others, pieces_at_a_time(others, plan.bytes), [&p, expand, inner](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) expand_piece<Element>(p, expand[i], inner);
+    run_pieces(plan.expand, plan.bytes, [&p, inner](const LoraPiece& piece, const LoraPiece& next) {
+        expand_piece<Element>(p, piece, next, inner);
     });
 }
 

@@ -2,8 +2,8 @@
 
 `shrink` makes x A^T, a stretch of the inputs per program, since a decode has few lines and must read A from all over
 the device at once; `expand` sums the stretches in one order and adds their product with B. Grids follow shapes alone
-and programs without work leave at once, so a captured graph serves every mix of adapters. No atomics: for one length
-of segments a line's bits do not depend on the other lines.
+and programs without work leave at once, so a captured graph serves every mix of adapters. No atomics: in segments of
+16 lines a line's bits do not depend on the other lines. Longer ones cut the inputs by how many lines there are.
 """
 
 import os
@@ -19,6 +19,8 @@ from quire.kernels.lora.records import MAX_PARTS, MAX_TILE_RANKS, LoraSegments, 
 
 # Triton's interpreter multiplies the bits of bfloat16 as if they were integers: there, products are taken in fp32.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+FEW_LINES = 16  # of a segment where lines are few
+BUSY = 264  # programs that keep a large device busy: two for each of its processors
 MOST_RANKS = 64  # that a program takes at once
 ALIGNED = 8  # elements: what is a multiple of this is read 16 bytes at a time
 
@@ -41,7 +43,7 @@ class Tuning:
 # By the length of segments: decodes stream adapters, long runs of lines compute.
 TUNINGS = {
     16: Tuning(16, 512, 8, 4, 3, 16, 256, 4, 3),
-    64: Tuning(32, 64, 1, 4, 3, 16, 128, 4, 3),
+    64: Tuning(32, 64, 8, 4, 3, 16, 128, 4, 3),
 }
 
 
@@ -98,7 +100,12 @@ def _shrink(
 ) -> Tensor:
     inputs = x.shape[1]
     chunk = min(tuning.chunk, max(16, triton.next_power_of_2(inputs)))
-    steps = triton.cdiv(triton.cdiv(inputs, chunk), tuning.splits)
+    most = tuning.splits
+    if (
+        segments.max_lines > FEW_LINES
+    ):  # programs enough for the device, and no more sums to read than that needs
+        most = max(1, min(most, BUSY * segments.max_lines // (parts * len(x))))
+    steps = triton.cdiv(triton.cdiv(inputs, chunk), most)
     splits = triton.cdiv(inputs, chunk * steps)
     inner = _inner(x, tables, parts, splits)
     _shrink_kernel[(splits, parts, len(segments.slots))](
