@@ -77,6 +77,7 @@ def build_adapters(
         library.want,
         _kinds(sites, library.targets(PEEKED)),
         recordable=not kernel.__name__.endswith(REFERENCE),
+        invariant=limits.deterministic,
     )
     return BuiltAdapters(library, slots)
 

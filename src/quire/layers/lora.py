@@ -65,9 +65,9 @@ class Grouped:
     starts: np.ndarray  # [G + 1] int32
 
 
-def segment_lines(num_lines: int) -> int:
-    """How long the segments of a batch of so many lines may be."""
-    return MANY_LINES if num_lines >= MANY_FROM else FEW_LINES
+def segment_lines(num_lines: int, invariant: bool = False) -> int:
+    """How long the segments of a batch of so many lines may be; `invariant`: a line's bits must not depend on others."""
+    return MANY_LINES if num_lines >= MANY_FROM and not invariant else FEW_LINES
 
 
 def max_segments(num_lines: int, num_slots: int, max_lines: int) -> int:

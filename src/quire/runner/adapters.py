@@ -46,8 +46,9 @@ class _Resident:
 class SegmentBuffer:
     """Segments in persistent memory, so that a recorded pass finds them where they were."""
 
-    def __init__(self, max_lines: int, max_slots: int, device: torch.device) -> None:
+    def __init__(self, max_lines: int, max_slots: int, device: torch.device, invariant: bool = False) -> None:
         self._max_slots = max_slots
+        self._invariant = invariant
         self._device = device
         most = max_segments(max_lines, max_slots, segment_lines(1))
         self._order = torch.zeros(max_lines, dtype=torch.int32)
@@ -61,7 +62,7 @@ class SegmentBuffer:
     def fill(self, line_slots: np.ndarray, num_lines: int | None = None) -> LoraSegments:
         """line_slots [T]: slots, -1 for none. As many segments as a batch of `num_lines` lines (T or more) may have."""
         size = len(line_slots) if num_lines is None else num_lines
-        longest = segment_lines(size)
+        longest = segment_lines(size, self._invariant)
         grouped = group_lines(line_slots, longest)
         count = max_segments(size, self._max_slots, longest)
         found = len(grouped.slots)
@@ -81,7 +82,7 @@ class SegmentBuffer:
 
     def view(self, num_lines: int) -> LoraSegments:
         """What `fill` writes for so many lines; for a pass that is recorded."""
-        longest = segment_lines(num_lines)
+        longest = segment_lines(num_lines, self._invariant)
         count = max_segments(num_lines, self._max_slots, longest)
         return LoraSegments(self._order[:num_lines], self._slots[:count], self._starts[: count + 1], longest)
 
@@ -99,6 +100,7 @@ class AdapterSlots:
         host_copy: HostCopyOf,
         kinds: int = 0,
         recordable: bool = False,
+        invariant: bool = False,
     ) -> None:
         self._pool = pool
         self._device = device = pool.data.device
@@ -124,8 +126,9 @@ class AdapterSlots:
         self.row_slots = np.full(max_rows, -1, np.int32)
         self.kinds = kinds  # of layers that any adapter so far adds to: what a recorded pass must call
         self.recordable = recordable  # the kernel is a native operation, or one that a graph can hold
-        self._tokens = SegmentBuffer(max_lines, max_rows, device)
-        self._wanted = SegmentBuffer(max_lines + max_rows, max_rows, device)
+        self._invariant = invariant  # a line's bits must not depend on its neighbours
+        self._tokens = SegmentBuffer(max_lines, max_rows, device, invariant)
+        self._wanted = SegmentBuffer(max_lines + max_rows, max_rows, device, invariant)
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None  # where loads are copied
         self._pretends = False
 
@@ -285,7 +288,7 @@ class AdapterSlots:
         """For lines of the output head; None where no adapter so far adds to it."""
         if not self.adds_to_head or not self.runs_in(token_rows):
             return None
-        buffer = SegmentBuffer(len(token_rows), len(self.row_slots), self._device)
+        buffer = SegmentBuffer(len(token_rows), len(self.row_slots), self._device, self._invariant)
         return self._batch(buffer.fill(self._slots(token_rows)))
 
     @property
