@@ -37,8 +37,23 @@ def main(words: list[str] | None = None) -> None:
         for some in ([c for c in cases if c == "base"], [c for c in cases if c != "base"]):
             if not some:
                 continue
-            command = [sys.executable, __file__, "--child", "--cases", ",".join(some), "--output", str(result)]
-            command += ["--shape", options.shape, "--requests", str(options.requests), "--settings", options.settings]
+            command = [
+                sys.executable,
+                __file__,
+                "--child",
+                "--cases",
+                ",".join(some),
+                "--output",
+                str(result),
+            ]
+            command += [
+                "--shape",
+                options.shape,
+                "--requests",
+                str(options.requests),
+                "--settings",
+                options.settings,
+            ]
             command += ["--adapters", str(adapters), "--length-scale", str(options.length_scale)]
             if some[0] != "base":
                 began = time.perf_counter()
@@ -59,7 +74,9 @@ def _options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", default=DEFAULT)
     parser.add_argument("--shape", default="llama8b", choices=list(workloads.SHAPES))
     parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--length-scale", type=float, default=1.0, help="of prompts and answers, to try it out")
+    parser.add_argument(
+        "--length-scale", type=float, default=1.0, help="of prompts and answers, to try it out"
+    )
     parser.add_argument("--settings", default="{}", help="JSON, passed to LLM")
     parser.add_argument("--output", help="JSON file")
     parser.add_argument("--adapters", help=argparse.SUPPRESS)
@@ -114,7 +131,9 @@ def _run(options: argparse.Namespace) -> None:
     settings = {"enable_prefix_caching": False, **json.loads(options.settings)}
     if cases != ["base"]:
         settings["lora_dir"] = options.adapters
-        settings["lora_modules"] = {f"adapter-{i}": f"{options.adapters}/adapter-{i}" for i in range(len(RANKS))}
+        settings["lora_modules"] = {
+            f"adapter-{i}": f"{options.adapters}/adapter-{i}" for i in range(len(RANKS))
+        }
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(workloads.SHAPES[options.shape]))
         llm = LLM(folder, load_format="dummy", served_model_name=options.shape, use_tqdm=False, **settings)
@@ -149,7 +168,8 @@ def _run_case(llm: Any, options: argparse.Namespace, case: str) -> dict[str, Any
 
     scale = options.length_scale
     sizes = [
-        (max(1, int(p * scale)), max(1, int(o * scale))) for p, o in workloads.lengths("sharegpt", options.requests)
+        (max(1, int(p * scale)), max(1, int(o * scale)))
+        for p, o in workloads.lengths("sharegpt", options.requests)
     ]
     prompts = workloads.prompts(sizes, workloads.SHAPES[options.shape]["vocab_size"])
     names = _draw(case, options.requests)

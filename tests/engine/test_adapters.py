@@ -71,6 +71,20 @@ def test_all_mixes_in_one_batch_equal_one_by_one(model, folder, alone, runner, s
             assert _tokens(llm, PROMPTS, names) == expected
 
 
+@pytest.mark.parametrize("settings", [
+    {"lora_mode": "merge"}, {"lora_memory": "separate", "num_blocks": 340, "lora_memory_bytes": 250 * 1024},
+])  # fmt: skip
+def test_the_baselines_give_the_same_tokens(model, folder, alone, settings):
+    """They are slower or need more memory; what they compute is the same."""
+    block_bytes = 2 * 2 * 4 * 2 * 8 * 4
+    if "lora_memory_bytes" in settings:
+        settings = {**settings, "lora_memory_bytes": 250 * block_bytes}
+    with _llm(model, folder, **settings) as llm:
+        for names in (NAMES, NAMES[::-1], [None] * 6, ["wide"] * 6):
+            expected = [alone[name][i] for i, name in enumerate(names)]
+            assert _tokens(llm, PROMPTS, names) == expected
+
+
 def test_int8_gives_every_row_its_own_bits(tmp_path_factory, folder, model):
     """As without adapters: on the CPU in int8 neighbours change nothing."""
     with _llm(model, folder, dtype="auto", quantization="int8") as llm:
@@ -141,6 +155,21 @@ def test_an_adapter_that_fails_to_load_fails_its_own_requests_only(model, folder
         engine.check_integrity()
         with pytest.raises(AdapterError, match="broken"):
             engine.add("again", PROMPTS[0], GREEDY, adapter="broken")
+
+
+def test_a_popular_adapter_cannot_starve_the_rest(model, folder):
+    """A hundred requests of one adapter came first; another's single request does not wait for them all."""
+    with _llm(model, folder, max_num_seqs=4) as llm:
+        engine = llm.engine
+        for i in range(60):
+            engine.add(f"popular-{i}", PROMPTS[0], GREEDY, adapter="small")
+        engine.add("other", PROMPTS[0], GREEDY, adapter="attention")
+        engine.add("base", PROMPTS[0], GREEDY)
+        ended: list[str] = []
+        while engine.has_work:
+            ended += [update.request_id for update in engine.step() if update.finish_reason]
+        assert ended.index("other") < 12
+        assert ended.index("base") < 12
 
 
 def test_without_adapters_asking_for_one_says_what_to_set(model):

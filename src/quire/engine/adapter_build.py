@@ -20,6 +20,7 @@ from quire.layers.lora_sites import install_sites
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.adapters import AdapterSlots
+from quire.runner.merged import MergedAdapter, MergeSite
 from quire.runner.runner import RunnerLimits
 from quire.runner.sizing import free_host_bytes
 
@@ -43,15 +44,16 @@ def build_adapters(
     limits: RunnerLimits,
 ) -> BuiltAdapters:
     """Named adapters are only looked for, not read: a start is no longer for a thousand of them."""
-    if config.lora_mode != "batched" or config.lora_memory != "unified":
-        raise ConfigError("only lora_mode='batched' with lora_memory='unified' can be served yet")
     if pool.layout.block_bytes % ALIGNMENT:
         raise ConfigError(
             f"blocks of {pool.layout.block_bytes} bytes cannot hold adapters, which need a multiple of {ALIGNMENT}: "
             "raise block_size"
         )
+    merging = _merge_sites(model) if config.lora_mode == "merge" else None
     kernel = factory.kernel("lora")
     sites = install_sites(model.loaders(), kernel)
+    if merging is not None:
+        sites = tuple(site for site in sites if site.name in merging)
     dtype = adapter_dtype(numbers)
     on_gpu = numbers.device.type == "cuda"
     reader = Reader(
@@ -68,6 +70,10 @@ def build_adapters(
     )
     for name, folder in config.modules().items():
         library.register(name, Path(folder))
+    if merging is not None:
+        return BuiltAdapters(
+            library, MergedAdapter(tuple(merging[site.name] for site in sites), dtype, library.want)
+        )
     slots = AdapterSlots(
         sites,
         pool,
@@ -80,6 +86,39 @@ def build_adapters(
         invariant=limits.deterministic,
     )
     return BuiltAdapters(library, slots)
+
+
+def _merge_sites(model: Model) -> dict[str, MergeSite]:
+    """By name, those whose weights are the layer's own: a tied head's are the embedding's."""
+    found: dict[str, MergeSite] = {}
+    for tensor, loader in model.loaders().items():
+        for part in loader.parts:
+            state = part.layer.state()
+            is_embedding = "table" in state
+            weight = state.get("table" if is_embedding else "weight")
+            if weight is None and not state:
+                continue
+            if weight is None or weight.dtype.itemsize < 2:
+                raise ConfigError(
+                    "lora_mode='merge' needs weights in full precision: choose quantization='none'"
+                )
+            rows = weight if is_embedding else weight[part.first_row : part.first_row + part.num_outputs]
+            if not is_embedding or len(rows) == part.num_inputs:
+                found[part.module or tensor.removesuffix(".weight")] = MergeSite(rows, is_embedding)
+    return found
+
+
+def separate_blocks(config: AdapterConfig, num_blocks: int, block_bytes: int) -> int:
+    """Blocks of the pool that belong to adapters alone."""
+    if not config.enabled or config.lora_memory != "separate":
+        return 0
+    asked = config.lora_memory_bytes
+    count = num_blocks // 4 if asked is None else asked // block_bytes
+    if not 1 <= count < num_blocks:
+        raise ConfigError(
+            f"lora_memory_bytes={asked} is {count} of the pool's {num_blocks} blocks: give one at least, and not all"
+        )
+    return count
 
 
 def adapter_dtype(numbers: Numbers) -> torch.dtype:

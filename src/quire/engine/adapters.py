@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.adapters.library import Library
 from quire.memory.interface import Memory
 from quire.scheduler.adapter_line import AdapterLine
+from quire.scheduler.merge_line import MergeLine
 
 NAMES_SECONDS = 0.5  # how old the names among the figures may be
 MAX_NAMES = 100
@@ -40,9 +41,11 @@ class AdapterFigures:
 class Adapters:
     """One engine's adapters. `line` is what the scheduler asks."""
 
-    def __init__(self, library: Library, memory: Memory, max_adapters: int | None = None) -> None:
+    def __init__(
+        self, library: Library, memory: Memory, max_adapters: int | None = None, merge: bool = False
+    ) -> None:
         self.library = library
-        self.line = AdapterLine(library, memory, max_adapters)
+        self.line = (MergeLine if merge else AdapterLine)(library, memory, max_adapters)
         self._pages = memory.adapter_pages
         self._keys: dict[str, str] = {}  # by request
         self._named_at = 0.0

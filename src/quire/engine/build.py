@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from quire.core.errors import QuireError
+from quire.core.errors import ConfigError, QuireError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
-from quire.engine.adapter_build import build_adapters
+from quire.engine.adapter_build import build_adapters, separate_blocks
 from quire.engine.adapters import Adapters
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
@@ -36,6 +36,7 @@ from quire.kernels import native
 from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
 from quire.memory.choose import make_memory
+from quire.memory.separate_pages import SeparatePages
 from quire.models import registry
 from quire.models.model import Model
 from quire.models.streamed import Streaming, is_streamed
@@ -139,11 +140,16 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     speculative = config.speculation.parsed
     draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
     pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft)
-    scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
+    num_apart = separate_blocks(config.adapters, size.num_blocks, size.block_bytes)
+    scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks - num_apart)
     runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
     on_gpu = numbers.device.type == "cuda"
     adapted = None
     if config.adapters.enabled:
+        if config.memory.reservation != "paged":
+            raise ConfigError(
+                f"adapters need pages, not reservation={config.memory.reservation!r}: choose paged"
+            )
         adapted = build_adapters(config.adapters, model, factory, pool, numbers, runner_limits)
     slots = adapted.slots if adapted is not None else None
     runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device, slots)
@@ -152,9 +158,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     runner.mover = host.mover
     if slots is not None and host.mover is not None:
         slots.side = host.mover.stream
-    memory = make_memory(
-        config.memory, size.num_blocks, max_model_len, source.fingerprint, host.num_swap_blocks
-    )
+    num_blocks = size.num_blocks - num_apart
+    memory = make_memory(config.memory, num_blocks, max_model_len, source.fingerprint, host.num_swap_blocks)
+    if num_apart:
+        memory.adapter_pages = SeparatePages(num_blocks + 1, num_apart)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -184,7 +191,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
             Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
         )
     preemption = Preemption(scheduler.preemption_mode, host.block_seconds)
-    adapters = Adapters(adapted.library, memory, config.adapters.max_loras) if adapted is not None else None
+    adapters = None
+    if adapted is not None:
+        merges = config.adapters.lora_mode == "merge"
+        adapters = Adapters(adapted.library, memory, config.adapters.max_loras, merges)
     engine = Engine(
         scheduler,
         limits,

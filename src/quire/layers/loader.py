@@ -17,6 +17,10 @@ class Adaptable(Protocol):
         """From now on adds what the lines' adapters have at these sites."""
         ...
 
+    def state(self) -> dict[str, Tensor]:
+        """Its own tensors, by name; views, not copies."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -10,7 +10,7 @@ from quire.memory.interface import Memory
 from quire.scheduler.group import Group
 from quire.scheduler.queue import WaitingQueue
 
-LOOK_AHEAD = 32  # groups in the queue whose adapters are fetched before it is their turn
+LOOK_AHEAD = 64  # groups in the queue whose adapters are fetched before it is their turn
 
 
 class HostCopy(Protocol):
@@ -42,6 +42,8 @@ class AdapterLine:
     """Pages are taken for an adapter one step before its first row where anything else runs, so that the copy is made
     beside that step. A group whose adapter is being read from disk lets others pass.
     """
+
+    governs_all = False  # whether requests without an adapter must ask too
 
     def __init__(self, copies: HostCopies, memory: Memory, max_adapters: int | None = None) -> None:
         self._copies = copies
@@ -90,7 +92,7 @@ class AdapterLine:
             ready = self.prepare(group, reserved, early=True)
             if ready is Readiness.NO_ROOM:
                 return
-            waiting.pop()
+            waiting.lay_aside()
             if ready is not Readiness.FAILED:
                 parked.append(group)
 

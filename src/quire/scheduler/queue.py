@@ -45,8 +45,12 @@ class WaitingQueue:
         group.returns = True
         self._push(group)
 
-    def unpop(self, group: Group) -> None:
-        """One that was popped and not admitted after all stands where it stood."""
+    def lay_aside(self) -> Group:
+        """The first group leaves the line for a moment: those behind it may be looked at."""
+        return self.pop()
+
+    def take_up(self, group: Group) -> None:
+        """One that was laid aside stands where it stood."""
         self._push(group)
 
     def peek(self) -> Group | None:

@@ -296,7 +296,7 @@ class Scheduler:
             if ready is Readiness.NO_ROOM or len(parked) == LOOK_AHEAD:
                 break
             if ready is not Readiness.READY:
-                self.waiting.pop()
+                self.waiting.lay_aside()
                 parked += [group] if ready is Readiness.LOADING else []
                 continue
             admit = self._swap_in_group if group.is_swapped else self._admit_group
@@ -313,11 +313,11 @@ class Scheduler:
             promised = self._num_promised() if promised is None else promised
             self._adapters.look_ahead(self.waiting, parked, promised + self._num_spare())
         for group in parked:
-            self.waiting.unpop(group)
+            self.waiting.take_up(group)
 
     def _ready(self, group: Group, plan: Plan, promised: int) -> Readiness:
         """Whether the group's adapter, if it has one, can be in pages when this step runs."""
-        if self._adapters is None or group.request.adapter is None:
+        if self._adapters is None or (group.request.adapter is None and not self._adapters.governs_all):
             return Readiness.READY
         reserved = promised + self._num_spare() + self._blocks_to_resume(group)
         return self._adapters.prepare(group, reserved, alone=not plan.sequences)

@@ -73,13 +73,28 @@ class FairQueue(WaitingQueue):
         heapq.heappush(self._returned, (group.rank, group))
         self._enter(group)
 
-    def unpop(self, group: Group) -> None:
+    def lay_aside(self) -> Group:
+        """Nothing is served yet, so nothing is charged."""
+        group = self.peek()
+        if group is None:
+            raise IndexError("lay aside from an empty queue")
+        if self._returned:
+            heapq.heappop(self._returned)
+        else:
+            heapq.heappop(self._share(group.request).waiting)
+        self._leave(group)
+        return group
+
+    def take_up(self, group: Group) -> None:
         if group.returns:
             heapq.heappush(self._returned, (group.rank, group))
-            self._enter(group)
-            return
-        self._share(group.request).served -= PROMPT_WEIGHT * group.request.num_prompt_tokens
-        self._push(group)
+        else:
+            share = self._share(group.request)
+            heapq.heappush(share.waiting, (group.order, group))
+            if not share.listed:  # it keeps its account: it never stopped waiting
+                share.listed = True
+                heapq.heappush(self._line, (share.served, next(self._ties), self._share_of(group.request)))
+        self._enter(group)
 
     def peek(self) -> Group | None:
         while self._returned and not self._returned[0][1].queued:
