@@ -84,6 +84,8 @@ class MemoryConfig:
     swap_space: float = (
         4.0  # GiB of host memory for requests that must leave the pool; 0: they are computed again
     )
+    kv_offload_gb: float = 0.0  # GiB of host memory for prefix blocks that the pool evicts
+    kv_offload_dir: str | None = None  # a folder behind that memory
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -97,6 +99,13 @@ class MemoryConfig:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
         _not_negative("swap_space", self.swap_space)
+        _not_negative("kv_offload_gb", self.kv_offload_gb)
+        if self.kv_offload_dir is not None and not self.kv_offload_gb:
+            raise ConfigError("kv_offload_dir needs host memory before it: give kv_offload_gb, such as 4")
+        if self.kv_offload_gb and not (self.enable_prefix_caching and self.share):
+            raise ConfigError(
+                "kv_offload_gb keeps what the prefix cache evicts: leave enable_prefix_caching on"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
-from quire.engine.host_memory import make_host_memory
+from quire.engine.host_memory import make_host_memory, open_second_home
 from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
@@ -138,6 +138,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         config.memory.share,
         host.num_swap_blocks,
     )
+    seed = options.seed if options.load_format == "dummy" else None
+    kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
+    offload = open_second_home(config, host, memory, pool.layout, *kept)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -154,7 +157,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
         seconds=time.perf_counter() - started,
         speculation=speculative.in_words if speculative else "",
-        host=host.lines,
+        host=(host.swap_line, *offload),
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
     make_speculation = None
