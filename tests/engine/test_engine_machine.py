@@ -45,7 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
         self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive,
         swap_blocks, mode, after, home_blocks, shelf,
     ):  # fmt: skip
-        self.memory = PagedMemory(
+        memory = PagedMemory(
             num_blocks,
             block_size,
             "test",
@@ -53,14 +53,19 @@ class EngineMachine(RuleBasedStateMachine):
             share=share,
             num_swap_blocks=swap_blocks,
         )
-        self.runner = PageRunner(num_blocks, block_size, token_scores)
-        if home_blocks and caching and share:
-            kept = PageShelf(self.runner) if shelf else None
-            self.memory.home = SecondHome(swap_blocks + 1, home_blocks, self.memory.moves, self.runner, kept)
         config = SchedulerConfig(
             max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight,
             preemption_mode=mode, admit_after=after,
         )  # fmt: skip
+        self.build(config, memory, drafting, adaptive)
+        if home_blocks and caching and share:
+            kept = PageShelf(self.runner) if shelf else None
+            memory.home = SecondHome(swap_blocks + 1, home_blocks, memory.moves, self.runner, kept)
+
+    def build(self, config, memory, drafting, adaptive):
+        max_num_seqs, max_tokens = config.limits
+        self.memory = memory
+        self.runner = PageRunner(memory.num_blocks, memory.block_size, token_scores)
         limits = Limits(VOCABULARY, 64, max_num_seqs, (END,))
         speculation = None
         if drafting is not None:

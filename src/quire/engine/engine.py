@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.core.clock import Clock, VirtualClock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import DeviceMemoryFull, InvalidRequest, QueueFull
 from quire.core.request import FinishReason, Request
@@ -23,6 +24,7 @@ from quire.scheduler.scheduler import Planned, Scheduler
 
 READING_WAIT = 0.002  # seconds that it waits for blocks from the disk at a time
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
+COMPANY_WAIT = 0.001  # the same, for a batch to be full
 
 
 class StepRunner(Protocol):
@@ -66,14 +68,16 @@ class Engine:
         make_compiler: Callable[[], Compiler] | None = None,
         make_speculation: Callable[[StructuredOutputs], Speculation] | None = None,
         preemption: Preemption | None = None,
+        clock: Clock = time.monotonic,
     ):
         self.limits = limits
+        self.clock = clock  # of arrivals; a simulated device has its own
         self.memory = memory
         self._structured = StructuredOutputs(make_compiler, limits)
         self.speculation = make_speculation(self._structured) if make_speculation is not None else None
-        self.scheduler = Scheduler(config, memory, self.speculation, preemption)
+        self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock)
         self.stats = EngineStats()
-        self._door = Door(limits, memory, seed)
+        self._door = Door(limits, memory, seed, clock)
         self._runner = runner
         self._compiled: list[Request] = []  # whose grammar is done and whom the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
@@ -159,6 +163,8 @@ class Engine:
             self.memory.home.wait(READING_WAIT)
         if unmasked is not None:  # what it may sample depends on the tokens that were committed just now
             updates += self._mask(unmasked)
+        if planned is None and not self._in_flight and not updates:
+            self._wait_for_company()
         return updates
 
     def check_integrity(self) -> None:
@@ -181,6 +187,17 @@ class Engine:
         updates = error_updates(ended, f"request {ended[0].request.request_id}: {full}") if ended else []
         self.stats.num_finished += len(updates)
         return updates
+
+    def _wait_for_company(self) -> None:
+        """Where those who wait are not a batch yet, a moment passes instead of nothing, again and again."""
+        starts_at = self.scheduler.starts_at
+        if starts_at is None:
+            return
+        now = self.clock()
+        if isinstance(self.clock, VirtualClock):
+            self.clock.advance_to(min(starts_at, now + COMPANY_WAIT))
+        else:
+            time.sleep(min(COMPANY_WAIT, max(0.0, starts_at - now)))
 
     def _has_request(self, request_id: str) -> bool:
         return (
