@@ -14,7 +14,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
-from quire.engine.host_memory import make_host_memory
+from quire.engine.host_memory import make_host_memory, open_second_home
 from quire.engine.offload import load_model, offload_lines
 from quire.engine.pins import PinnedPrefix, pin_prefixes
 from quire.engine.policy_words import policies_in_words
@@ -147,6 +147,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     memory = make_memory(
         config.memory, size.num_blocks, max_model_len, source.fingerprint, host.num_swap_blocks
     )
+    seed = options.seed if options.load_format == "dummy" else None
+    kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
+    offload = open_second_home(config, host, memory, pool.layout, *kept)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -164,7 +167,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         seconds=0.0,
         speculation=speculative.in_words if speculative else "",
         policies=policies_in_words(config.memory, scheduler),
-        host=host.lines,
+        host=(*host.swap_lines, *offload),
         offload=offload_lines(config, numbers, loaded.streaming),
         streaming=loaded.streaming,
     )

@@ -286,6 +286,8 @@ class Scheduler:
                 return
             if self._preempted and not (group.returns or self._admits_new):
                 return
+            if not group.is_swapped and self.preemption.waits_for_shelf(group.live[0], self.memory):
+                return
             if promised is None:
                 promised = self._num_promised()
             admit = self._swap_in_group if group.is_swapped else self._admit_group
@@ -331,6 +333,8 @@ class Scheduler:
         if leader.num_preemptions:
             num_full = (len(leader.token_ids) - 1) // self.memory.block_size
             self.preemption.returned(num_found // self.memory.block_size, num_full)
+        if self.memory.home is not None and self.preemption.fetching_pays(self.memory):
+            num_found += self.memory.fetch(leader)
         self.stats.num_admissions += 1
         self.memory.stats.prefix_queries += len(leader.token_ids)
         self.memory.stats.prefix_hits += num_found
