@@ -198,6 +198,8 @@ class EngineLoop:
             offload_disk_faults=kept.disk_faults,
             offload_blocks_used=0 if home is None else home.num_used,
             offload_disk_blocks=0 if home is None else home.num_shelved,
+            swap_blocks=memory.swap.hosts.num_blocks,
+            offload_blocks=0 if home is None else home.num_hosts,
         )
 
 

@@ -191,6 +191,8 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     offload_disk_faults: int = 0
     offload_blocks_used: int = 0  # a gauge, as the next
     offload_disk_blocks: int = 0
+    swap_blocks: int = 0  # how many there are, in use or not
+    offload_blocks: int = 0
 
 
 class Updates(_Message, frozen=True):

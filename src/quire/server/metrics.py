@@ -179,6 +179,7 @@ def _host_values(figures: Figures, ready: Ready | None) -> Iterator[Value]:
     yield "counter", "swap_out_bytes_total", figures.swapped_out_blocks * size, "Bytes that went there."
     yield "counter", "swap_in_bytes_total", figures.swapped_in_blocks * size, "Bytes that came back."
     yield "gauge", "swap_bytes", figures.swap_blocks_used * size, "Host memory that swapped requests hold."
+    yield "gauge", "swap_space_bytes", figures.swap_blocks * size, "Host memory for swapped requests."
     yield "counter", "kv_offload_saved_blocks_total", figures.offload_saved, "Evicted blocks that were kept."
     yield (
         "counter",
@@ -194,6 +195,7 @@ def _host_values(figures: Figures, ready: Ready | None) -> Iterator[Value]:
         "Blocks read from the disk.",
     )
     yield "counter", "kv_offload_disk_fault_blocks_total", figures.offload_disk_faults, "Files that failed."
+    yield "gauge", "kv_offload_space_bytes", figures.offload_blocks * size, "Host memory for evicted blocks."
     yield "gauge", "kv_offload_bytes", figures.offload_blocks_used * size, "Host memory of evicted blocks."
     yield (
         "gauge",
