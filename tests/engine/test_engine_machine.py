@@ -33,9 +33,20 @@ class EngineMachine(RuleBasedStateMachine):
         share=st.sampled_from([True, True, True, False]),
         drafting=st.sampled_from([None, 0.0, 0.5, 0.9]),
         adaptive=st.booleans(),
+        width=st.sampled_from([1, 2, 4]),
     )
     def start(
-        self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        max_tokens,
+        in_flight,
+        caching,
+        share,
+        drafting,
+        adaptive,
+        width,
     ):
         self.memory = PagedMemory(num_blocks, block_size, "test", enable_prefix_caching=caching, share=share)
         self.runner = PageRunner(num_blocks, block_size, token_scores)
@@ -43,7 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
         limits = Limits(VOCABULARY, 64, max_num_seqs, (END,))
         speculation = None
         if drafting is not None:
-            speculative = SpeculativeConfig("ngram", 4, adaptive=adaptive)
+            speculative = SpeculativeConfig("ngram", 4, adaptive=adaptive, tree_width=width)
             speculation = partial(Speculation, speculative, RandomProposer(drafting), max_num_seqs)
         self.engine = Engine(config, limits, self.memory, self.runner, make_speculation=speculation)
         self.max_batch = max_tokens

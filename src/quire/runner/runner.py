@@ -21,6 +21,7 @@ from quire.runner.assembly import Assembled, Assembler
 from quire.runner.recorded import RecordedDecodes
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow
+from quire.runner.trees import verified_trees
 from quire.sampling.beams import candidate_records
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
@@ -56,6 +57,7 @@ class Runner:
         )
         self._sampler = Sampler(device)
         self._pages = choose("pages", device)
+        self._trees = choose("trees", device)
         self._recorded = RecordedDecodes(model, pool) if limits.record_decodes else None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
         self._launched: deque[Future[StepResult]] = deque()
@@ -88,6 +90,8 @@ class Runner:
             logits, scored = self._forward(assembled)
         mask = self._masks.get() if step.masked else None
         sampled = self._sample(logits, assembled, mask, step) if len(assembled.sample_rows) else None
+        if step.drafts and sampled is not None:
+            self._settle(step, sampled)
         finite = sampled.finite.cpu().numpy() if sampled is not None else np.ones(0, np.bool_)
         return StepResult(
             step_id=step.step_id,
@@ -98,6 +102,20 @@ class Runner:
             seconds=time.perf_counter() - started,
             beams=candidate_records(sampled.beams) if sampled is not None else (),
         )
+
+    def _settle(self, step: Step, sampled: Sampled) -> None:
+        verified = verified_trees(step)
+        if verified is not None:
+            self._trees.settle(
+                sampled.token_ids,
+                torch.from_numpy(verified.trees),
+                torch.from_numpy(verified.nodes),
+                self._rows.token_ids,
+                torch.from_numpy(self._rows.tables),
+                self._pool.data,
+                self._pool.layout.block_size,
+                2 * self._pool.layout.num_layers,
+            )
 
     def _ids(self, blocks: Ints) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self._device)
