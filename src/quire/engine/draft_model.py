@@ -9,7 +9,7 @@ from quire.core.ints import Ints, ints
 from quire.core.request import Sequence
 from quire.core.step import RowStart, Step, StepResult
 from quire.engine.engine import StepRunner
-from quire.speculate.tree import merged
+from quire.speculate.tree import parted
 
 NEWEST = 0.25  # how much the newest measurement counts
 
@@ -56,7 +56,7 @@ class _Drafting:
     def tree(self) -> TokenTree:
         if self.width == 1:
             return TokenTree(ints(level[0] for level in self.levels))
-        return merged([level[branch] for level in self.levels] for branch in range(self.width))
+        return parted([[level[branch] for level in self.levels] for branch in range(self.width)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """Token trees: several drafts of one sequence as one, so that what they share is computed once."""
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from quire.core.draft import MAX_NODES, ROOT, TokenTree, straightened
-from quire.core.ints import ints
+from quire.core.ints import Ints, ints
 
 
 def merged(drafts: Iterable[Sequence[int]], most: int = MAX_NODES) -> TokenTree:
@@ -32,6 +33,20 @@ def merged(drafts: Iterable[Sequence[int]], most: int = MAX_NODES) -> TokenTree:
         parents.append(parent)
         waiting += [(after, place, child) for after, child in reversed(children[node].items())]
     return straightened(token_ids, parents)
+
+
+def parted(drafts: Sequence[Sequence[int]]) -> TokenTree:
+    """Drafts of one length whose first tokens differ, as a tree."""
+    length = len(drafts[0])
+    return TokenTree(
+        ints(token_id for draft in drafts for token_id in draft),
+        _parted_parents(length, len(drafts)) if len(drafts) > 1 else ints(),
+    )
+
+
+@lru_cache
+def _parted_parents(length: int, width: int) -> Ints:
+    return ints(ROOT if depth == 0 else first + depth - 1 for first in range(0, length * width, length) for depth in range(length))
 
 
 def branches(tree: TokenTree) -> list[list[int]]:
