@@ -13,7 +13,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
-from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
+from quire.engine.proposers import LoadedDraft, check_trees, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
     default_limits,
@@ -117,6 +117,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
     model = load(source, factory, partial(progress, "weights") if progress else None, seed=options.seed)
     speculative = config.speculation.parsed
+    if speculative is not None:
+        check_trees(speculative, described, numbers, config.runner.deterministic)
     draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
     pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft)
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)

@@ -110,7 +110,7 @@ class Speculation:
     def pays(self, running: Listed[Sequence]) -> bool:
         """What all would gain, since all wait. A draft that does not come about gains nothing."""
         num_running, most = len(running), self._most.num_tokens
-        if num_running >= self._limit > 1:
+        if num_running >= self._limit > 1 or not self._most.length:
             return False
         gained, drafted = 0.0, 0.0
         for sequence in running:
@@ -142,10 +142,12 @@ class Speculation:
                 drafts[i] = self._structured.allowed(room.sequence, drafts[i])
         return drafts
 
-    def propose_with(self, proposer: Proposer) -> None:
-        """Another proposer from now on: for experiments."""
+    def propose_with(self, proposer: Proposer, most: Shape | None = None) -> None:
+        """Another proposer from now on, and other limits of its drafts, a length of 0 for none: for experiments."""
         self._proposer.close()
         self._proposer = proposer
+        self._most = most or self._most
+        self._shapes.clear()
 
     def _shape(self, sequence: Sequence, num_running: int, most_tokens: int) -> Shape:
         most = self._most

@@ -15,7 +15,7 @@ from quire.runner.scored import scored_rows
 from quire.runner.trees import NO_TREE, spread_trees
 
 # Tokens of a step that verifies drafts. Larger ones keep the device busier than the host is with launching.
-VERIFY_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+VERIFY_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 @dataclass(frozen=True, slots=True)
