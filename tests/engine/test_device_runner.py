@@ -54,8 +54,8 @@ class EagerGraphs(Graphs):
 
 
 class PaddingRunner(DeviceRunner):
-    def __init__(self, model, pool, limits, device) -> None:
-        super().__init__(model, pool, limits, device)
+    def __init__(self, model, pool, limits, device, proposals=None) -> None:
+        super().__init__(model, pool, limits, device, proposals)
         self._graphs = EagerGraphs(model, pool, self._inputs, self._drafts, limits)
 
 

@@ -205,19 +205,42 @@ def _run(engine: Engine, prompt: list[int] | Ints, sampling: SamplingParams) -> 
     return found
 
 
-def test_unseeded_samples_follow_the_targets_distribution(folder: Path) -> None:
+@pytest.mark.parametrize("how", [
+    {}, {"acceptance": "rejection"}, {"tree_width": 3, "num_speculative_tokens": 2, "acceptance": "rejection"},
+])  # fmt: skip
+def test_unseeded_samples_follow_the_targets_distribution(folder: Path, how: dict[str, object]) -> None:
     """Answers with other random numbers, and speculated ones: by the chi-squared test, of one distribution."""
     num_samples = 1500
     plain = _third_tokens(_engine_of(folder, max_num_seqs=64), range(1, 1 + num_samples))
     other = _other_model(folder)
     drafting = {"method": "draft_model", "model": other, "adaptive": False, "disable_by_batch_size": 999}
-    engine = _engine_of(folder, max_num_seqs=64, speculative_config=drafting)
+    engine = _engine_of(folder, max_num_seqs=64, speculative_config={**drafting, **how})
     drafted = _third_tokens(engine, [None] * num_samples)
     assert engine.draft_stats.num_draft_tokens > engine.draft_stats.num_accepted_tokens > 0
     kinds = [token for token in range(97) if plain[token] + drafted[token] >= 20]
     statistic = sum((plain[t] - drafted[t]) ** 2 / (plain[t] + drafted[t]) for t in kinds)
     assert len(kinds) > 3
     assert statistic < len(kinds) + 4 * (2 * len(kinds)) ** 0.5  # four standard deviations above the mean
+
+
+@pytest.mark.parametrize("runner", [Runner, PaddingRunner])
+def test_rejection_leaves_seeded_and_greedy_answers_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runner: type
+) -> None:
+    """The request that is drawn without a seed gets other tokens than it would have had; it runs beside the others."""
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [*PROMPTS, FORKING])
+    drawn = SamplingParams(temperature=0.8, top_p=0.9, logit_bias={3: 1.0}, max_tokens=20, ignore_eos=True)
+    monkeypatch.setattr(sys.modules[__name__], "SAMPLINGS", [*SAMPLINGS, drawn])
+    expected = _answers(_engine_of(folder, block_size=4))
+    monkeypatch.setattr(building, "Runner", runner)
+    drafting = {
+        "method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, "adaptive": False,
+        "tree_width": 2, "acceptance": "rejection",
+    }  # fmt: skip
+    engine = _engine_of(folder, speculative_config=drafting, block_size=4)
+    found = _answers(engine)
+    assert len(found.pop(("6", 0))[0]) == len(expected.pop(("6", 0))[0]) == 20
+    assert found == expected
 
 
 def _third_tokens(engine: Engine, seeds: Iterable[int | None]) -> list[int]:

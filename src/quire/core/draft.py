@@ -15,13 +15,14 @@ class TokenTree:
 
     token_ids: Ints = field(default_factory=ints)  # [K] int32
     parents: Ints = field(default_factory=ints)  # [K] int32, indices into `token_ids` or ROOT; []: a chain
+    drawn: int = 0  # length of its branches where they were drawn: the draft model's probabilities decide what stays
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def first(self, count: int) -> "TokenTree":
         """Without the nodes behind the first `count`: a tree still, since parents come first."""
-        return straightened(self.token_ids[:count], self.parents[:count])
+        return straightened(self.token_ids[:count], self.parents[:count], self.drawn)
 
     @property
     def main(self) -> int:
@@ -29,10 +30,10 @@ class TokenTree:
         return next((n for n, parent in enumerate(self.parents) if parent != n - 1), len(self.token_ids))
 
 
-def straightened(token_ids: Ints, parents: Ints) -> TokenTree:
+def straightened(token_ids: Ints, parents: Ints, drawn: int = 0) -> TokenTree:
     """As a chain where each node's parent is the one before it, so that it is verified as one."""
     chain = all(parent == n - 1 for n, parent in enumerate(parents))
-    return TokenTree(token_ids, ints() if chain else parents)
+    return TokenTree(token_ids, ints() if chain else parents, drawn)
 
 
 def depths(parents: Ints) -> list[int]:
@@ -64,6 +65,7 @@ class Draft:
     token_ids: Ints  # [K] int32
     parents: Ints = field(default_factory=ints)  # [K] int32, see TokenTree; []: a chain
     is_growing: bool = False  # part of a tree that a draft model still makes: nothing is verified
+    drawn: int = 0  # see TokenTree
 
 
 @dataclass(frozen=True, slots=True)

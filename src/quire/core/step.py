@@ -68,6 +68,7 @@ class Step:
     sample_offsets: Ints = field(
         default_factory=ints
     )  # [S] int32, tokens back from the row's last; [] is all 0
+    drawn: Ints = field(default_factory=ints)  # [S] int32, how many different tokens to draw; [] is all 0
 
     @property
     def total_tokens(self) -> int:
@@ -110,6 +111,7 @@ class StepResult:
     failed: tuple[int, ...] = ()  # indices into [S] whose logits were not finite
     seconds: float = 0.0  # wall time of forward and sampling
     beams: tuple[BeamCandidates, ...] = ()  # one per Step.beams
+    drawn: tuple[Ints, ...] = ()  # [S], as Step.drawn asks; empty when it does not
 
 
 @dataclass(slots=True)  # not frozen: there is one per token, and freezing triples the cost of making it

@@ -33,6 +33,7 @@ from quire.models.loading import load
 from quire.models.model import Model
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.profile import activation_bytes
+from quire.runner.proposals import Proposals
 from quire.runner.runner import Runner, RunnerLimits
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
 from quire.weights.open import open_source
@@ -124,7 +125,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
     runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
     on_gpu = numbers.device.type == "cuda"
-    runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device)
+    proposals = Proposals() if speculative is not None and speculative.acceptance == "rejection" else None
+    runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device, proposals)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     memory = PagedMemory(
         size.num_blocks,
@@ -153,7 +155,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
     make_speculation = None
     if speculative is not None:
-        drafting = _draft_model(config, scheduler, draft, size, max_model_len) if draft else None
+        drafting = _draft_model(config, scheduler, draft, size, max_model_len, proposals) if draft else None
         make_speculation = partial(
             Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
         )
@@ -190,17 +192,23 @@ def _less_draft(
 
 
 def _draft_model(
-    config: EngineConfig, scheduler: SchedulerConfig, draft: LoadedDraft, size: PoolSize, max_model_len: int
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    draft: LoadedDraft,
+    size: PoolSize,
+    max_model_len: int,
+    proposals: Proposals | None,
 ) -> DraftModel:
     """Its runner, with pages under the target's block ids."""
     model, numbers = draft.model, draft.numbers
     layout = block_layout(size.block_size, model.config, numbers)
     pool = Pool(layout, size.num_blocks + 1, numbers.device)
     limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
-    runner = (DeviceRunner if numbers.device.type == "cuda" else Runner)(model, pool, limits, numbers.device)
+    runner_type = DeviceRunner if numbers.device.type == "cuda" else Runner
+    runner = runner_type(model, pool, limits, numbers.device, proposals)
     if isinstance(runner, DeviceRunner):
         runner.warm_up(GRAPH_SECONDS)
-    return DraftModel(runner, limits.max_num_batched_tokens)
+    return DraftModel(runner, limits.max_num_batched_tokens, draws=proposals is not None)
 
 
 def block_layout(block_size: int, model: ModelConfig, numbers: Numbers) -> BlockLayout:

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.core.draft import ROOT, Draft, DraftRoom, TokenTree
 from quire.core.ints import Ints, ints
 from quire.core.request import Sequence
 from quire.core.step import RowStart, Step, StepResult
 from quire.engine.engine import StepRunner
+from quire.engine.speculation import reads_history
 from quire.speculate.tree import parted
 
 NEWEST = 0.25  # how much the newest measurement counts
@@ -28,6 +29,7 @@ class _Drafting:
 
     room: DraftRoom
     place: _Place
+    is_drawn: bool  # its tokens are drawn, for rejection sampling
     levels: list[Ints] = field(default_factory=list)
 
     @property
@@ -43,7 +45,7 @@ class _Drafting:
         computed = self.place.num_computed
         if not self.levels:
             return _Part(self, computed, min(self.num_known - computed, budget), None)
-        if self.width == 1:
+        if self.width == 1 and not self.is_drawn:
             return _Part(self, computed, 1, None)
         num_before = (len(self.levels) - 1) * self.width
         nodes, parents = ints(), ints([ROOT] * self.width + list(range(num_before)))
@@ -54,9 +56,8 @@ class _Drafting:
         return _Part(self, self.num_known + num_before, self.width, grown)
 
     def tree(self) -> TokenTree:
-        if self.width == 1:
-            return TokenTree(ints(level[0] for level in self.levels))
-        return parted([[level[branch] for level in self.levels] for branch in range(self.width)])
+        tree = parted([[level[branch] for level in self.levels] for branch in range(self.width)])
+        return replace(tree, drawn=len(self.levels)) if self.is_drawn else tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,10 @@ class DraftModel:
 
     guesses = False
 
-    def __init__(self, runner: StepRunner, max_num_batched_tokens: int) -> None:
+    def __init__(self, runner: StepRunner, max_num_batched_tokens: int, draws: bool = False) -> None:
+        """`draws`: tokens of requests without a seed are drawn from its own distribution, for rejection sampling."""
         self._runner = runner
+        self._draws = draws
         self._max_tokens = max_num_batched_tokens
         self._places: dict[str, dict[int, _Place]] = {}
         self._num_steps = 0
@@ -105,7 +108,7 @@ class DraftModel:
         return length * self._pass_seconds
 
     def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
-        drafting = [_Drafting(room, self._place(room.sequence)) for room in rooms]
+        drafting = [_Drafting(room, self._place(room.sequence), self._draws and may_draw(room)) for room in rooms]
         self._read(drafting)
         while unfinished := [one for one in drafting if len(one.levels) < one.room.length]:
             started = time.perf_counter()
@@ -175,10 +178,21 @@ class DraftModel:
                 sample_rows=ints(rows[i] for i, _ in samples),
                 drafts=grown,
                 sample_offsets=ints(offset for _, offset in samples) if grown else nothing,
+                drawn=self._drawn(parts),
             )
         )
         self._num_steps += 1
         self._take(parts, self._runner.collect())
+
+    def _drawn(self, parts: list[_Part]) -> Ints:
+        """How many tokens each sample draws: one more of a branch, or as many as there are branches."""
+        if not any(part.one.is_drawn for part in parts):
+            return ints()
+        found = ints()
+        for part in parts:
+            wanted = 1 if part.one.levels else min(part.one.room.width, self._max_tokens)
+            found.extend([wanted * part.one.is_drawn] * part.num_samples)
+        return found
 
     def _take(self, parts: list[_Part], result: StepResult) -> None:
         """A tree's pages are not moved when part of it is accepted: it is read again from its root."""
@@ -188,7 +202,9 @@ class DraftModel:
             if part.grown is None:
                 one.place.num_computed += part.count
             found = result.token_ids[first : first + part.num_samples]
-            if found and not one.levels and one.room.width > 1:
+            if one.is_drawn:
+                found = ints(token_id for drawn in result.drawn[first : first + part.num_samples] for token_id in drawn)
+            elif found and not one.levels and one.room.width > 1:
                 entry = result.logprobs[first]
                 others = [] if entry is None else [t for t in entry.top_ids if t != found[0]]
                 found.extend(others[: min(one.room.width, self._max_tokens) - 1])
@@ -211,3 +227,10 @@ def _row_start(room: DraftRoom) -> RowStart:
         num_prompt_tokens=request.num_prompt_tokens,
         stop_token_ids=request.stop_token_ids,
     )
+
+
+def may_draw(room: DraftRoom) -> bool:
+    """Whether a draft's probabilities may decide: of requests that are drawn, without a seed, and plainly."""
+    sampling = room.sequence.request.sampling
+    plain = sampling.structured is None and sampling.logprobs is None and not reads_history(sampling)
+    return plain and sampling.seed is None and not sampling.greedy

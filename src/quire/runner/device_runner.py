@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.core.errors import DeviceMemoryFull
-from quire.core.ints import ints
+from quire.core.ints import Ints, ints
 from quire.core.layout import BlockLayout
 from quire.core.step import PromptLogprobs, Step, StepResult
 from quire.kernels import choose
@@ -21,10 +21,11 @@ from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, Staged
 from quire.runner.fake_steps import fake_steps
 from quire.runner.graphs import Graphs
 from quire.runner.packing import Sections, send
+from quire.runner.proposals import Proposals, judged
 from quire.runner.rows import RowSettings
 from quire.runner.runner import RunnerLimits
 from quire.runner.scored import ScoredRow
-from quire.runner.trees import verified_trees
+from quire.runner.trees import drawn_drafts, verified_trees
 from quire.runner.verify_inputs import VerifyInputs
 from quire.sampling.beams import candidate_records, on_host
 from quire.sampling.device_columns import DeviceColumns
@@ -51,13 +52,22 @@ class _Launched:
     token_ids: Tensor | None = None  # [S] int64 in host memory
     good: Tensor | None = None  # [S] bool in host memory
     beams: tuple[BeamTensors, ...] = ()  # in host memory
+    drawn: tuple[Ints, ...] = ()
     arrived: torch.cuda.Event | None = None  # None on the CPU, where nothing is ever late
 
 
 class DeviceRunner:
     """Everything is queued on one stream, in order: nothing here waits but `collect`."""
 
-    def __init__(self, model: Model, pool: Pool, limits: RunnerLimits, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        limits: RunnerLimits,
+        device: torch.device | str,
+        proposals: Proposals | None = None,  # None: no drafts are drawn
+    ) -> None:
+        self._proposals = proposals
         self._device = torch.device(device)
         self._model = model
         self._pool = pool
@@ -162,6 +172,7 @@ class DeviceRunner:
             failed=() if good.all() else tuple(np.flatnonzero(~good).tolist()),
             seconds=seconds,
             beams=candidate_records(launched.beams),
+            drawn=launched.drawn,
         )
 
     def close(self) -> None:
@@ -249,7 +260,7 @@ class DeviceRunner:
                 self._columns,
                 launched.step.beams,
             )
-            sampled = self._sampler(launched.logits, requests)
+            sampled = self._choose(launched, launched.logits, requests)
             if not self._sampler.writes_tokens:
                 self._inputs.row_tokens[rows.long(), positions.long()] = sampled.token_ids.int()
             if launched.step.drafts:
@@ -262,6 +273,18 @@ class DeviceRunner:
         if self._device.type == "cuda":
             launched.arrived = torch.cuda.Event()
             launched.arrived.record()
+
+    def _choose(self, launched: _Launched, logits: Tensor, requests: SampleRequests) -> Sampled:
+        """Samples, and where drafts were drawn, judges them."""
+        step, proposals = launched.step, self._proposals
+        drafts = drawn_drafts(step) if proposals is not None else []
+        if proposals is None or not (step.drawn or drafts):
+            return self._sampler(logits, requests)
+        if step.drawn:
+            launched.drawn = proposals.draw(self._sampler, logits, requests, step)
+        verdict = proposals.judge(self._sampler, logits, requests, drafts) if drafts else None
+        sampled = self._sampler(logits, requests)
+        return sampled if verdict is None else judged(sampled, *verdict)
 
     def _settle(self, step: Step, sampled: Sampled) -> None:
         """Rows and pages go on with what was accepted of their trees."""

@@ -18,10 +18,11 @@ from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.assembly import Assembled, Assembler
+from quire.runner.proposals import Proposals, judged
 from quire.runner.recorded import RecordedDecodes
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow
-from quire.runner.trees import verified_trees
+from quire.runner.trees import drawn_drafts, verified_trees
 from quire.sampling.beams import candidate_records
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
@@ -45,8 +46,14 @@ class Runner:
     """The forward pass and sampling, in a worker thread: the caller plans the next step meanwhile."""
 
     def __init__(
-        self, model: Model, pool: Pool, limits: RunnerLimits, device: torch.device | str = "cpu"
+        self,
+        model: Model,
+        pool: Pool,
+        limits: RunnerLimits,
+        device: torch.device | str = "cpu",
+        proposals: Proposals | None = None,  # None: no drafts are drawn
     ) -> None:
+        self._proposals = proposals
         self._device = torch.device(device)
         block_size = pool.layout.block_size
         self._model = model
@@ -89,6 +96,9 @@ class Runner:
         with ONE_PASS:
             logits, scored = self._forward(assembled)
         mask = self._masks.get() if step.masked else None
+        drawn: tuple[Ints, ...] = ()
+        if self._proposals is not None and step.drawn:
+            drawn = self._proposals.draw(self._sampler, logits, self._requests(assembled, None, step), step)
         sampled = self._sample(logits, assembled, mask, step) if len(assembled.sample_rows) else None
         if step.drafts and sampled is not None:
             self._settle(step, sampled)
@@ -101,6 +111,17 @@ class Runner:
             failed=() if finite.all() else tuple(int(i) for i in np.flatnonzero(~finite)),
             seconds=time.perf_counter() - started,
             beams=candidate_records(sampled.beams) if sampled is not None else (),
+            drawn=drawn,
+        )
+
+    def _requests(self, assembled: Assembled, mask: TokenMask | None, step: Step) -> SampleRequests:
+        return SampleRequests(
+            assembled.sample_rows,
+            assembled.sample_positions,
+            self._rows.settings.columns,
+            self._rows.token_ids.to(self._device),  # on the CPU the same memory
+            mask,
+            beams=step.beams,
         )
 
     def _settle(self, step: Step, sampled: Sampled) -> None:
@@ -145,10 +166,11 @@ class Runner:
 
     def _sample(self, logits: Tensor, assembled: Assembled, mask: TokenMask | None, step: Step) -> Sampled:
         rows, positions = assembled.sample_rows, assembled.sample_positions
-        token_ids_so_far = self._rows.token_ids.to(self._device)  # on the CPU the same memory
-        requests = SampleRequests(
-            rows, positions, self._rows.settings.columns, token_ids_so_far, mask, beams=step.beams
-        )
+        requests = self._requests(assembled, mask, step)
+        drafts = drawn_drafts(step) if self._proposals is not None else []
+        verdict = self._proposals.judge(self._sampler, logits, requests, drafts) if drafts else None
         sampled = self._sampler(logits, requests)
+        if verdict is not None:
+            sampled = judged(sampled, *verdict)
         self._rows.tokens[rows, positions] = sampled.token_ids.cpu().numpy()
         return sampled

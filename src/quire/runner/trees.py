@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.core.draft import ancestors, depths
+from quire.core.draft import Draft, ancestors, depths
 from quire.core.step import Step
 
 NO_TREE = -1
@@ -53,10 +53,12 @@ class VerifiedTrees:
 
 
 def verified_trees(step: Step) -> VerifiedTrees | None:
-    """None where there is none: a chain is in its place already."""
+    """None where there is none: a chain is in its place already, and so are its tokens unless they were drawn."""
     found = [
-        (draft, first) for draft, first in step.verified() if draft.parents and not draft.is_growing
-    ] if step.drafts else []
+        (draft, first)
+        for draft, first in step.verified()
+        if (draft.parents or draft.drawn) and not draft.is_growing
+    ]
     if not found:
         return None
     most = max(len(draft.token_ids) for draft, _ in found)
@@ -64,5 +66,13 @@ def verified_trees(step: Step) -> VerifiedTrees | None:
     for i, (draft, first) in enumerate(found):
         count = len(draft.token_ids)
         trees[i] = draft.row, draft.position, first, count
-        nodes[i, 0, :count], nodes[i, 1, :count] = draft.token_ids, draft.parents
+        nodes[i, 0, :count] = draft.token_ids
+        nodes[i, 1, :count] = draft.parents or range(-1, count - 1)
     return VerifiedTrees(trees, nodes)
+
+
+def drawn_drafts(step: Step) -> list[tuple[Draft, int]]:
+    """Drafts that the draft model's probabilities decide, and the index into [S] of the first of their samples."""
+    if not any(draft.drawn for draft in step.drafts):
+        return []
+    return [(draft, first) for draft, first in step.verified() if draft.drawn and not draft.is_growing]

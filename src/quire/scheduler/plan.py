@@ -95,7 +95,8 @@ class Plan:
     def _draft(self, index: int) -> Draft:
         sequence = self.sequences[index]
         draft = self.drafts[index]
-        return Draft(sequence.row, len(sequence.token_ids), draft.token_ids, draft.parents)
+        position = len(sequence.token_ids)
+        return Draft(sequence.row, position, draft.token_ids, draft.parents, drawn=draft.drawn)
 
 
 def _beam_sets(receivers: list[Sequence]) -> tuple[BeamSet, ...]:
