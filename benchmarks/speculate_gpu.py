@@ -1,9 +1,9 @@
 """Speculation, beams and parallel samples on one GPU: `python benchmarks/speculate_gpu.py --output FILE`.
 
-Random weights, prefix cache off, greedy, 128 tokens in, `--tokens` out. A draft's agreement is set by hand: a logit bias
-makes the target choose one known token everywhere, and the synthetic draft proposes it as often as it is told to, at
-no cost of its own. So the figures are of verification: what a draft of this agreement would gain if it cost nothing. Rows
-are tokens per second, plain and with chains and trees, then beams and `n` samples beside as many plain sequences.
+Random weights, prefix cache off, greedy, 128 tokens in, `--tokens` out. A draft's agreement is set by hand: a logit
+bias makes the target choose one known token everywhere, and the synthetic draft proposes it as often as it is told to,
+at no cost of its own. So the figures are of verification: what a draft of this agreement would gain if it cost nothing.
+Rows are tokens per second, plain and with chains and trees, then beams and `n` samples beside as many plain sequences.
 Kernels for trees are checked first, against the reference and by tokens of a small model in full precision.
 """
 
@@ -23,7 +23,12 @@ PROMPT = 128
 WORD = 17  # the token that the target always chooses
 RESCUE = 0.5  # where a tree's first branch begins wrong, another begins right
 SHAPES = (("plain", 0, 1), ("chain 4", 4, 1), ("tree 3×4", 4, 3))  # name, length, width
-TINY = {**workloads.SHAPES["smol135m"], "num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 1024}
+TINY = {
+    **workloads.SHAPES["smol135m"],
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+}
 
 
 def main() -> None:
@@ -79,7 +84,9 @@ def _engine(folder: str, shape: dict[str, Any], device: str, **settings: Any) ->
 def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     shape = TINY if options.shape == "tiny" else workloads.SHAPES[options.shape]
     with tempfile.TemporaryDirectory() as folder:
-        llm = _engine(folder, shape, options.device, max_num_seqs=max(map(int, options.batches.split(","))) * 2)
+        llm = _engine(
+            folder, shape, options.device, max_num_seqs=max(map(int, options.batches.split(","))) * 2
+        )
         print(*llm.report.lines(), sep="\n", flush=True)
         rows = []
         for batch in map(int, options.batches.split(",")):
@@ -95,7 +102,14 @@ def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _case(
-    llm: Any, shape: dict[str, Any], tokens: int, batch: int, name: str, length: int, width: int, agreement: float
+    llm: Any,
+    shape: dict[str, Any],
+    tokens: int,
+    batch: int,
+    name: str,
+    length: int,
+    width: int,
+    agreement: float,
 ) -> dict[str, Any]:
     """Run twice, the first time for graphs to be captured."""
     from quire import SamplingParams
@@ -193,7 +207,9 @@ def _check_tokens(device: str) -> float:
         sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
         answers: list[list[list[int]]] = []
         for shape in (Shape(0), Shape(4, 3)):
-            known = {(tuple(p), 0): a for p, a in zip(prompts, answers[0] if answers else [[0]] * 16, strict=True)}
+            known = {
+                (tuple(p), 0): a for p, a in zip(prompts, answers[0] if answers else [[0]] * 16, strict=True)
+            }
             llm.engine.speculation.propose_with(SyntheticProposer(known, TINY["vocab_size"], 0.4, 0.8), shape)
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
             answers.append([list(one.outputs[0].token_ids) for one in outputs])
@@ -254,7 +270,9 @@ def _check_settling(device: str) -> bool:
     parents = [-1, 0, 1, 2, -1, 4, 5, 6, -1, 8, 9, 10]
     trees = torch.tensor([[r, 30 + r, 13 * r, 12] for r in range(6)], dtype=torch.int32, device=device)
     nodes = torch.tensor([[list(range(12)), parents]] * 6, dtype=torch.int32, device=device)
-    chosen = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [4, 99, 99, 99], [99] * 4, [8, 9, 99, 99]])
+    chosen = torch.tensor(
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [4, 99, 99, 99], [99] * 4, [8, 9, 99, 99]]
+    )
     full = torch.full((6, 13), 99)
     for row, path in enumerate(chosen.tolist()):
         at = 0

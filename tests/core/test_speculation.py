@@ -38,7 +38,10 @@ def test_json_and_mappings_are_the_same() -> None:
         ('{"method": "ngram", "tree_width": 9}', "9 × 8 = 72: a tree has at most 64 tokens"),
         ('{"method": "ngram", "tree_widths": 3}', "did you mean tree_width"),
         ('{"method": "ngram", "acceptance": "typical"}', "choose one of coupled, rejection"),
-        ('{"method": "ngram", "acceptance": "rejection"}', "choose method draft_model or leave acceptance out"),
+        (
+            '{"method": "ngram", "acceptance": "rejection"}',
+            "choose method draft_model or leave acceptance out",
+        ),
     ],
 )
 def test_mistakes_are_named(given: str, said: str) -> None:

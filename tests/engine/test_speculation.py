@@ -121,18 +121,23 @@ def test_branches_that_are_not_the_first_are_followed(
     monkeypatch.setattr(building, "Runner", runner)
     engine = _engine_of(folder, speculative_config=TREES, **settings)
     answers = {
-        (tuple(PROMPTS[int(request_id)]), index): tokens for (request_id, index), (tokens, *_) in expected.items()
+        (tuple(PROMPTS[int(request_id)]), index): tokens
+        for (request_id, index), (tokens, *_) in expected.items()
     }
     assert engine.speculation is not None
     engine.speculation.propose_with(SyntheticProposer(answers, 97, agreement=0.3, rescue=0.9))
     assert _answers(engine) == expected
     stats = engine.draft_stats
     if settings.keys() <= {"block_size", "steps_in_flight"}:  # else there is seldom room for several branches
-        assert stats.num_accepted_tokens > 0.5 * stats.num_drafts  # a chain would keep less than 0.43 of a token
+        assert (
+            stats.num_accepted_tokens > 0.5 * stats.num_drafts
+        )  # a chain would keep less than 0.43 of a token
 
 
 @pytest.mark.parametrize("runner", [Runner, DeviceRunner])
-def test_beams_and_trees_run_in_one_batch(folder: Path, monkeypatch: pytest.MonkeyPatch, runner: type) -> None:
+def test_beams_and_trees_run_in_one_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runner: type
+) -> None:
     beams = SamplingParams(use_beam_search=True, n=2, best_of=4, max_tokens=11, logprobs=1)
     monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [*PROMPTS, FORKING, FORKING])
     monkeypatch.setattr(sys.modules[__name__], "SAMPLINGS", [*SAMPLINGS, beams, SAMPLINGS[0]])

@@ -42,7 +42,9 @@ def tree_masks(rows: list[tuple[int, int, Ints]]) -> tuple[Tensor, Tensor, Tenso
     )
 
 
-@pytest.mark.skipif("cpu" not in registry.alternatives("attention"), reason="no native kernels on this machine")
+@pytest.mark.skipif(
+    "cpu" not in registry.alternatives("attention"), reason="no native kernels on this machine"
+)
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize(("base", "block_size", "window", "dtype"), [
     (1, 16, 0, torch.float32), (61, 1, 0, torch.float32), (64, 16, 0, torch.float16), (505, 16, 0, torch.float32),
@@ -117,7 +119,9 @@ def check_settling(module: ModuleType, block_size: int, position_bytes: int) -> 
     planes, length, counts, bases = 6, 96, [1, 7, 40, 64], [0, 5, 17, 30]
     num_blocks = length // block_size
     tables = torch.randperm(len(counts) * num_blocks).view(len(counts), num_blocks).int()
-    pool = torch.randint(0, 255, (len(counts) * num_blocks, planes * block_size * position_bytes)).to(torch.uint8)
+    pool = torch.randint(0, 255, (len(counts) * num_blocks, planes * block_size * position_bytes)).to(
+        torch.uint8
+    )
     row_tokens = torch.full((len(counts), length), -5, dtype=torch.int32)
     trees, nodes, chosen = [], torch.full((len(counts), 2, 64), -2, dtype=torch.int32), []
     for row, (count, base) in enumerate(zip(counts, bases, strict=True)):
@@ -143,7 +147,9 @@ def check_settling(module: ModuleType, block_size: int, position_bytes: int) -> 
             moved += depth != node
             source, target = base + node, base + depth
             there = after[tables[row, target // block_size].long(), :, target % block_size]
-            assert torch.equal(there, before[tables[row, source // block_size].long(), :, source % block_size])
+            assert torch.equal(
+                there, before[tables[row, source // block_size].long(), :, source % block_size]
+            )
         for place in range(base):
             block = tables[row, place // block_size].long()
             assert torch.equal(after[block, :, place % block_size], before[block, :, place % block_size])

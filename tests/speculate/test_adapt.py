@@ -61,7 +61,10 @@ def test_a_tree_is_as_wide_as_its_other_branches_are_worth() -> None:
     most = Shape(4, 4)
     assert best_shape(0.5, 0.0, 1, most, 16, flat).width == 1
     assert best_shape(0.5, 0.3, 1, most, 16, flat).width == 4
-    assert best_shape(0.5, 0.3, 16, most, 16, flat).num_tokens < best_shape(0.5, 0.3, 1, most, 16, flat).num_tokens
+    assert (
+        best_shape(0.5, 0.3, 16, most, 16, flat).num_tokens
+        < best_shape(0.5, 0.3, 1, most, 16, flat).num_tokens
+    )
     assert best_shape(0.5, 0.3, 1, most, 5, flat).num_tokens <= 5
     assert best_shape(0.9, 0.3, 4, most, 16, steep) == Shape(0)
 

@@ -15,7 +15,9 @@ class TokenTree:
 
     token_ids: Ints = field(default_factory=ints)  # [K] int32
     parents: Ints = field(default_factory=ints)  # [K] int32, indices into `token_ids` or ROOT; []: a chain
-    drawn: int = 0  # length of its branches where they were drawn: the draft model's probabilities decide what stays
+    drawn: int = (
+        0  # length of its branches where they were drawn: the draft model's probabilities decide what stays
+    )
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -69,7 +69,8 @@ class SpeculativeConfig:
             )
         if self.acceptance not in ACCEPTANCES:
             raise ConfigError(
-                f"speculative_config: acceptance {self.acceptance!r} is not known: choose one of {', '.join(ACCEPTANCES)}"
+                f"speculative_config: acceptance {self.acceptance!r} is not known: choose one of "
+                f"{', '.join(ACCEPTANCES)}"
             )
         if self.acceptance == "rejection" and self.method != "draft_model":
             raise ConfigError(

@@ -46,8 +46,8 @@ class Step:
     """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
 
     Applied in this order: row starts, drafts, table deltas, page copies, forward, sampling. A row with a draft of
-    K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens. Where the
-    draft is a tree, the tokens and pages of what was accepted are at their positions when the step is over.
+    K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens. Of a
+    tree, the tokens and pages of what was accepted are at their positions when the step is over.
     """
 
     step_id: int

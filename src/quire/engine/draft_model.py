@@ -108,7 +108,9 @@ class DraftModel:
         return length * self._pass_seconds
 
     def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
-        drafting = [_Drafting(room, self._place(room.sequence), self._draws and may_draw(room)) for room in rooms]
+        drafting = [
+            _Drafting(room, self._place(room.sequence), self._draws and may_draw(room)) for room in rooms
+        ]
         self._read(drafting)
         while unfinished := [one for one in drafting if len(one.levels) < one.room.length]:
             started = time.perf_counter()
@@ -159,7 +161,9 @@ class DraftModel:
     def _run(self, parts: list[_Part], starts: tuple[RowStart, ...]) -> None:
         """Each computes its part, and gets a token more at each of its ends if then all it has is computed."""
         nothing = ints()
-        samples = [(i, offset) for i, part in enumerate(parts) for offset in reversed(range(part.num_samples))]
+        samples = [
+            (i, offset) for i, part in enumerate(parts) for offset in reversed(range(part.num_samples))
+        ]
         rows = [part.one.room.sequence.row for part in parts]
         grown = tuple(part.grown for part in parts if part.grown is not None)
         self._runner.launch(
@@ -203,7 +207,9 @@ class DraftModel:
                 one.place.num_computed += part.count
             found = result.token_ids[first : first + part.num_samples]
             if one.is_drawn:
-                found = ints(token_id for drawn in result.drawn[first : first + part.num_samples] for token_id in drawn)
+                found = ints(
+                    token_id for drawn in result.drawn[first : first + part.num_samples] for token_id in drawn
+                )
             elif found and not one.levels and one.room.width > 1:
                 entry = result.logprobs[first]
                 others = [] if entry is None else [t for t in entry.top_ids if t != found[0]]

@@ -54,7 +54,9 @@ def load_draft(
     return LoadedDraft(load(draft_source, factory, seed=config.model.seed), numbers)
 
 
-def check_trees(speculative: SpeculativeConfig, target: ModelConfig, numbers: Numbers, deterministic: bool) -> None:
+def check_trees(
+    speculative: SpeculativeConfig, target: ModelConfig, numbers: Numbers, deterministic: bool
+) -> None:
     """Raises ConfigError where this device cannot verify trees: a GPU sums over a tree's nodes in their own order."""
     if speculative.tree_width == 1 or numbers.device.type == "cpu":
         return

@@ -170,7 +170,9 @@ class Speculation:
         return shape
 
     def _seconds(self, num_running: int, shape: Shape) -> float:
-        return self._costs.seconds(num_running * (1 + shape.num_tokens)) + self._proposer.seconds(shape.length)
+        return self._costs.seconds(num_running * (1 + shape.num_tokens)) + self._proposer.seconds(
+            shape.length
+        )
 
     def _is_probed(self, sequence: Sequence) -> bool:
         """Where guesses are dear, a token drafted now and then shows whether drafts have become better."""

@@ -127,7 +127,9 @@ class StructuredOutputs:
         indices: list[int] = []
         failed: list[tuple[Sequence, GrammarError]] = []
         bits = np.zeros((len(planned.step.masked), self._num_words), np.uint32)
-        walked: dict[int, tuple[int, int]] = {}  # by sample: the drafted token before it, and its depth from 1
+        walked: dict[
+            int, tuple[int, int]
+        ] = {}  # by sample: the drafted token before it, and its depth from 1
         for draft, first in planned.step.verified():
             depth = depths(draft.parents) or range(len(draft.token_ids))
             walked.update(

@@ -93,7 +93,9 @@ class Assembler:
         return Assembled(
             batch=batch,
             sample_rows=np.asarray(step.sample_rows, np.int64),
-            sample_positions=sample_positions if trees is None else trees.positions[wanted[: len(sources)]] + 1,
+            sample_positions=sample_positions
+            if trees is None
+            else trees.positions[wanted[: len(sources)]] + 1,
             scored=scored,
             is_decode=len(wanted) == num_tokens
             and not scored

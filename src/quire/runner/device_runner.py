@@ -21,11 +21,11 @@ from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, Staged
 from quire.runner.fake_steps import fake_steps
 from quire.runner.graphs import Graphs
 from quire.runner.packing import Sections, send
-from quire.runner.proposals import Proposals, judged
+from quire.runner.proposals import Proposals, choose_tokens
 from quire.runner.rows import RowSettings
 from quire.runner.runner import RunnerLimits
 from quire.runner.scored import ScoredRow
-from quire.runner.trees import drawn_drafts, verified_trees
+from quire.runner.trees import verified_trees
 from quire.runner.verify_inputs import VerifyInputs
 from quire.sampling.beams import candidate_records, on_host
 from quire.sampling.device_columns import DeviceColumns
@@ -260,7 +260,9 @@ class DeviceRunner:
                 self._columns,
                 launched.step.beams,
             )
-            sampled = self._choose(launched, launched.logits, requests)
+            sampled, launched.drawn = choose_tokens(
+                self._proposals, self._sampler, launched.logits, requests, launched.step
+            )
             if not self._sampler.writes_tokens:
                 self._inputs.row_tokens[rows.long(), positions.long()] = sampled.token_ids.int()
             if launched.step.drafts:
@@ -273,18 +275,6 @@ class DeviceRunner:
         if self._device.type == "cuda":
             launched.arrived = torch.cuda.Event()
             launched.arrived.record()
-
-    def _choose(self, launched: _Launched, logits: Tensor, requests: SampleRequests) -> Sampled:
-        """Samples, and where drafts were drawn, judges them."""
-        step, proposals = launched.step, self._proposals
-        drafts = drawn_drafts(step) if proposals is not None else []
-        if proposals is None or not (step.drawn or drafts):
-            return self._sampler(logits, requests)
-        if step.drawn:
-            launched.drawn = proposals.draw(self._sampler, logits, requests, step)
-        verdict = proposals.judge(self._sampler, logits, requests, drafts) if drafts else None
-        sampled = self._sampler(logits, requests)
-        return sampled if verdict is None else judged(sampled, *verdict)
 
     def _settle(self, step: Step, sampled: Sampled) -> None:
         """Rows and pages go on with what was accepted of their trees."""

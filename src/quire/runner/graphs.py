@@ -104,7 +104,10 @@ class Graphs:
     def _run(self, kind: Kind, size: int) -> Tensor:
         found = self._captured.get((kind, size))
         if found is None:
-            if kind in (Kind.CHAINS, Kind.TREES):  # no warm-up ran these, and nothing may compile inside a graph
+            if kind in (
+                Kind.CHAINS,
+                Kind.TREES,
+            ):  # no warm-up ran these, and nothing may compile inside a graph
                 self._model(self._batch(kind, size), self._pool)
             found = self._capture(kind, size)
         found.graph.replay()

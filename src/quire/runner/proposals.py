@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.core.draft import ROOT, Draft
 from quire.core.ints import Ints, ints
 from quire.core.step import Step
+from quire.runner.trees import drawn_drafts
 from quire.sampling import rejection
 from quire.sampling.random import Purpose
 from quire.sampling.records import Sampled, SampleRequests, on_device
@@ -25,7 +26,9 @@ class Proposals:
     def __init__(self) -> None:
         self._of_row: dict[int, list[Tensor]] = {}
 
-    def draw(self, sampler: Sampler, logits: Tensor, requests: SampleRequests, step: Step) -> tuple[Ints, ...]:
+    def draw(
+        self, sampler: Sampler, logits: Tensor, requests: SampleRequests, step: Step
+    ) -> tuple[Ints, ...]:
         """As many different tokens as each sample asks for (`Step.drawn`). Waits for the device."""
         indices = np.flatnonzero(np.asarray(step.drawn))
         distributions = sampler.distributions(logits, requests, indices)
@@ -79,11 +82,22 @@ class Proposals:
         return indices, chosen
 
 
-def judged(sampled: Sampled, indices: np.ndarray, chosen: Tensor) -> Sampled:
-    """What was sampled, with other tokens at some of the samples."""
-    token_ids = sampled.token_ids.clone()
-    token_ids[on_device(indices, token_ids.device)] = chosen
-    return replace(sampled, token_ids=token_ids)
+def choose_tokens(
+    proposals: Proposals | None, sampler: Sampler, logits: Tensor, requests: SampleRequests, step: Step
+) -> tuple[Sampled, tuple[Ints, ...]]:
+    """What a step samples, drawn drafts judged, and what it draws for a draft. Uses `logits` up."""
+    if proposals is None or not (step.drawn or step.drafts):
+        return sampler(logits, requests), ()
+    drawn = proposals.draw(sampler, logits, requests, step) if step.drawn else ()
+    drafts = drawn_drafts(step)
+    verdict = proposals.judge(sampler, logits, requests, drafts) if drafts else None
+    sampled = sampler(logits, requests)
+    if verdict is not None:
+        indices, chosen = verdict
+        token_ids = sampled.token_ids.clone()
+        token_ids[on_device(indices, token_ids.device)] = chosen
+        sampled = replace(sampled, token_ids=token_ids)
+    return sampled, drawn
 
 
 def _numbers(requests: SampleRequests, indices: np.ndarray, purpose: Purpose) -> np.ndarray:

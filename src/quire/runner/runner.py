@@ -18,11 +18,11 @@ from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.assembly import Assembled, Assembler
-from quire.runner.proposals import Proposals, judged
+from quire.runner.proposals import Proposals, choose_tokens
 from quire.runner.recorded import RecordedDecodes
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow
-from quire.runner.trees import drawn_drafts, verified_trees
+from quire.runner.trees import verified_trees
 from quire.sampling.beams import candidate_records
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
@@ -96,10 +96,10 @@ class Runner:
         with ONE_PASS:
             logits, scored = self._forward(assembled)
         mask = self._masks.get() if step.masked else None
+        sampled: Sampled | None = None
         drawn: tuple[Ints, ...] = ()
-        if self._proposals is not None and step.drawn:
-            drawn = self._proposals.draw(self._sampler, logits, self._requests(assembled, None, step), step)
-        sampled = self._sample(logits, assembled, mask, step) if len(assembled.sample_rows) else None
+        if len(assembled.sample_rows):
+            sampled, drawn = self._sample(logits, assembled, mask, step)
         if step.drafts and sampled is not None:
             self._settle(step, sampled)
         finite = sampled.finite.cpu().numpy() if sampled is not None else np.ones(0, np.bool_)
@@ -112,16 +112,6 @@ class Runner:
             seconds=time.perf_counter() - started,
             beams=candidate_records(sampled.beams) if sampled is not None else (),
             drawn=drawn,
-        )
-
-    def _requests(self, assembled: Assembled, mask: TokenMask | None, step: Step) -> SampleRequests:
-        return SampleRequests(
-            assembled.sample_rows,
-            assembled.sample_positions,
-            self._rows.settings.columns,
-            self._rows.token_ids.to(self._device),  # on the CPU the same memory
-            mask,
-            beams=step.beams,
         )
 
     def _settle(self, step: Step, sampled: Sampled) -> None:
@@ -164,13 +154,14 @@ class Runner:
             entries += prompt_logprobs(logits, following[start : start + SCORED_PER_PASS], scored.num_top)
         return PromptLogprobs(scored.row, scored.first + 1, tuple(entries))
 
-    def _sample(self, logits: Tensor, assembled: Assembled, mask: TokenMask | None, step: Step) -> Sampled:
+    def _sample(
+        self, logits: Tensor, assembled: Assembled, mask: TokenMask | None, step: Step
+    ) -> tuple[Sampled, tuple[Ints, ...]]:
         rows, positions = assembled.sample_rows, assembled.sample_positions
-        requests = self._requests(assembled, mask, step)
-        drafts = drawn_drafts(step) if self._proposals is not None else []
-        verdict = self._proposals.judge(self._sampler, logits, requests, drafts) if drafts else None
-        sampled = self._sampler(logits, requests)
-        if verdict is not None:
-            sampled = judged(sampled, *verdict)
+        token_ids_so_far = self._rows.token_ids.to(self._device)  # on the CPU the same memory
+        requests = SampleRequests(
+            rows, positions, self._rows.settings.columns, token_ids_so_far, mask, beams=step.beams
+        )
+        sampled, drawn = choose_tokens(self._proposals, self._sampler, logits, requests, step)
         self._rows.tokens[rows, positions] = sampled.token_ids.cpu().numpy()
-        return sampled
+        return sampled, drawn

@@ -1,4 +1,4 @@
-"""Token trees in a step: where each node stands in the sequence, what it sees, and what is done with an accepted path."""
+"""Token trees in a step: where each node stands in the sequence, what it sees, and which of them are verified."""
 
 from dataclasses import dataclass
 

@@ -23,6 +23,7 @@ class _Lines:
     """Where each array of a step of one size lies, as (first, length) in int32."""
 
     num_rows: int
+    end: int
     rows: tuple[int, int]
     num_computed: tuple[int, int]
     query_starts: tuple[int, int]
@@ -31,7 +32,6 @@ class _Lines:
     positions: tuple[int, int]
     tree_starts: tuple[int, int]
     ancestors: tuple[int, int]  # int64
-    end: int
 
 
 def _lines(num_rows: int, num_tokens: int) -> _Lines:
@@ -40,7 +40,7 @@ def _lines(num_rows: int, num_tokens: int) -> _Lines:
     for length in lengths:
         places.append((first, length))
         first += round_up(length)
-    return _Lines(num_rows, *places, first)
+    return _Lines(num_rows, first, *places)
 
 
 class VerifyInputs:

@@ -1,9 +1,10 @@
 """Multi-round rejection sampling: drafted tokens stay so often that what comes out follows the target's distribution.
 
-A node of a token tree has children x1, x2, … drawn one after another, without replacement, from the draft's distribution
-q. With p the target's: x1 stays with the chance min(1, p(x1) / q(x1)); else p becomes max(0, p - q), q loses x1, both
-are scaled to 1, and x2 is judged by them, and so on. Where none stays a token is drawn from what p has become. That token
-is distributed as p, whatever q is (SpecInfer's multi-step speculative sampling; with one child, speculative sampling).
+A node of a token tree has children x1, x2, … drawn one after another, without replacement, from the draft's
+distribution q. With p the target's: x1 stays with the chance min(1, p(x1) / q(x1)); else p becomes max(0, p - q), q
+loses x1, both are scaled to 1, and x2 is judged by them, and so on. Where none stays a token is drawn from what p has
+become. What a node goes on with is distributed as p, whatever q is (SpecInfer's multi-step speculative sampling; with
+one child, speculative sampling).
 """
 
 import numpy as np

@@ -18,7 +18,9 @@ class Plan:
         self.sources: list[int] = []  # of samples: whose logits, as an index into `sequences`
         self.receivers: list[Sequence] = []  # of samples: who gets the token
         self.offsets: list[int] = []  # of samples: tokens back from the source's last
-        self.drafts: dict[int, TokenTree] = {}  # by index into `sequences`: proposed tokens that it computes too
+        self.drafts: dict[
+            int, TokenTree
+        ] = {}  # by index into `sequences`: proposed tokens that it computes too
         self.delta = TableDelta()
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:

@@ -46,7 +46,11 @@ def parted(drafts: Sequence[Sequence[int]]) -> TokenTree:
 
 @lru_cache
 def _parted_parents(length: int, width: int) -> Ints:
-    return ints(ROOT if depth == 0 else first + depth - 1 for first in range(0, length * width, length) for depth in range(length))
+    return ints(
+        ROOT if depth == 0 else first + depth - 1
+        for first in range(0, length * width, length)
+        for depth in range(length)
+    )
 
 
 def branches(tree: TokenTree) -> list[list[int]]:

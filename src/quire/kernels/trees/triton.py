@@ -12,7 +12,9 @@ def settle(
 ) -> None:  # fmt: skip
     """As the reference. Nothing waits."""
     num_trees, _, most = nodes.shape
-    paths = torch.empty(num_trees, most + 1, dtype=torch.int32, device=pool.device)  # its length, then its nodes
+    paths = torch.empty(
+        num_trees, most + 1, dtype=torch.int32, device=pool.device
+    )  # its length, then its nodes
     _follow[(num_trees,)](
         chosen, trees, nodes, row_tokens, paths, row_tokens.stride(0), most,
         LANES=triton.next_power_of_2(most), num_warps=1,
