@@ -65,7 +65,7 @@ def test_a_node_has_the_bits_of_a_decode(
     starts, seen, _ = tree_masks([(len(q), context, parents), (1, 5, ints())])
     with instruction_set(isa):
         found = cpu.paged_attention(*case.arguments(window), None, starts, seen)
-        for query in range(len(q)):
+        for query in (0, 1, 9, 24, 37):
             path = [*range(base), *(base + n for n in range(64) if int(seen[query]) >> n & 1)]
             alone = paged_case(shape, [len(path)], [1], [keys[path]], [values[path]], [q[query : query + 1]])
             assert torch.equal(found[query], cpu.paged_attention(*alone.arguments(window))[0])
