@@ -3,9 +3,10 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from quire.core.clock import Clock, VirtualClock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import DeviceMemoryFull, InvalidRequest, QueueFull
 from quire.core.request import FinishReason, Request
@@ -16,11 +17,14 @@ from quire.engine.commit import Committer, error_updates
 from quire.engine.speculation import Speculation, SpeculationStats
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
-from quire.memory.paged import PagedMemory
+from quire.memory.interface import Memory
 from quire.sampling.records import TokenMask
+from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
 
+PIN = "pin"  # the request that computes a pinned prefix
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
+COMPANY_WAIT = 0.001  # the same, for a batch to be full
 
 
 class StepRunner(Protocol):
@@ -58,19 +62,22 @@ class Engine:
         self,
         config: SchedulerConfig,
         limits: Limits,
-        memory: PagedMemory,
+        memory: Memory,
         runner: StepRunner,
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,
         make_speculation: Callable[[StructuredOutputs], Speculation] | None = None,
+        preemption: Preemption | None = None,
+        clock: Clock = time.monotonic,
     ):
         self.limits = limits
+        self.clock = clock  # of arrivals; a simulated device has its own
         self.memory = memory
         self._structured = StructuredOutputs(make_compiler, limits)
         self.speculation = make_speculation(self._structured) if make_speculation is not None else None
-        self.scheduler = Scheduler(config, memory, self.speculation)
+        self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock)
         self.stats = EngineStats()
-        self._door = Door(limits, memory, seed)
+        self._door = Door(limits, memory, seed, clock)
         self._runner = runner
         self._compiled: list[Request] = []  # whose grammar is done and whom the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
@@ -85,6 +92,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> None:
         """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now.
 
@@ -95,12 +103,27 @@ class Engine:
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
         request = self._door.admit(
-            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt
+            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant
         )
         if sampling.structured is None or self._structured.admit(request):
             self.scheduler.add(request)
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += request.num_prompt_tokens
+
+    def pin(self, token_ids: Sequence[int]) -> int:
+        """Computes a prefix and holds its full blocks for good; how many. Only while nothing else runs.
+
+        Raises InvalidRequest if it can never run. Figures do not count it: nobody asked for an answer.
+        """
+        counted = replace(self.stats), replace(self.memory.stats)
+        request = self._door.admit(PIN, token_ids, SamplingParams(temperature=0.0, max_tokens=1))
+        self.scheduler.add(request)
+        while self.has_work:
+            self.step()
+        self.stats, self.memory.stats = counted
+        num_held = self.memory.hold(request)
+        self._door.num_pinned = self.memory.num_held
+        return num_held
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; its blocks are free when this returns. False if nobody knows it."""
@@ -154,6 +177,8 @@ class Engine:
             updates += self._commit(self._in_flight.popleft())
         if unmasked is not None:  # what it may sample depends on the tokens that were committed just now
             updates += self._mask(unmasked)
+        if planned is None and not self._in_flight and not updates:
+            self._wait_for_company()
         return updates
 
     def check_integrity(self) -> None:
@@ -176,6 +201,17 @@ class Engine:
         updates = error_updates(ended, f"request {ended[0].request.request_id}: {full}") if ended else []
         self.stats.num_finished += len(updates)
         return updates
+
+    def _wait_for_company(self) -> None:
+        """Where those who wait are not a batch yet, a moment passes instead of nothing, again and again."""
+        starts_at = self.scheduler.starts_at
+        if starts_at is None:
+            return
+        now = self.clock()
+        if isinstance(self.clock, VirtualClock):
+            self.clock.advance_to(min(starts_at, now + COMPANY_WAIT))
+        else:
+            time.sleep(min(COMPANY_WAIT, max(0.0, starts_at - now)))
 
     def _has_request(self, request_id: str) -> bool:
         return (
@@ -244,5 +280,6 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += planned.step.total_tokens
         self.stats.step_seconds += result.seconds
+        self.scheduler.preemption.speed.note(planned.step.total_tokens, result.seconds)
         self.stats.commit_seconds += time.perf_counter() - started
         return updates

@@ -225,8 +225,14 @@ class DeviceInputs:
         context_lens = self._context_lens[:num_rows]
         plans = None
         if self._planner is not None:
-            lens = context_lens if paged_lens is None else paged_lens
-            plans = AttentionPlans(self._planner, query_starts, context_lens, lens, num_tokens)
+            plans = AttentionPlans(
+                self._planner,
+                query_starts,
+                context_lens,
+                context_lens if paged_lens is None else paged_lens,
+                num_tokens,
+                self._block_tables[:num_rows],
+            )
         batch = Batch(
             token_ids=self._token_ids[:num_tokens],
             positions=self._positions[:num_tokens],

@@ -25,6 +25,7 @@ from quire.runner.proposals import Proposals, choose_tokens
 from quire.runner.rows import RowSettings
 from quire.runner.runner import RunnerLimits
 from quire.runner.scored import ScoredRow
+from quire.runner.swap import PageMover
 from quire.runner.trees import verified_trees
 from quire.runner.verify_inputs import VerifyInputs
 from quire.sampling.beams import candidate_records, on_host
@@ -91,6 +92,7 @@ class DeviceRunner:
         self._sampler = Sampler(self._device)
         self._pages = choose("pages", self._device)
         self._trees = choose("trees", self._device)
+        self.mover: PageMover | None = None  # None: nothing leaves the pool
         self._graphs: Graphs | None = None
         if self._device.type == "cuda" and limits.record_decodes:
             self._graphs = Graphs(
@@ -133,6 +135,8 @@ class DeviceRunner:
             self._settings.start(start)
         self._columns.update(np.array([start.row for start in step.starts], np.int64))
         self._inputs.apply(step)
+        if self.mover is not None:
+            self.mover.move(step)
         if step.copy_sources:
             copies = send(np.array([step.copy_sources, step.copy_targets], np.int32), self._device)
             self._pages.copy_blocks(self._pool.data, *copies.long().unbind(0))

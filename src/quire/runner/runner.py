@@ -22,6 +22,7 @@ from quire.runner.proposals import Proposals, choose_tokens
 from quire.runner.recorded import RecordedDecodes
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow
+from quire.runner.swap import PageMover
 from quire.runner.trees import verified_trees
 from quire.sampling.beams import candidate_records
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
@@ -66,6 +67,7 @@ class Runner:
         self._pages = choose("pages", device)
         self._trees = choose("trees", device)
         self._recorded = RecordedDecodes(model, pool) if limits.record_decodes else None
+        self.mover: PageMover | None = None  # None: nothing leaves the pool
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
         self._launched: deque[Future[StepResult]] = deque()
         self._masks: SimpleQueue[TokenMask | None] = SimpleQueue()  # of launched steps that wait for one
@@ -89,6 +91,8 @@ class Runner:
     def _run(self, step: Step) -> StepResult:
         started = time.perf_counter()
         self._rows.apply(step)
+        if self.mover is not None:
+            self.mover.move(step)
         if step.copy_sources:
             sources, targets = self._ids(step.copy_sources), self._ids(step.copy_targets)
             self._pages.copy_blocks(self._pool.data, sources, targets)

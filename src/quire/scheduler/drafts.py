@@ -5,7 +5,8 @@ from typing import Protocol
 
 from quire.core.draft import DraftRoom, TokenTree
 from quire.core.request import Sequence
-from quire.memory.paged import PagedMemory, TableDelta
+from quire.memory.interface import Memory
+from quire.memory.paged import TableDelta
 
 
 class Drafter(Protocol):
@@ -34,7 +35,7 @@ def waits_for_drafts(drafter: Drafter, running: Listed[Sequence]) -> bool:
 
 
 def find_drafts(
-    drafter: Drafter, running: Listed[Sequence], memory: PagedMemory, budget: int, delta: TableDelta
+    drafter: Drafter, running: Listed[Sequence], memory: Memory, budget: int, delta: TableDelta
 ) -> dict[int, TokenTree]:
     """Drafts by row, `budget` tokens in all. Their sequences own the blocks; nobody is preempted for a draft."""
     rooms: list[DraftRoom] = []

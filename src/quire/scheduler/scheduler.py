@@ -1,23 +1,31 @@
-"""Scheduler: gives each sequence some tokens to compute. First come, first served; no phases."""
+"""Scheduler: gives each sequence some tokens to compute. No phases; who is first is the schedule's to say."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from quire.core.clock import Clock
 from quire.core.config import SchedulerConfig
 from quire.core.draft import TokenTree
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import Step
+from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
+from quire.scheduler.batching.policy import choose_batching
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
+from quire.scheduler.ended import EndedRows
 from quire.scheduler.group import Group
+from quire.scheduler.order.policy import make_queue
 from quire.scheduler.plan import Plan
-from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.preemption import Preemption
 
 
 @dataclass(slots=True)
 class SchedulerStats:
     num_steps: int = 0
     num_preemptions: int = 0
+    num_swaps_out: int = 0  # of these, requests whose blocks went to host memory
+    num_swaps_in: int = 0
     num_admissions: int = 0
 
 
@@ -31,19 +39,34 @@ class Planned:
 
 
 class Scheduler:
-    """Running sequences advance in order of arrival; waiting groups are admitted while memory lasts.
+    """Running sequences advance in the schedule's order; waiting groups are admitted while memory lasts.
 
-    When a running sequence finds no block, the group that arrived last gives up everything and returns
-    to the queue at its old place. The oldest group is never preempted for another, and no single request
-    may need more than the pool, so something always finishes.
+    When a running sequence finds no block, the group that is last in that order (first come, first served: the
+    newest) gives up everything, to host memory or for good, and returns to the queue at its old place. The first
+    group is never preempted for another, and no single request may need more than the pool, so something always
+    finishes.
     """
 
-    def __init__(self, config: SchedulerConfig, memory: PagedMemory, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        memory: Memory,
+        drafter: Drafter | None = None,
+        preemption: Preemption | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
         max_num_seqs, self._max_num_batched_tokens = config.limits
+        self._max_prompt_chunk = config.max_prompt_chunk or self._max_num_batched_tokens
+        self.batching = choose_batching(config, clock)
         self.memory = memory
         self._drafter = drafter  # None: nobody speculates
-        self.waiting = WaitingQueue(config.max_queue_requests, config.max_queue_tokens)
-        self.running: list[Sequence] = []  # by arrival
+        self.preemption = preemption or Preemption(config.preemption_mode)
+        self._admits_new = config.admit_after == "resumed"  # else once all who were preempted have finished
+        self._preempted: set[str] = set()  # requests that were, and have not finished
+        self.waiting = make_queue(config)
+        self.running: list[Sequence] = []  # in the schedule's order
+        self.ended = EndedRows()  # rows that a static batch keeps until its last sequence ends
+        self.watchers: list[Callable[[Planned], None]] = []  # told of every step as it is planned
         self.stats = SchedulerStats()
         self._groups: dict[str, Group] = {}
         self._forking: dict[str, Group] = {}  # running groups whose forks or followers are still to come
@@ -67,8 +90,11 @@ class Scheduler:
             return []
         ended = group.live
         for sequence in ended:
-            self._end(sequence, reason, None)
+            self._end(sequence, reason, None, keep=reason is FinishReason.STOP)
         self._forget(group)
+        if reason is not FinishReason.STOP:
+            self._give_back(self.ended.take(request_id))
+        self._end_batch_if_over()
         return ended
 
     def stop(self, request_id: str, index: int) -> bool:
@@ -82,17 +108,27 @@ class Scheduler:
         return sequence is not None
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Releases the sequence's blocks and row. A token still in flight for it will be discarded."""
+        """Releases the sequence's blocks and row, or keeps them while its batch lasts. A token still in flight for it
+        will be discarded.
+        """
         group = self._groups[sequence.request.request_id]
         led = group.live[0] is sequence
-        self._end(sequence, reason, stop_reason)
+        self._end(sequence, reason, stop_reason, keep=True)
         if group.finished:
             self._forget(group)
         elif led and group.followers and group.request.request_id in self._forking:
             self._send_back(group)  # they cannot follow any more: another must lead
+        self._end_batch_if_over()
 
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self._leave_row(sequence)
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None, keep: bool = False
+    ) -> None:
+        if keep and self.batching.keeps_ended and sequence.row >= 0:
+            self.running.remove(sequence)
+            self.ended.keep(sequence)
+        else:
+            self._leave_row(sequence)
+            self.memory.release(sequence)
         sequence.phase = Phase.FINISHED
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
@@ -101,6 +137,7 @@ class Scheduler:
         if group.queued:
             self.waiting.remove(group)
         self._groups.pop(group.request.request_id, None)
+        self._preempted.discard(group.request.request_id)
         self._forking.pop(group.request.request_id, None)
 
     def has_request(self, request_id: str) -> bool:
@@ -111,8 +148,10 @@ class Scheduler:
         return bool(self._groups)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Every sequence that may hold blocks."""
-        return (s for group in self._groups.values() for s in group.sequences)
+        """Every sequence that may hold blocks, once."""
+        known = {id(s): s for group in self._groups.values() for s in group.sequences}
+        known.update((id(s), s) for s in self.ended.sequences)
+        return iter(known.values())
 
     # ------------------------------------------------------------------ one step
 
@@ -124,18 +163,26 @@ class Scheduler:
         budget, preempted = self._advance_running(plan, self._max_num_batched_tokens)
         if not preempted:
             self._admit(plan, budget)
+            if not plan.sequences and plan.starts:  # only those came whose blocks are coming back
+                self._advance_running(plan, budget)
         if not plan.sequences:
             return None
         self._fork_finished_prompts(plan)
         plan.restart_beams()
-        step = plan.step()
+        self.waiting.charge(plan.receivers)
+        if self.ended:
+            self.ended.compute(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
+        step = plan.step(self.memory.moves.take())
         for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
             sequence.num_computed += num_tokens
         for sequence in plan.receivers:
             sequence.num_pending += not sequence.is_beam
         self._next_step_id += 1
         self.stats.num_steps += 1
-        return Planned(step, plan.sequences, plan.receivers)
+        planned = Planned(step, plan.sequences, plan.receivers)
+        for watch in self.watchers:
+            watch(planned)
+        return planned
 
     def _advance_running(self, plan: Plan, budget: int) -> tuple[int, bool]:
         """Returns the tokens left and whether anyone was preempted. Decodes are never crowded out by chunks."""
@@ -163,7 +210,9 @@ class Scheduler:
                 if decodes_left is None:
                     decodes_left = sum(1 for s in running if s.target - s.num_computed == 1)
                 planned_decodes = plan.num_decodes
-                distance = min(distance, budget - max(0, decodes_left - planned_decodes))
+                distance = min(
+                    distance, budget - max(0, decodes_left - planned_decodes), self._max_prompt_chunk
+                )
             if distance <= 0:
                 continue
             while not memory.grow(sequence, sequence.num_computed + distance, plan.delta):
@@ -180,17 +229,32 @@ class Scheduler:
         group = self._groups[victim.request.request_id]
         first = next((s for s in group.live if s in plan.sequences), group.live[0])
         freed = plan.drop_from(first)
-        self._send_back(group)
+        origins = plan.delta.take_back(group.live)
+        running = [s for s in group.live if s.phase is Phase.RUNNING]
+        swapped = self._swap_out(running, origins)
+        self._send_back(group, keep=swapped)
+        self._preempted.add(group.request.request_id)
         self.stats.num_preemptions += 1
+        self.stats.num_swaps_out += swapped
         return freed
 
-    def _send_back(self, group: Group) -> None:
+    def _swap_out(self, running: list[Sequence], origins: Mapping[int, int]) -> bool:
+        memory = self.memory
+        if not isinstance(memory, PagedMemory):
+            return False  # memory that is reserved has nobody to preempt
+        return self.preemption.swaps(running, memory) and memory.swap.out(running, origins)
+
+    def _send_back(self, group: Group, keep: bool = False) -> None:
+        """Back to the queue. With `keep` what was computed waits in host memory."""
         for sequence in group.live:
             self._leave_row(sequence)
+            if not keep:
+                self.memory.release(sequence)
             sequence.phase = Phase.WAITING
             sequence.num_preemptions += 1
         self._forking.pop(group.request.request_id, None)
         self.waiting.put_back(group)
+        self._end_batch_if_over()
 
     def shed(self, planned: Planned) -> list[Sequence]:
         """Takes back a step that could not be launched: its newest request ends, the others compute again.
@@ -200,7 +264,8 @@ class Scheduler:
         self._max_num_batched_tokens = max(len(planned.sequences), self._max_num_batched_tokens // 2)
         for sequence in planned.receivers:
             sequence.num_pending -= not sequence.is_beam
-        groups = {s.request.request_id: self._groups[s.request.request_id] for s in planned.sequences}
+        living = [s.request.request_id for s in planned.sequences if s.phase is Phase.RUNNING]
+        groups = {request_id: self._groups[request_id] for request_id in living}
         newest = max(groups.values(), key=lambda group: group.order)
         for group in groups.values():
             if group is not newest:
@@ -212,29 +277,60 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         promised = None  # blocks that running prompts will still take; counted only if someone waits
-        while budget > 0:
+        room = self.batching.room(self.waiting, idle=not self.running and not self.ended)
+        while budget > 0 and room > 0:
             group = self.waiting.peek()
             spoken_for = sum(g.num_rows_to_come for g in self._forking.values())
             if group is None or group.num_rows > len(self._free_rows) - spoken_for:
+                self._close_batch()
+                return
+            if self._preempted and not (group.returns or self._admits_new):
                 return
             if promised is None:
                 promised = self._num_promised()
-            admitted = self._admit_group(group, plan, budget, promised)
+            admit = self._swap_in_group if group.is_swapped else self._admit_group
+            admitted = admit(group, plan, budget, promised)
             if admitted is None:
+                self._close_batch()
                 return
+            self.batching.admitted()
+            room -= 1
             budget -= admitted
-            promised += self._num_promised_to(group.live[0]) + self._num_promised_to_followers(group)
+            promised += sum(self._num_promised_to(s) for s in group.live if s.phase is Phase.RUNNING)
+            promised += self._num_promised_to_followers(group)
+
+    def _has_room(self, needed: int, promised: int) -> bool:
+        spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
+        return needed + promised + spare <= self.memory.num_free
+
+    def _swap_in_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
+        """Brings back all of the group or nothing. It advances in the next step: its blocks travel during this one."""
+        swapped = [s for s in group.live if s.host_block_ids]
+        num_away = len({host for s in swapped for host in s.host_block_ids})
+        if not self._has_room(max(num_away, self._blocks_to_resume(group)), promised):
+            return None
+        self.waiting.pop()
+        self.stats.num_swaps_in += 1
+        num_full = sum(s.num_computed // self.memory.block_size for s in swapped)
+        self.preemption.returned(self.memory.swap.back(swapped), num_full)
+        for sequence in swapped:
+            sequence.phase = Phase.RUNNING
+            self._enter_row(sequence, plan)
+        if group.is_beams or group.num_rows_to_come:
+            self._forking[group.request.request_id] = group
+        return 0
 
     def _admit_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
         """Admits all of the group or nothing; returns the tokens that its leader computes now."""
         leader = group.live[0]
         num_found = self.memory.match(leader)
-        needed = self._blocks_to_resume(group) - len(leader.block_ids)
-        spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
-        if needed + promised + spare > self.memory.num_free:
+        if not self._fits(group, promised):
             self.memory.release(leader)
             return None
         self.waiting.pop()
+        if leader.num_preemptions:
+            num_full = (len(leader.token_ids) - 1) // self.memory.block_size
+            self.preemption.returned(num_found // self.memory.block_size, num_full)
         self.stats.num_admissions += 1
         self.memory.stats.prefix_queries += len(leader.token_ids)
         self.memory.stats.prefix_hits += num_found
@@ -243,12 +339,19 @@ class Scheduler:
         leader.phase = Phase.RUNNING
         leader.num_computed = num_found
         self._enter_row(leader, plan)
-        distance = min(leader.target - num_found, budget)
+        distance = min(leader.target - num_found, budget, self._max_prompt_chunk)
         self.memory.grow(leader, num_found + distance, plan.delta)
         plan.advance(leader, distance)
         if group.num_rows_to_come:
             self._forking[group.request.request_id] = group
         return distance
+
+    def _fits(self, group: Group, promised: int) -> bool:
+        """Whether there is memory for the group, beside what is promised. What is reserved is taken here."""
+        leader = group.live[0]
+        if self.memory.reserves:
+            return self.memory.reserve(leader, group.num_rows)
+        return self._has_room(self._blocks_to_resume(group) - len(leader.block_ids), promised)
 
     def _blocks_to_resume(self, group: Group) -> int:
         """Blocks that hold all the group knows: followers share the prompt's full ones with their leader."""
@@ -275,9 +378,9 @@ class Scheduler:
         sequence.row = self._free_rows.pop()
         plan.starts.append(sequence)
         running = self.running
-        order = self._groups[sequence.request.request_id].order
+        rank = self._groups[sequence.request.request_id].rank
         position = len(running)
-        while position and self._groups[running[position - 1].request.request_id].order > order:
+        while position and self._groups[running[position - 1].request.request_id].rank > rank:
             position -= 1
         running.insert(position, sequence)
 
@@ -286,7 +389,26 @@ class Scheduler:
             self._free_rows.append(sequence.row)
             self.running.remove(sequence)
             sequence.row = -1
-        self.memory.release(sequence)
+
+    def _close_batch(self) -> None:
+        """Nobody else fits. Where nobody runs either, those that ended make room."""
+        self.batching.close()
+        self._end_batch_if_over()
+
+    def _end_batch_if_over(self) -> None:
+        if self.ended and not self.running and not self.batching.is_open(self.waiting):
+            self._give_back(self.ended.take())
+
+    def _give_back(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._free_rows.append(sequence.row)
+            sequence.row = -1
+            self.memory.release(sequence)
+
+    @property
+    def starts_at(self) -> float | None:
+        """When those who only wait for company start at the latest, by the clock; None where nobody does."""
+        return None if self.running or self.ended else self.batching.starts_at(self.waiting)
 
     def beams(self, request_id: str) -> list[Sequence]:
         """A request's beams, best first."""
