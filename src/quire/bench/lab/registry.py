@@ -1,0 +1,29 @@
+"""Which experiments there are. A module is imported when its experiment is chosen: most of them need torch."""
+
+import difflib
+import importlib
+from typing import NamedTuple
+
+from quire.bench.lab.experiment import Experiment
+from quire.core.errors import ConfigError
+
+
+class Listed(NamedTuple):
+    module: str  # has EXPERIMENT
+    about: str  # one line for `quire bench lab list`
+
+
+# in the order of the report: what memory and batches are, then what they cost, then whole workloads
+EXPERIMENTS = {
+    "sharing": Listed("quire.bench.lab.sharing", "blocks that parallel samples and beams share"),
+}
+
+
+def find(name: str) -> Experiment:
+    """ConfigError with the closest names if there is none of this name."""
+    if name not in EXPERIMENTS:
+        near = difflib.get_close_matches(name, [*EXPERIMENTS, "all", "list"], n=1)
+        hint = f"did you mean {near[0]}?" if near else "`quire bench lab list` shows them"
+        raise ConfigError(f"there is no experiment {name!r}: {hint}")
+    found: Experiment = importlib.import_module(EXPERIMENTS[name].module).EXPERIMENT
+    return found
