@@ -15,6 +15,7 @@ from quire.bench.report import BenchReport, write_json
 from quire.bench.speculate import WORKLOADS, SpeculatePlan, run_speculate
 from quire.bench.startup import StartupPlan, run_startup
 from quire.bench.throughput import ThroughputPlan, run_throughput
+from quire.cli.bench_fit import add_fit, fit
 from quire.cli.bench_lab import add_lab, lab
 from quire.cli.bench_serve import add_serve, serve
 from quire.cli.bench_sharing import add_sharing, sharing
@@ -33,6 +34,7 @@ HELP = {
     "startup": "fresh processes: time to the first token, memory afterwards",
     "speculate": "plain decoding and speculation in turn: tokens per second, drafts accepted, the same tokens",
     "serve": "load on any OpenAI server: latencies, throughput, goodput at one rate or several",
+    "fit": "measures this machine's steps, or reads another's, and fits the simulator's cost model to them",
     "sharing": "parallel sampling and beam search: blocks saved by sharing, tokens a second with and without",
     "lab": "the laboratory: one experiment, or all of them in one HTML report",
 }
@@ -223,6 +225,7 @@ _ADD: dict[str, Callable[[Any], None]] = {
     "speculate": _add_speculate,
     "serve": add_serve,
     "sharing": add_sharing,
+    "fit": add_fit,
     "lab": add_lab,
 }
 _RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
@@ -232,4 +235,5 @@ _RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
     "speculate": _speculate,
     "serve": serve,
     "sharing": sharing,
+    "fit": fit,
 }

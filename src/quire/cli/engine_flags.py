@@ -41,7 +41,7 @@ HELP = {
     "max_queue_requests": "requests that may wait",
     "max_queue_tokens": "prompt tokens that may wait (default: no limit)",
     "steps_in_flight": "0 or 1: whether a step is planned while another runs",
-    "device": "auto, cpu or cuda",
+    "device": "auto, cpu, cuda, or simulated:NAME to plan steps for a device that is not here (h200, a100-40g, …)",
     "num_threads": "CPU threads (default: the physical cores)",
     "enforce_eager": "no recorded graphs",
     "speculative_config": 'draft tokens and verify them together: JSON, {"method": "ngram"} looks them up in the text',

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.core.clock import Clock
 from quire.core.errors import InvalidRequest
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
@@ -24,10 +25,11 @@ class Limits:
 class Door:
     """Turns a prompt and its parameters into a Request, or raises InvalidRequest with number and remedy."""
 
-    def __init__(self, limits: Limits, memory: PagedMemory, seed: int) -> None:
+    def __init__(self, limits: Limits, memory: PagedMemory, seed: int, clock: Clock = time.monotonic) -> None:
         self.limits = limits
         self._memory = memory
         self._seeds = random.Random(seed)
+        self._clock = clock
 
     def admit(
         self,
@@ -50,7 +52,7 @@ class Door:
             seed=self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1),
             max_len=self._max_len(len(prompt_token_ids), sampling),
             stop_token_ids=stop_token_ids,
-            arrival=time.monotonic(),
+            arrival=self._clock(),
             priority=priority,
             cache_salt=cache_salt,
         )

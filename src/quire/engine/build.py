@@ -21,6 +21,7 @@ from quire.engine.resolve import (
     resolve_numbers,
     resolve_scheduler,
 )
+from quire.engine.simulated_parts import open_shape, simulated_parts
 from quire.engine.speculation import Speculation
 from quire.engine.vocabulary import model_vocabulary
 from quire.grammar.compiler import Compiler
@@ -32,6 +33,7 @@ from quire.models import registry
 from quire.models.loading import load
 from quire.models.model import Model
 from quire.runner.device_runner import DeviceRunner
+from quire.runner.devices import is_simulated
 from quire.runner.profile import activation_bytes
 from quire.runner.runner import Runner, RunnerLimits
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
@@ -60,12 +62,15 @@ class Report:
     tiles: str  # attention's, on a GPU: tuned, default or fixed
     seconds: float
     speculation: str = ""  # who drafts and how far, in words
+    simulated: str = ""  # the device that is only simulated, and what it was fitted on, in words
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
         where = f"on {numbers.device.type}, {self.num_threads} threads"
         if numbers.device.type == "cuda":
             where = f"on {torch.cuda.get_device_name(numbers.device)}"
+        if self.simulated:
+            where = f"on {self.simulated}"
         divided = [] if self.device_memory is None else [_divided(self.device_memory)]
         graphs = f", {self.num_graphs} sizes of steps captured as graphs" if self.num_graphs else ""
         tiles = f", {self.tiles} tiles" if self.tiles else ""
@@ -105,6 +110,8 @@ class Built:
 
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
+    if is_simulated(config.runner.device):
+        return _build_simulated(config)
     started = time.perf_counter()
     options = config.model
     source = open_source(
@@ -156,6 +163,45 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
             Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
         )
     engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation)
+    return Built(engine, source, described, default_sampling(source), report)
+
+
+def _build_simulated(config: EngineConfig) -> Built:
+    """The real scheduler and memory over a runner that only charges time, on a clock of its own."""
+    started = time.perf_counter()
+    source = open_shape(config)
+    described = registry.describe(source.config)
+    ends = end_token_ids(source, described)
+    parts = simulated_parts(config, described, ends)
+    size, scheduler = parts.pool, parts.scheduler
+    memory = PagedMemory(
+        size.num_blocks,
+        size.block_size,
+        source.fingerprint,
+        config.memory.enable_prefix_caching,
+        config.memory.share,
+    )
+    max_num_seqs, max_tokens = scheduler.limits
+    limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
+    make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))
+    engine = Engine(
+        scheduler, limits, memory, parts.runner, config.model.seed, make_compiler, clock=parts.clock
+    )
+    report = Report(
+        model=config.model.served_model_name or source.name,
+        numbers=parts.numbers,
+        weights_bytes=parts.weights.num_bytes,
+        pool=size,
+        device_memory=None,
+        max_model_len=parts.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        num_threads=0,
+        num_graphs=0,
+        tiles="",
+        seconds=time.perf_counter() - started,
+        simulated=parts.device.in_words,
+    )
     return Built(engine, source, described, default_sampling(source), report)
 
 

@@ -4,8 +4,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from quire.core.clock import Clock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import DeviceMemoryFull, InvalidRequest, QueueFull
 from quire.core.request import FinishReason, Request
@@ -33,6 +34,9 @@ class StepRunner(Protocol):
     def collect(self) -> StepResult: ...
 
     def close(self) -> None: ...
+
+
+W = TypeVar("W", bound=StepRunner)
 
 
 @dataclass(slots=True)
@@ -63,15 +67,17 @@ class Engine:
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,
         make_speculation: Callable[[StructuredOutputs], Speculation] | None = None,
+        clock: Clock = time.monotonic,
     ):
         self.limits = limits
+        self.clock = clock  # of arrivals; a simulated device has its own
         self.memory = memory
         self._structured = StructuredOutputs(make_compiler, limits)
         self.speculation = make_speculation(self._structured) if make_speculation is not None else None
         self.scheduler = Scheduler(config, memory, self.speculation)
         self.stats = EngineStats()
-        self._door = Door(limits, memory, seed)
-        self._runner = runner
+        self._door = Door(limits, memory, seed, clock)
+        self._runner: StepRunner = runner
         self._compiled: list[Request] = []  # whose grammar is done and whom the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
         self._in_flight: deque[Planned] = deque()
@@ -155,6 +161,12 @@ class Engine:
         if unmasked is not None:  # what it may sample depends on the tokens that were committed just now
             updates += self._mask(unmasked)
         return updates
+
+    def watch(self, watcher: Callable[[StepRunner], W]) -> W:
+        """For measurements: puts something between the engine and its runner that sees every step, and returns it."""
+        watching = watcher(self._runner)
+        self._runner = watching
+        return watching
 
     def check_integrity(self) -> None:
         self.memory.check_integrity(self.scheduler.sequences())
