@@ -78,6 +78,19 @@ def bar_style(series: int | str) -> dict[str, Any]:
     return {"color": one.color, "hatch": one.hatch, "edgecolor": "white", "linewidth": 0.5}
 
 
+def plain_log(axis: Any, which: str) -> None:
+    """A logarithmic axis whose labels are numbers as people write them: 20, 50, 100 or 1,000, not powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    (axis.set_xscale if which == "x" else axis.set_yscale)("log")
+    one = axis.xaxis if which == "x" else axis.yaxis
+    low, high = sorted(one.get_view_interval())
+    steps = (1.0, 2.0, 5.0) if high / max(low, 1e-12) < 200 else (1.0,)
+    one.set_major_locator(LogLocator(base=10, subs=steps))
+    one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    one.set_minor_formatter(NullFormatter())
+
+
 def check_matplotlib() -> None:
     """Before anything is measured: a picture that cannot be drawn is known at once."""
     try:

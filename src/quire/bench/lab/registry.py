@@ -15,7 +15,11 @@ class Listed(NamedTuple):
 
 # in the order of the report: what memory and batches are, then what they cost, then whole workloads
 EXPERIMENTS = {
+    "numbers": Listed("quire.bench.lab.numbers", "rules of thumb, measured on this machine"),
+    "kvcache": Listed("quire.bench.lab.kvcache", "generating with and without a KV cache"),
+    "roofline": Listed("quire.bench.lab.roofline", "what bounds decoding: reading memory or computing"),
     "sharing": Listed("quire.bench.lab.sharing", "blocks that parallel samples and beams share"),
+    "prefix": Listed("quire.bench.lab.prefix", "what remembering prompts saves: a system prompt, chats"),
 }
 
 
