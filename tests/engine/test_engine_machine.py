@@ -37,9 +37,14 @@ class EngineMachine(RuleBasedStateMachine):
     def start(
         self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive
     ):
-        self.memory = PagedMemory(num_blocks, block_size, "test", enable_prefix_caching=caching, share=share)
-        self.runner = PageRunner(num_blocks, block_size, token_scores)
+        memory = PagedMemory(num_blocks, block_size, "test", enable_prefix_caching=caching, share=share)
         config = SchedulerConfig(max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight)
+        self.build(config, memory, drafting, adaptive)
+
+    def build(self, config, memory, drafting, adaptive):
+        max_num_seqs, max_tokens = config.limits
+        self.memory = memory
+        self.runner = PageRunner(memory.num_blocks, memory.block_size, token_scores)
         limits = Limits(VOCABULARY, 64, max_num_seqs, (END,))
         speculation = None
         if drafting is not None:

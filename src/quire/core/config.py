@@ -9,6 +9,7 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire.core.speculation import SpeculativeConfig, parse_speculative
 
+BATCHING = ("continuous", "static", "dynamic")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -98,6 +99,10 @@ class SchedulerConfig:
     max_queue_requests: int = 65536
     max_queue_tokens: int | None = None
     steps_in_flight: int = 1  # 0: commit each step before planning the next
+    batching: str = "continuous"  # or static or dynamic: batches that start together and end together
+    batch_size: int | None = None  # of a static or dynamic batch, in requests; None: max_num_seqs
+    batch_window_ms: float = 50.0  # how long a dynamic batch waits to be full
+    max_prompt_chunk: int | None = None  # tokens of one prompt in one step; None: as many as the step has
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -106,6 +111,16 @@ class SchedulerConfig:
         _at_least("max_queue_tokens", self.max_queue_tokens, 1)
         if self.steps_in_flight not in (0, 1):
             raise ConfigError(f"steps_in_flight={self.steps_in_flight} must be 0 or 1")
+        _one_of("batching", self.batching, BATCHING)
+        _at_least("batch_size", self.batch_size, 1)
+        _at_least("max_prompt_chunk", self.max_prompt_chunk, 1)
+        if self.batch_size and self.max_num_seqs and self.batch_size > self.max_num_seqs:
+            raise ConfigError(
+                f"batch_size={self.batch_size} is more than max_num_seqs={self.max_num_seqs}: lower it, or raise "
+                "max_num_seqs"
+            )
+        if not 0.0 <= self.batch_window_ms < float("inf"):
+            raise ConfigError(f"batch_window_ms={self.batch_window_ms} must be a number of at least 0")
 
     @property
     def limits(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from quire.core.clock import Clock
+from quire.core.clock import Clock, VirtualClock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import DeviceMemoryFull, InvalidRequest, QueueFull
 from quire.core.request import FinishReason, Request
@@ -22,6 +22,7 @@ from quire.sampling.records import TokenMask
 from quire.scheduler.scheduler import Planned, Scheduler
 
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
+COMPANY_WAIT = 0.001  # the same, for a batch to be full
 
 
 class StepRunner(Protocol):
@@ -74,7 +75,7 @@ class Engine:
         self.memory = memory
         self._structured = StructuredOutputs(make_compiler, limits)
         self.speculation = make_speculation(self._structured) if make_speculation is not None else None
-        self.scheduler = Scheduler(config, memory, self.speculation)
+        self.scheduler = Scheduler(config, memory, self.speculation, clock)
         self.stats = EngineStats()
         self._door = Door(limits, memory, seed, clock)
         self._runner: StepRunner = runner
@@ -160,6 +161,8 @@ class Engine:
             updates += self._commit(self._in_flight.popleft())
         if unmasked is not None:  # what it may sample depends on the tokens that were committed just now
             updates += self._mask(unmasked)
+        if planned is None and not self._in_flight and not updates:
+            self._wait_for_company()
         return updates
 
     def watch(self, watcher: Callable[[StepRunner], W]) -> W:
@@ -188,6 +191,17 @@ class Engine:
         updates = error_updates(ended, f"request {ended[0].request.request_id}: {full}") if ended else []
         self.stats.num_finished += len(updates)
         return updates
+
+    def _wait_for_company(self) -> None:
+        """Where those who wait are not a batch yet, a moment passes instead of nothing, again and again."""
+        starts_at = self.scheduler.starts_at
+        if starts_at is None:
+            return
+        now = self.clock()
+        if isinstance(self.clock, VirtualClock):
+            self.clock.advance_to(min(starts_at, now + COMPANY_WAIT))
+        else:
+            time.sleep(min(COMPANY_WAIT, max(0.0, starts_at - now)))
 
     def _has_request(self, request_id: str) -> bool:
         return (

@@ -1,14 +1,18 @@
 """Scheduler: gives each sequence some tokens to compute. First come, first served; no phases."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from quire.core.clock import Clock
 from quire.core.config import SchedulerConfig
 from quire.core.ints import Ints
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import Step
 from quire.memory.paged import PagedMemory
+from quire.scheduler.batching.policy import choose_batching
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
+from quire.scheduler.ended import EndedRows
 from quire.scheduler.group import Group
 from quire.scheduler.plan import Plan
 from quire.scheduler.queue import WaitingQueue
@@ -38,12 +42,22 @@ class Scheduler:
     may need more than the pool, so something always finishes.
     """
 
-    def __init__(self, config: SchedulerConfig, memory: PagedMemory, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        memory: PagedMemory,
+        drafter: Drafter | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
         max_num_seqs, self._max_num_batched_tokens = config.limits
+        self._max_prompt_chunk = config.max_prompt_chunk or self._max_num_batched_tokens
+        self.batching = choose_batching(config, clock)
         self.memory = memory
         self._drafter = drafter  # None: nobody speculates
         self.waiting = WaitingQueue(config.max_queue_requests, config.max_queue_tokens)
         self.running: list[Sequence] = []  # by arrival
+        self.ended = EndedRows()  # rows that a static batch keeps until its last sequence ends
+        self.watchers: list[Callable[[Planned], None]] = []  # told of every step as it is planned
         self.stats = SchedulerStats()
         self._groups: dict[str, Group] = {}
         self._forking: dict[str, Group] = {}  # running groups whose forks or followers are still to come
@@ -67,8 +81,11 @@ class Scheduler:
             return []
         ended = group.live
         for sequence in ended:
-            self._end(sequence, reason, None)
+            self._end(sequence, reason, None, keep=reason is FinishReason.STOP)
         self._forget(group)
+        if reason is not FinishReason.STOP:
+            self._give_back(self.ended.take(request_id))
+        self._end_batch_if_over()
         return ended
 
     def stop(self, request_id: str, index: int) -> bool:
@@ -82,17 +99,26 @@ class Scheduler:
         return sequence is not None
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Releases the sequence's blocks and row. A token still in flight for it will be discarded."""
+        """Releases the sequence's blocks and row, or keeps them while its batch lasts. A token still in flight for it
+        will be discarded.
+        """
         group = self._groups[sequence.request.request_id]
         led = group.live[0] is sequence
-        self._end(sequence, reason, stop_reason)
+        self._end(sequence, reason, stop_reason, keep=True)
         if group.finished:
             self._forget(group)
         elif led and group.followers and group.request.request_id in self._forking:
             self._send_back(group)  # they cannot follow any more: another must lead
+        self._end_batch_if_over()
 
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self._leave_row(sequence)
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None, keep: bool = False
+    ) -> None:
+        if keep and self.batching.keeps_ended and sequence.row >= 0:
+            self.running.remove(sequence)
+            self.ended.keep(sequence)
+        else:
+            self._leave_row(sequence)
         sequence.phase = Phase.FINISHED
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
@@ -111,8 +137,10 @@ class Scheduler:
         return bool(self._groups)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Every sequence that may hold blocks."""
-        return (s for group in self._groups.values() for s in group.sequences)
+        """Every sequence that may hold blocks, once."""
+        known = {id(s): s for group in self._groups.values() for s in group.sequences}
+        known.update((id(s), s) for s in self.ended.sequences)
+        return iter(known.values())
 
     # ------------------------------------------------------------------ one step
 
@@ -128,6 +156,8 @@ class Scheduler:
             return None
         self._fork_finished_prompts(plan)
         plan.restart_beams()
+        if self.ended:
+            self.ended.compute(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
         step = plan.step()
         for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
             sequence.num_computed += num_tokens
@@ -135,7 +165,10 @@ class Scheduler:
             sequence.num_pending += not sequence.is_beam
         self._next_step_id += 1
         self.stats.num_steps += 1
-        return Planned(step, plan.sequences, plan.receivers)
+        planned = Planned(step, plan.sequences, plan.receivers)
+        for watch in self.watchers:
+            watch(planned)
+        return planned
 
     def _advance_running(self, plan: Plan, budget: int) -> tuple[int, bool]:
         """Returns the tokens left and whether anyone was preempted. Decodes are never crowded out by chunks."""
@@ -163,7 +196,9 @@ class Scheduler:
                 if decodes_left is None:
                     decodes_left = sum(1 for s in running if s.target - s.num_computed == 1)
                 planned_decodes = plan.num_decodes
-                distance = min(distance, budget - max(0, decodes_left - planned_decodes))
+                distance = min(
+                    distance, budget - max(0, decodes_left - planned_decodes), self._max_prompt_chunk
+                )
             if distance <= 0:
                 continue
             while not memory.grow(sequence, sequence.num_computed + distance, plan.delta):
@@ -191,6 +226,7 @@ class Scheduler:
             sequence.num_preemptions += 1
         self._forking.pop(group.request.request_id, None)
         self.waiting.put_back(group)
+        self._end_batch_if_over()
 
     def shed(self, planned: Planned) -> list[Sequence]:
         """Takes back a step that could not be launched: its newest request ends, the others compute again.
@@ -200,7 +236,8 @@ class Scheduler:
         self._max_num_batched_tokens = max(len(planned.sequences), self._max_num_batched_tokens // 2)
         for sequence in planned.receivers:
             sequence.num_pending -= not sequence.is_beam
-        groups = {s.request.request_id: self._groups[s.request.request_id] for s in planned.sequences}
+        living = [s.request.request_id for s in planned.sequences if s.phase is Phase.RUNNING]
+        groups = {request_id: self._groups[request_id] for request_id in living}
         newest = max(groups.values(), key=lambda group: group.order)
         for group in groups.values():
             if group is not newest:
@@ -212,16 +249,21 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         promised = None  # blocks that running prompts will still take; counted only if someone waits
-        while budget > 0:
+        room = self.batching.room(self.waiting, idle=not self.running and not self.ended)
+        while budget > 0 and room > 0:
             group = self.waiting.peek()
             spoken_for = sum(g.num_rows_to_come for g in self._forking.values())
             if group is None or group.num_rows > len(self._free_rows) - spoken_for:
+                self._close_batch()
                 return
             if promised is None:
                 promised = self._num_promised()
             admitted = self._admit_group(group, plan, budget, promised)
             if admitted is None:
+                self._close_batch()
                 return
+            self.batching.admitted()
+            room -= 1
             budget -= admitted
             promised += self._num_promised_to(group.live[0]) + self._num_promised_to_followers(group)
 
@@ -243,7 +285,7 @@ class Scheduler:
         leader.phase = Phase.RUNNING
         leader.num_computed = num_found
         self._enter_row(leader, plan)
-        distance = min(leader.target - num_found, budget)
+        distance = min(leader.target - num_found, budget, self._max_prompt_chunk)
         self.memory.grow(leader, num_found + distance, plan.delta)
         plan.advance(leader, distance)
         if group.num_rows_to_come:
@@ -287,6 +329,26 @@ class Scheduler:
             self.running.remove(sequence)
             sequence.row = -1
         self.memory.release(sequence)
+
+    def _close_batch(self) -> None:
+        """Nobody else fits. Where nobody runs either, those that ended make room."""
+        self.batching.close()
+        self._end_batch_if_over()
+
+    def _end_batch_if_over(self) -> None:
+        if self.ended and not self.running and not self.batching.is_open(self.waiting):
+            self._give_back(self.ended.take())
+
+    def _give_back(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._free_rows.append(sequence.row)
+            sequence.row = -1
+            self.memory.release(sequence)
+
+    @property
+    def starts_at(self) -> float | None:
+        """When those who only wait for company start at the latest, by the clock; None where nobody does."""
+        return None if self.running or self.ended else self.batching.starts_at(self.waiting)
 
     def beams(self, request_id: str) -> list[Sequence]:
         """A request's beams, best first."""

@@ -1,0 +1,1 @@
+"""When waiting requests may join those that run: one file per policy."""
