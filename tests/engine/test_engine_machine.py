@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from quire.core.clock import VirtualClock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import InvalidRequest, QueueFull
 from quire.core.sampling import SamplingParams
@@ -50,7 +51,9 @@ class EngineMachine(RuleBasedStateMachine):
         if drafting is not None:
             speculative = SpeculativeConfig("ngram", 4, adaptive=adaptive)
             speculation = partial(Speculation, speculative, RandomProposer(drafting), max_num_seqs)
-        self.engine = Engine(config, limits, self.memory, self.runner, make_speculation=speculation)
+        self.engine = Engine(
+            config, limits, self.memory, self.runner, make_speculation=speculation, clock=VirtualClock()
+        )
         self.max_batch = max_tokens
         self.prompts = {}
         self.outputs = {}

@@ -36,6 +36,7 @@ HELP = {
     "kv_cache_dtype": "numbers in the pool: auto, float32, float16, bfloat16 or (on a GPU) fp8",
     "enable_prefix_caching": "find blocks again whose tokens were computed before",
     "share": "forked sequences share their blocks; --no-share copies all of them, for comparison",
+    "reservation": "paged, or max, pow2 or oracle: memory in one piece, taken at admission, for comparison",
     "max_num_seqs": "sequences that run at once (default: 256 on a CPU, 1024 on a GPU, or one per block)",
     "max_num_batched_tokens": "tokens per step (default: 512 on a CPU, 8192 on a GPU)",
     "max_queue_requests": "requests that may wait",

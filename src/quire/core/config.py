@@ -9,6 +9,8 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire.core.speculation import SpeculativeConfig, parse_speculative
 
+USUAL_BLOCK_SIZE = 16
+RESERVATIONS = ("paged", "max", "pow2", "oracle")
 BATCHING = ("continuous", "static", "dynamic")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -69,13 +71,14 @@ class ModelOptions:
 class MemoryConfig:
     """How the pool is cut and how large it may be."""
 
-    block_size: int = 16
+    block_size: int = USUAL_BLOCK_SIZE
     num_blocks: int | None = None  # wins over the byte limits; for tests and experiments
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     share: bool = True  # False, for experiments: a fork copies every block, and no prefix is found again
+    reservation: str = "paged"  # or, for experiments, up front in one piece: max, pow2 or oracle
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -86,6 +89,12 @@ class MemoryConfig:
         _at_least("num_blocks", self.num_blocks, 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, (*DTYPES, "fp8"))
+        _one_of("reservation", self.reservation, RESERVATIONS)
+        if self.reservation != "paged" and self.block_size not in (1, USUAL_BLOCK_SIZE):
+            raise ConfigError(
+                f"block_size={self.block_size} says nothing with reservation={self.reservation!r}, which counts "
+                "tokens: leave it out"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
 

@@ -9,7 +9,7 @@ from quire.core.clock import Clock
 from quire.core.errors import InvalidRequest
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
-from quire.memory.paged import PagedMemory
+from quire.memory.interface import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Limits:
 class Door:
     """Turns a prompt and its parameters into a Request, or raises InvalidRequest with number and remedy."""
 
-    def __init__(self, limits: Limits, memory: PagedMemory, seed: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, limits: Limits, memory: Memory, seed: int, clock: Clock = time.monotonic) -> None:
         self.limits = limits
         self._memory = memory
         self._seeds = random.Random(seed)

@@ -18,6 +18,7 @@ from quire.engine.resolve import (
     Numbers,
     default_limits,
     resolve_max_model_len,
+    resolve_memory,
     resolve_numbers,
     resolve_scheduler,
 )
@@ -28,7 +29,7 @@ from quire.grammar.compiler import Compiler
 from quire.kernels import native
 from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
-from quire.memory.paged import PagedMemory
+from quire.memory.choose import make_memory
 from quire.models import registry
 from quire.models.loading import load
 from quire.models.model import Model
@@ -113,6 +114,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     if is_simulated(config.runner.device):
         return _build_simulated(config)
     started = time.perf_counter()
+    config = replace(config, memory=resolve_memory(config.memory))
     options = config.model
     source = open_source(
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
@@ -131,13 +133,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     on_gpu = numbers.device.type == "cuda"
     runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
-    memory = PagedMemory(
-        size.num_blocks,
-        size.block_size,
-        source.fingerprint,
-        config.memory.enable_prefix_caching,
-        config.memory.share,
-    )
+    memory = make_memory(config.memory, size.num_blocks, max_model_len, source.fingerprint)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(

@@ -17,7 +17,7 @@ from quire.engine.commit import Committer, error_updates
 from quire.engine.speculation import Speculation, SpeculationStats
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
-from quire.memory.paged import PagedMemory
+from quire.memory.interface import Memory
 from quire.sampling.records import TokenMask
 from quire.scheduler.scheduler import Planned, Scheduler
 
@@ -63,7 +63,7 @@ class Engine:
         self,
         config: SchedulerConfig,
         limits: Limits,
-        memory: PagedMemory,
+        memory: Memory,
         runner: StepRunner,
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,

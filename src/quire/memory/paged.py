@@ -29,6 +29,8 @@ class MemoryStats:
 class PagedMemory:
     """All-or-nothing: a call that cannot be granted changes nothing and says so."""
 
+    reserves = False
+
     def __init__(
         self,
         num_blocks: int,
@@ -65,6 +67,10 @@ class PagedMemory:
         shared = request.num_prompt_tokens // self.block_size if self._share else 0
         own = self.blocks_for(request.max_len - 1) - shared
         return shared + own * request.sampling.num_sequences
+
+    def reserve(self, leader: Sequence, num_sequences: int) -> bool:
+        """Blocks are taken when they are needed: `grow` says whether there are any."""
+        return True
 
     def match(self, sequence: Sequence) -> int:
         """Shares the longest indexed prefix into an empty table and returns how many positions that gives.

@@ -9,7 +9,7 @@ from quire.core.config import SchedulerConfig
 from quire.core.ints import Ints
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import Step
-from quire.memory.paged import PagedMemory
+from quire.memory.interface import Memory
 from quire.scheduler.batching.policy import choose_batching
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
 from quire.scheduler.ended import EndedRows
@@ -45,7 +45,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        memory: PagedMemory,
+        memory: Memory,
         drafter: Drafter | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -271,9 +271,7 @@ class Scheduler:
         """Admits all of the group or nothing; returns the tokens that its leader computes now."""
         leader = group.live[0]
         num_found = self.memory.match(leader)
-        needed = self._blocks_to_resume(group) - len(leader.block_ids)
-        spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
-        if needed + promised + spare > self.memory.num_free:
+        if not self._fits(group, promised):
             self.memory.release(leader)
             return None
         self.waiting.pop()
@@ -291,6 +289,15 @@ class Scheduler:
         if group.num_rows_to_come:
             self._forking[group.request.request_id] = group
         return distance
+
+    def _fits(self, group: Group, promised: int) -> bool:
+        """Whether there is memory for the group, beside what is promised. What is reserved is taken here."""
+        leader = group.live[0]
+        if self.memory.reserves:
+            return self.memory.reserve(leader, group.num_rows)
+        needed = self._blocks_to_resume(group) - len(leader.block_ids)
+        spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
+        return needed + promised + spare <= self.memory.num_free
 
     def _blocks_to_resume(self, group: Group) -> int:
         """Blocks that hold all the group knows: followers share the prompt's full ones with their leader."""
