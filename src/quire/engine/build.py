@@ -111,10 +111,10 @@ class Built:
 
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
-    if is_simulated(config.runner.device):
-        return _build_simulated(config)
     started = time.perf_counter()
     config = replace(config, memory=resolve_memory(config.memory))
+    if is_simulated(config.runner.device):
+        return _build_simulated(config, started)
     options = config.model
     source = open_source(
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
@@ -162,21 +162,14 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     return Built(engine, source, described, default_sampling(source), report)
 
 
-def _build_simulated(config: EngineConfig) -> Built:
+def _build_simulated(config: EngineConfig, started: float) -> Built:
     """The real scheduler and memory over a runner that only charges time, on a clock of its own."""
-    started = time.perf_counter()
     source = open_shape(config)
     described = registry.describe(source.config)
     ends = end_token_ids(source, described)
     parts = simulated_parts(config, described, ends)
     size, scheduler = parts.pool, parts.scheduler
-    memory = PagedMemory(
-        size.num_blocks,
-        size.block_size,
-        source.fingerprint,
-        config.memory.enable_prefix_caching,
-        config.memory.share,
-    )
+    memory = make_memory(config.memory, size.num_blocks, parts.max_model_len, source.fingerprint)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
     make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))

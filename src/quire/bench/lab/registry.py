@@ -18,8 +18,25 @@ EXPERIMENTS = {
     "numbers": Listed("quire.bench.lab.numbers", "rules of thumb, measured on this machine"),
     "kvcache": Listed("quire.bench.lab.kvcache", "generating with and without a KV cache"),
     "roofline": Listed("quire.bench.lab.roofline", "what bounds decoding: reading memory or computing"),
+    "waste": Listed("quire.bench.lab.waste", "how KV memory is spent under paging and three reservations"),
+    "batching": Listed(
+        "quire.bench.lab.batching", "static, dynamic and continuous batches over time and load"
+    ),
     "sharing": Listed("quire.bench.lab.sharing", "blocks that parallel samples and beams share"),
+    "blocksize": Listed(
+        "quire.bench.lab.blocksize", "latency and attention time for blocks of 1 to 256 tokens"
+    ),
     "prefix": Listed("quire.bench.lab.prefix", "what remembering prompts saves: a system prompt, chats"),
+    "batched": Listed(
+        "quire.bench.lab.batched", "requests that fit at once, by how memory is given (simulated)"
+    ),
+    "rate": Listed("quire.bench.lab.rate", "latency against request rate for every policy (simulated)"),
+    "characterize": Listed(
+        "quire.bench.lab.characterize", "batching and paging over models, devices and rates (simulated)"
+    ),
+    "trace": Listed(
+        "quire.bench.lab.trace", "an hour's conversations replayed: the service level held (simulated)"
+    ),
 }
 
 

@@ -38,8 +38,8 @@ class SimulatedDevice:
     @property
     def in_words(self) -> str:
         many = f"{self.ranks} × " if self.ranks > 1 else ""
-        basis = f"derived from {self.derived_from}" if self.derived_from else "fitted"
-        return f"{many}{self.title}, simulated ({basis} on {self.fit.get('on', 'nothing')})"
+        basis = f"derived from {self.derived_from}" if self.derived_from else f"fitted on {self.fit['on']}"
+        return f"{many}{self.title}, simulated ({basis})"
 
 
 def is_simulated(device: str) -> bool:
