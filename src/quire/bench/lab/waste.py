@@ -30,7 +30,7 @@ HATCHES = {"tokens": "", "reserved": "...", "internal": "///", "external": "xxx"
 
 
 def run(setup: Setup) -> Finding:
-    count = setup.pick(60, 240, 2000)
+    count = setup.pick(14, 240, 2000)
     counts = {"sharegpt": count, "alpaca": 3 * count}  # Alpaca's are short: more of them fill the pool
     drawn = {name: setup.data.lengths(name, counts[name], setup.seed) for name in NAMES}
     pool = setup.pick(4096, POOL_TOKENS, POOL_TOKENS)
