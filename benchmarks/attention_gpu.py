@@ -1,20 +1,23 @@
 """Checks and times the Triton attention kernels on a GPU.
 
-    PYTHONPATH=src python benchmarks/attention_gpu.py [--sections check,decode,prompt,naive,paged] [--output FILE]
+    PYTHONPATH=src python benchmarks/attention_gpu.py [--sections check,decode,served,prompt,…] [--output FILE]
 
 Needs torch, triton and numpy only. Times are medians of CUDA graph replays; every layer of a graph reads its own part
 of the pool, and the pool is larger than the cache, as in a model. Numbers go to FILE ($OUT/attention_gpu.json).
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import torch
+import triton
 from attention_cases import DEVICE, REPORT, Case, Heads, error, graph_time, make_case, record, reference
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from quire.kernels.attention import triton as attention
 from quire.kernels.attention import triton_contiguous, triton_decode, triton_plan, triton_prompt
 from quire.kernels.attention.triton import Tuning
+from quire.kernels.attention.tuning import TUNINGS
 
 READ_CEILING = 4.26e12  # bytes per second, measured
 CACHE_BYTES = 60 << 20
@@ -171,7 +175,12 @@ def label(tuning: Tuning) -> str:
 
 
 def time_decode(
-    name: str, heads: Heads, contexts: list[int], tunings: list[Tuning], deterministic: bool = True
+    name: str,
+    heads: Heads,
+    contexts: list[int],
+    tunings: list[Tuning],
+    deterministic: bool = True,
+    section: str = "decode",
 ) -> None:
     """Terabytes per second of K and V; the plan is made before, its cost is shown once."""
     num_bytes = sum(contexts) * heads.token_bytes()
@@ -189,7 +198,7 @@ def time_decode(
                 attention.paged_attention(*case.arguments(layer), 0, out, plan=plan, max_query_len=1)  # noqa: B023
 
         seconds = graph_time(run, layers)
-        record("decode", case=name, tuning="deterministic" if fixed else label(tuning), us=seconds * 1e6,
+        record(section, case=name, tuning="deterministic" if fixed else label(tuning), us=seconds * 1e6,
                tb_s=num_bytes / seconds / 1e12, percent=100 * num_bytes / seconds / READ_CEILING,
                plan_us=graph_time(make_plan, seconds=0.02) * 1e6)  # fmt: skip
 
@@ -208,6 +217,13 @@ def decode() -> None:
     for heads in (Heads(8, 4, 64), Heads(3, 3, 64), Heads(40, 1, 128)):
         name = f"ragged 256, {heads.kv_heads} heads of {heads.head_dim}, group {heads.group}"
         time_decode(name, heads, ragged(256), wide, deterministic=False)
+
+
+def served() -> None:
+    """The tiles that a server uses, chosen by the number of rows."""
+    for rows, context in ((64, 4096), (256, 1024), (64, 1024), (16, 4096), (1, 8192)):
+        tuning = next(tuning for most, tuning in TUNINGS if rows <= most)
+        time_decode(f"{rows}x{context}", Heads(), [context] * rows, [tuning], False, section="served")
 
 
 # --- prompt --------------------------------------------------------------------------------------------------------
@@ -369,8 +385,38 @@ def paged() -> None:
                cost_of_16_percent=100 * (times[16] / times[context] - 1))  # fmt: skip
 
 
+def shared() -> None:
+    """Decodes whose contexts begin with the same pages: read by each row, or once for several."""
+    shapes = [Heads(), Heads(40, 1, 128)]
+    for heads, rows, prefix in itertools.product(shapes, (4, 16, 64, 256), (512, 2048, 8192)):
+        contexts = [prefix + 64 + 3 * (row % 40) for row in range(rows)]
+        layers = max(1, min(8, int(20e9 / (sum(contexts) * heads.token_bytes()))))
+        case = make_case(heads, contexts, [1] * rows, layers)
+        case.block_tables[:, : prefix // heads.block_size] = case.block_tables[
+            0, : prefix // heads.block_size
+        ]
+        out = torch.empty(rows, heads.num_heads * heads.head_dim, dtype=heads.dtype, device=DEVICE)
+        tuning = next(tuning for most, tuning in TUNINGS if rows <= most)
+        times, results = [], []
+        for tables in (None, case.block_tables):
+            plan = case.planner(tuning).plan(
+                case.query_starts, case.context_lens, rows, block_tables=tables, block_size=heads.block_size
+            )
+
+            def run() -> None:
+                for layer in range(layers):  # noqa: B023
+                    attention.paged_attention(*case.arguments(layer), 0, out, plan=plan, max_query_len=1)  # noqa: B023
+
+            times.append(graph_time(run, layers, 0.05) * 1e6)
+            results.append(out.float().clone())
+        record("shared", kv_heads=heads.kv_heads, group=heads.group, rows=rows, prefix=prefix, each_us=times[0],
+               once_us=times[1], speed_up=times[0] / times[1],
+               error=float((results[0] - results[1]).abs().max()))  # fmt: skip
+
+
 SECTIONS: dict[str, Callable[[], None]] = {
-    "check": check, "decode": decode, "prompt": prompt, "naive": naive, "paged": paged,
+    "check": check, "decode": decode, "served": served, "prompt": prompt,
+    "naive": naive, "paged": paged, "shared": shared,
 }  # fmt: skip
 
 
@@ -413,6 +459,8 @@ def main() -> None:
         begin, compiled = time.perf_counter(), num_compiled()
         try:
             SECTIONS[name]()
+            record("about", of=name, date=date.today().isoformat(), machine=torch.cuda.get_device_name(),
+                   torch=torch.__version__, triton=triton.__version__)  # fmt: skip
         finally:
             arguments.output.write_text(json.dumps(REPORT, indent=1, default=str))
         print(

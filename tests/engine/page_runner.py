@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from quire.core.errors import DeviceMemoryFull
 from quire.core.ints import ints
-from quire.core.step import BeamCandidates, BeamSet, RowStart, Step, StepResult
+from quire.core.step import BeamCandidates, BeamSet, HostMoves, RowStart, Step, StepResult
 
 VOCABULARY = 50
 END = 0
@@ -45,23 +45,30 @@ class PageRunner:
         self.rows: dict[int, RowStart] = {}
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
-        self.launched: deque[Step] = deque()
+        self.hosts: dict[int, list[int]] = {}  # pages in host memory
+        self.launched: deque[tuple[Step, bool]] = deque()  # and whether its pass fits
         self.largest_step = 0
         self.is_full = False  # the next launch fails
 
     def launch(self, step: Step) -> None:
         if self.is_full:
             self.is_full = False
+            self.launched.append((step, False))
             raise DeviceMemoryFull("no room")
-        self.launched.append(step)
+        self.launched.append((step, True))
 
     def collect(self) -> StepResult:
-        return self.run(self.launched.popleft())
+        step, fits = self.launched.popleft()
+        while not fits:
+            self.prepare(step)
+            step, fits = self.launched.popleft()
+        return self.run(step)
 
     def close(self) -> None:
         self.launched.clear()
 
-    def run(self, step: Step) -> StepResult:
+    def prepare(self, step: Step) -> None:
+        """All that comes before the forward pass."""
         for start in step.starts:
             self.rows[start.row] = start
             self.tokens[start.row] = list(start.token_ids)
@@ -72,8 +79,21 @@ class PageRunner:
             table = self.tables[row]
             table.extend([0] * (index + 1 - len(table)))
             table[index] = block
+        if step.moves is not None:
+            self.move(step.moves)
+        assert len(set(step.copy_targets)) == len(step.copy_targets), "two copies into one block"
         for source, target in zip(step.copy_sources, step.copy_targets, strict=True):
             self.pages[target] = list(self.pages[source])
+
+    def move(self, moves: HostMoves) -> None:
+        """As a side stream might: what leaves is read first, and what was not written yet is not there."""
+        for block, host in zip(moves.out_blocks, moves.out_hosts, strict=True):
+            self.hosts[host] = list(self.pages[block])
+        for host, block in zip(moves.in_hosts, moves.in_blocks, strict=True):
+            self.pages[block] = list(self.hosts[host])
+
+    def run(self, step: Step) -> StepResult:
+        self.prepare(step)
         self.largest_step = max(self.largest_step, sum(step.num_tokens))
         contexts = []
         for row, start, count in zip(step.rows, step.num_computed, step.num_tokens, strict=True):

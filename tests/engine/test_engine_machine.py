@@ -34,12 +34,26 @@ class EngineMachine(RuleBasedStateMachine):
         share=st.sampled_from([True, True, True, False]),
         drafting=st.sampled_from([None, 0.0, 0.5, 0.9]),
         adaptive=st.booleans(),
+        swap_blocks=st.sampled_from([0, 3, 100]),
+        mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
+        after=st.sampled_from(["resumed", "completed"]),
     )
     def start(
-        self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive
-    ):
-        memory = PagedMemory(num_blocks, block_size, "test", enable_prefix_caching=caching, share=share)
-        config = SchedulerConfig(max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight)
+        self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive,
+        swap_blocks, mode, after,
+    ):  # fmt: skip
+        memory = PagedMemory(
+            num_blocks,
+            block_size,
+            "test",
+            enable_prefix_caching=caching,
+            share=share,
+            num_swap_blocks=swap_blocks,
+        )
+        config = SchedulerConfig(
+            max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight,
+            preemption_mode=mode, admit_after=after,
+        )  # fmt: skip
         self.build(config, memory, drafting, adaptive)
 
     def build(self, config, memory, drafting, adaptive):
@@ -66,14 +80,17 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         salt=st.sampled_from(["", "other"]),
+        place=st.integers(0, 2),
     )
-    def add(self, prefix, tail, max_tokens, n, salt):
+    def add(self, prefix, tail, max_tokens, n, salt, place):
         request_id = f"r{self.count}"
         self.count += 1
         prompt = PREFIX[:prefix] + tail
         sampling = SamplingParams(n=n, max_tokens=max_tokens)
         try:
-            self.engine.add(request_id, prompt, sampling, cache_salt=salt)
+            self.engine.add(
+                request_id, prompt, sampling, cache_salt=salt, priority=place, tenant=f"tenant {place}"
+            )
         except (InvalidRequest, QueueFull):
             return
         self.prompts[request_id] = [expected(prompt, index, max_tokens) for index in range(n)]
@@ -107,6 +124,12 @@ class EngineMachine(RuleBasedStateMachine):
         for index in range(n):
             self.outputs[request_id, index] = []
 
+    @rule(count=st.integers(2, 5), max_tokens=st.integers(6, 10), n=st.sampled_from([1, 1, 2]))
+    def crowd(self, count, max_tokens, n):
+        """Several at once, which start small and grow: sooner or later some must leave."""
+        for i in range(count):
+            self.add(prefix=i, tail=[11 + self.count % 30], max_tokens=max_tokens, n=n, salt="", place=i % 3)
+
     @rule(steps=st.integers(1, 6))
     def step(self, steps):
         for _ in range(steps):
@@ -136,6 +159,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert self.outputs[request_id, index] == output
                 assert (request_id, index) in self.finished
         assert self.memory.num_free == self.memory.num_blocks
+        assert self.memory.swap.num_used == 0
         self.prompts.clear()
 
     @invariant()

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from quire.core.config import BATCHING, RESERVATIONS, MemoryConfig, SchedulerConfig
+from quire.core.config import BATCHING, RESERVATIONS, SCHEDULES, MemoryConfig, SchedulerConfig
 from quire.memory.choose import make_memory
 from tests.engine.test_engine_machine import EngineMachine
 
@@ -12,8 +12,11 @@ POLICIES = st.fixed_dictionaries(
     {
         "steps_in_flight": st.sampled_from([0, 1]),
         "batching": st.sampled_from(BATCHING),
+        "schedule": st.sampled_from(SCHEDULES),
         "batch_size": st.sampled_from([None, 1, 2]),
         "max_prompt_chunk": st.sampled_from([None, 1, 3]),
+        "preemption_mode": st.sampled_from(["recompute", "swap"]),
+        "admit_after": st.sampled_from(["resumed", "completed"]),
     }
 )
 
@@ -31,7 +34,8 @@ class PolicyMachine(EngineMachine):
     def start(self, num_blocks, block_size, max_num_seqs, max_tokens, policies, reservation, drafting):
         if reservation != "paged":
             num_blocks, block_size = 2 * num_blocks, 1
-        memory = make_memory(MemoryConfig(block_size=block_size, reservation=reservation), num_blocks, 32)
+        options = MemoryConfig(block_size=block_size, reservation=reservation)
+        memory = make_memory(options, num_blocks, 32, num_swap_blocks=100)
         config = SchedulerConfig(
             max_num_seqs, max_tokens, max_queue_requests=8, batch_window_ms=2.0, **policies
         )

@@ -49,7 +49,7 @@ class MaskedPageRunner(PageRunner):
         self.masks: deque = deque()
 
     def mask(self, mask) -> None:
-        assert sum(1 for step in self.launched if step.masked) == len(self.masks) + 1
+        assert sum(1 for step, _ in self.launched if step.masked) == len(self.masks) + 1
         self.masks.append(mask)
 
     def run(self, step: Step) -> StepResult:
@@ -82,7 +82,7 @@ def compiler():
 def make_engine(
     compiler, in_flight: int, *, num_blocks: int = 64, max_tokens: int = 16, rows: int = 12
 ) -> Engine:
-    memory = PagedMemory(num_blocks, 4, "test")
+    memory = PagedMemory(num_blocks, 4, "test", num_swap_blocks=64 * in_flight)
     config = SchedulerConfig(rows, max_tokens, steps_in_flight=in_flight)
     limits = Limits(SIZE, 64, rows, (END,))
     return Engine(config, limits, memory, MaskedPageRunner(num_blocks, 4), 0, lambda: compiler)

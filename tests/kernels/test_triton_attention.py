@@ -48,7 +48,7 @@ def test_a_plan_covers_every_visible_key_once_and_no_other(chunk: bool, window: 
         first = max(0, context - window) if window else 0
         assert seen == list(range(seen[0] if seen else 0, context))
         assert not seen or seen[0] <= first
-        assert all((item[triton_plan.FIRST_SLOT] < 0) == (len(pieces) == 1) for item in pieces)
+        assert all((item[triton_plan.PIECE] < 0) == (len(pieces) == 1) for item in pieces)
     tiles = _items(plan.prompt_items, int(plan.totals[triton_plan.TOTAL_STRIDE]))
     tokens = [item[triton_plan.TOKEN] + query for item in tiles for query in range(item[triton_plan.COUNT])]
     assert sorted(tokens) == list(range(6, 46))
@@ -68,6 +68,37 @@ def test_one_plan_serves_many_calls_and_lengths_may_change(fused: bool) -> None:
             torch.testing.assert_close(
                 actual, reference.paged_attention(*case.arguments()), rtol=2e-5, atol=2e-5
             )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_pages_that_neighbours_share_are_read_once_for_several_rows(fused: bool) -> None:
+    contexts = [700, 690, 640, 610, 900, 330, 320, 40, 700, 650]
+    queries = [1] * 9 + [2]
+    case = random_case(SHAPE, contexts, queries)
+    size = case.k_pages.shape[1]
+    for rows, tokens in ((range(1, 4), 600), (range(6, 7), 300), (range(9, 10), 600)):
+        for row in rows:  # the last has two queries: it is no decode
+            case.block_tables[row, : tokens // size] = case.block_tables[row - 1, : tokens // size]
+    planner = _planner(case, max_rows=10, tuning=triton.Tuning(decode_tile=32, fused_reduction=fused))
+    plan = planner.plan(
+        case.query_starts, case.context_lens, 10, block_tables=case.block_tables, block_size=size
+    )
+    items = _items(plan.decode_items, int(plan.totals[0]))
+    together = {(item[triton_plan.ROW], item[triton_plan.COUNT]) for item in items}
+    assert {(0, 4), (5, 2)} <= together
+    assert all(count == 1 for row, count in together if row not in (0, 5))
+    for row, context in enumerate(contexts[:9]):
+        seen = [
+            key
+            for item in items
+            if item[triton_plan.ROW] <= row < item[triton_plan.ROW] + item[triton_plan.COUNT]
+            for key in range(item[triton_plan.BEGIN], item[triton_plan.END])
+        ]
+        assert sorted(seen) == list(range(context))
+    expected = reference.paged_attention(*case.arguments())
+    for _ in range(2):
+        actual = triton.paged_attention(*case.arguments(), plan=plan)
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_padding_is_left_alone() -> None:

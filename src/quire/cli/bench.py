@@ -57,7 +57,7 @@ def add_arguments(parser: Parser) -> None:
         )
         one.add_argument("--json", action="store_true", help="print that JSON instead of the table")
         if name != "serve":  # its engine is somebody else's process
-            add_engine_flags(one, without=("batch_size",) if name == "latency" else ())
+            add_engine_flags(one, without=("batch_size",) if name == "latency" else ())  # it has its own
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,9 +89,9 @@ def _add_throughput(parser: Parser) -> None:
 def _add_latency(parser: Parser) -> None:
     parser.add_argument(
         "--batch-size",
-        dest="num_at_once",  # not the setting of static batching that has the same name
         type=int,
         default=1,
+        dest="requests_at_once",
         metavar="N",
         help="requests at once (default: 1)",
     )
@@ -152,7 +152,7 @@ def _throughput(arguments: argparse.Namespace) -> BenchReport:
 
 def _latency(arguments: argparse.Namespace) -> BenchReport:
     plan = LatencyPlan(
-        batch_size=arguments.num_at_once,
+        batch_size=arguments.requests_at_once,
         input_len=_or(arguments.input_len, DEFAULT_INPUT),
         output_len=_or(arguments.output_len, DEFAULT_OUTPUT),
         iterations=arguments.iterations,

@@ -19,6 +19,7 @@ class Request:
     )  # the model's end tokens (unless ignored) and the request's own
     arrival: float = 0.0  # seconds, monotonic clock
     priority: int = 0  # lower runs first where the schedule asks for it
+    tenant: str = ""  # in whose account it is served, where the schedule shares fairly
     cache_salt: str = ""
     adapter: str | None = None
 
@@ -59,6 +60,7 @@ class Sequence:
     num_cached: int = 0  # positions found in the prefix index at first admission
     row: int = -1
     block_ids: list[int] = field(default_factory=list)  # the BlockTable
+    host_block_ids: list[int] = field(default_factory=list)  # the same while it is swapped out
     block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks of known tokens
     num_indexed: int = 0  # leading blocks that the prefix index knows
     phase: Phase = Phase.WAITING

@@ -42,10 +42,21 @@ class BeamCandidates:
 
 
 @dataclass(frozen=True, slots=True)
+class HostMoves:
+    """Blocks between the pool and host memory. All that leave are read before anything of the step is written."""
+
+    out_blocks: Ints  # [O] int32, blocks of the pool whose content leaves
+    out_hosts: Ints  # [O] int32, host blocks that take it
+    in_hosts: Ints  # [I] int32, host blocks whose content comes back
+    in_blocks: Ints  # [I] int32, blocks of the pool that take it
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
 
-    Applied in this order: row starts, drafts, table deltas, page copies, forward, sampling. A row with a draft of
+    Applied in this order: row starts, drafts, table deltas, pages to and from the host, page copies, forward,
+    sampling. All before the forward pass is applied even where the pass itself does not fit. A row with a draft of
     K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens.
     """
 
@@ -67,6 +78,7 @@ class Step:
     sample_offsets: Ints = field(
         default_factory=ints
     )  # [S] int32, tokens back from the row's last; [] is all 0
+    moves: HostMoves | None = None  # None, nearly always: nothing leaves the pool and nothing comes back
 
     @property
     def total_tokens(self) -> int:

@@ -8,11 +8,16 @@ from functools import partial
 import torch
 
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from quire.core.errors import QuireError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
+from quire.engine.host_memory import make_host_memory
+from quire.engine.offload import load_model, offload_lines
+from quire.engine.pins import PinnedPrefix, pin_prefixes
+from quire.engine.policy_words import policies_in_words
 from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
@@ -31,13 +36,14 @@ from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
 from quire.memory.choose import make_memory
 from quire.models import registry
-from quire.models.loading import load
 from quire.models.model import Model
+from quire.models.streamed import Streaming, is_streamed
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.devices import is_simulated
 from quire.runner.profile import activation_bytes
 from quire.runner.runner import Runner, RunnerLimits
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
+from quire.scheduler.preemption import Preemption
 from quire.weights.open import open_source
 from quire.weights.source import Source
 
@@ -64,6 +70,11 @@ class Report:
     seconds: float
     speculation: str = ""  # who drafts and how far, in words
     simulated: str = ""  # the device that is only simulated, and what it was fitted on, in words
+    policies: str = ""  # those that are not the usual ones, in words
+    host: tuple[str, ...] = ()  # host memory beside the pool, in words
+    offload: tuple[str, ...] = ()  # which weights stream and what that costs, in lines
+    streaming: Streaming | None = None  # the same as figures; None: all weights stay
+    pinned: tuple[PinnedPrefix, ...] = ()
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
@@ -78,12 +89,16 @@ class Report:
         return [
             f"model     {self.model}, {numbers.format_name} {where}",
             f"weights   {self.weights_bytes / 1e6:,.0f} MB",
+            *self.offload,
             *divided,
             f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
+            *self.host,
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
+            *(prefix.line for prefix in self.pinned),
             *([f"drafts    {self.speculation}"] if self.speculation else []),
+            *([f"policies  {self.policies}"] if self.policies else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
 
@@ -124,7 +139,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     max_model_len = resolve_max_model_len(config, described)
     num_threads = set_threads(config.runner.num_threads, numbers)
     factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
-    model = load(source, factory, partial(progress, "weights") if progress else None, seed=options.seed)
+    loaded = load_model(config, numbers, source, factory, partial(progress, "weights") if progress else None)
+    model = loaded.model
     speculative = config.speculation.parsed
     draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
     pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft)
@@ -133,7 +149,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     on_gpu = numbers.device.type == "cuda"
     runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
-    memory = make_memory(config.memory, size.num_blocks, max_model_len, source.fingerprint)
+    host = make_host_memory(config, pool)
+    runner.mover = host.mover
+    memory = make_memory(
+        config.memory, size.num_blocks, max_model_len, source.fingerprint, host.num_swap_blocks
+    )
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -148,8 +168,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         num_threads=num_threads,
         num_graphs=num_graphs,
         tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
         speculation=speculative.in_words if speculative else "",
+        policies=policies_in_words(config.memory, scheduler),
+        host=host.lines,
+        offload=offload_lines(config, numbers, loaded.streaming),
+        streaming=loaded.streaming,
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
     make_speculation = None
@@ -158,7 +182,16 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         make_speculation = partial(
             Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
         )
-    engine = Engine(scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation)
+    preemption = Preemption(scheduler.preemption_mode, host.block_seconds)
+    engine = Engine(
+        scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation, preemption
+    )
+    try:
+        pinned = pin_prefixes(engine, config, source)
+    except QuireError:
+        engine.close()
+        raise
+    report = replace(report, pinned=pinned, seconds=time.perf_counter() - started)
     return Built(engine, source, described, default_sampling(source), report)
 
 
@@ -245,7 +278,7 @@ def _runner_limits(
 ) -> RunnerLimits:
     max_num_seqs, max_tokens = scheduler.limits
     # a tape needs native operations throughout; a CUDA graph takes whatever a model launches
-    recordable = model.recordable or numbers.device.type == "cuda"
+    recordable = (model.recordable or numbers.device.type == "cuda") and not is_streamed(model)
     return RunnerLimits(
         max_num_seqs,
         max_tokens,

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from quire.core.clock import Clock, VirtualClock
@@ -19,8 +19,10 @@ from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
 from quire.memory.interface import Memory
 from quire.sampling.records import TokenMask
+from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
 
+PIN = "pin"  # the request that computes a pinned prefix
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
 COMPANY_WAIT = 0.001  # the same, for a batch to be full
 
@@ -68,6 +70,7 @@ class Engine:
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,
         make_speculation: Callable[[StructuredOutputs], Speculation] | None = None,
+        preemption: Preemption | None = None,
         clock: Clock = time.monotonic,
     ):
         self.limits = limits
@@ -75,7 +78,7 @@ class Engine:
         self.memory = memory
         self._structured = StructuredOutputs(make_compiler, limits)
         self.speculation = make_speculation(self._structured) if make_speculation is not None else None
-        self.scheduler = Scheduler(config, memory, self.speculation, clock)
+        self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock)
         self.stats = EngineStats()
         self._door = Door(limits, memory, seed, clock)
         self._runner: StepRunner = runner
@@ -92,6 +95,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> None:
         """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now.
 
@@ -102,12 +106,27 @@ class Engine:
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
         request = self._door.admit(
-            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt
+            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant
         )
         if sampling.structured is None or self._structured.admit(request):
             self.scheduler.add(request)
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += request.num_prompt_tokens
+
+    def pin(self, token_ids: Sequence[int]) -> int:
+        """Computes a prefix and holds its full blocks for good; how many. Only while nothing else runs.
+
+        Raises InvalidRequest if it can never run. Figures do not count it: nobody asked for an answer.
+        """
+        counted = replace(self.stats), replace(self.memory.stats)
+        request = self._door.admit(PIN, token_ids, SamplingParams(temperature=0.0, max_tokens=1))
+        self.scheduler.add(request)
+        while self.has_work:
+            self.step()
+        self.stats, self.memory.stats = counted
+        num_held = self.memory.hold(request)
+        self._door.num_pinned = self.memory.num_held
+        return num_held
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; its blocks are free when this returns. False if nobody knows it."""
@@ -270,5 +289,6 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += planned.step.total_tokens
         self.stats.step_seconds += result.seconds
+        self.scheduler.preemption.speed.note(planned.step.total_tokens, result.seconds)
         self.stats.commit_seconds += time.perf_counter() - started
         return updates

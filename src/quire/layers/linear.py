@@ -26,6 +26,10 @@ class Linear:
         """For a fused gate | up projection: silu(gate) * up [T, rows / 2]."""
         return self._matrix.linear_silu_mul(x, self._bias.value if self._bias else None)
 
+    def relu(self, x: Tensor) -> Tensor:
+        """max(self(x), 0)."""
+        return self._matrix.linear_relu(x, self._bias.value if self._bias else None)
+
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """self(norm(x))."""
         fused = None if self._bias else self._matrix.normed(x, norm.weight, norm.eps, silu_mul=False)

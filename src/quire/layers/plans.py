@@ -15,12 +15,14 @@ class AttentionPlans:
         context_lens: Tensor,  # [R] int32
         paged_lens: Tensor,  # [R] int32, zero for rows whose attention needs no pages
         num_tokens: int,
+        block_tables: Tensor,  # [R, max_blocks] int32
     ) -> None:
         self._planner = planner
         self._query_starts = query_starts
         self._context_lens = context_lens
         self._paged_lens = paged_lens
         self._num_tokens = num_tokens
+        self._block_tables = block_tables
         self._plans: dict[int, Any] = {}
 
     def of(self, window: int) -> Any:
@@ -28,6 +30,11 @@ class AttentionPlans:
         if window not in self._plans:
             lens = self._context_lens if window else self._paged_lens
             self._plans[window] = self._planner.plan(
-                self._query_starts, lens, lens.shape[0], window=window, num_tokens=self._num_tokens
+                self._query_starts,
+                lens,
+                lens.shape[0],
+                window=window,
+                num_tokens=self._num_tokens,
+                block_tables=self._block_tables,
             )
         return self._plans[window]

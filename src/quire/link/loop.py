@@ -120,6 +120,7 @@ class EngineLoop:
                 message.sampling,
                 priority=message.priority,
                 cache_salt=message.cache_salt,
+                tenant=message.tenant,
             )
         except InvalidRequest as refusal:
             self._refuse(message, "invalid", str(refusal), refusal.param)
@@ -183,6 +184,11 @@ class EngineLoop:
             num_drafts=drafted.num_drafts,
             num_draft_tokens=drafted.num_draft_tokens,
             num_accepted_tokens=drafted.num_accepted_tokens,
+            num_swaps_out=scheduler.stats.num_swaps_out,
+            num_swaps_in=scheduler.stats.num_swaps_in,
+            swapped_out_blocks=memory.swap.stats.blocks_out,
+            swapped_in_blocks=memory.swap.stats.blocks_in,
+            swap_blocks_used=memory.swap.num_used,
         )
 
 

@@ -26,6 +26,7 @@ class Add(_Message, frozen=True):
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
 
 
 class Embed(_Message, frozen=True):
@@ -178,6 +179,11 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_swaps_out: int = 0  # requests
+    num_swaps_in: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    swap_blocks_used: int = 0  # a gauge
 
 
 class Updates(_Message, frozen=True):

@@ -4,13 +4,17 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from quire.core.request import Request, Sequence
+from quire.memory.moves import PageMoves
 from quire.memory.paged import MemoryStats, TableDelta
+from quire.memory.swap import SwapSpace
 
 
 class Memory(Protocol):
     """All-or-nothing: a call that cannot be granted changes nothing and says so."""
 
     stats: MemoryStats
+    moves: PageMoves  # that the next step must carry
+    swap: SwapSpace
     block_size: int
 
     @property
@@ -35,6 +39,15 @@ class Memory(Protocol):
 
     def reserve(self, leader: Sequence, num_sequences: int) -> bool:
         """Takes all that so many sequences of the leader's request may need; nothing where memory does not reserve."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are held for good."""
+        ...
+
+    def hold(self, request: Request) -> int:
+        """Holds the full blocks of a prompt that was computed, for good; how many."""
         ...
 
     def match(self, sequence: Sequence) -> int:

@@ -3,9 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from quire.core.ints import ints
 from quire.core.request import Request, Sequence
 from quire.memory.blocks import BlockPool
+from quire.memory.moves import PageMoves
 from quire.memory.prefix import PrefixIndex
+from quire.memory.swap import SwapSpace
 
 
 @dataclass(slots=True)
@@ -17,6 +20,25 @@ class TableDelta:
     blocks: list[int] = field(default_factory=list)
     copy_sources: list[int] = field(default_factory=list)
     copy_targets: list[int] = field(default_factory=list)
+
+    def take_back(self, sequences: Iterable[Sequence]) -> dict[int, int]:
+        """Forgets what was noted for sequences that leave. Returns, by the target of each copy that is not made now,
+        the block whose content it would have got.
+        """
+        sequences = list(sequences)
+        rows = {s.row for s in sequences}
+        if not rows.isdisjoint(self.rows):
+            kept = [
+                entry
+                for entry in zip(self.rows, self.indices, self.blocks, strict=True)
+                if entry[0] not in rows
+            ]
+            self.rows, self.indices, self.blocks = ([entry[i] for entry in kept] for i in range(3))
+        held = {block for s in sequences for block in s.block_ids}
+        copies = list(zip(self.copy_sources, self.copy_targets, strict=True))
+        self.copy_sources = [source for source, target in copies if target not in held]
+        self.copy_targets = [target for _, target in copies if target not in held]
+        return {target: source for source, target in copies if target in held}
 
 
 @dataclass(slots=True)
@@ -38,12 +60,16 @@ class PagedMemory:
         fingerprint: str = "",
         enable_prefix_caching: bool = True,
         share: bool = True,
+        num_swap_blocks: int = 0,
     ) -> None:
         """Without `share` a fork's blocks are its own before it computes anything: what sharing is measured against."""
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks, fingerprint)
         self.stats = MemoryStats()
+        self.moves = PageMoves()  # that the next step must carry
+        self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.moves)
+        self._held: list[Sequence] = []  # prefixes that are never given up
         self._enable_prefix_caching = enable_prefix_caching and share
         self._share = share
 
@@ -149,18 +175,39 @@ class PagedMemory:
         """Gives everything back. Later blocks go first: a prefix is worth more than its end."""
         for block in reversed(sequence.block_ids):
             self.pool.release(block, keep=self.index.knows(block))
+        if sequence.host_block_ids:
+            self.swap.release(sequence)
         sequence.block_ids = []
         sequence.num_indexed = 0
         sequence.num_computed = 0
 
+    def hold(self, request: Request) -> int:
+        """Keeps the full blocks of a prompt that was just computed, for good; how many there are."""
+        token_ids = ints(request.prompt_token_ids)
+        token_ids.append(0)  # `match` leaves out the last token
+        held = Sequence(request, 0, token_ids)
+        self.match(held)
+        self._held.append(held)
+        return len(held.block_ids)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are held; prefixes may share some."""
+        return len({block for held in self._held for block in held.block_ids})
+
     def reset_prefix_index(self) -> None:
-        """Forgets all content; blocks in use stay with their sequences."""
+        """Forgets all content but what is held; blocks in use stay with their sequences."""
         self.index.clear()
+        for held in self._held:
+            for content, block in zip(held.block_hashes, held.block_ids, strict=False):
+                self.index.put(content, block)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Recounts everything from the tables; raises RuntimeError on the first thing that is off."""
         counts = [0] * (self.num_blocks + 1)
-        for sequence in sequences:
+        sequences = list(sequences)
+        self.swap.check_integrity(sequences)
+        for sequence in (*sequences, *self._held):
             for block in sequence.block_ids:
                 counts[block] += 1
         if counts[0]:

@@ -5,8 +5,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.core.request import Request, Sequence
+from quire.memory.blocks import BlockPool
+from quire.memory.moves import PageMoves
 from quire.memory.paged import MemoryStats, TableDelta
+from quire.memory.prefix import PrefixIndex
 from quire.memory.runs import Run, RunPool
+from quire.memory.swap import SwapSpace
 
 Length = Callable[[Request, int], int]  # (request, max_model_len) → positions of one sequence
 
@@ -57,6 +61,8 @@ class ReservedMemory:
     def __init__(self, num_blocks: int, reservation: str, max_model_len: int) -> None:
         self.pool = RunPool(num_blocks)
         self.stats = MemoryStats()
+        self.moves = PageMoves()  # none, ever: nobody is preempted
+        self.swap = SwapSpace(0, 1, BlockPool(0), PrefixIndex(0, ""), self.moves)
         self.reservation = reservation
         self._length = LENGTHS[reservation]
         self._longest = min(max_model_len, num_blocks)
@@ -104,6 +110,12 @@ class ReservedMemory:
         self._reserved[id(leader.request)] = _Reserved({leader: runs[0]}, runs[:0:-1])
         leader.block_ids = runs[0].ids()
         return True
+
+    num_held = 0
+
+    def hold(self, request: Request) -> int:
+        """Nothing: what is reserved is never found again."""
+        return 0
 
     def match(self, sequence: Sequence) -> int:
         return 0  # nothing is found again

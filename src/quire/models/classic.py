@@ -12,6 +12,7 @@ from quire.layers.loader import Loader
 from quire.layers.norm import LayerNorm
 from quire.layers.pool import Pool
 from quire.layers.state import Stateful, collect, distribute
+from quire.models.model import Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +44,26 @@ class ClassicLayer:
         self.output = factory.linear(hidden, hidden, kind.bias)
         self.mlp_norm = factory.layer_norm(hidden, kind.eps, kind.affine)
         self.up = factory.linear(inner, hidden, kind.bias)
-        self.activation = factory.activation(kind.activation)
+        # relu is part of the product
+        self.activation = None if kind.activation == "relu" else factory.activation(kind.activation)
         self.down = factory.linear(hidden, inner, kind.bias)
 
-    def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
-        """hidden [T, hidden] -> attention's result before its output projection [T, hidden]."""
-        x = self.attention_norm(hidden) if self._norm_first else hidden
+    def attend(self, hidden: Tensor, update: Tensor | None, batch: Batch, pool: Pool) -> Tensor:
+        """What the output projection will take [T, hidden]. `update` is added to hidden [T, hidden] first."""
+        x = _normed(self.attention_norm, hidden, update) if self._norm_first else hidden
         return self.attention(self.qkv(x), batch, pool)
 
-    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """The rest of the layer, token by token."""
-        hidden = self.output(attended, residual=hidden)
+    def finish(self, attended: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rest of the layer, token by token: hidden states, and what is still to be added to them.
+
+        Sums wait for the next norm, which makes them on its way.
+        """
+        x = (self.mlp_norm if self._norm_first else self.attention_norm).add(self.output(attended), hidden)
+        inner = self.activation(self.up(x)) if self.activation else self.up.relu(x)
+        update = self.down(inner)
         if self._norm_first:
-            return self.down(self.activation(self.up(self.mlp_norm(hidden))), residual=hidden)
-        hidden = self.attention_norm(hidden)
-        return self.mlp_norm(self.down(self.activation(self.up(hidden)), residual=hidden))
+            return hidden, update
+        return self.mlp_norm.add(update, x), None
 
     def layers(self) -> dict[str, Stateful]:
         return {
@@ -68,6 +74,11 @@ class ClassicLayer:
             "up": self.up,
             "down": self.down,
         }
+
+
+def _normed(norm: LayerNorm, hidden: Tensor, update: Tensor | None) -> Tensor:
+    """The norm of hidden, to which `update` is added in place."""
+    return norm(hidden) if update is None else norm.add(update, hidden)
 
 
 class ClassicDecoder:
@@ -85,6 +96,7 @@ class ClassicDecoder:
         self.project_in = factory.linear(hidden, width) if width != hidden else None
         self.project_out = factory.linear(width, hidden) if width != hidden else None
         self.blocks = [ClassicLayer(config, kind, factory, i) for i in range(config.num_layers)]
+        self.stack: list[Layer] = [*self.blocks]
         self.norm: LayerNorm | None = None
         if kind.final_norm:
             self.norm = factory.layer_norm(hidden, kind.eps, kind.affine)
@@ -96,14 +108,17 @@ class ClassicDecoder:
         if self.project_in is not None:
             hidden = self.project_in(hidden)
         hidden = hidden + self.positions(batch.positions)
-        for block in self.blocks[:-1]:
-            hidden = block.finish(block.attend(hidden, batch, pool), hidden)
+        update: Tensor | None = None
+        for layer in self.stack[:-1]:
+            hidden, update = layer.finish(layer.attend(hidden, update, batch, pool), hidden)
         # what follows the last attention is needed only where logits are
-        last, wanted = self.blocks[-1], batch.logits_indices
-        attended = last.attend(hidden, batch, pool)
-        hidden = last.finish(self._select(attended, wanted), self._select(hidden, wanted))
+        last, wanted = self.stack[-1], batch.logits_indices
+        attended = last.attend(hidden, update, batch, pool)
+        hidden, update = last.finish(self._select(attended, wanted), self._select(hidden, wanted))
         if self.norm is not None:
-            hidden = self.norm(hidden)
+            hidden = _normed(self.norm, hidden, update)
+        elif update is not None:
+            hidden = hidden + update
         return hidden if self.project_out is None else self.project_out(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -106,6 +106,9 @@ class _SizedInt8:
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError("a sized matrix is never multiplied")
 
+    def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError("a sized matrix is never multiplied")
+
     def logits(self, x: Tensor) -> Tensor:
         raise NotImplementedError("a sized matrix is never multiplied")
 

@@ -29,6 +29,10 @@ class Matrix(Protocol):
         """Rows are gate, then up: silu(gate) * up [T, num_rows / 2]."""
         ...
 
+    def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """max(x @ weight.T (+ bias), 0) [T, num_rows]."""
+        ...
+
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
         """The product with x divided by its root mean square, in one pass; None where two passes are as good.
 

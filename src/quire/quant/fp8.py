@@ -51,6 +51,9 @@ class Fp8Matrix:
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._activation.silu_mul(self.linear(x, bias, None))
 
+    def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._activation.relu(self.linear(x, bias, None))
+
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
         return None
 

@@ -47,6 +47,12 @@ class FullMatrix:
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._activation.silu_mul(self.linear(x, bias, None))
 
+    def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None or not x.is_cuda or self._is_narrow(x):
+            return self._activation.relu(self.linear(x, bias, None))
+        assert self._weight is not None, "a matrix must be loaded before it is used"
+        return torch._addmm_activation(bias, x, self._weight.t())  # relu costs nothing inside the product
+
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
         if not self._is_narrow(x):
             return None
@@ -75,6 +81,9 @@ class InvariantMatrix(FullMatrix):
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         return self._kernel.linear(x, self._weight, bias, residual)
+
+    def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._activation.relu(self.linear(x, bias, None))
 
     def logits(self, x: Tensor) -> Tensor:
         return self._kernel.linear(x, self._weight, dtype=torch.float32)

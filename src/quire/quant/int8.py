@@ -54,6 +54,9 @@ class Int8Matrix:
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._kernel.linear_silu_mul(x, self._packed, self._scales, self._sums, bias)
 
+    def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.linear(x, bias, None).relu_()
+
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
         return None
 

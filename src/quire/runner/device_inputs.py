@@ -215,7 +215,14 @@ class DeviceInputs:
         context_lens = self._context_lens[:num_rows]
         plans = None
         if self._planner is not None:
-            plans = AttentionPlans(self._planner, query_starts, context_lens, paged_lens, num_tokens)
+            plans = AttentionPlans(
+                self._planner,
+                query_starts,
+                context_lens,
+                paged_lens,
+                num_tokens,
+                self._block_tables[:num_rows],
+            )
         batch = Batch(
             token_ids=self._token_ids[:num_tokens],
             positions=self._positions[:num_tokens],

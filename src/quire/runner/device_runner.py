@@ -24,6 +24,7 @@ from quire.runner.packing import send
 from quire.runner.rows import RowSettings
 from quire.runner.runner import RunnerLimits
 from quire.runner.scored import ScoredRow
+from quire.runner.swap import PageMover
 from quire.sampling.beams import candidate_records, on_host
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
@@ -76,6 +77,7 @@ class DeviceRunner:
         self._columns = DeviceColumns(self._settings.columns, self._device)
         self._sampler = Sampler(self._device)
         self._pages = choose("pages", self._device)
+        self.mover: PageMover | None = None  # None: nothing leaves the pool
         self._graphs: Graphs | None = None
         if self._device.type == "cuda" and limits.record_decodes:
             self._graphs = Graphs(
@@ -118,6 +120,8 @@ class DeviceRunner:
             self._settings.start(start)
         self._columns.update(np.array([start.row for start in step.starts], np.int64))
         self._inputs.apply(step)
+        if self.mover is not None:
+            self.mover.move(step)
         if step.copy_sources:
             copies = send(np.array([step.copy_sources, step.copy_targets], np.int32), self._device)
             self._pages.copy_blocks(self._pool.data, *copies.long().unbind(0))

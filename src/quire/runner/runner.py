@@ -21,6 +21,7 @@ from quire.runner.assembly import Assembled, Assembler
 from quire.runner.recorded import RecordedDecodes
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow
+from quire.runner.swap import PageMover
 from quire.sampling.beams import candidate_records
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
@@ -57,6 +58,7 @@ class Runner:
         self._sampler = Sampler(device)
         self._pages = choose("pages", device)
         self._recorded = RecordedDecodes(model, pool) if limits.record_decodes else None
+        self.mover: PageMover | None = None  # None: nothing leaves the pool
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
         self._launched: deque[Future[StepResult]] = deque()
         self._masks: SimpleQueue[TokenMask | None] = SimpleQueue()  # of launched steps that wait for one
@@ -80,6 +82,8 @@ class Runner:
     def _run(self, step: Step) -> StepResult:
         started = time.perf_counter()
         self._rows.apply(step)
+        if self.mover is not None:
+            self.mover.move(step)
         if step.copy_sources:
             sources, targets = self._ids(step.copy_sources), self._ids(step.copy_targets)
             self._pages.copy_blocks(self._pool.data, sources, targets)

@@ -82,10 +82,10 @@ def divide_gpu(device: torch.device, utilization: float, activations: int) -> De
 
 def free_host_bytes() -> int:
     """What the pool may take on a CPU."""
-    return int(min(CPU_POOL_LIMIT, CPU_POOL_SHARE * _available_memory()))
+    return int(min(CPU_POOL_LIMIT, CPU_POOL_SHARE * available_memory()))
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes that can be had without swapping, as far as the system says."""
     limits = []
     meminfo = Path("/proc/meminfo")

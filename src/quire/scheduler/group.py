@@ -16,8 +16,13 @@ class Group:
 
     request: Request
     order: int  # arrival number: first come, first served
+    rank: tuple[float, int] = (
+        0.0,
+        0,
+    )  # its place in the schedule, set by the queue: lower ones are served first
     sequences: list[Sequence] = field(default_factory=list)
     queued: bool = False  # whether the waiting queue holds it
+    returns: bool = False  # it ran before and was sent back: it stands before those that never ran
 
     def __post_init__(self) -> None:
         self.sequences.append(Sequence(self.request, index=0, token_ids=ints(self.request.prompt_token_ids)))
@@ -39,6 +44,11 @@ class Group:
     @property
     def finished(self) -> bool:
         return self.num_unforked == 0 and not self.live
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether host memory holds what it computed."""
+        return any(s.host_block_ids for s in self.live)
 
     @property
     def followers(self) -> list[Sequence]:

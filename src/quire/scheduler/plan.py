@@ -3,7 +3,7 @@
 from quire.core.draft import Draft
 from quire.core.ints import Ints, ints
 from quire.core.request import Sequence
-from quire.core.step import BeamSet, RowStart, Step
+from quire.core.step import BeamSet, HostMoves, RowStart, Step
 from quire.memory.paged import TableDelta
 
 
@@ -70,7 +70,7 @@ class Plan:
         started = set(map(id, self.starts))
         self.starts += [s for s in self.sequences if s.is_beam and s.num_outputs and id(s) not in started]
 
-    def step(self) -> Step:
+    def step(self, moves: HostMoves | None = None) -> Step:
         """Freezes the plan. Sequences' counters still say what was computed before this step."""
         delta = self.delta
         return Step(
@@ -92,6 +92,7 @@ class Plan:
             beams=_beam_sets(self.receivers),
             drafts=tuple(self._draft(index) for index in self.drafts),
             sample_offsets=ints(self.offsets) if self.drafts else ints(),
+            moves=moves,
         )
 
     def _draft(self, index: int) -> Draft:

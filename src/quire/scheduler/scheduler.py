@@ -1,7 +1,7 @@
-"""Scheduler: gives each sequence some tokens to compute. First come, first served; no phases."""
+"""Scheduler: gives each sequence some tokens to compute. No phases; who is first is the schedule's to say."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from quire.core.clock import Clock
@@ -10,18 +10,22 @@ from quire.core.ints import Ints
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import Step
 from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.scheduler.batching.policy import choose_batching
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
 from quire.scheduler.ended import EndedRows
 from quire.scheduler.group import Group
+from quire.scheduler.order.policy import make_queue
 from quire.scheduler.plan import Plan
-from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.preemption import Preemption
 
 
 @dataclass(slots=True)
 class SchedulerStats:
     num_steps: int = 0
     num_preemptions: int = 0
+    num_swaps_out: int = 0  # of these, requests whose blocks went to host memory
+    num_swaps_in: int = 0
     num_admissions: int = 0
 
 
@@ -35,11 +39,12 @@ class Planned:
 
 
 class Scheduler:
-    """Running sequences advance in order of arrival; waiting groups are admitted while memory lasts.
+    """Running sequences advance in the schedule's order; waiting groups are admitted while memory lasts.
 
-    When a running sequence finds no block, the group that arrived last gives up everything and returns
-    to the queue at its old place. The oldest group is never preempted for another, and no single request
-    may need more than the pool, so something always finishes.
+    When a running sequence finds no block, the group that is last in that order (first come, first served: the
+    newest) gives up everything, to host memory or for good, and returns to the queue at its old place. The first
+    group is never preempted for another, and no single request may need more than the pool, so something always
+    finishes.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Scheduler:
         config: SchedulerConfig,
         memory: Memory,
         drafter: Drafter | None = None,
+        preemption: Preemption | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         max_num_seqs, self._max_num_batched_tokens = config.limits
@@ -54,8 +60,11 @@ class Scheduler:
         self.batching = choose_batching(config, clock)
         self.memory = memory
         self._drafter = drafter  # None: nobody speculates
-        self.waiting = WaitingQueue(config.max_queue_requests, config.max_queue_tokens)
-        self.running: list[Sequence] = []  # by arrival
+        self.preemption = preemption or Preemption(config.preemption_mode)
+        self._admits_new = config.admit_after == "resumed"  # else once all who were preempted have finished
+        self._preempted: set[str] = set()  # requests that were, and have not finished
+        self.waiting = make_queue(config)
+        self.running: list[Sequence] = []  # in the schedule's order
         self.ended = EndedRows()  # rows that a static batch keeps until its last sequence ends
         self.watchers: list[Callable[[Planned], None]] = []  # told of every step as it is planned
         self.stats = SchedulerStats()
@@ -119,6 +128,7 @@ class Scheduler:
             self.ended.keep(sequence)
         else:
             self._leave_row(sequence)
+            self.memory.release(sequence)
         sequence.phase = Phase.FINISHED
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
@@ -127,6 +137,7 @@ class Scheduler:
         if group.queued:
             self.waiting.remove(group)
         self._groups.pop(group.request.request_id, None)
+        self._preempted.discard(group.request.request_id)
         self._forking.pop(group.request.request_id, None)
 
     def has_request(self, request_id: str) -> bool:
@@ -152,13 +163,16 @@ class Scheduler:
         budget, preempted = self._advance_running(plan, self._max_num_batched_tokens)
         if not preempted:
             self._admit(plan, budget)
+            if not plan.sequences and plan.starts:  # only those came whose blocks are coming back
+                self._advance_running(plan, budget)
         if not plan.sequences:
             return None
         self._fork_finished_prompts(plan)
         plan.restart_beams()
+        self.waiting.charge(plan.receivers)
         if self.ended:
             self.ended.compute(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
-        step = plan.step()
+        step = plan.step(self.memory.moves.take())
         for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
             sequence.num_computed += num_tokens
         for sequence in plan.receivers:
@@ -215,13 +229,27 @@ class Scheduler:
         group = self._groups[victim.request.request_id]
         first = next((s for s in group.live if s in plan.sequences), group.live[0])
         freed = plan.drop_from(first)
-        self._send_back(group)
+        origins = plan.delta.take_back(group.live)
+        running = [s for s in group.live if s.phase is Phase.RUNNING]
+        swapped = self._swap_out(running, origins)
+        self._send_back(group, keep=swapped)
+        self._preempted.add(group.request.request_id)
         self.stats.num_preemptions += 1
+        self.stats.num_swaps_out += swapped
         return freed
 
-    def _send_back(self, group: Group) -> None:
+    def _swap_out(self, running: list[Sequence], origins: Mapping[int, int]) -> bool:
+        memory = self.memory
+        if not isinstance(memory, PagedMemory):
+            return False  # memory that is reserved has nobody to preempt
+        return self.preemption.swaps(running, memory) and memory.swap.out(running, origins)
+
+    def _send_back(self, group: Group, keep: bool = False) -> None:
+        """Back to the queue. With `keep` what was computed waits in host memory."""
         for sequence in group.live:
             self._leave_row(sequence)
+            if not keep:
+                self.memory.release(sequence)
             sequence.phase = Phase.WAITING
             sequence.num_preemptions += 1
         self._forking.pop(group.request.request_id, None)
@@ -256,16 +284,41 @@ class Scheduler:
             if group is None or group.num_rows > len(self._free_rows) - spoken_for:
                 self._close_batch()
                 return
+            if self._preempted and not (group.returns or self._admits_new):
+                return
             if promised is None:
                 promised = self._num_promised()
-            admitted = self._admit_group(group, plan, budget, promised)
+            admit = self._swap_in_group if group.is_swapped else self._admit_group
+            admitted = admit(group, plan, budget, promised)
             if admitted is None:
                 self._close_batch()
                 return
             self.batching.admitted()
             room -= 1
             budget -= admitted
-            promised += self._num_promised_to(group.live[0]) + self._num_promised_to_followers(group)
+            promised += sum(self._num_promised_to(s) for s in group.live if s.phase is Phase.RUNNING)
+            promised += self._num_promised_to_followers(group)
+
+    def _has_room(self, needed: int, promised: int) -> bool:
+        spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
+        return needed + promised + spare <= self.memory.num_free
+
+    def _swap_in_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
+        """Brings back all of the group or nothing. It advances in the next step: its blocks travel during this one."""
+        swapped = [s for s in group.live if s.host_block_ids]
+        num_away = len({host for s in swapped for host in s.host_block_ids})
+        if not self._has_room(max(num_away, self._blocks_to_resume(group)), promised):
+            return None
+        self.waiting.pop()
+        self.stats.num_swaps_in += 1
+        num_full = sum(s.num_computed // self.memory.block_size for s in swapped)
+        self.preemption.returned(self.memory.swap.back(swapped), num_full)
+        for sequence in swapped:
+            sequence.phase = Phase.RUNNING
+            self._enter_row(sequence, plan)
+        if group.is_beams or group.num_rows_to_come:
+            self._forking[group.request.request_id] = group
+        return 0
 
     def _admit_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
         """Admits all of the group or nothing; returns the tokens that its leader computes now."""
@@ -275,6 +328,9 @@ class Scheduler:
             self.memory.release(leader)
             return None
         self.waiting.pop()
+        if leader.num_preemptions:
+            num_full = (len(leader.token_ids) - 1) // self.memory.block_size
+            self.preemption.returned(num_found // self.memory.block_size, num_full)
         self.stats.num_admissions += 1
         self.memory.stats.prefix_queries += len(leader.token_ids)
         self.memory.stats.prefix_hits += num_found
@@ -295,9 +351,7 @@ class Scheduler:
         leader = group.live[0]
         if self.memory.reserves:
             return self.memory.reserve(leader, group.num_rows)
-        needed = self._blocks_to_resume(group) - len(leader.block_ids)
-        spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
-        return needed + promised + spare <= self.memory.num_free
+        return self._has_room(self._blocks_to_resume(group) - len(leader.block_ids), promised)
 
     def _blocks_to_resume(self, group: Group) -> int:
         """Blocks that hold all the group knows: followers share the prompt's full ones with their leader."""
@@ -324,9 +378,9 @@ class Scheduler:
         sequence.row = self._free_rows.pop()
         plan.starts.append(sequence)
         running = self.running
-        order = self._groups[sequence.request.request_id].order
+        rank = self._groups[sequence.request.request_id].rank
         position = len(running)
-        while position and self._groups[running[position - 1].request.request_id].order > order:
+        while position and self._groups[running[position - 1].request.request_id].rank > rank:
             position -= 1
         running.insert(position, sequence)
 
@@ -335,7 +389,6 @@ class Scheduler:
             self._free_rows.append(sequence.row)
             self.running.remove(sequence)
             sequence.row = -1
-        self.memory.release(sequence)
 
     def _close_batch(self) -> None:
         """Nobody else fits. Where nobody runs either, those that ended make room."""

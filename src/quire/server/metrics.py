@@ -164,10 +164,21 @@ def _pool_values(figures: Figures, ready: Ready | None) -> Iterator[Value]:
         figures.num_accepted_tokens,
         "Those that stayed.",
     )
+    yield from _host_values(figures, ready)
     if ready is not None:
         yield "gauge", "kv_cache_blocks", ready.num_blocks, "Blocks in the pool."
         yield "gauge", "kv_cache_block_size", ready.block_size, "Tokens per block."
         yield "gauge", "kv_cache_bytes", ready.pool_bytes, "Size of the pool."
+
+
+def _host_values(figures: Figures, ready: Ready | None) -> Iterator[Value]:
+    """Host memory beside the pool."""
+    size = ready.pool_bytes // (ready.num_blocks + 1) if ready is not None else 0
+    yield "counter", "num_swaps_out_total", figures.num_swaps_out, "Requests that went to host memory."
+    yield "counter", "num_swaps_in_total", figures.num_swaps_in, "Requests that came back from there."
+    yield "counter", "swap_out_bytes_total", figures.swapped_out_blocks * size, "Bytes that went there."
+    yield "counter", "swap_in_bytes_total", figures.swapped_in_blocks * size, "Bytes that came back."
+    yield "gauge", "swap_bytes", figures.swap_blocks_used * size, "Host memory that swapped requests hold."
 
 
 def _limits(ready: AnyReady) -> Iterator[Value]:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.attention.triton_plan import AttentionPlan, padded_power
+from quire.kernels.attention.triton_plan import AttentionPlan, padded_power, query_lines
 from quire.kernels.attention.triton_tile import (
     NEGATIVE_INFINITY,
     attend_tile,
@@ -28,9 +28,9 @@ def decode(
     tuning = plan.tuning
     _decode_kernel[(plan.num_decode_programs * num_kv_heads,)](
         q, k_pages, v_pages, plan.decode_items, plan.totals, block_tables, out,
-        plan.partial_acc, plan.partial_max, plan.counters, scale, v_scale,
+        plan.row_slots, plan.partial_acc, plan.partial_max, plan.counters, scale, v_scale,
         *q.stride()[:2], *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
-        KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=max(16, padded_power(group)), GROUP_PADDED=padded_power(group),
+        KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=query_lines(group), GROUP_PADDED=padded_power(group),
         HEAD_DIM=head_dim, BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
         TILE=tuning.decode_tile, WINDOW=plan.window, FUSED=tuning.fused_reduction,
         SUMS=max(2, SUMS_AT_ONCE // padded_power(group)),
@@ -43,7 +43,7 @@ def decode(
 def reduce_pieces(plan: AttentionPlan, num_heads: int, head_dim: int, v_scale: float, out: Tensor) -> None:
     """Adds up the pieces of every row that has several; one program per row and query head."""
     _reduce_kernel[(plan.num_rows, num_heads)](
-        plan.partial_acc, plan.partial_max, plan.row_slots, plan.decode_items, out, v_scale, out.stride(0),
+        plan.partial_acc, plan.partial_max, plan.row_slots, out, v_scale, out.stride(0),
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=padded_power(head_dim),
         SUMS=32, IN_ORDER=plan.chunk > 0, num_warps=4 if plan.chunk == 0 else 1,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def _merged_sums(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _decode_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, partial_acc, partial_max, counters, scale, v_scale,
+    q, k_pages, v_pages, items, totals, tables, out, row_slots, partial_acc, partial_max, counters, scale, v_scale,
     stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -96,21 +96,21 @@ def _decode_kernel(
     if index >= num_items:
         return
     item = items + index * 8
-    row, token, position = tl.load(item), tl.load(item + 1), tl.load(item + 3)
-    begin, end, first_slot, num_slots = (
-        tl.load(item + 4),
-        tl.load(item + 5),
-        tl.load(item + 6),
-        tl.load(item + 7),
-    )
+    row, token, count, position = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    begin, end, piece = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
 
-    member = tl.arange(0, GROUP_ROWS)
+    # Lines of the tile: the group of heads of each row that shares this piece.
+    line = tl.arange(0, GROUP_ROWS)
+    sharer = line // GROUP_PADDED
     columns = tl.arange(0, BLOCK_D)
-    heads = kv_head * GROUP + member
-    real = (member < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
+    heads = kv_head * GROUP + line % GROUP_PADDED
+    used = (line % GROUP_PADDED < GROUP) & (sharer < count)
+    real = used[:, None] & (columns < HEAD_DIM)[None, :]
+    tokens = (token + sharer).to(tl.int64)
     q_tile = tl.load(
-        q + token.to(tl.int64) * stride_q_token + heads[:, None] * stride_q_head + columns[None, :], real, 0.0
+        q + tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head + columns[None, :], real, 0.0
     )
+    first_slots = tl.load(row_slots + (row + sharer) * 4, used, 0)
     table = tables + row.to(tl.int64) * stride_table
     k_head = k_pages + kv_head * stride_head
     v_head = v_pages + kv_head * stride_head
@@ -129,49 +129,50 @@ def _decode_kernel(
         visible = visible_keys(positions, start, end, WINDOW, TILE)
         acc, top, total = attend_tile(q_tile, k, v, visible, acc, top, total, scale, True)
 
-    out_row = out + token.to(tl.int64) * stride_out
-    if first_slot < 0:
-        result = acc / total[:, None] * v_scale
-        tl.store(
-            out_row + heads[:, None] * HEAD_DIM + columns[None, :], result.to(out.dtype.element_ty), real
-        )
+    if piece < 0:
+        whole = acc / total[:, None] * v_scale
+        lines = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(lines, whole.to(out.dtype.element_ty), real)
     else:
-        place = index.to(tl.int64) * (KV_HEADS * GROUP) + heads
-        tl.store(partial_max + place * 2, top, member < GROUP)
-        tl.store(partial_max + place * 2 + 1, total, member < GROUP)
+        place = (first_slots + piece).to(tl.int64) * (KV_HEADS * GROUP) + heads
+        tl.store(partial_max + place * 2, top, used)
+        tl.store(partial_max + place * 2 + 1, total, used)
         tl.store(partial_acc + place[:, None] * HEAD_DIM + columns[None, :], acc, real)
         if FUSED:
             # All threads have written before one of them says so.
             tl.debug_barrier()
-            counter = counters + row * KV_HEADS + kv_head
-            finished = tl.atomic_add(counter, 1, sem="acq_rel")
-            if finished == num_slots - 1:
-                tl.store(counter, 0)  # for the next launch
-                few = tl.arange(0, GROUP_PADDED)
-                few_heads = kv_head * GROUP + few
-                result = _merged_sums(
-                    partial_acc, partial_max, first_slot, num_slots, few_heads, few < GROUP,
-                    KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, GROUP_PADDED, SUMS,
-                ) * v_scale  # fmt: skip
-                tl.store(
-                    out_row + few_heads[:, None] * HEAD_DIM + columns[None, :],
-                    result.to(out.dtype.element_ty),
-                    (few < GROUP)[:, None] & (columns < HEAD_DIM)[None, :],
-                )
+            for which in range(row, row + count):
+                counter = counters + which * KV_HEADS + kv_head
+                first_slot, num_slots = tl.load(row_slots + which * 4), tl.load(row_slots + which * 4 + 1)
+                finished = tl.atomic_add(counter, 1, sem="acq_rel")
+                if finished == num_slots - 1:
+                    tl.store(counter, 0)  # for the next launch
+                    few = tl.arange(0, GROUP_PADDED)
+                    few_heads = kv_head * GROUP + few
+                    result = _merged_sums(
+                        partial_acc, partial_max, first_slot, num_slots, few_heads, few < GROUP,
+                        KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, GROUP_PADDED, SUMS,
+                    ) * v_scale  # fmt: skip
+                    out_row = out + (token + which - row).to(tl.int64) * stride_out
+                    tl.store(
+                        out_row + few_heads[:, None] * HEAD_DIM + columns[None, :],
+                        result.to(out.dtype.element_ty),
+                        (few < GROUP)[:, None] & (columns < HEAD_DIM)[None, :],
+                    )
 
 
 @triton.jit
 def _reduce_kernel(
-    partial_acc, partial_max, row_slots, items, out, v_scale, stride_out,
+    partial_acc, partial_max, row_slots, out, v_scale, stride_out,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SUMS: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    first = tl.load(row_slots + tl.program_id(0) * 2)
-    number = tl.load(row_slots + tl.program_id(0) * 2 + 1)
+    first = tl.load(row_slots + tl.program_id(0) * 4)
+    number = tl.load(row_slots + tl.program_id(0) * 4 + 1)
     if number < 2:
         return
     head = tl.program_id(1)
-    token = tl.load(items + first * 8 + 1)
+    token = tl.load(row_slots + tl.program_id(0) * 4 + 2)
     columns = tl.arange(0, BLOCK_D)
     if IN_ORDER:
         # One after another, as a prompt's program does with its chunks.

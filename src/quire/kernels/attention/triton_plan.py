@@ -12,10 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.attention.triton_shared import (
+    COMPARED,
+    FEW_ROWS,
+    MIN_SHARED,
+    common_kernel,
+    group_rows,
+)
 from quire.kernels.attention.tuning import Tuning
 
-# Fields of an item. A slot is where a piece of a row leaves its sum, -1 where the piece is the whole row.
-ROW, TOKEN, COUNT, POSITION, BEGIN, END, FIRST_SLOT, NUM_SLOTS = range(8)
+# Fields of an item. COUNT is queries of a prompt; of a decode, rows from ROW on that share these pages. A row's pieces
+# leave their sums in slots; PIECE says which of its row's this is, -1 where the piece is the whole row.
+ROW, TOKEN, COUNT, POSITION, BEGIN, END, PIECE, NUM_SLOTS = range(8)
 ITEM = 8
 # Totals lie apart so that pointers to both are equally aligned, and kernels are compiled once for both.
 TOTAL_STRIDE = 4
@@ -48,9 +56,9 @@ class AttentionPlan:
     decode_items: Tensor  # [max_decode_items, 8] int32
     prompt_items: Tensor  # [max_prompt_items, 8] int32
     totals: Tensor  # [8] int32: number of decode items at 0, of prompt items at 4
-    row_slots: Tensor  # [max_rows, 2] int32: first slot and number of slots of each row
-    partial_acc: Tensor  # [max_decode_items, num_heads, head_dim] fp32
-    partial_max: Tensor  # [max_decode_items, num_heads, 2] fp32: maximum and sum
+    row_slots: Tensor  # [max_rows, 4] int32: first slot, number of slots and token of each row
+    partial_acc: Tensor  # [max_slots, num_heads, head_dim] fp32
+    partial_max: Tensor  # [max_slots, num_heads, 2] fp32: maximum and sum
     counters: Tensor  # [max_rows, num_kv_heads] int32: finished pieces, zero between launches
     num_rows: int
     num_decode_programs: int  # per KV head
@@ -64,6 +72,11 @@ class AttentionPlan:
 def padded_power(number: int) -> int:
     """The least power of two that is not less."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def query_lines(group: int) -> int:
+    """Lines of a decode's tile of queries: what a product of the matrix units has at least."""
+    return max(16, padded_power(group))
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -103,12 +116,17 @@ class AttentionPlanner:
         rows = max(self.tuning.prompt_rows, padded_power(self.group))
         self.tuning = replace(self.tuning, prompt_rows=rows)
         self.prompt_queries = rows // self.group
-        slots = max_rows * -(-max_context // self.chunk) if deterministic else max_rows + self.target
+        # Rows whose queries fit one tile may read pages together. Fixed pieces are each row's own.
+        self.members = 1 if deterministic else query_lines(self.group) // padded_power(self.group)
+        items = max_rows * -(-max_context // self.chunk) if deterministic else max_rows + self.target
+        slots = items if self.members == 1 else 2 * max_rows + self.members * self.target
         self._max_prompt_items = self._prompt_bound(max_rows, max_tokens)
-        self._max_decode_items = slots
+        self._max_decode_items = items
         self._partial_acc = self._empty(slots, num_heads, head_dim, dtype=torch.float32)
         self._partial_max = self._empty(slots, num_heads, 2, dtype=torch.float32)
         self._counters = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=self.device)
+        self._common = self._empty(max_rows)
+        self._shared = torch.zeros(max_rows, 2, dtype=torch.int32, device=self.device)
         # A step of a model with two kinds of windows has two plans alive at once.
         self._lists: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
@@ -125,6 +143,8 @@ class AttentionPlanner:
         *,
         window: int = 0,
         num_tokens: int | None = None,  # of this step; the largest if unknown
+        block_tables: Tensor | None = None,  # [num_rows, max_blocks] int32, to find pages that rows share
+        block_size: int = 0,
     ) -> AttentionPlan:
         """Lists the work of these rows, on the device. Ends the life of the last plan with this window."""
         if num_rows > self.max_rows:
@@ -134,9 +154,18 @@ class AttentionPlanner:
         num_tokens = self.max_tokens if num_tokens is None else min(num_tokens, self.max_tokens)
         decode_items, prompt_items, totals, row_slots = self._lists_of(window)
         tuning, fixed = self.tuning, self.chunk > 0
+        # Few rows with wide groups lose more in adding up pieces than they save: measured on an H200.
+        pays = num_rows >= FEW_ROWS * self.group and not window
+        members = self.members if pays and block_tables is not None else 1
+        if members > 1 and block_tables is not None:
+            common_kernel[(num_rows,)](
+                query_starts, context_lens, block_tables, self._common, block_tables.stride(0),
+                BLOCK_SIZE=block_size, TILE=tuning.decode_tile, MIN_SHARED=MIN_SHARED, COMPARED=COMPARED,
+                num_warps=1,
+            )  # fmt: skip
         _plan_kernel[(1,)](
-            query_starts, context_lens, decode_items, prompt_items, totals, row_slots,
-            num_rows, self.target,
+            query_starts, context_lens, decode_items, prompt_items, totals, row_slots, self._common, self._shared,
+            num_rows, self.target, MEMBERS=members,
             ITEM=ITEM, TOTAL_STRIDE=TOTAL_STRIDE, WINDOW=window, CHUNK=self.chunk,
             DECODE_TILE=tuning.decode_tile,
             PROMPT_TILE=tuning.prompt_tile,
@@ -161,7 +190,7 @@ class AttentionPlanner:
                 self._empty(self._max_decode_items, ITEM),
                 self._empty(max(1, self._max_prompt_items), ITEM),
                 torch.zeros(2 * TOTAL_STRIDE, dtype=torch.int32, device=self.device),
-                self._empty(self.max_rows, 2),
+                self._empty(self.max_rows, 4),
             )
         return self._lists[window]
 
@@ -191,58 +220,102 @@ def _write(items, at, mask, row, token, count, position, begin, end, first, numb
 
 
 @triton.jit
-def _decode_rows(starts, lens, row, num_rows, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """(first key, tokens, tiles) of each row in a block; no tiles where the row is not a decode."""
+def _decode_rows(
+    starts, lens, shared, row, num_rows, WINDOW: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr
+):
+    """(first key, tokens, tiles) of each row in a block; no tiles where the row is not a decode.
+
+    What a row shares with others comes before its first key.
+    """
     inside = row < num_rows
     queries = tl.load(starts + row + 1, inside, 0) - tl.load(starts + row, inside, 0)
     length = tl.load(lens + row, inside, 0)
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TILE * TILE
+    if MEMBERS > 1:
+        first = tl.load(shared + row * 2, inside, 0)
     tiles = tl.where(queries == 1, (length - first + TILE - 1) // TILE, 0)
     return first, length, tiles
 
 
 # No new compilation because a count happens to be 1 or a multiple of 16.
+@triton.jit
+def _cut(tiles, piece):
+    """(pieces, tiles of each): equal ones, no short rest that would cost as much as a long piece to start."""
+    number = (tiles + piece - 1) // piece
+    width = (tiles + tl.maximum(number, 1) - 1) // tl.maximum(number, 1)
+    return (tiles + tl.maximum(width, 1) - 1) // tl.maximum(width, 1), width
+
+
 @triton.jit(do_not_specialize=["num_rows", "target"], do_not_specialize_on_alignment=["starts", "lens"])
 def _plan_kernel(
-    starts, lens, decode_items, prompt_items, totals, row_slots, num_rows, target,
+    starts, lens, decode_items, prompt_items, totals, row_slots, common, shared, num_rows, target,
+    MEMBERS: tl.constexpr,
     ITEM: tl.constexpr, TOTAL_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     DECODE_TILE: tl.constexpr, PROMPT_TILE: tl.constexpr, PROMPT_QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)
     num_tiles = 0
-    for block in range(0, num_rows, BLOCK):
-        _, _, tiles = _decode_rows(starts, lens, block + lane, num_rows, WINDOW, DECODE_TILE)
-        num_tiles += tl.sum(tiles)
-    piece = tl.maximum((num_tiles + target - 1) // target, 1)
-    num_decode, num_prompt = 0, 0
+    num_leaders = num_rows * 0
     for block in range(0, num_rows, BLOCK):
         row = block + lane
-        first, length, tiles = _decode_rows(starts, lens, row, num_rows, WINDOW, DECODE_TILE)
+        if MEMBERS > 1:
+            num_leaders += group_rows(
+                common, shared, row, lane, num_rows, num_leaders, target * 3 // 4, MEMBERS, BLOCK
+            )
+        _, _, tiles = _decode_rows(starts, lens, shared, row, num_rows, WINDOW, DECODE_TILE, MEMBERS)
+        num_tiles += tl.sum(tiles)
+        if MEMBERS > 1:
+            leads = tl.load(shared + row * 2 + 1, row < num_rows, 0) > 0
+            num_tiles += (
+                tl.sum(tl.where(leads, tl.load(shared + row * 2, row < num_rows, 0), 0)) // DECODE_TILE
+            )
+    # A group's pieces are items too, and the grid has room for `target` beside one for each row.
+    room = target - num_leaders
+    piece = tl.maximum((num_tiles + room - 1) // room, 1)
+    num_decode, num_prompt, num_slots = 0, 0, target * 0
+    for block in range(0, num_rows, BLOCK):
+        row = block + lane
+        first, length, tiles = _decode_rows(starts, lens, shared, row, num_rows, WINDOW, DECODE_TILE, MEMBERS)
         token = tl.load(starts + row, row < num_rows, 0)
         if CHUNK > 0:
             number = tl.where(tiles > 0, (length + CHUNK - 1) // CHUNK - first // CHUNK, 0)
             width = tiles * 0 + CHUNK
             origin = first // CHUNK * CHUNK
         else:
-            # Equal pieces of whole tiles: no short rest that would cost as much as a long piece to start.
-            number = (tiles + piece - 1) // piece
-            width = (tiles + tl.maximum(number, 1) - 1) // tl.maximum(number, 1)
-            number = (tiles + tl.maximum(width, 1) - 1) // tl.maximum(width, 1)
+            number, width = _cut(tiles, piece)
             width = width * DECODE_TILE
             origin = first
+        ahead = number * 0  # pieces that a row shares; its slots for them come first
+        if MEMBERS > 1:
+            members = tl.load(shared + row * 2 + 1, row < num_rows, 0)
+            ahead, common_width = _cut(first // DECODE_TILE, piece)
+            pieces = tl.where(members > 0, ahead, 0)
+            at = num_decode + tl.cumsum(pieces, 0) - pieces
+            for j in range(tl.max(pieces, 0)):
+                begin = j * common_width * DECODE_TILE
+                end = tl.minimum(begin + common_width * DECODE_TILE, first)
+                _write(
+                    decode_items, at + j, j < pieces, row, token, members, length - 1, begin, end,
+                    begin * 0 + j, ahead + number, ITEM,
+                )  # fmt: skip
+            num_decode += tl.sum(pieces)
         at = num_decode + tl.cumsum(number, 0) - number
-        tl.store(row_slots + row * 2, at, row < num_rows)
-        tl.store(row_slots + row * 2 + 1, number, row < num_rows)
-        slot = tl.where(number > 1, at, -1)
+        slots = ahead + number
+        tl.store(row_slots + row * 4, num_slots + tl.cumsum(slots, 0) - slots, row < num_rows)
+        tl.store(row_slots + row * 4 + 1, slots, row < num_rows)
+        tl.store(row_slots + row * 4 + 2, token, row < num_rows)
         for j in range(tl.max(number, 0)):
             begin = tl.maximum(origin + j * width, first)
             end = tl.minimum(origin + (j + 1) * width, length)
+            which = tl.where(slots > 1, ahead + j, -1)
             _write(
-                decode_items, at + j, j < number, row, token, 1, length - 1, begin, end, slot, number, ITEM
-            )
+                decode_items, at + j, j < number, row, token, row * 0 + 1, length - 1, begin, end, which, slots,
+                ITEM,
+            )  # fmt: skip
         num_decode += tl.sum(number)
+        num_slots += tl.sum(slots)
 
         queries = tl.load(starts + row + 1, row < num_rows, 0) - token
         number = tl.where((queries > 1) & (length > 0), (queries + PROMPT_QUERIES - 1) // PROMPT_QUERIES, 0)

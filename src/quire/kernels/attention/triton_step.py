@@ -28,6 +28,7 @@ class StepPlanner:
         **settings: Any,
     ) -> None:
         """The rest as AttentionPlanner has it. A deterministic plan has one tuning for all."""
+        self._block_size = block_size or 0
         measured = None
         if block_size is not None and kv_dtype is not None and not deterministic:
             group = num_heads // num_kv_heads
@@ -55,6 +56,11 @@ class StepPlanner:
         *,
         window: int = 0,
         num_tokens: int | None = None,
+        block_tables: Tensor | None = None,  # [num_rows, max_blocks] int32
     ) -> AttentionPlan:
         planner = next(planner for rows, planner in self._planners if num_rows <= rows)
-        return planner.plan(query_starts, context_lens, num_rows, window=window, num_tokens=num_tokens)
+        shared = block_tables if self._block_size else None
+        return planner.plan(
+            query_starts, context_lens, num_rows,
+            window=window, num_tokens=num_tokens, block_tables=shared, block_size=self._block_size,
+        )  # fmt: skip

@@ -1,0 +1,123 @@
+"""SwapSpace: host blocks for sequences that had to leave the pool. Ids only; the runner moves the bytes."""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass
+
+from quire.core.request import Sequence
+from quire.memory.blocks import BlockPool
+from quire.memory.moves import PageMoves
+from quire.memory.prefix import PrefixIndex
+
+
+@dataclass(slots=True)
+class SwapStats:
+    blocks_out: int = 0
+    blocks_in: int = 0
+    blocks_found: int = 0  # came back through the prefix index, without a copy
+
+
+class SwapSpace:
+    """Whole requests leave and come back, all or nothing. A block that several sequences share moves once,
+    and is shared again when it is back.
+    """
+
+    def __init__(
+        self, num_host_blocks: int, block_size: int, pool: BlockPool, index: PrefixIndex, moves: PageMoves
+    ) -> None:
+        self.hosts = BlockPool(num_host_blocks)
+        self.stats = SwapStats()
+        self._block_size = block_size
+        self._pool = pool
+        self._index = index
+        self._moves = moves
+
+    @property
+    def num_used(self) -> int:
+        return self.hosts.num_blocks - self.hosts.num_free
+
+    def out(self, sequences: Listed[Sequence], origins: Mapping[int, int]) -> bool:
+        """Sends away what the sequences have computed and frees their blocks, or changes nothing.
+
+        `origins` names, for a block that is to be copied in the step being planned, the block whose content it gets.
+        """
+        held = {block for s in sequences for block in self._computed(s)}
+        if len(held) > self.hosts.num_free or not held:
+            return False
+        if not held.isdisjoint(self._moves.in_blocks):
+            return False  # they are only just coming back: there is nothing to read yet
+        host_of: dict[int, int] = {}
+        for sequence in sequences:
+            for block in self._computed(sequence):
+                host = host_of.get(block)
+                if host is None:
+                    host = host_of[block] = self.hosts.take()
+                    self._moves.out(origins.get(block, block), host)
+                else:
+                    self.hosts.share(host)
+                sequence.host_block_ids.append(host)
+        for sequence in sequences:
+            for block in reversed(sequence.block_ids):
+                self._pool.release(block, keep=self._index.knows(block))
+            sequence.block_ids = []
+            sequence.num_indexed = 0
+        self.stats.blocks_out += len(held)
+        return True
+
+    def back(self, sequences: Listed[Sequence]) -> int:
+        """Gives every sequence its blocks again; the caller knows that there is room. Returns how many blocks the
+        prefix index still had, which need no copy.
+        """
+        block_of: dict[int, int] = {}
+        num_found = 0
+        for sequence in sequences:
+            full = sequence.num_computed // self._block_size
+            for position, host in enumerate(sequence.host_block_ids):
+                block = block_of.get(host)
+                if block is not None:
+                    self._pool.share(block)
+                else:
+                    block = self._find(sequence, position) if position < full else None
+                    if block is not None:
+                        self._pool.share(block)
+                        num_found += 1
+                    else:
+                        block = self._pool.take()
+                        self._index.forget(block)
+                        self._moves.back(host, block)
+                        self.stats.blocks_in += 1
+                    block_of[host] = block
+                sequence.block_ids.append(block)
+            self.release(sequence)
+        self.stats.blocks_found += num_found
+        return num_found
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives the sequence's host blocks back. What a step still reads there is read before it is written again."""
+        for host in sequence.host_block_ids:
+            self.hosts.release(host, keep=False)
+        sequence.host_block_ids = []
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Recounts the holders of host blocks; raises RuntimeError on the first that is off."""
+        counts = [0] * (self.hosts.num_blocks + 1)
+        for sequence in sequences:
+            if sequence.host_block_ids and sequence.block_ids:
+                raise RuntimeError(
+                    f"request {sequence.request.request_id} holds blocks here and in host memory"
+                )
+            for host in sequence.host_block_ids:
+                counts[host] += 1
+        if counts != self.hosts.ref_counts:
+            wrong = next(h for h, n in enumerate(counts) if n != self.hosts.ref_counts[h])
+            raise RuntimeError(
+                f"host block {wrong} has {self.hosts.ref_counts[wrong]} references but {counts[wrong]} holders"
+            )
+
+    def _computed(self, sequence: Sequence) -> list[int]:
+        """The blocks that hold computed positions: what was granted beyond them has nothing in it."""
+        return sequence.block_ids[: -(-sequence.num_computed // self._block_size)]
+
+    def _find(self, sequence: Sequence, position: int) -> int | None:
+        hashes = sequence.block_hashes
+        return self._index.find(hashes[position]) if position < len(hashes) else None
