@@ -44,7 +44,13 @@ def test_the_same_requests_give_the_same_tokens_and_the_same_times():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_blocks": 12}, {"steps_in_flight": 0}, {"max_num_batched_tokens": 16}]
+    "changes",
+    [
+        {"num_blocks": 12, "preemption_mode": "recompute"},
+        {"num_blocks": 12, "preemption_mode": "swap"},
+        {"steps_in_flight": 0},
+        {"max_num_batched_tokens": 16},
+    ],
 )
 def test_tokens_do_not_depend_on_preemption_steps_in_flight_or_chunks(changes):
     changed = built(**{"max_num_seqs": 8, **changes})
@@ -130,6 +136,7 @@ def _file(name):
         ({"device": "simulated:no-such.json"}, ConfigError, "quire bench fit"),
         ({"model": "opt-66b"}, ConfigError, "simulated:2xa100-40g"),
         ({"model": "./opt-14b"}, WeightsError, "no such folder"),
+        ({"model": "opt-14b.gguf"}, WeightsError, "opt-13b"),
         ({"speculative_config": '{"method": "ngram"}'}, ConfigError, "speculation"),
     ],
 )
@@ -145,6 +152,16 @@ def test_dense_layers_cost_the_slower_of_reading_and_multiplying():
     )
     assert cost.seconds(StepCounts(1, 1, 0, 1, 1.0)) == pytest.approx(1.0)  # 1000 bytes
     assert cost.seconds(StepCounts(1, 4, 0, 4, 4.0)) == pytest.approx(4.0)  # 2 × 500 × 4 operations
+
+
+def test_a_slow_link_makes_swapping_wait():
+    def seconds(host_link):
+        model = ModelNumbers(1, 8, 16, 8, 1000, 500, 0, 4, 64, 2)
+        cost = CostModel(Rates(1000.0, 1000.0, host_link=host_link), Factors(), model)
+        return cost.seconds(StepCounts(1, 1, 0, 1, 1.0, num_moves=10))
+
+    assert seconds(1.0) == pytest.approx(640.0)
+    assert seconds(1e6) == seconds(1e9)  # hidden behind the pass
 
 
 def test_a_virtual_clock_never_goes_back():

@@ -17,6 +17,12 @@ def cpu_read_rate() -> float:
     return PROBE_BYTES / _best(lambda: matrix @ vector)
 
 
+def cpu_copy_rate() -> float:
+    """Bytes per second from one place in memory to another: the best of many."""
+    source, target = torch.ones(PROBE_BYTES // 4), torch.empty(PROBE_BYTES // 4)
+    return PROBE_BYTES / _best(lambda: target.copy_(source))
+
+
 def cpu_product_rate() -> float:
     """Float32 operations per second in a product of two matrices: the best of many."""
     left, right = torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE)

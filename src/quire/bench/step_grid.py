@@ -14,6 +14,7 @@ from quire.engine.engine import StepRunner
 from quire.runner.cost_model import StepCounts, count_step
 from quire.sampling.records import TokenMask
 
+Seen = list[tuple[StepCounts, float]]  # one run's steps
 SETTLING = 3  # decode steps before the measured ones: the last prompts, the first pass of a size
 
 
@@ -68,21 +69,24 @@ def measure_grid(
     The best of the repeats counts: others were disturbed.
     """
     watched = bench.engine.watch(WatchedRunner)
-    report = bench.built.report
-    found: list[MeasuredStep] = []
     bench.serve(bench.requests([Lengths(8, 4)] * 2))  # memory is touched once
-    for cell in cells:
-        length = cell.context + SETTLING + cell.num_decodes
-        too_many = cell.num_sequences > report.max_num_seqs
-        if too_many or length > report.max_model_len or cell.num_sequences * length > report.pool.num_tokens:
-            continue
-        runs = [_run(bench, watched, cell) for _ in range(repeats)]
-        found += _prompts(runs) + _decodes(cell, runs)
-        on_cell(cell)
-    return found
+    fitting = [cell for cell in cells if _fits(bench, cell)]
+    runs: dict[Cell, list[Seen]] = {cell: [] for cell in fitting}
+    for _ in range(repeats):  # the whole grid each time: what disturbs one repeat of a cell spares the others
+        for cell in fitting:
+            runs[cell].append(_run(bench, watched, cell))
+            on_cell(cell)
+    return [step for cell in fitting for step in (*_prompts(runs[cell]), *_decodes(cell, runs[cell]))]
 
 
-Seen = list[tuple[StepCounts, float]]
+def _fits(bench: Bench, cell: Cell) -> bool:
+    report = bench.built.report
+    length = cell.context + SETTLING + cell.num_decodes
+    return (
+        cell.num_sequences <= report.max_num_seqs
+        and length <= report.max_model_len
+        and cell.num_sequences * length <= report.pool.num_tokens
+    )
 
 
 def _run(bench: Bench, watched: WatchedRunner, cell: Cell) -> Seen:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from quire.bench.fit import Fit, Sample, fit_factors
 from quire.bench.fit_samples import CPU_CELLS, Measured, measure_here, read_samples
 from quire.bench.machine import cpu_name, memory_bytes
-from quire.bench.probe import cpu_product_rate, cpu_read_rate
+from quire.bench.probe import cpu_copy_rate, cpu_product_rate, cpu_read_rate
 from quire.bench.report import BenchReport
 from quire.cli.engine_flags import engine_settings
 from quire.cli.parser import Parser
@@ -90,6 +90,7 @@ def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured
         "flops": rates.flops,
         "link_bandwidth": rates.link_bandwidth,
         "link_latency": rates.link_latency,
+        "host_link": rates.host_link,
         "source": base.source,
     }
     return record, measured
@@ -107,12 +108,18 @@ def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]
         "memory_bytes": memory_bytes(),
         "bandwidth": float(f"{cpu_read_rate():.4g}"),
         "flops": float(f"{cpu_product_rate():.4g}"),
+        "host_link": float(f"{cpu_copy_rate():.4g}"),
         "source": "measured: a matrix times a vector, and float32 products",
     }
     announce_compiling()
     built = build(EngineConfig.of(**settings))
     try:
-        with tqdm(total=len(CPU_CELLS), disable=not sys.stderr.isatty(), unit="batch", leave=False) as bar:
+        with tqdm(
+            total=arguments.repeats * len(CPU_CELLS),
+            disable=not sys.stderr.isatty(),
+            unit="batch",
+            leave=False,
+        ) as bar:
             samples = measure_here(built, CPU_CELLS, arguments.repeats, lambda _: bar.update(1) and None)
     finally:
         built.engine.close()

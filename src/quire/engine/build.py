@@ -202,12 +202,22 @@ def _build_simulated(config: EngineConfig, started: float) -> Built:
     ends = end_token_ids(source, described)
     parts = simulated_parts(config, described, ends)
     size, scheduler = parts.pool, parts.scheduler
-    memory = make_memory(config.memory, size.num_blocks, parts.max_model_len, source.fingerprint)
+    memory = make_memory(
+        config.memory, size.num_blocks, parts.max_model_len, source.fingerprint, parts.num_swap_blocks
+    )
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
     make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))
+    preemption = Preemption(scheduler.preemption_mode, parts.move_seconds)
     engine = Engine(
-        scheduler, limits, memory, parts.runner, config.model.seed, make_compiler, clock=parts.clock
+        scheduler,
+        limits,
+        memory,
+        parts.runner,
+        config.model.seed,
+        make_compiler,
+        preemption=preemption,
+        clock=parts.clock,
     )
     report = Report(
         model=config.model.served_model_name or source.name,
@@ -222,6 +232,7 @@ def _build_simulated(config: EngineConfig, started: float) -> Built:
         num_graphs=0,
         tiles="",
         seconds=time.perf_counter() - started,
+        policies=policies_in_words(config.memory, scheduler),
         simulated=parts.device.in_words,
     )
     return Built(engine, source, described, default_sampling(source), report)

@@ -6,7 +6,7 @@ import torch
 
 from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, WeightsError
 from quire.core.layout import BlockLayout
 from quire.engine.resolve import (
     Numbers,
@@ -33,19 +33,23 @@ class SimulatedParts:
     pool: PoolSize
     scheduler: SchedulerConfig
     max_model_len: int
+    num_swap_blocks: int  # that host memory holds
+    move_seconds: float  # of one of them, one way
     runner: SimulatedRunner
     clock: VirtualClock
 
 
 def open_shape(config: EngineConfig) -> Source:
     """The model as it would be opened, or a published architecture by its name; no weights are read."""
-    options = config.model
-    is_shape = options.model in SHAPES
-    return open_source(
-        options.model,
-        revision=options.revision,
-        load_format="dummy" if is_shape else options.load_format,
-    )
+    options, name = config.model, config.model.model
+    load_format = "dummy" if name in SHAPES else options.load_format
+    try:
+        return open_source(name, revision=options.revision, load_format=load_format)
+    except WeightsError as error:
+        if name is None or "/" in name:
+            raise
+        known = ", ".join(SHAPES)
+        raise WeightsError(f"{error}; architectures that can be simulated by name are {known}") from error
 
 
 def simulated_parts(
@@ -67,10 +71,28 @@ def simulated_parts(
     scheduler = resolve_scheduler(config.scheduler, numbers.device, pool.num_blocks)
     costs = _costs(model, numbers, weights, layout)
     clock = VirtualClock()
-    runner = SimulatedRunner(
-        CostModel(device.rates, device.factors, costs, device.ranks), clock, model.vocab_size, end_token_ids
+    cost = CostModel(device.rates, device.factors, costs, device.ranks)
+    return SimulatedParts(
+        device=device,
+        numbers=numbers,
+        weights=weights,
+        pool=pool,
+        scheduler=scheduler,
+        max_model_len=max_model_len,
+        num_swap_blocks=_num_swap_blocks(config, device, layout),
+        move_seconds=cost.move_seconds,
+        runner=SimulatedRunner(cost, clock, model.vocab_size, end_token_ids),
+        clock=clock,
     )
-    return SimulatedParts(device, numbers, weights, pool, scheduler, max_model_len, runner, clock)
+
+
+def _num_swap_blocks(config: EngineConfig, device: SimulatedDevice, layout: BlockLayout) -> int:
+    """As the real start has it, but for what is free here: each rank has its own part of the host's memory."""
+    if config.memory.reservation != "paged" or config.scheduler.preemption_mode == "recompute":
+        return 0
+    if not device.rates.host_link:
+        return 0
+    return int(config.memory.swap_space * (1 << 30)) * device.ranks // layout.block_bytes
 
 
 def model_costs(model: ModelConfig, numbers: Numbers, block_size: int) -> ModelNumbers:

@@ -5,6 +5,7 @@
             + KV × read + attention × compute + copies × read         attention and pages
             + activations × read + logits × read                      what moves between the products
             + all-reduces                                             several ranks only, not fitted
+    but at least what the blocks that are swapped take over the host's link, beside the pass
 
 `read` and `compute` are ideal times at the data sheet's rates; each term's factor over the ideal is fitted to measured
 steps (see quire.bench.fit). Everything is counted per rank: weights, KV, products and attention are split evenly.
@@ -28,6 +29,7 @@ class StepCounts:
     attended: float  # pairs of a query and a position it sees
     num_starts: int = 0  # sequences that are admitted
     num_copies: int = 0  # blocks copied before the pass
+    num_moves: int = 0  # blocks that go to host memory or come back
 
 
 def count_step(step: Step) -> StepCounts:
@@ -40,8 +42,9 @@ def count_step(step: Step) -> StepCounts:
     starts = sum(
         not one.sampling.use_beam_search or len(one.token_ids) == one.num_prompt_tokens for one in step.starts
     )
+    moves = 0 if step.moves is None else len(step.moves.out_blocks) + len(step.moves.in_blocks)
     return StepCounts(
-        num_rows, num_tokens, len(step.sample_rows), context, attended, starts, len(step.copy_sources)
+        num_rows, num_tokens, len(step.sample_rows), context, attended, starts, len(step.copy_sources), moves
     )
 
 
@@ -91,6 +94,7 @@ class Rates:
     flops: float  # per second, dense, in the numbers that are served
     link_bandwidth: float = 0.0  # bytes per second and direction, to the other ranks
     link_latency: float = 0.0  # seconds of one all-reduce of nothing
+    host_link: float = 0.0  # bytes per second, to host memory and back
 
 
 def ideal_terms(rates: Rates, model: ModelNumbers, counts: StepCounts, ranks: int = 1) -> tuple[float, ...]:
@@ -129,7 +133,14 @@ class CostModel:
             )
         )
         device = max(weights, products) + kv + attention + moved + logits
-        return step + layer + row + start + device + self._all_reduces(counts)
+        charged = step + layer + row + start + device + self._all_reduces(counts)
+        return max(charged, counts.num_moves * self.move_seconds) if counts.num_moves else charged
+
+    @property
+    def move_seconds(self) -> float:
+        """Of one block to host memory, or back: each rank moves its part."""
+        link = self._rates.host_link * self._ranks
+        return self._model.block_bytes / link if link else 0.0
 
     def _all_reduces(self, counts: StepCounts) -> float:
         """Two per layer, as a ring: each rank sends and receives 2 (n − 1) / n of the activations."""

@@ -124,8 +124,8 @@ def _draw_grid(figure: Any, found: Sequence[Measured]) -> None:
         axis.grid(axis="x", visible=False)
         if rate == rates[0]:
             axis.set_ylabel("tokens per second")
-            axis.legend(loc="upper left", fontsize=7)
-            axis.set_ylim(top=20 * max(one.output_rate for one in ones))
+            handles, labels = axis.get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
 
 def _draw_blocks(figure: Any, found: Sequence[Measured]) -> None:

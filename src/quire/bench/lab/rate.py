@@ -4,9 +4,18 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from quire.bench.lab.experiment import Check, Experiment, Finding, Picture, Setup, Table
-from quire.bench.lab.figure import line_style
-from quire.bench.lab.rate_curves import FRACTIONS, Curve, CurveJob, ratio, trace_curve
+from quire.bench.lab.experiment import Check, Experiment, Finding, Setup
+from quire.bench.lab.rate_curves import FRACTIONS, CurveJob, ratio, trace_curve
+from quire.bench.lab.rate_figure import (
+    LABELS,
+    PUBLISHED,
+    PUBLISHED_BEAMS,
+    Curves,
+    Wide,
+    compared_table,
+    pictures,
+    sustained_table,
+)
 from quire.bench.lab.simulated import (
     BATCH_SIZE,
     PAPER,
@@ -19,31 +28,11 @@ from quire.bench.lab.simulated import (
     workload,
 )
 
-LABELS = {
-    "paged": "continuous, paged",
-    "oracle": "continuous, Oracle",
-    "pow2": "continuous, Pow2",
-    "max": "continuous, Max",
-    "ft": "request-level, Max (ft)",
-    "static": f"static batches of {BATCH_SIZE}, paged",
-    "dynamic": f"dynamic batches of {BATCH_SIZE}, paged",
-}
-LOOKS = {"static": 5, "dynamic": 6}  # beside the reservations', whose looks they would share
 ORCA = ("paged", "oracle", "pow2", "max")
 LINES = {"sharegpt": tuple(LABELS), "alpaca": tuple(LABELS), "chatbot": ORCA}
 WIDTHS = (2, 4, 6)
 METHODS = ("parallel", "beam")
 WIDE = ("paged", "pow2")  # policies that several sequences per request are compared over
-# sustained rate of paging over another policy, published for OPT-13B: low, high, where
-PUBLISHED = {
-    ("sharegpt", "oracle"): (1.7, 2.7),
-    ("sharegpt", "max"): (2.7, 8.0),
-    ("sharegpt", "ft"): (1.0, 22.0),
-    ("chatbot", "oracle"): (2.0, 2.0),
-}
-PUBLISHED_BEAMS = {1: 1.8, 2: 2.4, 4: 3.2, 6: 3.5}  # over Pow2, Alpaca; a width of 1 is plain decoding
-Curves = dict[str, Curve]  # by policy
-Wide = dict[tuple[str, int], Curves]  # by method and width
 
 
 def run(setup: Setup) -> Finding:
@@ -100,7 +89,6 @@ def _finding(
     wide: Wide,
 ) -> Finding:
     sharegpt = plain["sharegpt"]
-    best = max(ratio(sharegpt, other) for other in sharegpt)
     take_away = (
         f"On ShareGPT lengths paging sustains {ratio(sharegpt, 'oracle'):.1f} × the rate of Orca (Oracle), "
         f"{ratio(sharegpt, 'max'):.1f} × that of Orca (Max) and {ratio(sharegpt, 'ft'):.1f} × that of "
@@ -108,16 +96,8 @@ def _finding(
     )
     return Finding(
         take_away,
-        [_table(plain), _compared(plain, wide)],
-        [
-            Picture(
-                "rate",
-                "Normalised latency against request rate",
-                f"Whoever holds more requests at once serves a higher rate: up to {best:.1f} × between policies.",
-                lambda figure: _draw(figure, plain),
-                width=11.0,
-            )
-        ],
+        [sustained_table(plain), compared_table(plain, wide)],
+        pictures(plain, wide),
         {
             "curves": [one.as_dict() for curves in plain.values() for one in curves.values()],
             "several_sequences": [one.as_dict() for curves in wide.values() for one in curves.values()],
@@ -143,46 +123,6 @@ def _finding(
     )
 
 
-def _table(plain: dict[str, Curves]) -> Table:
-    rows = []
-    for name, curves in plain.items():
-        for policy, one in curves.items():
-            rows.append(
-                [
-                    name,
-                    LABELS[policy],
-                    f"{one.sustained:.2f}",
-                    f"{one.at_once.mean_full:.1f}",
-                    f"{1e3 * one.points[0].normalised:.0f}",
-                    f"{curves['paged'].sustained / one.sustained:.2f}",
-                ]
-            )
-    head = [
-        "requests",
-        "policy",
-        "sustained, req/s",
-        "running when full",
-        f"latency at {FRACTIONS[0]:g} × that, ms/token",
-        "paged sustains ×",
-    ]
-    return Table("Sustained request rates", head, rows, left=2)
-
-
-def _compared(plain: dict[str, Curves], wide: Wide) -> Table:
-    rows = []
-    for (name, over), (low, high) in PUBLISHED.items():
-        published = f"{low:g}" if low == high else f"{low:g}–{high:g}" if low > 1 else f"up to {high:g}"
-        rows.append([f"{name}: paged over {over}", f"{ratio(plain[name], over):.2f}", published])
-    rows.append(
-        ["alpaca: paged over pow2", f"{ratio(plain['alpaca'], 'pow2'):.2f}", f"{PUBLISHED_BEAMS[1]:g}"]
-    )
-    for (method, width), curves in wide.items():
-        words = "beams" if method == "beam" else "samples"
-        published = f"{PUBLISHED_BEAMS[width]:g}" if method == "beam" else "–"
-        rows.append([f"alpaca, {width} {words}: paged over pow2", f"{ratio(curves, 'pow2'):.2f}", published])
-    return Table("Sustained rate, simulated and published", ["ratio", "here", "published"], rows)
-
-
 def _checks(plain: dict[str, Curves], wide: Wide) -> list[Check]:
     checks = []
     for name, curves in plain.items():
@@ -200,21 +140,6 @@ def _checks(plain: dict[str, Curves], wide: Wide) -> list[Check]:
         )
     )
     return checks
-
-
-def _draw(figure: Any, plain: dict[str, Curves]) -> None:
-    axes = figure.subplots(1, len(plain), sharey=True)
-    for axis, (name, curves) in zip(axes, plain.items(), strict=True):
-        for policy, one in curves.items():
-            rates = [point.rate for point in one.points]
-            latencies = [point.normalised for point in one.points]
-            axis.plot(rates, latencies, label=LABELS[policy], **line_style(LOOKS.get(policy, policy)))
-            axis.axvline(
-                one.sustained, color=line_style(LOOKS.get(policy, policy))["color"], linewidth=0.6, alpha=0.6
-            )
-        axis.set(title=name, xlabel="requests per second", xscale="log", yscale="log")
-    axes[0].set_ylabel("normalised latency, s per token")
-    axes[0].legend(loc="upper left", fontsize=7)
 
 
 EXPERIMENT = Experiment(
