@@ -459,7 +459,7 @@ def main() -> None:
         begin, compiled = time.perf_counter(), num_compiled()
         try:
             SECTIONS[name]()
-            record("about", section=name, date=date.today().isoformat(), machine=torch.cuda.get_device_name(),
+            record("about", of=name, date=date.today().isoformat(), machine=torch.cuda.get_device_name(),
                    torch=torch.__version__, triton=triton.__version__)  # fmt: skip
         finally:
             arguments.output.write_text(json.dumps(REPORT, indent=1, default=str))

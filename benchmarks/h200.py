@@ -42,6 +42,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--output", help="JSON file")
     parser.add_argument("--settings", default="{}", help="JSON, passed to LLM")
+    parser.add_argument("--batching", help="continuous, static or dynamic: the same in --settings")
+    parser.add_argument("--max-num-seqs", type=int, help="the same in --settings")
     parser.add_argument("--profile", help="folder for a trace of some steps of each case")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
@@ -53,7 +55,7 @@ def _spawn(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         result = Path(folder, "rows.json")
         command = [sys.executable, __file__, "--child", shape, "--output", str(result)]
         command += ["--cases", options.cases or ",".join(workloads.ROWS[shape])]
-        command += ["--repeats", str(options.repeats), "--settings", options.settings]
+        command += ["--repeats", str(options.repeats), "--settings", _settings(options)]
         if options.profile:
             command += ["--profile", options.profile]
         done = subprocess.run([*command, "--began", repr(time.time())], check=False)
@@ -61,6 +63,13 @@ def _spawn(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             print(f"{shape}: ended with {done.returncode}", flush=True)
             return []
         return json.loads(result.read_text())
+
+
+def _settings(options: argparse.Namespace) -> str:
+    """With the flags that stand for a setting."""
+    named = {"batching": options.batching, "max_num_seqs": options.max_num_seqs}
+    given = {name: value for name, value in named.items() if value is not None}
+    return json.dumps({**json.loads(options.settings), **given})
 
 
 def _run_shape(options: argparse.Namespace) -> None:
@@ -117,6 +126,7 @@ def _run_case(llm: Any, shape: str, case: str, profile: str | None) -> dict[str,
         stats.schedule_seconds,
         stats.commit_seconds,
         llm.engine.scheduler.stats.num_preemptions,
+        llm.engine.scheduler.ended.num_tokens,
     )
     began = time.perf_counter()
     outputs = llm.generate(prompts, samplings, use_tqdm=False)
@@ -136,6 +146,7 @@ def _run_case(llm: Any, shape: str, case: str, profile: str | None) -> dict[str,
         "schedule_ms": 1e3 * (stats.schedule_seconds - before[1]) / num_steps,
         "commit_ms": 1e3 * (stats.commit_seconds - before[2]) / num_steps,
         "num_preemptions": llm.engine.scheduler.stats.num_preemptions - before[3],
+        "ended_tokens": llm.engine.scheduler.ended.num_tokens - before[4],
     }
 
 

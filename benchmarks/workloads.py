@@ -45,6 +45,7 @@ CASES = {  # name -> (lengths, requests)
     "b64": ("fixed:128/256", 64),
     "b256": ("fixed:128/256", 256),
     "sharegpt": ("sharegpt", 1024),
+    "sharegpt512": ("sharegpt", 512),  # batching policies are compared on it: static batches take their time
     "alpaca": ("alpaca", 2048),
     "prefill": ("fixed:4096/1", 64),
 }

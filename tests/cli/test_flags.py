@@ -35,11 +35,24 @@ OTHER = {
     "kv_cache_dtype": "float16",
     "enable_prefix_caching": False,
     "share": False,
+    "pin_prefix": ("system.txt", "shots.json"),
+    "cpu_offload_gb": 1.5,
+    "weights_memory_gb": 2.5,
+    "weights_offload_dir": "layers",
+    "swap_space": 0.5,
+    "kv_offload_gb": 0.25,
+    "kv_offload_dir": "kept",
     "max_num_seqs": 3,
     "max_num_batched_tokens": 64,
     "max_queue_requests": 10,
     "max_queue_tokens": 1000,
     "steps_in_flight": 0,
+    "batching": "static",
+    "batch_size": 2,
+    "batch_window_ms": 5.5,
+    "max_prompt_chunk": 33,
+    "preemption_mode": "swap",
+    "admit_after": "completed",
     "device": "cpu",
     "num_threads": 2,
     "enforce_eager": True,
@@ -62,6 +75,8 @@ def as_words(name: str, value: object) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, tuple):
+        return [word for one in value for word in (flag, one)]
     return [flag, str(value)]
 
 
@@ -72,7 +87,9 @@ def test_every_setting_has_a_flag_a_help_text_and_a_case_here():
 
 @pytest.mark.parametrize("name", sorted(OTHER))
 def test_a_flag_becomes_its_setting(name):
-    assert settings(*as_words(name, OTHER[name])) == {name: OTHER[name]}
+    expected = OTHER[name]
+    expected = list(expected) if isinstance(expected, tuple) else expected
+    assert settings(*as_words(name, OTHER[name])) == {name: expected}
 
 
 def test_all_flags_together_make_the_config():

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from quire.core.clock import VirtualClock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import InvalidRequest, QueueFull
 from quire.core.sampling import SamplingParams
@@ -71,7 +72,9 @@ class EngineMachine(RuleBasedStateMachine):
         if drafting is not None:
             speculative = SpeculativeConfig("ngram", 4, adaptive=adaptive)
             speculation = partial(Speculation, speculative, RandomProposer(drafting), max_num_seqs)
-        self.engine = Engine(config, limits, self.memory, self.runner, make_speculation=speculation)
+        self.engine = Engine(
+            config, limits, self.memory, self.runner, make_speculation=speculation, clock=VirtualClock()
+        )
         self.max_batch = max_tokens
         self.prompts = {}
         self.outputs = {}
@@ -84,14 +87,17 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         salt=st.sampled_from(["", "other"]),
+        place=st.integers(0, 2),
     )
-    def add(self, prefix, tail, max_tokens, n, salt):
+    def add(self, prefix, tail, max_tokens, n, salt, place):
         request_id = f"r{self.count}"
         self.count += 1
         prompt = PREFIX[:prefix] + tail
         sampling = SamplingParams(n=n, max_tokens=max_tokens)
         try:
-            self.engine.add(request_id, prompt, sampling, cache_salt=salt)
+            self.engine.add(
+                request_id, prompt, sampling, cache_salt=salt, priority=place, tenant=f"tenant {place}"
+            )
         except (InvalidRequest, QueueFull):
             return
         self.prompts[request_id] = [expected(prompt, index, max_tokens) for index in range(n)]
@@ -129,7 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
     def crowd(self, count, max_tokens, n):
         """Several at once, which start small and grow: sooner or later some must leave."""
         for i in range(count):
-            self.add(prefix=i, tail=[11 + self.count % 30], max_tokens=max_tokens, n=n, salt="")
+            self.add(prefix=i, tail=[11 + self.count % 30], max_tokens=max_tokens, n=n, salt="", place=i % 3)
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps):

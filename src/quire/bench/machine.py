@@ -80,7 +80,7 @@ def describe_kernels(*, compiled_only: bool = False) -> dict[str, Any]:
 
 
 def describe_environment() -> dict[str, str]:
-    """Environment variables that change what Quire does; secrets are not among them."""
+    """Environment variables that change what Quire does; of keys only that they are set."""
     prefixes = (
         "QUIRE_",
         "OMP_",
@@ -91,7 +91,8 @@ def describe_environment() -> dict[str, str]:
         "HF_ENDPOINT",
         "TORCH_",
     )
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+    return {name: "(set)" if "KEY" in name else value for name, value in found.items()}
 
 
 def describe_places() -> dict[str, str]:

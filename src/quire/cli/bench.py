@@ -50,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
         )
         one.add_argument("--json", action="store_true", help="print that JSON instead of the table")
         if name != "serve":  # its engine is somebody else's process
-            add_engine_flags(one)
+            add_engine_flags(one, without=("batch_size",) if name == "latency" else ())  # it has its own
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,7 +79,12 @@ def _add_throughput(parser: Parser) -> None:
 
 def _add_latency(parser: Parser) -> None:
     parser.add_argument(
-        "--batch-size", type=int, default=1, metavar="N", help="requests at once (default: 1)"
+        "--batch-size",
+        type=int,
+        default=1,
+        dest="requests_at_once",
+        metavar="N",
+        help="requests at once (default: 1)",
     )
     _add_lengths(parser)
     parser.add_argument(
@@ -138,7 +143,7 @@ def _throughput(arguments: argparse.Namespace) -> BenchReport:
 
 def _latency(arguments: argparse.Namespace) -> BenchReport:
     plan = LatencyPlan(
-        batch_size=arguments.batch_size,
+        batch_size=arguments.requests_at_once,
         input_len=_or(arguments.input_len, DEFAULT_INPUT),
         output_len=_or(arguments.output_len, DEFAULT_OUTPUT),
         iterations=arguments.iterations,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from quire.cli.parser import Parser
+from quire.cli.parser import Collect, Parser
 from quire.cli.sizes import parse_bytes
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -36,6 +36,12 @@ HELP = {
     "kv_cache_dtype": "numbers in the pool: auto, float32, float16, bfloat16 or (on a GPU) fp8",
     "enable_prefix_caching": "find blocks again whose tokens were computed before",
     "share": "forked sequences share their blocks; --no-share copies all of them, for comparison",
+    "reservation": "paged, or max, pow2 or oracle: memory in one piece, taken at admission, for comparison",
+    "pin_prefix": "a file of text, or of chat messages in JSON, that many requests begin with: its blocks are computed "
+    "at start and kept (may be repeated)",
+    "cpu_offload_gb": "GiB of layers that live in host memory and stream to the GPU in every step",
+    "weights_memory_gb": "GiB of host memory for weights; layers beyond stream from disk (default: all in memory)",
+    "weights_offload_dir": "folder for layers that stream from disk (default: in the cache folder)",
     "max_num_seqs": "sequences that run at once (default: 256 on a CPU, 1024 on a GPU, or one per block)",
     "max_num_batched_tokens": "tokens per step (default: 512 on a CPU, 8192 on a GPU)",
     "max_queue_requests": "requests that may wait",
@@ -44,6 +50,8 @@ HELP = {
     "batching": "continuous, or static or dynamic: batches that start together and end together, for comparison",
     "batch_size": "requests in a static or dynamic batch (default: max_num_seqs)",
     "batch_window_ms": "milliseconds that a dynamic batch waits to be full",
+    "preset": "several settings at once: ft is static batching with memory reserved to the maximum",
+    "schedule": "who is admitted first: fcfs, priority (lower values), shortest, or fair (shares among keys or users)",
     "max_prompt_chunk": "tokens of one prompt in one step (default: as many as the step has)",
     "preemption_mode": "what happens to a request that must leave the pool: recompute, swap, or auto, the cheaper one",
     "admit_after": "new requests enter once those that had to leave have resumed, or completed",
@@ -57,6 +65,7 @@ HELP = {
     "deterministic": "on a GPU: a request's tokens do not depend on its neighbours (slower; on a CPU in int8 always)",
 }
 _SHORT = {"quantization": ("-q",)}
+_REPEATED = {"pin_prefix": "FILE"}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 _CONVERTERS: dict[str, Callable[[str], Any]] = {"kv_cache_memory_bytes": parse_bytes}
 
@@ -98,7 +107,9 @@ def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def _add_flag(group: Any, field: Field[Any]) -> None:
     kind = _kind(field)
     given: dict[str, Any] = {"dest": field.name, "default": None, "help": _help(field)}
-    if kind is bool:
+    if field.name in _REPEATED:
+        given |= {"action": Collect, "metavar": _REPEATED[field.name]}
+    elif kind is bool:
         given["action"] = argparse.BooleanOptionalAction
     else:
         given["type"] = _CONVERTERS.get(field.name, kind)
@@ -114,7 +125,7 @@ def _kind(field: Field[Any]) -> Callable[[str], Any]:
 
 def _help(field: Field[Any]) -> str:
     text = HELP.get(field.name, field.name.replace("_", " "))
-    if field.default is None or field.default is MISSING or "default:" in text:
+    if field.default in (None, ()) or field.default is MISSING or "default:" in text:
         return text
     shown = (
         {True: "on", False: "off"}.get(field.default, field.default)

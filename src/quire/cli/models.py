@@ -8,7 +8,12 @@ from quire.cli.parser import Parser
 from quire.weights.builtin import BUILTIN, BUILTIN_NAME
 from quire.weights.cache import CachedItem, cache_folder, list_cached
 
-KINDS = {"model": "taken from a package", "converted": "converted for this engine", "hub": "from the hub"}
+KINDS = {
+    "model": "taken from a package",
+    "converted": "converted for this engine",
+    "offloaded": "layers that stream from disk",
+    "hub": "from the hub",
+}
 
 
 def add_arguments(parser: Parser) -> None:

@@ -24,7 +24,10 @@ from quire.weights.source import Source
 
 USUAL_CONTEXT = 2048
 BATCHES = (1, 8, 32, 128, 256, 512, 1024)
-_NOT_PLANNED = ("tokenizer", "chat_template", "served_model_name", "seed", "enforce_eager", "steps_in_flight")
+_NOT_PLANNED = (
+    *("tokenizer", "chat_template", "served_model_name", "seed", "enforce_eager", "steps_in_flight"),
+    *("batching", "batch_size", "batch_window_ms", "schedule", "max_prompt_chunk", "preset", "reservation"),
+)
 
 
 def add_arguments(parser: Parser) -> None:

@@ -10,6 +10,7 @@ from quire.cli.engine_flags import add_engine_flags, engine_settings
 from quire.cli.parser import Collect, Parser
 from quire.cli.sizes import parse_bytes
 from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
 from quire.observe import logs
 from quire.server.keys import read_key_file
 from quire.server.run import serve
@@ -50,7 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     engine = engine_settings(arguments)
     for name in _OWN_FLAGS:
         engine.pop(name, None)
-    serve(server_settings(arguments), EngineConfig.of(**engine), show_progress=sys.stderr.isatty())
+    settings, config = server_settings(arguments), EngineConfig.of(**engine)
+    if settings.isolate_keys and config.memory.pin_prefix:
+        raise ConfigError(
+            "--isolate-keys gives every key a cache of its own, where no pinned prefix is found: leave out one"
+        )
+    serve(settings, config, show_progress=sys.stderr.isatty())
     return 0
 
 

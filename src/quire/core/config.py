@@ -9,6 +9,15 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire.core.speculation import SpeculativeConfig, parse_speculative
 
+USUAL_BLOCK_SIZE = 16
+RESERVATIONS = ("paged", "max", "pow2", "oracle")
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "ft": {
+        "batching": "static",
+        "reservation": "max",
+    },  # as FasterTransformer: whole requests, the longest memory
+}
+SCHEDULES = ("fcfs", "priority", "shortest", "fair")
 BATCHING = ("continuous", "static", "dynamic")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
@@ -75,13 +84,20 @@ class ModelOptions:
 class MemoryConfig:
     """How the pool is cut and how large it may be."""
 
-    block_size: int = 16
+    block_size: int = USUAL_BLOCK_SIZE
     num_blocks: int | None = None  # wins over the byte limits; for tests and experiments
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     share: bool = True  # False, for experiments: a fork copies every block, and no prefix is found again
+    reservation: str = "paged"  # or, for experiments, up front in one piece: max, pow2 or oracle
+    pin_prefix: tuple[str, ...] = ()  # files of text or chat messages whose blocks are held from the start
+    cpu_offload_gb: float = 0.0  # GiB of layers' weights that live in host memory and stream to the GPU
+    weights_memory_gb: float | None = (
+        None  # GiB of host memory that weights may take; the rest streams from disk
+    )
+    weights_offload_dir: str | None = None  # where those lie; None: in the cache folder
     swap_space: float = (
         4.0  # GiB of host memory for requests that must leave the pool; 0: they are computed again
     )
@@ -97,16 +113,23 @@ class MemoryConfig:
         _at_least("num_blocks", self.num_blocks, 1)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, (*DTYPES, "fp8"))
+        _one_of("reservation", self.reservation, RESERVATIONS)
+        if self.reservation != "paged" and self.block_size not in (1, USUAL_BLOCK_SIZE):
+            raise ConfigError(
+                f"block_size={self.block_size} says nothing with reservation={self.reservation!r}, which counts "
+                "tokens: leave it out"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
+        named = (self.pin_prefix,) if isinstance(self.pin_prefix, str) else tuple(self.pin_prefix)
+        object.__setattr__(self, "pin_prefix", named)
+        _not_negative("cpu_offload_gb", self.cpu_offload_gb)
+        if self.weights_memory_gb is not None and not self.weights_memory_gb > 0.0:
+            raise ConfigError(f"weights_memory_gb={self.weights_memory_gb} must be more than 0")
         _not_negative("swap_space", self.swap_space)
         _not_negative("kv_offload_gb", self.kv_offload_gb)
         if self.kv_offload_dir is not None and not self.kv_offload_gb:
             raise ConfigError("kv_offload_dir needs host memory before it: give kv_offload_gb, such as 4")
-        if self.kv_offload_gb and not (self.enable_prefix_caching and self.share):
-            raise ConfigError(
-                "kv_offload_gb keeps what the prefix cache evicts: leave enable_prefix_caching on"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +144,9 @@ class SchedulerConfig:
     batching: str = "continuous"  # or static or dynamic: batches that start together and end together
     batch_size: int | None = None  # of a static or dynamic batch, in requests; None: max_num_seqs
     batch_window_ms: float = 50.0  # how long a dynamic batch waits to be full
+    schedule: str = "fcfs"  # or priority, shortest, fair: who is admitted first, and preempted last
     max_prompt_chunk: int | None = None  # tokens of one prompt in one step; None: as many as the step has
+    preset: str | None = None  # settings by one name, see PRESETS; those that are named themselves win
     preemption_mode: str = "auto"  # recompute | swap | auto, the cheaper of the two
     admit_after: str = "resumed"  # or completed: who may be admitted after a preemption
 
@@ -132,7 +157,10 @@ class SchedulerConfig:
         _at_least("max_queue_tokens", self.max_queue_tokens, 1)
         if self.steps_in_flight not in (0, 1):
             raise ConfigError(f"steps_in_flight={self.steps_in_flight} must be 0 or 1")
+        if self.preset is not None:
+            _one_of("preset", self.preset, tuple(PRESETS))
         _one_of("batching", self.batching, BATCHING)
+        _one_of("schedule", self.schedule, SCHEDULES)
         _at_least("batch_size", self.batch_size, 1)
         _at_least("max_prompt_chunk", self.max_prompt_chunk, 1)
         if self.batch_size and self.max_num_seqs and self.batch_size > self.max_num_seqs:
@@ -197,6 +225,7 @@ class EngineConfig:
         """From flat settings, as flags and `LLM(...)` spell them. An unknown name is an error."""
         parts: dict[str, dict[str, Any]] = {}
         owner = option_owners()
+        flat = {**PRESETS.get(flat.get("preset") or "", {}), **flat}
         for name, value in flat.items():
             if name not in owner:
                 near = difflib.get_close_matches(name, owner, n=1)

@@ -19,6 +19,7 @@ class Request:
     )  # the model's end tokens (unless ignored) and the request's own
     arrival: float = 0.0  # seconds, monotonic clock
     priority: int = 0  # lower runs first where the schedule asks for it
+    tenant: str = ""  # in whose account it is served, where the schedule shares fairly
     cache_salt: str = ""
     adapter: str | None = None
 

@@ -9,7 +9,7 @@ from quire.core.clock import Clock
 from quire.core.errors import InvalidRequest
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
-from quire.memory.paged import PagedMemory
+from quire.memory.interface import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,12 @@ class Limits:
 class Door:
     """Turns a prompt and its parameters into a Request, or raises InvalidRequest with number and remedy."""
 
-    def __init__(self, limits: Limits, memory: PagedMemory, seed: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, limits: Limits, memory: Memory, seed: int, clock: Clock = time.monotonic) -> None:
         self.limits = limits
         self._memory = memory
         self._seeds = random.Random(seed)
         self._clock = clock
+        self.num_pinned = 0  # blocks of the pool that no request can have
 
     def admit(
         self,
@@ -39,6 +40,7 @@ class Door:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> Request:
         self._check_prompt(prompt_token_ids, sampling)
         self._check_token_ids(sampling)
@@ -54,6 +56,7 @@ class Door:
             stop_token_ids=stop_token_ids,
             arrival=self._clock(),
             priority=priority,
+            tenant=tenant,
             cache_salt=cache_salt,
         )
         self._check_pool(request)
@@ -104,14 +107,14 @@ class Door:
         # nobody asked for a length, so the pool may set it: n sequences share the prompt's full blocks
         memory = self._memory
         shared = num_prompt_tokens // memory.block_size
-        own_blocks = (memory.num_blocks - shared) // sampling.num_sequences
+        own_blocks = (memory.num_blocks - self.num_pinned - shared) // sampling.num_sequences
         return max(num_prompt_tokens + 1, min(limit, (shared + own_blocks) * memory.block_size + 1))
 
     def _check_pool(self, request: Request) -> None:
-        needed = self._memory.blocks_at_most(request)
-        if needed > self._memory.num_blocks:
+        needed, available = self._memory.blocks_at_most(request), self._memory.num_blocks - self.num_pinned
+        if needed > available:
             raise InvalidRequest(
                 f"the request may need {needed} blocks of {self._memory.block_size} tokens and the whole pool has "
-                f"{self._memory.num_blocks}: lower max_tokens or n, or raise kv_cache_memory_bytes",
+                f"{available}: lower max_tokens or n, or raise kv_cache_memory_bytes",
                 "max_tokens",
             )

@@ -8,17 +8,22 @@ from functools import partial
 import torch
 
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from quire.core.errors import QuireError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
 from quire.engine.host_memory import make_host_memory, open_second_home
+from quire.engine.offload import load_model, offload_lines
+from quire.engine.pins import PinnedPrefix, pin_prefixes
+from quire.engine.policy_words import policies_in_words
 from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
     default_limits,
     resolve_max_model_len,
+    resolve_memory,
     resolve_numbers,
     resolve_scheduler,
 )
@@ -28,10 +33,10 @@ from quire.grammar.compiler import Compiler
 from quire.kernels import native
 from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
-from quire.memory.paged import PagedMemory
+from quire.memory.choose import make_memory
 from quire.models import registry
-from quire.models.loading import load
 from quire.models.model import Model
+from quire.models.streamed import Streaming, is_streamed
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.profile import activation_bytes
 from quire.runner.runner import Runner, RunnerLimits
@@ -62,7 +67,11 @@ class Report:
     tiles: str  # attention's, on a GPU: tuned, default or fixed
     seconds: float
     speculation: str = ""  # who drafts and how far, in words
+    policies: str = ""  # those that are not the usual ones, in words
     host: tuple[str, ...] = ()  # host memory beside the pool, in words
+    offload: tuple[str, ...] = ()  # which weights stream and what that costs, in lines
+    streaming: Streaming | None = None  # the same as figures; None: all weights stay
+    pinned: tuple[PinnedPrefix, ...] = ()
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
@@ -75,13 +84,16 @@ class Report:
         return [
             f"model     {self.model}, {numbers.format_name} {where}",
             f"weights   {self.weights_bytes / 1e6:,.0f} MB",
+            *self.offload,
             *divided,
             f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
             f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
             *self.host,
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
+            *(prefix.line for prefix in self.pinned),
             *([f"drafts    {self.speculation}"] if self.speculation else []),
+            *([f"policies  {self.policies}"] if self.policies else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
 
@@ -110,6 +122,7 @@ class Built:
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     started = time.perf_counter()
+    config = replace(config, memory=resolve_memory(config.memory))
     options = config.model
     source = open_source(
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
@@ -119,7 +132,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     max_model_len = resolve_max_model_len(config, described)
     num_threads = set_threads(config.runner.num_threads, numbers)
     factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
-    model = load(source, factory, partial(progress, "weights") if progress else None, seed=options.seed)
+    loaded = load_model(config, numbers, source, factory, partial(progress, "weights") if progress else None)
+    model = loaded.model
     speculative = config.speculation.parsed
     draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
     pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft)
@@ -130,17 +144,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     host = make_host_memory(config, pool)
     runner.mover = host.mover
-    memory = PagedMemory(
-        size.num_blocks,
-        size.block_size,
-        source.fingerprint,
-        config.memory.enable_prefix_caching,
-        config.memory.share,
-        host.num_swap_blocks,
+    memory = make_memory(
+        config.memory, size.num_blocks, max_model_len, source.fingerprint, host.num_swap_blocks
     )
     seed = options.seed if options.load_format == "dummy" else None
     kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
-    offload = open_second_home(config, host, memory, pool.layout, *kept)
+    evicted = open_second_home(config, host, memory, pool.layout, *kept)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -155,9 +164,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         num_threads=num_threads,
         num_graphs=num_graphs,
         tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
         speculation=speculative.in_words if speculative else "",
-        host=(host.swap_line, *offload),
+        policies=policies_in_words(config.memory, scheduler),
+        host=(*host.lines, *evicted),
+        offload=offload_lines(config, numbers, loaded.streaming),
+        streaming=loaded.streaming,
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
     make_speculation = None
@@ -170,6 +182,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     engine = Engine(
         scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation, preemption
     )
+    try:
+        pinned = pin_prefixes(engine, config, source)
+    except QuireError:
+        engine.close()
+        raise
+    report = replace(report, pinned=pinned, seconds=time.perf_counter() - started)
     return Built(engine, source, described, default_sampling(source), report)
 
 
@@ -224,7 +242,7 @@ def _runner_limits(
 ) -> RunnerLimits:
     max_num_seqs, max_tokens = scheduler.limits
     # a tape needs native operations throughout; a CUDA graph takes whatever a model launches
-    recordable = model.recordable or numbers.device.type == "cuda"
+    recordable = (model.recordable or numbers.device.type == "cuda") and not is_streamed(model)
     return RunnerLimits(
         max_num_seqs,
         max_tokens,

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from quire.core.clock import Clock, VirtualClock
@@ -17,12 +17,13 @@ from quire.engine.commit import Committer, error_updates
 from quire.engine.speculation import Speculation, SpeculationStats
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
-from quire.memory.paged import PagedMemory
+from quire.memory.interface import Memory
 from quire.sampling.records import TokenMask
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
 
 READING_WAIT = 0.002  # seconds that it waits for blocks from the disk at a time
+PIN = "pin"  # the request that computes a pinned prefix
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
 COMPANY_WAIT = 0.001  # the same, for a batch to be full
 
@@ -62,7 +63,7 @@ class Engine:
         self,
         config: SchedulerConfig,
         limits: Limits,
-        memory: PagedMemory,
+        memory: Memory,
         runner: StepRunner,
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,
@@ -92,6 +93,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> None:
         """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now.
 
@@ -102,12 +104,27 @@ class Engine:
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
         request = self._door.admit(
-            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt
+            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant
         )
         if sampling.structured is None or self._structured.admit(request):
             self.scheduler.add(request)
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += request.num_prompt_tokens
+
+    def pin(self, token_ids: Sequence[int]) -> int:
+        """Computes a prefix and holds its full blocks for good; how many. Only while nothing else runs.
+
+        Raises InvalidRequest if it can never run. Figures do not count it: nobody asked for an answer.
+        """
+        counted = replace(self.stats), replace(self.memory.stats)
+        request = self._door.admit(PIN, token_ids, SamplingParams(temperature=0.0, max_tokens=1))
+        self.scheduler.add(request)
+        while self.has_work:
+            self.step()
+        self.stats, self.memory.stats = counted
+        num_held = self.memory.hold(request)
+        self._door.num_pinned = self.memory.num_held
+        return num_held
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; its blocks are free when this returns. False if nobody knows it."""

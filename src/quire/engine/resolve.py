@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.core.config import EngineConfig, ModelConfig, SchedulerConfig
+from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
@@ -43,6 +43,13 @@ def resolve_numbers(config: EngineConfig, model: ModelConfig) -> Numbers:
         activations = str(number_format.activation_dtype).removeprefix("torch.")
         kv_dtype = "float16" if number_format.native else activations
     return Numbers(device, number_format, kv_dtype)
+
+
+def resolve_memory(config: MemoryConfig) -> MemoryConfig:
+    """Memory that is reserved up front counts tokens, and nothing in it is found again."""
+    if config.reservation == "paged":
+        return config
+    return replace(config, block_size=1, enable_prefix_caching=False)
 
 
 def resolve_device(name: str) -> torch.device:

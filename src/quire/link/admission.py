@@ -29,6 +29,7 @@ class Ask:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
 
     @property
     def num_tokens(self) -> int:

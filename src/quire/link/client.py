@@ -165,6 +165,6 @@ def _encoded(ask: Ask, vocab_size: int) -> bytes:
             f"token id {wrong} is outside the vocabulary of {vocab_size}: use 0 to {vocab_size - 1}", "prompt"
         ) from None
     try:
-        return encode(Add(ask.request_id, packed, ask.sampling, ask.priority, ask.cache_salt))
+        return encode(Add(ask.request_id, packed, ask.sampling, ask.priority, ask.cache_salt, ask.tenant))
     except (OverflowError, UnicodeEncodeError) as error:
         raise InvalidRequest(f"the request holds a value that cannot be passed on ({error})") from None

@@ -121,6 +121,7 @@ class EngineLoop:
                 message.sampling,
                 priority=message.priority,
                 cache_salt=message.cache_salt,
+                tenant=message.tenant,
             )
         except InvalidRequest as refusal:
             self._refuse(message, "invalid", str(refusal), refusal.param)

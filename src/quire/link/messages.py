@@ -26,6 +26,7 @@ class Add(_Message, frozen=True):
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
 
 
 class Embed(_Message, frozen=True):

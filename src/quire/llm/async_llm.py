@@ -46,7 +46,7 @@ class AsyncLLM:
         request_id = request_id or f"async-{next(self._ids)}"
         answer = Answer(request_id, sampling, self.tokenizer)
         updates: asyncio.Queue[SequenceUpdate | BaseException] = asyncio.Queue()
-        accepted = self._thread.add(request_id, prepared.token_ids, sampling, cache_salt=prepared.cache_salt)
+        accepted = self._thread.add(request_id, prepared.token_ids, sampling, **prepared.options)
         self._queues[request_id] = updates
         try:
             await asyncio.wrap_future(accepted)

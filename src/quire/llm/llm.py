@@ -161,7 +161,7 @@ class LLM:
         try:
             for prompt, sampling in zip(prompts, samplings, strict=True):
                 request_id = str(next(self._ids))
-                self.engine.add(request_id, prompt.token_ids, sampling, cache_salt=prompt.cache_salt)
+                self.engine.add(request_id, prompt.token_ids, sampling, **prompt.options)
                 answers.append(Answer(request_id, sampling, self.tokenizer))
         except QuireError:
             for answer in answers:  # all or none: the caller gets no half-done list

@@ -16,6 +16,13 @@ class PreparedPrompt:
     text: str | None
     token_ids: list[int]
     cache_salt: str = ""
+    priority: int = 0  # lower first, with schedule="priority"
+    tenant: str = ""  # whose share it is served from, with schedule="fair"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As Engine.add takes them."""
+        return {"cache_salt": self.cache_salt, "priority": self.priority, "tenant": self.tenant}
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -30,22 +37,32 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def prepare(
     prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True
 ) -> PreparedPrompt:
+    options: dict[str, Any] = {}
     if isinstance(prompt, Mapping):
-        salt = str(prompt.get("cache_salt") or "")
+        options = _options(prompt)
         if prompt.get("prompt_token_ids") is not None:
-            return PreparedPrompt(prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"]), salt)
+            return PreparedPrompt(prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"]), **options)
         if "prompt" not in prompt:
             raise InvalidRequest(
                 f'a prompt needs "prompt" or "prompt_token_ids", this one has {sorted(prompt)}', "prompt"
             )
         text = prompt["prompt"]
     elif isinstance(prompt, str):
-        text, salt = prompt, ""
+        text = prompt
     else:
         return PreparedPrompt(None, _token_ids(prompt))
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: give prompt_token_ids instead of text", "prompt")
-    return PreparedPrompt(text, tokenizer.encode(text, add_special_tokens=add_special_tokens), salt)
+    return PreparedPrompt(text, tokenizer.encode(text, add_special_tokens=add_special_tokens), **options)
+
+
+def _options(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """What a prompt may say beside its text."""
+    priority = prompt.get("priority") or 0
+    if not isinstance(priority, int):
+        raise InvalidRequest(f"priority={priority!r} is not a whole number", "priority")
+    names = {name: str(prompt.get(name) or "") for name in ("cache_salt", "tenant")}
+    return {"priority": priority, **names}
 
 
 def _token_ids(values: Any) -> list[int]:

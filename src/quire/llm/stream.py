@@ -117,7 +117,7 @@ def _submit(
 def _start(llm: LLM, prompt: PreparedPrompt, sampling: SamplingParams, index: int = 0) -> _Running:
     sampling = ready_to_sample(sampling, llm.tokenizer)
     request_id = f"stream-{next(_ids)}"
-    llm.engine.add(request_id, prompt.token_ids, sampling, cache_salt=prompt.cache_salt)
+    llm.engine.add(request_id, prompt.token_ids, sampling, **prompt.options)
     return _Running(index, prompt, Answer(request_id, sampling, llm.tokenizer))
 
 

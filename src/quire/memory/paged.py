@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from quire.core.ints import ints
 from quire.core.request import Request, Sequence
 from quire.memory.blocks import BlockPool
 from quire.memory.moves import PageMoves
@@ -51,6 +52,8 @@ class MemoryStats:
 class PagedMemory:
     """All-or-nothing: a call that cannot be granted changes nothing and says so."""
 
+    reserves = False
+
     def __init__(
         self,
         num_blocks: int,
@@ -68,6 +71,7 @@ class PagedMemory:
         self.moves = PageMoves()  # that the next step must carry
         self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.moves, self._take)
         self.home: SecondHome | None = None  # None: what is evicted is gone
+        self._held: list[Sequence] = []  # prefixes that are never given up
         self._enable_prefix_caching = enable_prefix_caching and share
         self._share = share
 
@@ -91,6 +95,10 @@ class PagedMemory:
         shared = request.num_prompt_tokens // self.block_size if self._share else 0
         own = self.blocks_for(request.max_len - 1) - shared
         return shared + own * request.sampling.num_sequences
+
+    def reserve(self, leader: Sequence, num_sequences: int) -> bool:
+        """Blocks are taken when they are needed: `grow` says whether there are any."""
+        return True
 
     def match(self, sequence: Sequence) -> int:
         """Shares the longest indexed prefix into an empty table and returns how many positions that gives.
@@ -205,11 +213,28 @@ class PagedMemory:
         sequence.num_indexed = 0
         sequence.num_computed = 0
 
+    def hold(self, request: Request) -> int:
+        """Keeps the full blocks of a prompt that was just computed, for good; how many there are."""
+        token_ids = ints(request.prompt_token_ids)
+        token_ids.append(0)  # `match` leaves out the last token
+        held = Sequence(request, 0, token_ids)
+        self.match(held)
+        self._held.append(held)
+        return len(held.block_ids)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are held; prefixes may share some."""
+        return len({block for held in self._held for block in held.block_ids})
+
     def reset_prefix_index(self) -> None:
-        """Forgets all content; blocks in use stay with their sequences."""
+        """Forgets all content but what is held; blocks in use stay with their sequences."""
         self.index.clear()
         if self.home is not None:
             self.home.clear()
+        for held in self._held:
+            for content, block in zip(held.block_hashes, held.block_ids, strict=False):
+                self.index.put(content, block)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Recounts everything from the tables; raises RuntimeError on the first thing that is off."""
@@ -218,7 +243,7 @@ class PagedMemory:
         self.swap.check_integrity(sequences)
         if self.home is not None:
             self.home.check_integrity()
-        for sequence in sequences:
+        for sequence in (*sequences, *self._held):
             for block in sequence.block_ids:
                 counts[block] += 1
         if counts[0]:

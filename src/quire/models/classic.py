@@ -12,6 +12,7 @@ from quire.layers.loader import Loader
 from quire.layers.norm import LayerNorm
 from quire.layers.pool import Pool
 from quire.layers.state import Stateful, collect, distribute
+from quire.models.model import Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class ClassicDecoder:
         self.project_in = factory.linear(hidden, width) if width != hidden else None
         self.project_out = factory.linear(width, hidden) if width != hidden else None
         self.blocks = [ClassicLayer(config, kind, factory, i) for i in range(config.num_layers)]
+        self.stack: list[Layer] = [*self.blocks]
         self.norm: LayerNorm | None = None
         if kind.final_norm:
             self.norm = factory.layer_norm(hidden, kind.eps, kind.affine)
@@ -107,10 +109,10 @@ class ClassicDecoder:
             hidden = self.project_in(hidden)
         hidden = hidden + self.positions(batch.positions)
         update: Tensor | None = None
-        for block in self.blocks[:-1]:
-            hidden, update = block.finish(block.attend(hidden, update, batch, pool), hidden)
+        for layer in self.stack[:-1]:
+            hidden, update = layer.finish(layer.attend(hidden, update, batch, pool), hidden)
         # what follows the last attention is needed only where logits are
-        last, wanted = self.blocks[-1], batch.logits_indices
+        last, wanted = self.stack[-1], batch.logits_indices
         attended = last.attend(hidden, update, batch, pool)
         hidden, update = last.finish(self._select(attended, wanted), self._select(hidden, wanted))
         if self.norm is not None:

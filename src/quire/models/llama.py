@@ -15,7 +15,7 @@ from quire.layers.pool import Pool
 from quire.layers.rope import position_limit, rope_parameters
 from quire.layers.state import Stateful, collect, distribute
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
-from quire.models.model import Model
+from quire.models.model import Layer, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +177,17 @@ class Llama:
         cos_sin = factory.rotary(config.hf, config.head_dim, config.max_position)
         self.embedding = factory.embedding(config.vocab_size, config.hidden_size)
         self.blocks = [LlamaLayer(config, variant, factory, i, cos_sin) for i in range(config.num_layers)]
+        self.stack: list[Layer] = [*self.blocks]
         self.norm = factory.rms_norm(config.hidden_size, float(config.hf.get("rms_norm_eps", 1e-6)))
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = factory.output_head(config.vocab_size, config.hidden_size, tied_to)
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
         hidden = self.embedding(batch.token_ids)
-        for block in self.blocks[:-1]:
-            hidden = block.finish(block.attend(hidden, batch, pool), hidden)
+        for layer in self.stack[:-1]:
+            hidden = layer.finish(layer.attend(hidden, batch, pool), hidden)
         # what follows the last attention is needed only where logits are
-        last, wanted = self.blocks[-1], batch.logits_indices
+        last, wanted = self.stack[-1], batch.logits_indices
         attended = last.attend(hidden, batch, pool)
         hidden = last.finish(self._select(attended, wanted), self._select(hidden, wanted))
         return self.norm(hidden)

@@ -45,22 +45,29 @@ def load_encoder(
 def _fill(
     model: Loadable, source: Source, factory: LayerFactory, progress: Progress | None, seed: int
 ) -> None:
-    if getattr(source, "random", False):
-        _stream(_random_tensors(model.loaders(), seed, factory.device), model.loaders(), progress)
-        return
-    if not factory.number_format.worth_keeping:
-        _stream(source.tensors(), model.loaders(), progress, source.num_tensors)
+    if source.random or not factory.number_format.worth_keeping:
+        feed(source, model.loaders(), factory.device, progress, seed)
         return
     path = converted_path(source.fingerprint, factory.number_format.name)
     kept = read_converted(path)
     if kept is not None and _adopt(model, kept):
         logger.debug("mapped converted weights %s", path)
         return
-    _stream(source.tensors(), model.loaders(), progress, source.num_tensors)
+    feed(source, model.loaders(), factory.device, progress, seed)
     if write_converted(path, model.parameters()):
         kept = read_converted(path)
         if kept is not None:
             _adopt(model, kept)  # mapped pages can be dropped and shared, those just made cannot
+
+
+def feed(
+    source: Source, loaders: Mapping[str, Loader], device: torch.device, progress: Progress | None, seed: int
+) -> None:
+    """Every loader gets its tensor from the source, or a random one; WeightsError names those that are missing."""
+    if source.random:
+        _stream(_random_tensors(loaders, seed, device), loaders, progress)
+    else:
+        _stream(source.tensors(), loaders, progress, source.num_tensors)
 
 
 def _adopt(model: Loadable, kept: Mapping[str, Tensor]) -> bool:

@@ -1,7 +1,7 @@
 """What every architecture offers to the runner and to loading."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -9,7 +9,29 @@ from quire.core.config import ModelConfig
 from quire.layers.batch import Batch
 from quire.layers.loader import Loader
 from quire.layers.pool import Pool
+from quire.layers.state import Stateful
 from quire.layers.texts import Texts
+
+
+class Layer(Protocol):
+    """One of a decoder's layers, in two parts: what follows attention may be wanted for fewer tokens.
+
+    What the parts take and give is between a model and its own layers.
+    """
+
+    @property
+    def attend(self) -> Callable[..., Tensor]:
+        """Up to attention's result, before its output projection."""
+        ...
+
+    @property
+    def finish(self) -> Callable[..., Any]:
+        """The rest, token by token."""
+        ...
+
+    def layers(self) -> dict[str, Stateful]:
+        """What has parameters, by name."""
+        ...
 
 
 class Loadable(Protocol):
@@ -42,6 +64,7 @@ class Model(Loadable, Protocol):
     """A decoder. Calling it stores the batch's keys and values in the pool."""
 
     recordable: bool  # calling it runs native operations only, so that a tape can replay it
+    stack: list[Layer]  # in the order they run; an entry may be a stand-in that brings its weights first
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
         """Hidden states after the final norm, of batch.logits_indices only: [L, width]."""

@@ -6,7 +6,8 @@ from typing import Protocol
 from quire.core.draft import DraftRoom
 from quire.core.ints import Ints
 from quire.core.request import Sequence
-from quire.memory.paged import PagedMemory, TableDelta
+from quire.memory.interface import Memory
+from quire.memory.paged import TableDelta
 
 
 class Drafter(Protocol):
@@ -35,7 +36,7 @@ def waits_for_drafts(drafter: Drafter, running: Listed[Sequence]) -> bool:
 
 
 def find_drafts(
-    drafter: Drafter, running: Listed[Sequence], memory: PagedMemory, budget: int, delta: TableDelta
+    drafter: Drafter, running: Listed[Sequence], memory: Memory, budget: int, delta: TableDelta
 ) -> dict[int, Ints]:
     """Drafts by row, `budget` tokens in all. Their sequences own the blocks; nobody is preempted for a draft."""
     rooms: list[DraftRoom] = []

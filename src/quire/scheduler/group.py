@@ -16,6 +16,10 @@ class Group:
 
     request: Request
     order: int  # arrival number: first come, first served
+    rank: tuple[float, int] = (
+        0.0,
+        0,
+    )  # its place in the schedule, set by the queue: lower ones are served first
     sequences: list[Sequence] = field(default_factory=list)
     queued: bool = False  # whether the waiting queue holds it
     returns: bool = False  # it ran before and was sent back: it stands before those that never ran

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Listed
 
 from quire.core.request import Sequence
+from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
 
 FORGETTING = 0.98  # per step: how much of what was measured before still counts
@@ -68,12 +69,12 @@ class Preemption:
         token_seconds = self.speed.token_seconds
         return not token_seconds or moving < missing * memory.block_size * token_seconds
 
-    def fetching_pays(self, memory: PagedMemory) -> bool:
+    def fetching_pays(self, memory: Memory) -> bool:
         """Whether a block from the second home comes sooner than its tokens are computed."""
         token_seconds = self.speed.token_seconds
         return not token_seconds or self._block_seconds < memory.block_size * token_seconds
 
-    def waits_for_shelf(self, sequence: Sequence, memory: PagedMemory) -> bool:
+    def waits_for_shelf(self, sequence: Sequence, memory: Memory) -> bool:
         """Whether the sequence should be admitted later: more of its prefix is being read, and that is quicker."""
         if memory.home is None or memory.home.shelf is None:
             return False

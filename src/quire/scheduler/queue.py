@@ -1,17 +1,22 @@
-"""WaitingQueue: bounded, first come, first served; preempted groups come back at their old place."""
+"""WaitingQueue: bounded, in the schedule's order; preempted groups come back at their old place."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from quire.core.errors import QueueFull
+from quire.core.request import Sequence
 from quire.scheduler.group import Group
+from quire.scheduler.order import fcfs
 
 
 class WaitingQueue:
-    """Ordered by arrival number, those who ran before first: no one new is admitted before they run again."""
+    """In the schedule's order, those who ran before first: no one new is admitted before they run again."""
 
-    def __init__(self, max_requests: int, max_tokens: int | None) -> None:
-        self._heap: list[tuple[bool, int, Group]] = []  # whether it never ran, its arrival number
+    def __init__(
+        self, max_requests: int, max_tokens: int | None, rank: Callable[[Group], float] = fcfs.rank
+    ) -> None:
+        self._heap: list[tuple[bool, tuple[float, int], Group]] = []  # whether it never ran, its rank
+        self._rank = rank
         self._removed: set[int] = set()  # arrival numbers that left the queue out of turn
         self._max_requests = max_requests
         self._max_tokens = max_tokens
@@ -29,7 +34,11 @@ class WaitingQueue:
                 f"{self.num_tokens} prompt tokens are waiting and {tokens} more would pass "
                 f"{self._max_tokens}: try again later, or raise max_queue_tokens"
             )
+        group.rank = (self._rank(group), group.order)
         self._push(group)
+
+    def charge(self, receivers: Iterable[Sequence]) -> None:
+        """Each of these is given a token by the step that is planned now: for schedules that count what was served."""
 
     def put_back(self, group: Group) -> None:
         """A preempted group returns; the bound does not apply to those who were in."""
@@ -37,8 +46,8 @@ class WaitingQueue:
         self._push(group)
 
     def peek(self) -> Group | None:
-        while self._heap and self._heap[0][1] in self._removed:
-            self._removed.discard(heapq.heappop(self._heap)[1])
+        while self._heap and self._heap[0][2].order in self._removed:
+            self._removed.discard(heapq.heappop(self._heap)[2].order)
         return self._heap[0][2] if self._heap else None
 
     def pop(self) -> Group:
@@ -57,7 +66,7 @@ class WaitingQueue:
         self.num_tokens -= group.request.num_prompt_tokens
 
     def _push(self, group: Group) -> None:
-        heapq.heappush(self._heap, (not group.returns, group.order, group))
+        heapq.heappush(self._heap, (not group.returns, group.rank, group))
         group.queued = True
         self.num_tokens += group.request.num_prompt_tokens
 
@@ -65,4 +74,4 @@ class WaitingQueue:
         return len(self._heap) - len(self._removed)
 
     def __iter__(self) -> Iterator[Group]:
-        return (group for _, order, group in self._heap if order not in self._removed)
+        return (group for _, _, group in self._heap if group.order not in self._removed)

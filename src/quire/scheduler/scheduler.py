@@ -1,7 +1,7 @@
-"""Scheduler: gives each sequence some tokens to compute. First come, first served; no phases."""
+"""Scheduler: gives each sequence some tokens to compute. No phases; who is first is the schedule's to say."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from quire.core.clock import Clock
@@ -9,14 +9,15 @@ from quire.core.config import SchedulerConfig
 from quire.core.ints import Ints
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import Step
+from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
 from quire.scheduler.batching.policy import choose_batching
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
 from quire.scheduler.ended import EndedRows
 from quire.scheduler.group import Group
+from quire.scheduler.order.policy import make_queue
 from quire.scheduler.plan import Plan
 from quire.scheduler.preemption import Preemption
-from quire.scheduler.queue import WaitingQueue
 
 
 @dataclass(slots=True)
@@ -38,17 +39,18 @@ class Planned:
 
 
 class Scheduler:
-    """Running sequences advance in order of arrival; waiting groups are admitted while memory lasts.
+    """Running sequences advance in the schedule's order; waiting groups are admitted while memory lasts.
 
-    When a running sequence finds no block, the group that arrived last gives up everything, to host memory or
-    for good, and returns to the queue at its old place. The oldest group is never preempted for another, and no
-    single request may need more than the pool, so something always finishes.
+    When a running sequence finds no block, the group that is last in that order (first come, first served: the
+    newest) gives up everything, to host memory or for good, and returns to the queue at its old place. The first
+    group is never preempted for another, and no single request may need more than the pool, so something always
+    finishes.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        memory: PagedMemory,
+        memory: Memory,
         drafter: Drafter | None = None,
         preemption: Preemption | None = None,
         clock: Clock = time.monotonic,
@@ -61,8 +63,8 @@ class Scheduler:
         self.preemption = preemption or Preemption(config.preemption_mode)
         self._admits_new = config.admit_after == "resumed"  # else once all who were preempted have finished
         self._preempted: set[str] = set()  # requests that were, and have not finished
-        self.waiting = WaitingQueue(config.max_queue_requests, config.max_queue_tokens)
-        self.running: list[Sequence] = []  # by arrival
+        self.waiting = make_queue(config)
+        self.running: list[Sequence] = []  # in the schedule's order
         self.ended = EndedRows()  # rows that a static batch keeps until its last sequence ends
         self.watchers: list[Callable[[Planned], None]] = []  # told of every step as it is planned
         self.stats = SchedulerStats()
@@ -167,6 +169,7 @@ class Scheduler:
             return None
         self._fork_finished_prompts(plan)
         plan.restart_beams()
+        self.waiting.charge(plan.receivers)
         if self.ended:
             self.ended.compute(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
         step = plan.step(self.memory.moves.take())
@@ -228,12 +231,18 @@ class Scheduler:
         freed = plan.drop_from(first)
         origins = plan.delta.take_back(group.live)
         running = [s for s in group.live if s.phase is Phase.RUNNING]
-        swapped = self.preemption.swaps(running, self.memory) and self.memory.swap.out(running, origins)
+        swapped = self._swap_out(running, origins)
         self._send_back(group, keep=swapped)
         self._preempted.add(group.request.request_id)
         self.stats.num_preemptions += 1
         self.stats.num_swaps_out += swapped
         return freed
+
+    def _swap_out(self, running: list[Sequence], origins: Mapping[int, int]) -> bool:
+        memory = self.memory
+        if not isinstance(memory, PagedMemory):
+            return False  # memory that is reserved has nobody to preempt
+        return self.preemption.swaps(running, memory) and memory.swap.out(running, origins)
 
     def _send_back(self, group: Group, keep: bool = False) -> None:
         """Back to the queue. With `keep` what was computed waits in host memory."""
@@ -317,7 +326,7 @@ class Scheduler:
         """Admits all of the group or nothing; returns the tokens that its leader computes now."""
         leader = group.live[0]
         num_found = self.memory.match(leader)
-        if not self._has_room(self._blocks_to_resume(group) - len(leader.block_ids), promised):
+        if not self._fits(group, promised):
             self.memory.release(leader)
             return None
         self.waiting.pop()
@@ -340,6 +349,13 @@ class Scheduler:
         if group.num_rows_to_come:
             self._forking[group.request.request_id] = group
         return distance
+
+    def _fits(self, group: Group, promised: int) -> bool:
+        """Whether there is memory for the group, beside what is promised. What is reserved is taken here."""
+        leader = group.live[0]
+        if self.memory.reserves:
+            return self.memory.reserve(leader, group.num_rows)
+        return self._has_room(self._blocks_to_resume(group) - len(leader.block_ids), promised)
 
     def _blocks_to_resume(self, group: Group) -> int:
         """Blocks that hold all the group knows: followers share the prompt's full ones with their leader."""
@@ -366,9 +382,9 @@ class Scheduler:
         sequence.row = self._free_rows.pop()
         plan.starts.append(sequence)
         running = self.running
-        order = self._groups[sequence.request.request_id].order
+        rank = self._groups[sequence.request.request_id].rank
         position = len(running)
-        while position and self._groups[running[position - 1].request.request_id].order > order:
+        while position and self._groups[running[position - 1].request.request_id].rank > rank:
             position -= 1
         running.insert(position, sequence)
 

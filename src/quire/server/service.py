@@ -177,6 +177,7 @@ class Service:
                 sampling=sampling,
                 priority=body.priority or 0,
                 cache_salt=self._salt(caller, body.cache_salt),
+                tenant=caller.key or body.user or "",
             )
             for position, prompt in enumerate(fitted)
         ]

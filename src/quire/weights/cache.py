@@ -11,7 +11,7 @@ class CachedItem:
     """One thing on disk that a user may want to see, or delete."""
 
     name: str
-    kind: str  # "model" | "converted" | "hub"
+    kind: str  # "model" | "converted" | "offloaded" | "hub"
     path: Path
     num_bytes: int
 
@@ -32,6 +32,11 @@ def converted_folder() -> Path:
     return cache_folder() / "converted"
 
 
+def offloaded_folder() -> Path:
+    """Layers that stream from disk, where the user names no other folder."""
+    return cache_folder() / "offloaded"
+
+
 def tokenizers_folder() -> Path:
     """tokenizer.json texts that were built from GGUF metadata."""
     return cache_folder() / "tokenizers"
@@ -39,7 +44,12 @@ def tokenizers_folder() -> Path:
 
 def list_cached() -> list[CachedItem]:
     """All models and converted weights that need no network now, hub snapshots included; largest last."""
-    items = [*_entries(models_folder(), "model"), *_entries(converted_folder(), "converted"), *_hub_models()]
+    items = [
+        *_entries(models_folder(), "model"),
+        *_entries(converted_folder(), "converted"),
+        *_entries(offloaded_folder(), "offloaded"),
+        *_hub_models(),
+    ]
     return sorted(items, key=lambda item: (item.kind, item.num_bytes, item.name))
 
 

@@ -143,15 +143,15 @@ def _decode_kernel(
             tl.debug_barrier()
             for which in range(row, row + count):
                 counter = counters + which * KV_HEADS + kv_head
-                num_slots = tl.load(row_slots + which * 4 + 1)
+                first_slot, num_slots = tl.load(row_slots + which * 4), tl.load(row_slots + which * 4 + 1)
                 finished = tl.atomic_add(counter, 1, sem="acq_rel")
                 if finished == num_slots - 1:
                     tl.store(counter, 0)  # for the next launch
                     few = tl.arange(0, GROUP_PADDED)
                     few_heads = kv_head * GROUP + few
                     result = _merged_sums(
-                        partial_acc, partial_max, tl.load(row_slots + which * 4), num_slots, few_heads,
-                        few < GROUP, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, GROUP_PADDED, SUMS,
+                        partial_acc, partial_max, first_slot, num_slots, few_heads, few < GROUP,
+                        KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, GROUP_PADDED, SUMS,
                     ) * v_scale  # fmt: skip
                     out_row = out + (token + which - row).to(tl.int64) * stride_out
                     tl.store(

@@ -12,7 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.attention.triton_shared import COMPARED, MIN_SHARED, common_kernel, group_rows
+from quire.kernels.attention.triton_shared import (
+    COMPARED,
+    FEW_ROWS,
+    MIN_SHARED,
+    common_kernel,
+    group_rows,
+)
 from quire.kernels.attention.tuning import Tuning
 
 # Fields of an item. COUNT is queries of a prompt; of a decode, rows from ROW on that share these pages. A row's pieces
@@ -148,7 +154,9 @@ class AttentionPlanner:
         num_tokens = self.max_tokens if num_tokens is None else min(num_tokens, self.max_tokens)
         decode_items, prompt_items, totals, row_slots = self._lists_of(window)
         tuning, fixed = self.tuning, self.chunk > 0
-        members = 1 if window or block_tables is None or num_rows < 2 else self.members
+        # Few rows with wide groups lose more in adding up pieces than they save: measured on an H200.
+        pays = num_rows >= FEW_ROWS * self.group and not window
+        members = self.members if pays and block_tables is not None else 1
         if members > 1 and block_tables is not None:
             common_kernel[(num_rows,)](
                 query_starts, context_lens, block_tables, self._common, block_tables.stride(0),

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 MIN_SHARED = 256  # tokens; fewer are not worth a piece of their own
+FEW_ROWS = 4  # per query head of a group: with fewer rows nothing is shared
 COMPARED = 128  # table entries at a time
 
 

@@ -1,0 +1,215 @@
+"""ReservedMemory: what paging is measured against. A request takes contiguous memory for all it may need, up front."""
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from quire.core.request import Request, Sequence
+from quire.memory.blocks import BlockPool
+from quire.memory.moves import PageMoves
+from quire.memory.paged import MemoryStats, TableDelta
+from quire.memory.prefix import PrefixIndex
+from quire.memory.runs import Run, RunPool
+from quire.memory.second_home import SecondHome
+from quire.memory.swap import SwapSpace
+
+Length = Callable[[Request, int], int]  # (request, max_model_len) → positions of one sequence
+
+
+def _max_length(request: Request, max_model_len: int) -> int:
+    """Orca (Max): whatever the request, as long as any may become."""
+    return max_model_len
+
+
+def _pow2_length(request: Request, max_model_len: int) -> int:
+    """Orca (Pow2): the output's true length, rounded up to a power of two."""
+    output = request.max_len - request.num_prompt_tokens
+    return request.num_prompt_tokens + (1 << (output - 1).bit_length()) - 1
+
+
+def _oracle_length(request: Request, max_model_len: int) -> int:
+    """Orca (Oracle): exactly what will be written; a sequence's last token is never computed."""
+    return request.max_len - 1
+
+
+LENGTHS: dict[str, Length] = {"max": _max_length, "pow2": _pow2_length, "oracle": _oracle_length}
+
+
+@dataclass(slots=True, eq=False)
+class _Reserved:
+    """What a request holds: a run for each of its sequences, some of them still to come."""
+
+    runs: dict[Sequence, Run] = field(default_factory=dict)
+    spare: list[Run] = field(default_factory=list)  # for forks
+    lent: dict[Sequence, Run] = field(default_factory=dict)  # by child: its parent's, until it has copied
+    left: list[Run] = field(default_factory=list)  # whose sequence is gone; a child may still read them
+
+
+class ReservedMemory:
+    """The same ids as paging, one position each, given out in contiguous runs, first fit. Nothing is shared.
+
+    A laboratory animal: `max` reserves max_model_len, `pow2` and `oracle` need the true length of the output, which
+    they take from the request: max_len. So they are what they are called where answers are as long as max_tokens says
+    (ignore_eos, as in benchmarks); where an answer may end earlier they reserve for the longest it could be.
+
+    A request whose runs cannot be placed waits; one that is admitted has all it will ever need, so nobody is
+    preempted. Each of `n` samples or beams has a run of its own, and copies the prompt into it.
+    """
+
+    block_size = 1
+    reserves = True
+
+    def __init__(self, num_blocks: int, reservation: str, max_model_len: int) -> None:
+        self.pool = RunPool(num_blocks)
+        self.stats = MemoryStats()
+        self.moves = PageMoves()  # none, ever: nobody is preempted
+        self.swap = SwapSpace(0, 1, BlockPool(0), PrefixIndex(0, ""), self.moves)
+        self.home: SecondHome | None = None
+        self.reservation = reservation
+        self._length = LENGTHS[reservation]
+        self._longest = min(max_model_len, num_blocks)
+        self._reserved: dict[int, _Reserved] = {}  # by the request's id()
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def usage(self) -> float:
+        return 1.0 - self.pool.num_free / self.pool.num_blocks
+
+    def blocks_for(self, num_positions: int) -> int:
+        return num_positions
+
+    def length(self, request: Request) -> int:
+        """Positions that are reserved for each sequence of the request."""
+        return max(request.max_len - 1, min(self._longest, self._length(request, self._longest)))
+
+    def blocks_at_most(self, request: Request) -> int:
+        return self.length(request) * request.sampling.num_sequences
+
+    def run_of(self, sequence: Sequence) -> Run | None:
+        """What is reserved for the sequence, for figures and drawings."""
+        reserved = self._reserved.get(id(sequence.request))
+        return None if reserved is None else reserved.runs.get(sequence)
+
+    # ------------------------------------------------------------------ coming
+
+    def reserve(self, leader: Sequence, num_sequences: int) -> bool:
+        """A run for the leader, and for each that will fork from it; or none of them."""
+        length = self.length(leader.request)
+        runs: list[Run] = []
+        while len(runs) < num_sequences and (run := self.pool.take(length)) is not None:
+            runs.append(run)
+        if len(runs) < num_sequences:
+            for run in runs:
+                self.pool.release(run)
+            return False
+        self._reserved[id(leader.request)] = _Reserved({leader: runs[0]}, runs[:0:-1])
+        leader.block_ids = runs[0].ids()
+        return True
+
+    num_held = 0
+
+    def hold(self, request: Request) -> int:
+        """Nothing: what is reserved is never found again."""
+        return 0
+
+    def match(self, sequence: Sequence) -> int:
+        return 0  # nothing is found again
+
+    def awaits(self, sequence: Sequence) -> bool:
+        return False
+
+    def fetch(self, sequence: Sequence) -> int:
+        return 0
+
+    def has_room(self, sequence: Sequence) -> bool:
+        return sequence not in self._reserved[id(sequence.request)].lent
+
+    def grow(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
+        """Everything is there, but a fork's first positions are copied before it writes any."""
+        reserved = self._reserved[id(sequence.request)]
+        source = reserved.lent.pop(sequence, None)
+        if source is not None:
+            own, count = reserved.runs[sequence], sequence.num_computed
+            delta.copy_sources += range(source.first, source.first + count)
+            delta.copy_targets += range(own.first, own.first + count)
+            delta.rows += [sequence.row] * own.length
+            delta.indices += range(own.length)
+            delta.blocks += own.ids()
+            sequence.block_ids = own.ids()
+            self.stats.copies += count
+            self._free_unread(reserved, sequence.is_beam)
+        return True
+
+    def seal(self, sequence: Sequence, num_computed: int) -> None:
+        """Nothing is indexed."""
+
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
+        """The child reads its parent's positions until it first grows; its own run is there already."""
+        reserved = self._reserved.get(id(parent.request))
+        child.num_computed = num_computed
+        if reserved is None:  # its group waits, with nothing computed
+            return
+        reserved.runs[child] = reserved.spare.pop()
+        # a parent that has not copied either lends on what it reads itself
+        source = reserved.lent.get(parent) or reserved.runs[parent]
+        reserved.lent[child] = source
+        child.block_ids = source.ids()[:num_computed]
+
+    # ------------------------------------------------------------------ going
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives the sequence's run back; of a beam, to the beams that take its place."""
+        sequence.block_ids = []
+        sequence.num_computed = 0
+        reserved = self._reserved.get(id(sequence.request))
+        if reserved is None or sequence not in reserved.runs:
+            return
+        reserved.left.append(reserved.runs.pop(sequence))
+        reserved.lent.pop(sequence, None)
+        if reserved.runs:
+            self._free_unread(reserved, sequence.is_beam)
+            return
+        for run in (*reserved.spare, *reserved.left):
+            self.pool.release(run)
+        del self._reserved[id(sequence.request)]
+
+    def _free_unread(self, reserved: _Reserved, is_beam: bool) -> None:
+        read = set(reserved.lent.values())
+        for run in [run for run in reserved.left if run not in read]:
+            reserved.left.remove(run)
+            if is_beam:
+                reserved.spare.append(run)
+            else:
+                self.pool.release(run)
+
+    def reset_prefix_index(self) -> None:
+        """There is none."""
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        living = set(sequences)
+        runs = [Run(0, 1), *self.pool.gaps()]
+        for reserved in self._reserved.values():
+            runs += [*reserved.runs.values(), *reserved.spare, *reserved.left]
+            for sequence, run in reserved.runs.items():
+                if sequence not in living:
+                    raise RuntimeError(f"blocks {run.first} to {run.end - 1} are held by nobody")
+                shown = reserved.lent.get(sequence, run).ids()
+                if sequence.block_ids != shown[: len(sequence.block_ids)]:
+                    raise RuntimeError(f"a block table does not name the run that starts at {run.first}")
+        runs.sort(key=lambda run: run.first)
+        for before, after in itertools.pairwise(runs):
+            if before.end != after.first:
+                raise RuntimeError(f"blocks from {before.end} on are held twice or lost")
+        if runs[-1].end != self.num_blocks + 1:
+            raise RuntimeError(f"blocks from {runs[-1].end} on are lost")
+        if sum(gap.length for gap in self.pool.gaps()) != self.num_free:
+            raise RuntimeError("the number of free blocks disagrees with the gaps")
+        if any(sequence.block_ids and self.run_of(sequence) is None for sequence in living):
+            raise RuntimeError("a sequence without a run has a block table")

@@ -1,0 +1,57 @@
+"""RunPool: contiguous runs of block ids, first fit. What reserving memory up front is made of."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    first: int  # block id
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.length
+
+    def ids(self) -> list[int]:
+        return list(range(self.first, self.end))
+
+
+class RunPool:
+    """Ids 1 … num_blocks; block 0 is never given out. Free neighbours are joined, so gaps are as large as can be.
+
+    Gaps between runs in use may be too small for anyone while their sum is not: external fragmentation, for real.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self._gaps: list[Run] = [Run(1, num_blocks)]  # free, by first id, none next to another
+
+    def take(self, length: int) -> Run | None:
+        """The first `length` ids of the first gap that has them; None if no gap has."""
+        for place, gap in enumerate(self._gaps):
+            if gap.length >= length:
+                rest = Run(gap.first + length, gap.length - length)
+                self._gaps[place : place + 1] = [rest] if rest.length else []
+                self.num_free -= length
+                return Run(gap.first, length)
+        return None
+
+    def release(self, run: Run) -> None:
+        place = bisect_left(self._gaps, run.first, key=lambda gap: gap.first)
+        before = self._gaps[place - 1] if place else None
+        after = self._gaps[place] if place < len(self._gaps) else None
+        if (before is not None and before.end > run.first) or (after is not None and after.first < run.end):
+            raise RuntimeError(f"blocks {run.first} to {run.end - 1} were released more often than taken")
+        first, end, replaced = run.first, run.end, [place, place]
+        if before is not None and before.end == run.first:
+            first, replaced[0] = before.first, place - 1
+        if after is not None and after.first == run.end:
+            end, replaced[1] = after.end, place + 1
+        self._gaps[replaced[0] : replaced[1]] = [Run(first, end - first)]
+        self.num_free += run.length
+
+    def gaps(self) -> list[Run]:
+        """What is free, in order, for checks, figures and drawings."""
+        return list(self._gaps)

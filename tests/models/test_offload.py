@@ -1,0 +1,219 @@
+"""Weights that stream: the same numbers wherever layers live, and memory that keeps to its limit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.core.errors import ConfigError, WeightsError
+from quire.layers.factory import LayerFactory
+from quire.models import offload as offloading
+from quire.models.loading import load
+from quire.models.model import Model
+from quire.models.offload import Loaded, Offload, load_offloaded
+from quire.models.registry import describe
+from quire.models.streamed import is_streamed, spread
+from quire.weights.folder import FolderSource
+from tests.layers.late_copies import PromptCopies
+from tests.models.checkpoints import gpt2, llama, opt, prompts, qwen3, save
+from tests.models.paging import run_chunked
+from tests.models.test_loading import Untouchable
+
+PLENTY = 1 << 40
+CONFIGS = {
+    "llama": llama(num_hidden_layers=6),
+    "llama-tied": llama(num_hidden_layers=6, tie_word_embeddings=True),
+    "qwen3": qwen3(num_hidden_layers=5),
+    "opt": opt(num_hidden_layers=6),
+    "gpt2": gpt2(n_layer=5),
+}
+
+
+def factory_of(source: FolderSource, quantization: str = "none") -> LayerFactory:
+    return LayerFactory.of(describe(source.config), quantization=quantization)
+
+
+def logits_of(model: Model) -> Tensor:
+    return torch.cat(run_chunked(model, prompts(17, 9), [17, 9], 4))
+
+
+def bytes_of(model: Model) -> tuple[int, int]:
+    """(of one layer, of what is no layer)."""
+    sizes = {name: t.nbytes for name, t in model.parameters().items()}
+    layer = sum(-(-n // 256) * 256 for name, n in sizes.items() if name.startswith("layers.0."))
+    return layer, sum(n for name, n in sizes.items() if not name.startswith("layers."))
+
+
+def streamed_from_disk(source: FolderSource, folder: Path, memory: int, quantization: str = "none") -> Loaded:
+    wanted = Offload(device_bytes=0, memory_bytes=memory, folder=folder, host_bytes=PLENTY)
+    return load_offloaded(source, factory_of(source, quantization), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("llama", "none"), ("llama-tied", "int8"), ("qwen3", "int8"), ("opt", "none"), ("gpt2", "int8")],
+)
+def test_layers_from_disk_give_the_same_numbers_however_many_are_kept(
+    name: str, quantization: str, tmp_path: Path, empty_cache: Path
+) -> None:
+    save(tmp_path / "model", CONFIGS[name])
+    source = FolderSource(tmp_path / "model")
+    whole = load(source, factory_of(source, quantization))
+    right = logits_of(whole)
+    layer, outside = bytes_of(whole)
+    num_layers = len(whole.stack)
+    for num_kept, num_streamed in ((num_layers, 0), (2, num_layers - 2), (0, num_layers)):
+        buffers = 2 if num_streamed else 0
+        memory = outside + (num_kept + buffers) * layer
+        found = streamed_from_disk(source, tmp_path / "layers", memory, quantization)
+        assert torch.equal(logits_of(found.model), right)
+        assert torch.equal(logits_of(found.model), right)  # and again, from buffers that held other layers
+        assert is_streamed(found.model) == bool(num_streamed)
+        if found.streaming is not None:
+            assert len(found.streaming.on_disk) == num_streamed
+            assert found.streaming.kept_bytes + found.streaming.buffer_bytes == memory
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("memory", [None, 3, 0], ids=["pinned", "one pinned", "disk"])
+def test_layers_from_pinned_memory_give_the_same_numbers(
+    name: str, memory: int | None, tmp_path: Path
+) -> None:
+    """The GPU's paths, with copies that need no GPU. Half of the layers leave; all of them; one."""
+    save(tmp_path / "model", CONFIGS[name])
+    source = FolderSource(tmp_path / "model")
+    whole = load(source, factory_of(source))
+    right = logits_of(whole)
+    layer, _ = bytes_of(whole)
+    num_layers = len(whole.stack)
+    limit = None if memory is None else memory * layer + 1
+    for device_bytes, expected in ((4 * layer - 1, 4), (PLENTY, num_layers), (1, 1)):
+        wanted = Offload(device_bytes, limit, tmp_path / "layers", PLENTY)
+        found = load_offloaded(source, factory_of(source), wanted, make_copies=PromptCopies)
+        assert torch.equal(logits_of(found.model), right)
+        assert torch.equal(logits_of(found.model), right)
+        assert found.streaming is not None
+        pinned, on_disk = found.streaming.pinned, found.streaming.on_disk
+        assert sorted(pinned + on_disk) == sorted(spread(expected, num_layers))
+        if limit is None or limit >= expected * layer:
+            assert not on_disk
+        else:
+            assert len(pinned) == max(0, limit // layer - 2)
+
+
+def test_streamed_layers_are_spread_through_the_depth() -> None:
+    assert spread(16, 32) == tuple(range(1, 32, 2))
+    assert spread(3, 3) == (0, 1, 2)
+    for num_layers in range(1, 40):
+        for count in range(num_layers + 1):
+            chosen = spread(count, num_layers)
+            assert len(set(chosen)) == count
+            assert set(chosen) <= set(range(num_layers))
+
+
+def test_a_second_start_reads_files_only_and_makes_a_broken_one_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "model", llama(num_hidden_layers=6))
+    source = FolderSource(tmp_path / "model")
+    memory = 4 * bytes_of(load(source, factory_of(source)))[0]
+    first = streamed_from_disk(source, tmp_path / "layers", memory)
+    right = logits_of(first.model)
+    again = streamed_from_disk(Untouchable(tmp_path / "model"), tmp_path / "layers", memory)
+    assert torch.equal(logits_of(again.model), right)
+    for fault in ("flipped", "cut", "gone", "outside flipped"):
+        name = "outside.weights" if "outside" in fault else "layer-0003.weights"
+        (path,) = (tmp_path / "layers").glob(f"*/{name}")
+        data = bytearray(path.read_bytes())
+        data[-300] ^= 4
+        path.unlink() if fault == "gone" else path.write_bytes(data[:-9] if fault == "cut" else data)
+        caplog.clear()
+        assert torch.equal(logits_of(streamed_from_disk(source, tmp_path / "layers", memory).model), right), (
+            fault
+        )
+        assert ("was cut or changed and is made again" in caplog.text) == (fault != "gone")
+    streamed_from_disk(Untouchable(tmp_path / "model"), tmp_path / "layers", memory)
+
+
+def test_other_weights_and_other_numbers_have_other_files(tmp_path: Path, empty_cache: Path) -> None:
+    save(tmp_path / "model", llama(num_hidden_layers=4))
+    source = FolderSource(tmp_path / "model")
+    for quantization in ("none", "int8"):
+        right = logits_of(load(source, factory_of(source, quantization)))
+        found = streamed_from_disk(source, tmp_path / "layers", 200_000, quantization)
+        assert torch.equal(logits_of(found.model), right)
+    assert len(list((tmp_path / "layers").iterdir())) == 2
+
+
+def test_too_little_memory_says_how_much_is_needed(tmp_path: Path) -> None:
+    save(tmp_path / "model", llama(num_hidden_layers=6))
+    source = FolderSource(tmp_path / "model")
+    with pytest.raises(
+        ConfigError, match=r"weights_memory_gb=.* is too little .* raise it to 0\.001 or more"
+    ):
+        streamed_from_disk(source, tmp_path / "layers", 1000)
+    wanted = Offload(PLENTY, None, tmp_path, host_bytes=1000)
+    with pytest.raises(ConfigError, match=r"do not fit the host's memory.*lower cpu_offload_gb"):
+        load_offloaded(source, factory_of(source), wanted, make_copies=PromptCopies)
+
+
+def test_an_unwritable_folder_and_a_full_disk_end_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "model", llama())
+    source = FolderSource(tmp_path / "model")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightsError, match="cannot be kept in"):
+        streamed_from_disk(source, tmp_path / "file", 100_000)
+    monkeypatch.setattr(
+        offloading.LayerFiles, "check_room", lambda *_: (_ for _ in ()).throw(WeightsError("no room"))
+    )
+    with pytest.raises(WeightsError, match="no room"):
+        streamed_from_disk(source, tmp_path / "layers", 100_000)
+
+
+SCRIPT = """
+import json, re, sys
+from pathlib import Path
+from quire import LLM, SamplingParams
+
+def peak():  # of this program alone; getrusage knows the parent's too
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+def generate(**options):
+    before = peak()
+    with LLM(sys.argv[1], load_format="dummy", dtype="float32", num_blocks=16, max_model_len=64, use_tqdm=False,
+             **options) as llm:
+        sampling = SamplingParams(temperature=0, max_tokens=6)
+        (answer,) = llm.generate({"prompt_token_ids": list(range(3, 30))}, sampling, use_tqdm=False)
+        tokens = list(answer.outputs[0].token_ids)
+        return {"peak": peak() - before, "tokens": tokens, "lines": llm.report.lines()}
+
+bounded = generate(weights_memory_gb=float(sys.argv[2]), weights_offload_dir=sys.argv[3])
+print(json.dumps([bounded, generate()]))
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="the system does not say how much is resident"
+)
+def test_a_model_larger_than_the_limit_keeps_to_it_and_gives_the_same_tokens(tmp_path: Path) -> None:
+    """Resident memory as the system measured it: 335 MB of weights, 120 MB of them in memory."""
+    shape = llama(hidden_size=512, intermediate_size=2048, num_hidden_layers=20, num_attention_heads=8)
+    config = shape.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    limit = 120 * 10**6
+    arguments = [str(tmp_path), str(limit / (1 << 30)), str(tmp_path / "layers")]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    bounded, whole = json.loads(done.stdout.splitlines()[-1])
+    assert bounded["tokens"] == whole["tokens"]
+    assert bounded["peak"] < limit + 70 * 10**6  # two layers in the making, the pool, activations, libraries
+    assert bounded["peak"] + whole["peak"] > 300 * 10**6  # which is what it takes without
+    assert any("every step moves" in line for line in bounded["lines"])
