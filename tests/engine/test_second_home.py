@@ -106,7 +106,7 @@ def test_what_the_pool_evicts_is_found_again_in_host_memory(model, wanted):
             assert home.answer(prompts()) == wanted
         assert home.stats.host_hits > 50
         assert home.engine.memory.stats.prefix_hits >= 4 * home.stats.host_hits
-        assert any("offload   " in line for line in home.built.report.lines())
+        assert any("evicted   " in line for line in home.built.report.lines())
 
 
 def test_another_engine_finds_it_in_the_folder(model, kept, wanted):
@@ -223,8 +223,14 @@ def test_forgotten_prefixes_are_gone_from_every_home(model, kept, wanted):
         assert home.stats.disk_hits == 0
 
 
+def test_without_a_prefix_cache_there_is_nothing_to_keep_and_that_is_said(model):
+    with Home(model, enable_prefix_caching=False) as home:
+        assert home.engine.memory.home is None
+        assert any("evicted   off (kv_offload_gb)" in line for line in home.built.report.lines())
+
+
 @pytest.mark.parametrize("settings", [
-    {"kv_offload_dir": "x"}, {"kv_offload_gb": 1.0, "enable_prefix_caching": False}, {"kv_offload_gb": -1.0},
+    {"kv_offload_dir": "x"}, {"kv_offload_gb": -1.0}, {"kv_offload_gb": float("nan")},
 ])  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(settings):
     with pytest.raises(ConfigError, match="kv_offload_gb"):

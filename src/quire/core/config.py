@@ -130,10 +130,6 @@ class MemoryConfig:
         _not_negative("kv_offload_gb", self.kv_offload_gb)
         if self.kv_offload_dir is not None and not self.kv_offload_gb:
             raise ConfigError("kv_offload_dir needs host memory before it: give kv_offload_gb, such as 4")
-        if self.kv_offload_gb and not (self.enable_prefix_caching and self.share):
-            raise ConfigError(
-                "kv_offload_gb keeps what the prefix cache evicts: leave enable_prefix_caching on"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,17 +28,22 @@ class HostMemory:
     num_swap_blocks: int
     num_offload_blocks: int
     block_seconds: float  # of moving one block, one way
-    swap_lines: tuple[str, ...]  # for people
+    lines: tuple[str, ...]  # for people
 
 
 def make_host_memory(config: EngineConfig, pool: Pool) -> HostMemory:
     block_bytes = pool.layout.block_bytes
-    if config.memory.reservation != "paged":
-        return HostMemory(None, 0, 0, 0.0, ())  # nobody is ever preempted, and no prefix is found again
+    memory = config.memory
+    caches = memory.enable_prefix_caching and memory.share and memory.reservation == "paged"
+    off: tuple[str, ...] = ()
+    if memory.kv_offload_gb and not caches:
+        off = ("evicted   off (kv_offload_gb): the prefix cache is off, so nothing is found again",)
+    if memory.reservation != "paged":
+        return HostMemory(None, 0, 0, 0.0, off)  # nobody is ever preempted
     allowed = int(HOST_SHARE * available_memory())
     mode = config.scheduler.preemption_mode
-    swap_bytes = int(config.memory.swap_space * GIB) if mode != "recompute" else 0
-    offload_bytes = int(config.memory.kv_offload_gb * GIB)
+    swap_bytes = int(memory.swap_space * GIB) if mode != "recompute" else 0
+    offload_bytes = int(memory.kv_offload_gb * GIB) if caches else 0
     shrink = min(1.0, allowed / max(1, swap_bytes + offload_bytes))
     num_swap, num_offload = (int(shrink * asked) // block_bytes for asked in (swap_bytes, offload_bytes))
     mover = PageMover(pool, num_swap + num_offload) if num_swap + num_offload else None
@@ -50,11 +55,9 @@ def make_host_memory(config: EngineConfig, pool: Pool) -> HostMemory:
             f"{block_bytes / seconds / 1e9:.1f} GB/s (set by {limit}), mode {mode}"
         )
     else:
-        why = (
-            "preemption_mode=recompute" if mode == "recompute" else f"swap_space={config.memory.swap_space:g}"
-        )
+        why = "preemption_mode=recompute" if mode == "recompute" else f"swap_space={memory.swap_space:g}"
         line = f"swap      off ({why}): preempted requests are computed again"
-    return HostMemory(mover, num_swap, num_offload, seconds, (line,))
+    return HostMemory(mover, num_swap, num_offload, seconds, (line, *off))
 
 
 def open_second_home(
@@ -68,7 +71,7 @@ def open_second_home(
         host.num_swap_blocks + 1, host.num_offload_blocks, memory.moves, host.mover, shelf
     )
     size = host.num_offload_blocks * layout.block_bytes
-    line = f"offload   {size / 1e6:,.0f} MB of host memory: {host.num_offload_blocks:,} evicted prefix blocks"
+    line = f"evicted   {size / 1e6:,.0f} MB of host memory for {host.num_offload_blocks:,} blocks that the pool evicts"
     if shelf is not None:
         host.mover.shelf = shelf
         line += f"; {shelf.folder}: {DISK_PER_HOST * size / 1e6:,.0f} MB, {shelf.num_blocks:,} blocks there from before"

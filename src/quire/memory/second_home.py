@@ -10,7 +10,7 @@ from typing import Protocol
 from quire.core.shelf import ShelfRead
 from quire.memory.moves import PageMoves
 
-MOST_SAVED = 64  # blocks that one step sends away: a pass waits for the copies of blocks that it is given
+MOST_SAVED = 256  # blocks that one step sends away: its pass waits for the copies of blocks that it is given
 LOOKED_AT = 16  # oldest host blocks that are asked whether they may be reused
 READ_PATIENCE = 1.0  # seconds that a request waits for the shelf before it computes instead
 
