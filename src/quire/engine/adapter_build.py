@@ -11,18 +11,23 @@ from quire.adapters.packing import ALIGNMENT, BlockShape
 from quire.adapters.peft import Reader
 from quire.adapters.sites import Site, Sites
 from quire.core.adapters import AdapterConfig
+from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.engine.adapters import Adapters
 from quire.engine.resolve import Numbers
 from quire.kernels.registry import REFERENCE
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraSite
 from quire.layers.lora_sites import install_sites
 from quire.layers.pool import Pool
+from quire.memory.interface import Memory
+from quire.memory.separate_pages import SeparatePages
 from quire.models.model import Model
 from quire.runner.adapters import AdapterSlots
 from quire.runner.merged import MergedAdapter, MergeSite
 from quire.runner.runner import RunnerLimits
 from quire.runner.sizing import free_host_bytes
+from quire.runner.swap import PageMover
 
 HOST_LIMIT = 16 * 2**30  # bytes of host copies, where nobody set a limit
 PEEKED = 16  # named adapters whose configs are looked at before graphs are captured
@@ -36,6 +41,39 @@ class BuiltAdapters:
 
 
 def build_adapters(
+    config: EngineConfig,
+    model: Model,
+    factory: LayerFactory,
+    pool: Pool,
+    numbers: Numbers,
+    limits: RunnerLimits,
+) -> BuiltAdapters | None:
+    """None where adapters are off."""
+    if not config.adapters.enabled:
+        return None
+    if config.memory.reservation != "paged":
+        raise ConfigError(f"adapters need pages, not reservation={config.memory.reservation!r}: choose paged")
+    return _build(config.adapters, model, factory, pool, numbers, limits)
+
+
+def serve_adapters(
+    config: AdapterConfig,
+    built: BuiltAdapters | None,
+    memory: Memory,
+    num_separate: int,
+    mover: PageMover | None,
+) -> Adapters | None:
+    """What the engine asks. Loads travel where pages from host memory do, and so in order with them."""
+    if built is None:
+        return None
+    if num_separate:
+        memory.adapter_pages = SeparatePages(memory.num_blocks + 1, num_separate)
+    if mover is not None:
+        built.slots.side = mover.stream
+    return Adapters(built.library, memory, config.max_loras, merge=config.lora_mode == "merge")
+
+
+def _build(
     config: AdapterConfig,
     model: Model,
     factory: LayerFactory,

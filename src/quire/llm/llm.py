@@ -198,7 +198,7 @@ class LLM:
             for prompt, sampling, adapter in zip(prompts, samplings, adapters, strict=True):
                 request_id = str(next(self._ids))
                 self.engine.add(request_id, prompt.token_ids, sampling, **prompt.options, adapter=adapter)
-                answers.append(Answer(request_id, sampling, self.tokenizer))
+                answers.append(Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock))
         except QuireError:
             for answer in answers:  # all or none: the caller gets no half-done list
                 self.engine.abort(answer.request_id)

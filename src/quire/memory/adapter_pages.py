@@ -1,6 +1,7 @@
 """AdapterPages: adapters' weights in blocks of the same pool as K and V. Ids only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quire.memory.blocks import BlockPool
@@ -35,10 +36,6 @@ class AdapterPages:
     def is_resident(self, key: str) -> bool:
         return key in self._blocks
 
-    def cost(self, key: str) -> int:
-        """Free blocks that a first user of a resident adapter takes."""
-        return 0 if key in self._users else len(self._blocks[key])
-
     def has_room(self, num_blocks: int, reserved: int) -> bool:
         """Whether so many blocks can be had while `reserved` stay free."""
         return num_blocks + reserved <= self._pool.num_free
@@ -61,6 +58,17 @@ class AdapterPages:
         self.stats.num_loads += 1
         self._free(blocks)
         return blocks
+
+    @contextmanager
+    def holding(self, key: str | None) -> Iterator[None]:
+        """Keeps a resident adapter's pages while it is decided whether someone may run with it."""
+        if key is None:
+            yield
+            return
+        self.acquire(key)
+        self.stats.num_queries -= 1
+        yield
+        self.release(key)
 
     def acquire(self, key: str) -> None:
         """One more row runs with it."""

@@ -19,9 +19,6 @@ class SeparatePages(AdapterPages):
         self._runs = RunPool(count)
         self._run_of: OrderedDict[str, Run] = OrderedDict()  # least recently used first
 
-    def cost(self, key: str) -> int:
-        return 0
-
     def has_room(self, num_blocks: int, reserved: int) -> bool:
         """Gives idle adapters up where that helps."""
         while not self._has_run(num_blocks):

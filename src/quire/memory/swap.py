@@ -31,14 +31,14 @@ class SwapSpace:
         moves: PageMoves,
         take: Callable[[], int] | None = None,
     ) -> None:
-        """`take` gives a free block, forgotten by all who knew its content."""
-        self._take = take or self._take_forgotten
+        """`take` gives a free block of the pool, whatever else must be done for it."""
         self.hosts = BlockPool(num_host_blocks)
         self.stats = SwapStats()
         self._block_size = block_size
         self._pool = pool
         self._index = index
         self._moves = moves
+        self._take = take or pool.take
 
     @property
     def num_used(self) -> int:
@@ -98,11 +98,6 @@ class SwapSpace:
             self.release(sequence)
         self.stats.blocks_found += num_found
         return num_found
-
-    def _take_forgotten(self) -> int:
-        block = self._pool.take()
-        self._index.forget(block)
-        return block
 
     def release(self, sequence: Sequence) -> None:
         """Gives the sequence's host blocks back. What a step still reads there is read before it is written again."""

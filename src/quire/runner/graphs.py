@@ -1,8 +1,9 @@
-"""Graphs: forward passes as CUDA graphs, decodes by their number of rows and small prompts by their tokens."""
+"""Graphs: forward passes as CUDA graphs, decodes by their number of rows, small prompts and drafts by their tokens."""
 
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -12,10 +13,20 @@ from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs
+from quire.runner.verify_inputs import VerifyInputs
 
 # Tokens of a step with prompts. Larger ones keep the device busier than the host is with launching.
 PROMPT_SIZES = (16, 32, 64, 128, 256, 512)
 ADAPTED_SECONDS = 3.5  # of capturing passes with adapters at start, beside those without
+
+
+class Kind(Enum):
+    """What a graph holds, and so what its size counts."""
+
+    DECODE = "rows that advance by one token"
+    PROMPTS = "tokens of few rows with prompts"
+    CHAINS = "tokens of rows that verify chains"
+    TREES = "tokens of rows that verify trees"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,7 @@ class Graphs:
         model: Model,
         pool: Pool,
         inputs: DeviceInputs,
+        drafts: VerifyInputs,
         max_rows: int,
         max_tokens: int,
         adapters: AdapterSlots | None = None,
@@ -57,11 +69,12 @@ class Graphs:
         self._model = model
         self._pool = pool
         self._inputs = inputs
+        self._drafts = drafts
         self._decode_sizes = decode_sizes(max_rows)
         self._prompt_sizes = [size for size in PROMPT_SIZES if size <= max_tokens]
         if max_rows < SMALL_ROWS:
             self._prompt_sizes = []
-        self._captured: dict[tuple[bool, int, int], _Captured] = {}  # (is a decode, size, adapters' kinds)
+        self._captured: dict[tuple[Kind, int, int], _Captured] = {}  # (what, size, adapters' kinds)
         self._memory = torch.cuda.graph_pool_handle()
 
     def padded_rows(self, num_rows: int, adapted: bool = False) -> int:
@@ -76,11 +89,15 @@ class Graphs:
 
     def decode(self, num_rows: int, adapted: bool = False) -> Tensor:
         """Hidden states [num_rows, width], valid until the next run. `adapted`: rows may have adapters."""
-        return self._run(True, num_rows, adapted)
+        return self._run(Kind.DECODE, num_rows, adapted)
 
     def prompts(self, num_tokens: int, adapted: bool = False) -> Tensor:
         """Hidden states [SMALL_ROWS, width] of the tokens to be sampled, valid until the next run."""
-        return self._run(False, num_tokens, adapted)
+        return self._run(Kind.PROMPTS, num_tokens, adapted)
+
+    def drafts(self, num_tokens: int, has_trees: bool) -> Tensor:
+        """Hidden states [num_tokens, width] of a step that verifies drafts, valid until the next run."""
+        return self._run(Kind.TREES if has_trees else Kind.CHAINS, num_tokens)
 
     def capture(self, seconds: float) -> int:
         """Captures sizes for so long; how many there are. The largest comes first: the others fit into its memory.
@@ -88,22 +105,25 @@ class Graphs:
         Then from the smallest up: small batches are what a server sees most, and where launching costs most.
         """
         began = time.perf_counter()
-        decodes = [(True, size) for size in (self._decode_sizes[-1], *self._decode_sizes[:-1])]
-        prompts = [(False, size) for size in self._prompt_sizes]
-        for is_decode, size in decodes[:1] + prompts + decodes[1:]:
+        decodes = [(Kind.DECODE, size) for size in (self._decode_sizes[-1], *self._decode_sizes[:-1])]
+        prompts = [(Kind.PROMPTS, size) for size in self._prompt_sizes]
+        for kind, size in decodes[:1] + prompts + decodes[1:]:
             if time.perf_counter() - began > seconds:
                 break
-            self._capture(is_decode, size, False)
+            self._capture(kind, size)
         if self._adapters is not None and self._adapters.kinds:
             began = time.perf_counter()
             for size in (self._adapted_sizes[-1], *self._adapted_sizes[:-1]):
                 if time.perf_counter() - began < ADAPTED_SECONDS:
-                    self._capture(True, size, True)
+                    self._capture(Kind.DECODE, size, True)
         return len(self._captured)
 
-    def _run(self, is_decode: bool, size: int, adapted: bool) -> Tensor:
-        key = is_decode, size, self._kinds(adapted)
-        found = self._captured.get(key) or self._capture(is_decode, size, adapted)
+    def _run(self, kind: Kind, size: int, adapted: bool = False) -> Tensor:
+        found = self._captured.get((kind, size, self._kinds(adapted)))
+        if found is None:
+            if adapted or kind in (Kind.CHAINS, Kind.TREES):  # no warm-up may have run these, and nothing
+                self._model(self._batch(kind, size, adapted), self._pool)  # may compile inside a graph
+            found = self._capture(kind, size, adapted)
         found.graph.replay()
         return found.hidden
 
@@ -111,22 +131,25 @@ class Graphs:
         """Of layers that call the adapters' kernel in a pass of this sort."""
         return self._adapters.kinds if adapted and self._adapters is not None else 0
 
-    def _capture(self, is_decode: bool, size: int, adapted: bool) -> _Captured:
+    def _capture(self, kind: Kind, size: int, adapted: bool = False) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            hidden = self._model(self._batch(is_decode, size, adapted), self._pool)
+            hidden = self._model(self._batch(kind, size, adapted), self._pool)
         kinds = self._kinds(adapted)
         if kinds:  # a new kind of adapter came: passes without it are of no use any more
             outdated = [key for key in self._captured if key[2] not in (0, kinds)]
             for key in outdated:
                 del self._captured[key]
-        self._captured[is_decode, size, kinds] = _Captured(graph, hidden)
-        return self._captured[is_decode, size, kinds]
+        self._captured[kind, size, kinds] = _Captured(graph, hidden)
+        return self._captured[kind, size, kinds]
 
-    def _batch(self, is_decode: bool, size: int, adapted: bool) -> Batch:
+    def _batch(self, kind: Kind, size: int, adapted: bool = False) -> Batch:
+        """Made from what the step's inputs hold now; a captured graph makes it anew from what they hold then."""
         adapters = self._adapters if adapted else None
         lora = adapters.recorded_tokens(size) if adapters is not None else None
-        if is_decode:
+        if kind is Kind.DECODE:
             return self._inputs.decode(size, lora)
-        wanted = adapters.recorded_wanted(SMALL_ROWS) if adapters is not None else None
-        return self._inputs.small(size, lora, wanted)
+        if kind is Kind.PROMPTS:
+            wanted = adapters.recorded_wanted(SMALL_ROWS) if adapters is not None else None
+            return self._inputs.small(size, lora, wanted)
+        return self._drafts.batch(size, kind is Kind.TREES)

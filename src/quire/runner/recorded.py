@@ -29,12 +29,12 @@ class RecordedDecodes:
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model = model
         self._pool = pool
-        self._recorded: OrderedDict[tuple[int, int, int], _Recorded] = OrderedDict()
+        self._recorded: OrderedDict[tuple[int, int, bool, int], _Recorded] = OrderedDict()
 
     def logits(self, batch: Batch) -> Tensor:
         """[T, vocab] float32, valid until the next call."""
         kinds = 0 if batch.lora is None else batch.lora.kinds  # of layers that call adapters' kernel too
-        shape = len(batch.context_lens), len(batch.token_ids), kinds
+        shape = len(batch.context_lens), len(batch.token_ids), batch.trees is not None, kinds
         found = self._recorded.get(shape)
         if found is not None:
             self._recorded.move_to_end(shape)

@@ -7,6 +7,7 @@ from quire.core.adapters import AdapterLoad
 from quire.core.errors import AdapterError
 from quire.core.ints import ints
 from quire.memory.interface import Memory
+from quire.scheduler.demand import blocks_to_resume
 from quire.scheduler.group import Group
 from quire.scheduler.queue import WaitingQueue
 
@@ -52,6 +53,12 @@ class AdapterLine:
         self._max_adapters = max_adapters
         self._loads: dict[str, AdapterLoad] = {}  # that no step has carried yet
         self.failed: list[tuple[Group, AdapterError]] = []  # left the queue; for the engine to end
+
+    def ready(self, group: Group, reserved: int, alone: bool) -> Readiness:
+        """Whether the group, which is next, could be admitted as far as its adapter goes. See `prepare`."""
+        if group.request.adapter is None and not self.governs_all:
+            return Readiness.READY
+        return self.prepare(group, reserved + blocks_to_resume(self._memory, group), alone)
 
     def prepare(self, group: Group, reserved: int, alone: bool = False, early: bool = False) -> Readiness:
         """`reserved` blocks stay free for K and V. `alone`: nothing else would run in this step. `early`: it is not

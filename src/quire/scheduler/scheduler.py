@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from quire.core.clock import Clock
 from quire.core.config import SchedulerConfig
-from quire.core.ints import Ints
+from quire.core.draft import TokenTree
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import Step
 from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_line import LOOK_AHEAD, AdapterLine, Readiness
 from quire.scheduler.batching.policy import choose_batching
+from quire.scheduler.demand import blocks_promised, blocks_to_resume
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
 from quire.scheduler.ended import EndedRows
 from quire.scheduler.group import Group
@@ -193,7 +194,7 @@ class Scheduler:
         decodes_left: int | None = None  # counted only if a prompt competes with them
         preempted = False
         position = 0
-        drafts: dict[int, Ints] = {}
+        drafts: dict[int, TokenTree] = {}
         if self._drafter is not None:
             drafts = find_drafts(self._drafter, running, memory, budget - len(running), plan.delta)
         while position < len(running) and budget > 0:
@@ -291,52 +292,47 @@ class Scheduler:
             if self._preempted and not (group.returns or self._admits_new):
                 break
             if promised is None:
-                promised = self._num_promised()
-            ready = self._ready(group, plan, promised)
+                promised = blocks_promised(self.memory, self.running, self._forking.values())
+            ready = Readiness.READY
+            if self._adapters is not None:
+                ready = self._adapters.ready(group, promised + self._num_spare(), alone=not plan.sequences)
             if ready is Readiness.NO_ROOM or len(parked) == LOOK_AHEAD:
                 break
             if ready is not Readiness.READY:
                 self.waiting.lay_aside()
                 parked += [group] if ready is Readiness.LOADING else []
                 continue
-            admit = self._swap_in_group if group.is_swapped else self._admit_group
-            admitted = admit(group, plan, budget, promised)
+            if not group.is_swapped and self.preemption.waits_for_shelf(group.live[0], self.memory):
+                break
+            with self.memory.adapter_pages.holding(group.request.adapter):
+                admit = self._swap_in_group if group.is_swapped else self._admit_group
+                admitted = admit(group, plan, budget, promised)
             if admitted is None:
                 self._close_batch()
                 break
             self.batching.admitted()
             room -= 1
             budget -= admitted
-            promised += sum(self._num_promised_to(s) for s in group.live if s.phase is Phase.RUNNING)
-            promised += self._num_promised_to_followers(group)
+            came = [s for s in group.live if s.phase is Phase.RUNNING]
+            promised += blocks_promised(self.memory, came, [group])
         if self._adapters is not None:
-            promised = self._num_promised() if promised is None else promised
+            promised = blocks_promised(self.memory, self.running, self._forking.values())
             self._adapters.look_ahead(self.waiting, parked, promised + self._num_spare())
         for group in parked:
             self.waiting.take_up(group)
-
-    def _ready(self, group: Group, plan: Plan, promised: int) -> Readiness:
-        """Whether the group's adapter, if it has one, can be in pages when this step runs."""
-        if self._adapters is None or (group.request.adapter is None and not self._adapters.governs_all):
-            return Readiness.READY
-        reserved = promised + self._num_spare() + self._blocks_to_resume(group)
-        return self._adapters.prepare(group, reserved, alone=not plan.sequences)
 
     def _num_spare(self) -> int:
         """Blocks that an admission leaves, so that decodes can go on a while."""
         return max(1, self.memory.num_blocks // 100) if self.running else 0
 
-    def _has_room(self, group: Group, needed: int, promised: int) -> bool:
-        """For so many blocks, and for the group's adapter if nobody else runs with it."""
-        if group.request.adapter is not None:
-            needed += self.memory.adapter_pages.cost(group.request.adapter)
+    def _has_room(self, needed: int, promised: int) -> bool:
         return needed + promised + self._num_spare() <= self.memory.num_free
 
     def _swap_in_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
         """Brings back all of the group or nothing. It advances in the next step: its blocks travel during this one."""
         swapped = [s for s in group.live if s.host_block_ids]
         num_away = len({host for s in swapped for host in s.host_block_ids})
-        if not self._has_room(group, max(num_away, self._blocks_to_resume(group)), promised):
+        if not self._has_room(max(num_away, blocks_to_resume(self.memory, group)), promised):
             return None
         self.waiting.pop()
         self.stats.num_swaps_in += 1
@@ -360,6 +356,8 @@ class Scheduler:
         if leader.num_preemptions:
             num_full = (len(leader.token_ids) - 1) // self.memory.block_size
             self.preemption.returned(num_found // self.memory.block_size, num_full)
+        if self.memory.home is not None and self.preemption.fetching_pays(self.memory):
+            num_found += self.memory.fetch(leader)
         self.stats.num_admissions += 1
         self.memory.stats.prefix_queries += len(leader.token_ids)
         self.memory.stats.prefix_hits += num_found
@@ -380,26 +378,7 @@ class Scheduler:
         leader = group.live[0]
         if self.memory.reserves:
             return self.memory.reserve(leader, group.num_rows)
-        return self._has_room(group, self._blocks_to_resume(group) - len(leader.block_ids), promised)
-
-    def _blocks_to_resume(self, group: Group) -> int:
-        """Blocks that hold all the group knows: followers share the prompt's full ones with their leader."""
-        blocks_for = self.memory.blocks_for
-        shared = group.request.num_prompt_tokens // self.memory.block_size
-        leader, *others = group.live
-        return blocks_for(len(leader.token_ids)) + sum(blocks_for(len(s.token_ids)) - shared for s in others)
-
-    def _num_promised(self) -> int:
-        return sum(map(self._num_promised_to, self.running)) + sum(
-            map(self._num_promised_to_followers, self._forking.values())
-        )
-
-    def _num_promised_to(self, running: Sequence) -> int:
-        return max(0, self.memory.blocks_for(running.target) - len(running.block_ids))
-
-    def _num_promised_to_followers(self, group: Group) -> int:
-        shared = group.request.num_prompt_tokens // self.memory.block_size
-        return sum(self.memory.blocks_for(len(s.token_ids)) - shared for s in group.followers)
+        return self._has_room(blocks_to_resume(self.memory, group) - len(leader.block_ids), promised)
 
     # ------------------------------------------------------------------ rows, samples, forks
 
