@@ -12,6 +12,7 @@ constexpr int64_t kLoraLines = 64;      // of a piece of work, at most: their ha
 constexpr int64_t kLoraColumns = 192;   // of a piece of work when B is read, at most
 constexpr int64_t kLoraBytes = 32768;   // weights that a thread claims at a time, at least
 constexpr int64_t kLoraTasksEach = 4;   // tasks of a thread that even out what each takes
+constexpr int64_t kLoraWiden = 12;       // lines from which on weights are widened once for all of them
 constexpr int kLoraBlock = 4;           // lines, or vectors of columns, that share what is loaded
 
 struct LoraProblem {
@@ -75,7 +76,7 @@ struct LoraAhead {
     const char* end = nullptr;
 
     void ask(int lines) {
-        for (int i = 0; i < lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 3);
+        for (int i = 0; i < lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
     }
 };
 
@@ -173,24 +174,43 @@ inline void shrink_lines(const LoraProblem& p, const int32_t* lines, const Eleme
     }
 }
 
+// Weights as floats: widened once where many lines multiply them.
 template <class Element>
-inline void shrink_piece(const LoraProblem& p, const LoraPiece& piece, const LoraPiece& next, float* all_inner) {
+inline void widen_rows(const Element* from, int64_t stride, int64_t rows, int64_t width, float* to) {
+    for (int64_t row = 0; row < rows; ++row, from += stride, to += width) {
+        for (int64_t i = 0; i < width; i += kLanes) store_part(to + i, load_part(from + i, width - i), width - i);
+    }
+}
+
+template <class Element>
+inline void shrink_tile(const LoraProblem& p, const LoraPiece& piece, const Element* a, float* all_inner,
+                        LoraAhead& ahead) {
     const LoraTask& task = *piece.task;
-    const Element* weights = reinterpret_cast<const Element*>(p.weights);
-    const Element* a = weights + task.tile_a[piece.index];
-    const Element* ahead_a = weights + next.task->tile_a[next.index];
-    LoraAhead ahead{reinterpret_cast<const char*>(ahead_a),
-                    reinterpret_cast<const char*>(ahead_a + next.task->ranks_of(next.index) * p.inputs)};
     const int64_t ranks = task.ranks_of(piece.index);
     const int32_t* lines = task.lines + piece.first_line;
     float* inner = all_inner + task.inner + piece.first_line * task.rank + piece.index * task.tile_ranks;
     for (int64_t done = 0; done < piece.lines; done += kLoraBlock) {
         const int64_t left = piece.lines - done;
-        if (left >= 4) shrink_lines<4>(p, lines + done, a, ranks, inner + done * task.rank, task.rank, ahead);
-        else if (left == 3) shrink_lines<3>(p, lines + done, a, ranks, inner + done * task.rank, task.rank, ahead);
-        else if (left == 2) shrink_lines<2>(p, lines + done, a, ranks, inner + done * task.rank, task.rank, ahead);
-        else shrink_lines<1>(p, lines + done, a, ranks, inner + done * task.rank, task.rank, ahead);
+        float* sums = inner + done * task.rank;
+        if (left >= 4) shrink_lines<4>(p, lines + done, a, ranks, sums, task.rank, ahead);
+        else if (left == 3) shrink_lines<3>(p, lines + done, a, ranks, sums, task.rank, ahead);
+        else if (left == 2) shrink_lines<2>(p, lines + done, a, ranks, sums, task.rank, ahead);
+        else shrink_lines<1>(p, lines + done, a, ranks, sums, task.rank, ahead);
     }
+}
+
+template <class Element>
+inline void shrink_piece(const LoraProblem& p, const LoraPiece& piece, const LoraPiece& next, float* all_inner) {
+    const Element* weights = reinterpret_cast<const Element*>(p.weights);
+    const Element* a = weights + piece.task->tile_a[piece.index];
+    const Element* ahead_a = weights + next.task->tile_a[next.index];
+    const int64_t ranks = piece.task->ranks_of(piece.index);
+    LoraAhead ahead{reinterpret_cast<const char*>(ahead_a),
+                    reinterpret_cast<const char*>(ahead_a + next.task->ranks_of(next.index) * p.inputs)};
+    if (piece.lines < kLoraWiden) return shrink_tile(p, piece, a, all_inner, ahead);
+    float* wide = static_cast<float*>(thread_scratch(static_cast<size_t>(ranks * p.inputs) * sizeof(float)));
+    widen_rows(a, p.inputs, ranks, p.inputs, wide);
+    shrink_tile(p, piece, static_cast<const float*>(wide), all_inner, ahead);
 }
 
 // A line is one where its id is, and zero elsewhere.
@@ -274,15 +294,10 @@ inline void expand_lines(const LoraProblem& p, const LoraTask& task, int64_t fir
     }
 }
 
+// Columns first … end - 1 of the part.
 template <class Element>
-inline void expand_piece(const LoraProblem& p, const LoraPiece& piece, const LoraPiece& following,
-                         const float* all_inner) {
-    const LoraTask& task = *piece.task;
-    const int64_t pieces = column_pieces(task);
-    LoraAheadTiles<Element> next{reinterpret_cast<const Element*>(p.weights), following.task,
-                                 following.task->whole_rows ? 0 : following.task->tile_count(), {}};
-    const int64_t width = ((task.columns + pieces - 1) / pieces + kLanes - 1) / kLanes * kLanes;
-    const int64_t first = piece.index * width, end = first + width < task.columns ? first + width : task.columns;
+inline void expand_stretch(const LoraProblem& p, const LoraTask& task, const LoraPiece& piece, int64_t first,
+                           int64_t end, const float* all_inner, LoraAheadTiles<Element>& next) {
     const int64_t last_line = piece.first_line + piece.lines;
     for (int64_t line = piece.first_line; line < last_line; line += kLoraBlock) {
         const float* inner = all_inner + task.inner + line * task.rank;
@@ -292,6 +307,42 @@ inline void expand_piece(const LoraProblem& p, const LoraPiece& piece, const Lor
         else if (left == 2) expand_lines<2, Element>(p, task, line, first, end, inner, next);
         else expand_lines<1, Element>(p, task, line, first, end, inner, next);
     }
+}
+
+// As one dense tile of floats.
+template <class Element>
+inline void expand_widened(const LoraProblem& p, const LoraPiece& piece, int64_t first, int64_t end,
+                           const float* all_inner) {
+    const LoraTask& task = *piece.task;
+    const int64_t width = end - first, start = 0;
+    float* wide = static_cast<float*>(thread_scratch(static_cast<size_t>(task.rank * width) * sizeof(float)));
+    for (int64_t tile = 0; tile < task.tile_count(); ++tile) {
+        const Element* b = reinterpret_cast<const Element*>(p.weights) + task.tile_b[tile] + first;
+        widen_rows(b, task.columns, task.ranks_of(tile), width, wide + tile * task.tile_ranks * width);
+    }
+    LoraProblem problem = p;
+    LoraTask dense = task;
+    problem.weights = reinterpret_cast<const char*>(wide);
+    dense.tile_b = &start;
+    dense.tile_ranks = task.rank;
+    dense.first_column = task.first_column + first;
+    dense.columns = width;
+    LoraAheadTiles<float> nothing{nullptr, &dense, 1, {}};
+    expand_stretch<float>(problem, dense, piece, 0, width, all_inner, nothing);
+}
+
+template <class Element>
+inline void expand_piece(const LoraProblem& p, const LoraPiece& piece, const LoraPiece& following,
+                         const float* all_inner) {
+    const LoraTask& task = *piece.task;
+    const int64_t pieces = column_pieces(task);
+    const int64_t width = ((task.columns + pieces - 1) / pieces + kLanes - 1) / kLanes * kLanes;
+    const int64_t first = piece.index * width, end = first + width < task.columns ? first + width : task.columns;
+    if (first >= end) return;
+    if (piece.lines >= kLoraWiden) return expand_widened<Element>(p, piece, first, end, all_inner);
+    LoraAheadTiles<Element> next{reinterpret_cast<const Element*>(p.weights), following.task,
+                                 following.task->whole_rows ? 0 : following.task->tile_count(), {}};
+    expand_stretch<Element>(p, task, piece, first, end, all_inner, next);
 }
 
 inline int64_t pieces_at_a_time(int64_t pieces, int64_t bytes) {
