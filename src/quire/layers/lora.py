@@ -66,7 +66,7 @@ class Grouped:
 
 
 def segment_lines(num_lines: int, invariant: bool = False) -> int:
-    """How long the segments of a batch of so many lines may be; `invariant`: a line's bits must not depend on others."""
+    """How long the segments of a batch of so many lines may be; `invariant`: no line may depend on others."""
     return MANY_LINES if num_lines >= MANY_FROM and not invariant else FEW_LINES
 
 
