@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.adapters.peft import CONFIG, WEIGHTS, PackedAdapter, Reader, read_config
 from quire.adapters.settings import read_settings
+from quire.adapters.sites import Sites
 from quire.core.errors import AdapterError
 
 NAMED = 5  # known adapters that an error names
@@ -210,6 +211,11 @@ class Library:
         """Keys that nobody will ask for again."""
         retired, self._retired = self._retired, []
         return retired
+
+    @property
+    def sites(self) -> Sites:
+        """Where adapters of this model can be attached."""
+        return self._reader.sites
 
     @property
     def num_names(self) -> int:
