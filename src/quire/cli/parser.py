@@ -93,7 +93,7 @@ class Collect(argparse.Action):
 
 
 class Gather(Collect):
-    """A flag with several values, which may be repeated too; a tuple of all of them."""
+    """A flag with several values, which may be repeated too."""
 
     def __call__(
         self,
@@ -103,9 +103,4 @@ class Gather(Collect):
         option: str | None = None,
     ) -> None:
         so_far = getattr(namespace, self.dest, None)
-        before = so_far if isinstance(so_far, Gathered) else ()
-        setattr(namespace, self.dest, Gathered((*before, *value)))
-
-
-class Gathered(tuple[Any, ...]):
-    """Values from the command line, which replace those of a file."""
+        setattr(namespace, self.dest, [*so_far, *value] if isinstance(so_far, list) else list(value))
