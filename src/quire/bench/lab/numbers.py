@@ -47,7 +47,7 @@ class Memory:
 
 
 def run(setup: Setup) -> Finding:
-    with opened(setup, enable_prefix_caching=False) as bench:
+    with opened(setup, enable_prefix_caching=False, steps_in_flight=0) as bench:
         warm_up(bench)
         report = bench.built.report
         text = _text(setup, bench)
