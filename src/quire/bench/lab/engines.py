@@ -36,7 +36,7 @@ def prompt_rate(bench: Bench, num_tokens: int = 256) -> float:
     """Prompt tokens a second, from one prompt: how large an experiment may be is decided by it."""
     report = bench.built.report
     num_tokens = max(1, min(num_tokens, report.max_model_len // 2, report.pool.num_tokens // 2))
-    best = min(bench.serve(bench.requests([Lengths(num_tokens, 1)])).seconds for _ in range(2))
+    best = min(bench.serve(bench.requests([Lengths(num_tokens, 1)])).seconds for _ in range(3))
     return num_tokens / best
 
 
