@@ -1,8 +1,8 @@
 """Speculation against plain decoding: the same requests to each engine in turn, on text that repeats and that does not.
 
 Where drafts are trees, an engine whose drafts are chains runs beside them. Answers end where the model ends them,
-except for random prompts. Prompts are found in the prefix cache after the first time, in every engine, so what is compared is
-decoding.
+except for random prompts. Prompts are found in the prefix cache after the first time, in every engine, so what is
+compared is decoding.
 """
 
 import random
