@@ -40,6 +40,8 @@ OTHER = {
     "weights_memory_gb": 2.5,
     "weights_offload_dir": "layers",
     "swap_space": 0.5,
+    "kv_offload_gb": 0.25,
+    "kv_offload_dir": "kept",
     "max_num_seqs": 3,
     "max_num_batched_tokens": 64,
     "max_queue_requests": 10,

@@ -49,6 +49,7 @@ class PageRunner:
         self.tables: dict[int, list[int]] = {}
         self.hosts: dict[int, list[int]] = {}  # pages in host memory
         self.launched: deque[tuple[Step, bool]] = deque()  # and whether its pass fits
+        self.moved = 0  # steps whose moves are made
         self.largest_step = 0
         self.is_full = False  # the next launch fails
 
@@ -93,6 +94,10 @@ class PageRunner:
             self.hosts[host] = list(self.pages[block])
         for host, block in zip(moves.in_hosts, moves.in_blocks, strict=True):
             self.pages[block] = list(self.hosts[host])
+        self.moved += 1
+
+    def num_moved(self) -> int:
+        return self.moved
 
     def run(self, step: Step) -> StepResult:
         self.prepare(step)

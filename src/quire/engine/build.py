@@ -14,7 +14,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
-from quire.engine.host_memory import make_host_memory
+from quire.engine.host_memory import make_host_memory, open_second_home
 from quire.engine.offload import load_model, offload_lines
 from quire.engine.pins import PinnedPrefix, pin_prefixes
 from quire.engine.policy_words import policies_in_words
@@ -27,6 +27,7 @@ from quire.engine.resolve import (
     resolve_numbers,
     resolve_scheduler,
 )
+from quire.engine.simulated_parts import open_shape, simulated_parts
 from quire.engine.speculation import Speculation
 from quire.engine.vocabulary import model_vocabulary
 from quire.grammar.compiler import Compiler
@@ -38,6 +39,7 @@ from quire.models import registry
 from quire.models.model import Model
 from quire.models.streamed import Streaming, is_streamed
 from quire.runner.device_runner import DeviceRunner
+from quire.runner.devices import is_simulated
 from quire.runner.profile import activation_bytes
 from quire.runner.proposals import Proposals
 from quire.runner.runner import Runner, RunnerLimits
@@ -68,6 +70,7 @@ class Report:
     tiles: str  # attention's, on a GPU: tuned, default or fixed
     seconds: float
     speculation: str = ""  # who drafts and how far, in words
+    simulated: str = ""  # the device that is only simulated, and what it was fitted on, in words
     policies: str = ""  # those that are not the usual ones, in words
     host: tuple[str, ...] = ()  # host memory beside the pool, in words
     offload: tuple[str, ...] = ()  # which weights stream and what that costs, in lines
@@ -79,6 +82,8 @@ class Report:
         where = f"on {numbers.device.type}, {self.num_threads} threads"
         if numbers.device.type == "cuda":
             where = f"on {torch.cuda.get_device_name(numbers.device)}"
+        if self.simulated:
+            where = f"on {self.simulated}"
         divided = [] if self.device_memory is None else [_divided(self.device_memory)]
         graphs = f", {self.num_graphs} sizes of steps captured as graphs" if self.num_graphs else ""
         tiles = f", {self.tiles} tiles" if self.tiles else ""
@@ -124,6 +129,8 @@ class Built:
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     started = time.perf_counter()
     config = replace(config, memory=resolve_memory(config.memory))
+    if is_simulated(config.runner.device):
+        return _build_simulated(config, started)
     options = config.model
     source = open_source(
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
@@ -151,6 +158,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     memory = make_memory(
         config.memory, size.num_blocks, max_model_len, source.fingerprint, host.num_swap_blocks
     )
+    seed = options.seed if options.load_format == "dummy" else None
+    kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
+    evicted = open_second_home(config, host, memory, pool.layout, *kept)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -168,7 +178,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         seconds=0.0,
         speculation=speculative.in_words if speculative else "",
         policies=policies_in_words(config.memory, scheduler),
-        host=host.lines,
+        host=(*host.lines, *evicted),
         offload=offload_lines(config, numbers, loaded.streaming),
         streaming=loaded.streaming,
     )
@@ -189,6 +199,49 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         engine.close()
         raise
     report = replace(report, pinned=pinned, seconds=time.perf_counter() - started)
+    return Built(engine, source, described, default_sampling(source), report)
+
+
+def _build_simulated(config: EngineConfig, started: float) -> Built:
+    """The real scheduler and memory over a runner that only charges time, on a clock of its own."""
+    source = open_shape(config)
+    described = registry.describe(source.config)
+    ends = end_token_ids(source, described)
+    parts = simulated_parts(config, described, ends)
+    size, scheduler = parts.pool, parts.scheduler
+    memory = make_memory(
+        config.memory, size.num_blocks, parts.max_model_len, source.fingerprint, parts.num_swap_blocks
+    )
+    max_num_seqs, max_tokens = scheduler.limits
+    limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
+    make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))
+    preemption = Preemption(scheduler.preemption_mode, parts.move_seconds)
+    engine = Engine(
+        scheduler,
+        limits,
+        memory,
+        parts.runner,
+        config.model.seed,
+        make_compiler,
+        preemption=preemption,
+        clock=parts.clock,
+    )
+    report = Report(
+        model=config.model.served_model_name or source.name,
+        numbers=parts.numbers,
+        weights_bytes=parts.weights.num_bytes,
+        pool=size,
+        device_memory=None,
+        max_model_len=parts.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        num_threads=0,
+        num_graphs=0,
+        tiles="",
+        seconds=time.perf_counter() - started,
+        policies=policies_in_words(config.memory, scheduler),
+        simulated=parts.device.in_words,
+    )
     return Built(engine, source, described, default_sampling(source), report)
 
 

@@ -183,6 +183,8 @@ class DeviceRunner:
         self._launched.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        if self.mover is not None:
+            self.mover.close()
 
     # ------------------------------------------------------------------ the pass
 

@@ -86,6 +86,8 @@ class Runner:
     def close(self) -> None:
         self._masks.put(None)  # a mask that was still to come will not
         self._worker.shutdown(wait=True)
+        if self.mover is not None:
+            self.mover.close()
 
     @torch.inference_mode()
     def _run(self, step: Step) -> StepResult:
