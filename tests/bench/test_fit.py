@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire.bench.drive import Bench
-from quire.bench.fit import Sample, fit_factors, nonnegative_least_squares
+from quire.bench.fit import Sample, charged_errors, fit_factors, nonnegative_least_squares
 from quire.bench.fit_samples import read_samples
 from quire.bench.step_grid import Cell, measure_grid
 from quire.core.config import EngineConfig
@@ -45,6 +45,13 @@ def test_noise_shows_as_error_on_what_was_held_out():
     summary = fit_factors(RATES, list(steps(noise=0.1))).summary()
     assert 0.02 < summary["held_out_median_error"] < 0.1
     assert summary["held_out_p90_error"] < 0.2
+
+
+def test_samples_that_were_not_fitted_to_can_be_foretold():
+    samples = list(steps(noise=0.0))
+    factors = fit_factors(RATES, samples[:60]).factors
+    slower = [Sample(one.what, one.model, one.counts, one.seconds * 2) for one in samples[60:]]
+    assert charged_errors(RATES, factors, slower) == pytest.approx([-0.5] * 60, abs=0.01)
 
 
 def test_nothing_beats_the_data_sheet():

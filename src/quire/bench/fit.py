@@ -7,7 +7,15 @@ import numpy as np
 
 from quire.bench.report import percentile
 from quire.core.errors import ConfigError
-from quire.runner.cost_model import FACTOR_NAMES, Factors, ModelNumbers, Rates, StepCounts, ideal_terms
+from quire.runner.cost_model import (
+    FACTOR_NAMES,
+    CostModel,
+    Factors,
+    ModelNumbers,
+    Rates,
+    StepCounts,
+    ideal_terms,
+)
 
 WEIGHTS, PRODUCTS = FACTOR_NAMES.index("weights"), FACTOR_NAMES.index("products")
 # nothing beats the data sheet where a device's own memory or its units set the pace; activations may stay in caches
@@ -72,6 +80,14 @@ def fit_factors(rates: Rates, samples: Sequence[Sample], by_data_sheet: bool = T
         _errors(tables, seconds, everything, factors).tolist(),
         held_out.tolist(),
     )
+
+
+def charged_errors(rates: Rates, factors: Factors, samples: Sequence[Sample]) -> list[float]:
+    """Relative errors, with their sign, on samples that need not be the fit's: more than 0 is charged too much."""
+    return [
+        sum(CostModel(rates, factors, one.model).seconds(counts) for counts in one.counts) / one.seconds - 1.0
+        for one in samples
+    ]
 
 
 def _table(rates: Rates, sample: Sample) -> np.ndarray:

@@ -14,7 +14,7 @@ from quire.bench.lab.experiment import Bar, Setup, Size
 from quire.bench.lab.figure import check_matplotlib
 from quire.bench.lab.page import as_page
 from quire.bench.lab.registry import EXPERIMENTS, find
-from quire.bench.lab.report import Done, Failed, as_text, make_folder, write_finding, write_text
+from quire.bench.lab.report import Done, Failed, as_text, load_average, make_folder, write_finding, write_text
 from quire.bench.table import aligned, in_seconds
 from quire.cli.engine_flags import engine_settings
 from quire.cli.parser import Parser
@@ -103,9 +103,9 @@ def _all(setup: Setup, folder: Path, command: str) -> int:
 
 def _one(name: str, setup: Setup, folder: Path) -> Done:
     experiment = find(name)
-    started = time.perf_counter()
+    load, started = load_average(), time.perf_counter()
     finding = experiment.run(setup)
-    return write_finding(experiment, finding, time.perf_counter() - started, folder)
+    return write_finding(experiment, finding, time.perf_counter() - started, folder, load)
 
 
 def _write_page(done: list[Done], failed: list[Failed], to_come: list[str], path: Path, command: str) -> None:

@@ -41,7 +41,10 @@ def prompt_rate(bench: Bench, num_tokens: int = 256) -> float:
 
 
 def step_seconds(bench: Bench, num_sequences: int, context: int, num_steps: int) -> list[float]:
-    """Wall time of decode steps with this many sequences, once all of their prompts are computed."""
+    """Wall time of decode steps with this many sequences, once all of their prompts are computed.
+
+    For engines without a step in flight: with one, a step that waited for the host returns at once when it is asked.
+    """
     engine = bench.engine
     requests = bench.requests([Lengths(context, num_steps + 4)] * num_sequences)
     ids = submit(engine, requests, f"step-{num_sequences}-{time.monotonic_ns()}")

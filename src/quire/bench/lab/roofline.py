@@ -44,7 +44,7 @@ class Decoded:
 
 
 def run(setup: Setup) -> Finding:
-    with opened(setup, enable_prefix_caching=False) as bench:
+    with opened(setup, enable_prefix_caching=False, steps_in_flight=0) as bench:
         warm_up(bench)
         report = bench.built.report
         weights = weight_shape(bench.built.model, report.numbers.format)
