@@ -41,10 +41,11 @@ class EngineMachine(RuleBasedStateMachine):
         after=st.sampled_from(["resumed", "completed"]),
         home_blocks=st.sampled_from([0, 2, 12]),
         shelf=st.booleans(),
+        width=st.sampled_from([1, 2, 4]),
     )
     def start(
         self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive,
-        swap_blocks, mode, after, home_blocks, shelf,
+        swap_blocks, mode, after, home_blocks, shelf, width,
     ):  # fmt: skip
         memory = PagedMemory(
             num_blocks,
@@ -58,19 +59,19 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight,
             preemption_mode=mode, admit_after=after,
         )  # fmt: skip
-        self.build(config, memory, drafting, adaptive)
+        self.build(config, memory, drafting, adaptive, width)
         if home_blocks and caching and share:
             kept = PageShelf(self.runner) if shelf else None
             memory.home = SecondHome(swap_blocks + 1, home_blocks, memory.moves, self.runner, kept)
 
-    def build(self, config, memory, drafting, adaptive):
+    def build(self, config, memory, drafting, adaptive, width=1):
         max_num_seqs, max_tokens = config.limits
         self.memory = memory
         self.runner = PageRunner(memory.num_blocks, memory.block_size, token_scores)
         limits = Limits(VOCABULARY, 64, max_num_seqs, (END,))
         speculation = None
         if drafting is not None:
-            speculative = SpeculativeConfig("ngram", 4, adaptive=adaptive)
+            speculative = SpeculativeConfig("ngram", 4, adaptive=adaptive, tree_width=width)
             speculation = partial(Speculation, speculative, RandomProposer(drafting), max_num_seqs)
         self.engine = Engine(
             config, limits, self.memory, self.runner, make_speculation=speculation, clock=VirtualClock()

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 from quire.bench.gpus import Gpu
-from quire.bench.shape import WeightShape, weight_shape
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import block_layout
 from quire.engine.resolve import Numbers, default_limits, resolve_max_model_len, resolve_numbers
 from quire.models import registry
+from quire.models.weight_shape import WeightShape, weight_shape
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, PoolSize, free_host_bytes, pool_size
 from quire.weights.source import Source
 

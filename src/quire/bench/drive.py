@@ -1,7 +1,6 @@
 """Drives an engine with requests of given lengths and watches every step."""
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -84,12 +83,12 @@ class Bench:
         """All at once, to the last token; text is made as `LLM.generate` would make it."""
         watched = Watched(num_requests=len(requests))
         preemptions = self.engine.scheduler.stats.num_preemptions
-        started = time.perf_counter()
+        started = self.engine.clock()
         answers = self._submit(requests)
         last_token: dict[str, float] = {}
         while self.engine.has_work:
             self._step(watched, answers, last_token, on_finish)
-        watched.seconds = time.perf_counter() - started
+        watched.seconds = self.engine.clock() - started
         watched.num_preemptions = self.engine.scheduler.stats.num_preemptions - preemptions
         watched.num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests)
         return watched
@@ -100,7 +99,7 @@ class Bench:
             request_id = f"bench-{self._num_sent}"
             self._num_sent += 1
             self.engine.add(request_id, one.prompt_token_ids, one.sampling)
-            answers[request_id] = Answer(request_id, one.sampling, self.tokenizer)
+            answers[request_id] = Answer(request_id, one.sampling, self.tokenizer, clock=self.engine.clock)
         return answers
 
     def _step(
@@ -111,12 +110,12 @@ class Bench:
         on_finish: Callable[[], None],
     ) -> None:
         stats = self.engine.stats
-        schedule, commit, started = stats.schedule_seconds, stats.commit_seconds, time.perf_counter()
+        schedule, commit, started = stats.schedule_seconds, stats.commit_seconds, self.engine.clock()
         updates = self.engine.step()
         watched.schedule_seconds.append(stats.schedule_seconds - schedule)
         watched.commit_seconds.append(stats.commit_seconds - commit)
         watched.num_running.append(len(self.engine.scheduler.running))
-        now = time.monotonic()
+        now = self.engine.clock()
         for update in updates:
             answer = answers[update.request_id]
             answer.take(update)
@@ -127,7 +126,7 @@ class Bench:
             if answer.finished:
                 watched.requests.append(_times(answer))
                 on_finish()
-        watched.step_seconds.append(time.perf_counter() - started)
+        watched.step_seconds.append(self.engine.clock() - started)
 
 
 def _times(answer: Answer) -> RequestTimes:

@@ -15,14 +15,13 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
 from quire.memory.paged import PagedMemory
+from quire.runner.drawn_beams import SHARES as SHARES
 
 CONTEXT = 2048  # tokens, as the paper's models have
 VOCABULARY = 50_000
 BLOCK_SIZE = 16
 ROWS = 256
 WIDTHS = (2, 4, 6)
-# of the best token, of the rest: chosen so that beams branch about as often as the built-in model's do on prose
-SHARES = (2.0, 1.0)
 # in per cent: Figure 15 of "Efficient Memory Management for Large Language Model Serving with PagedAttention"
 PAPER = {
     ("alpaca", "parallel"): (6.0, 10.0),

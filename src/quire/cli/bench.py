@@ -1,4 +1,4 @@
-"""`quire bench throughput|latency|startup|speculate|serve|sharing`: measures; a table on stdout, JSON on request."""
+"""`quire bench throughput|latency|startup|speculate|serve|sharing|lab`: measures; a table on stdout, JSON if asked."""
 
 import argparse
 import sys
@@ -15,6 +15,8 @@ from quire.bench.report import BenchReport, write_json
 from quire.bench.speculate import WORKLOADS, SpeculatePlan, run_speculate
 from quire.bench.startup import StartupPlan, run_startup
 from quire.bench.throughput import ThroughputPlan, run_throughput
+from quire.cli.bench_fit import add_fit, fit
+from quire.cli.bench_lab import add_lab, lab
 from quire.cli.bench_serve import add_serve, serve
 from quire.cli.bench_sharing import add_sharing, sharing
 from quire.cli.engine_flags import add_engine_flags, engine_settings
@@ -32,7 +34,9 @@ HELP = {
     "startup": "fresh processes: time to the first token, memory afterwards",
     "speculate": "plain decoding and speculation in turn: tokens per second, drafts accepted, the same tokens",
     "serve": "load on any OpenAI server: latencies, throughput, goodput at one rate or several",
+    "fit": "measures this machine's steps, or reads another's, and fits the simulator's cost model to them",
     "sharing": "parallel sampling and beam search: blocks saved by sharing, tokens a second with and without",
+    "lab": "the laboratory: one experiment, or all of them in one HTML report",
 }
 STARTUP_POOL_TOKENS = 2048
 DEFAULT_INPUT, DEFAULT_OUTPUT = 128, 64
@@ -43,6 +47,9 @@ def add_arguments(parser: Parser) -> None:
     for name, add in _ADD.items():
         one = kinds.add_parser(name, help=HELP[name], description=HELP[name])
         add(one)
+        if name == "lab":  # writes its records beside its pictures
+            add_engine_flags(one)
+            continue
         one.add_argument(
             *("--output-json", "--output", "--save-result"),
             metavar="FILE",
@@ -54,6 +61,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.kind == "lab":
+        return lab(arguments)
     report = _RUN[arguments.kind](arguments)
     if arguments.output_json is not None:
         write_json(report, arguments.output_json)
@@ -221,6 +230,8 @@ _ADD: dict[str, Callable[[Any], None]] = {
     "speculate": _add_speculate,
     "serve": add_serve,
     "sharing": add_sharing,
+    "fit": add_fit,
+    "lab": add_lab,
 }
 _RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
     "throughput": _throughput,
@@ -229,4 +240,5 @@ _RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
     "speculate": _speculate,
     "serve": serve,
     "sharing": sharing,
+    "fit": fit,
 }

@@ -185,7 +185,7 @@ class SchedulerConfig:
 class RunnerConfig:
     """Where and how the forward pass runs."""
 
-    device: str = "auto"  # auto | cpu | cuda
+    device: str = "auto"  # auto | cpu | cuda | simulated[:NAME]
     num_threads: int | None = None  # CPU threads; None: the physical cores
     enforce_eager: bool = False  # no recorded graphs
     deterministic: bool = False  # on a GPU: a request's tokens do not depend on its neighbours

@@ -18,7 +18,7 @@ from quire.engine.host_memory import make_host_memory, open_second_home
 from quire.engine.offload import load_model, offload_lines
 from quire.engine.pins import PinnedPrefix, pin_prefixes
 from quire.engine.policy_words import policies_in_words
-from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
+from quire.engine.proposers import LoadedDraft, check_trees, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
     default_limits,
@@ -27,6 +27,7 @@ from quire.engine.resolve import (
     resolve_numbers,
     resolve_scheduler,
 )
+from quire.engine.simulated_parts import open_shape, simulated_parts
 from quire.engine.speculation import Speculation
 from quire.engine.vocabulary import model_vocabulary
 from quire.grammar.compiler import Compiler
@@ -38,7 +39,9 @@ from quire.models import registry
 from quire.models.model import Model
 from quire.models.streamed import Streaming, is_streamed
 from quire.runner.device_runner import DeviceRunner
+from quire.runner.devices import is_simulated
 from quire.runner.profile import activation_bytes
+from quire.runner.proposals import Proposals
 from quire.runner.runner import Runner, RunnerLimits
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
 from quire.scheduler.preemption import Preemption
@@ -67,6 +70,7 @@ class Report:
     tiles: str  # attention's, on a GPU: tuned, default or fixed
     seconds: float
     speculation: str = ""  # who drafts and how far, in words
+    simulated: str = ""  # the device that is only simulated, and what it was fitted on, in words
     policies: str = ""  # those that are not the usual ones, in words
     host: tuple[str, ...] = ()  # host memory beside the pool, in words
     offload: tuple[str, ...] = ()  # which weights stream and what that costs, in lines
@@ -78,6 +82,8 @@ class Report:
         where = f"on {numbers.device.type}, {self.num_threads} threads"
         if numbers.device.type == "cuda":
             where = f"on {torch.cuda.get_device_name(numbers.device)}"
+        if self.simulated:
+            where = f"on {self.simulated}"
         divided = [] if self.device_memory is None else [_divided(self.device_memory)]
         graphs = f", {self.num_graphs} sizes of steps captured as graphs" if self.num_graphs else ""
         tiles = f", {self.tiles} tiles" if self.tiles else ""
@@ -123,6 +129,8 @@ class Built:
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     started = time.perf_counter()
     config = replace(config, memory=resolve_memory(config.memory))
+    if is_simulated(config.runner.device):
+        return _build_simulated(config, started)
     options = config.model
     source = open_source(
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
@@ -135,12 +143,15 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     loaded = load_model(config, numbers, source, factory, partial(progress, "weights") if progress else None)
     model = loaded.model
     speculative = config.speculation.parsed
+    if speculative is not None:
+        check_trees(speculative, described, numbers, config.runner.deterministic)
     draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
     pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft)
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
     runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
     on_gpu = numbers.device.type == "cuda"
-    runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device)
+    proposals = Proposals() if speculative is not None and speculative.acceptance == "rejection" else None
+    runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device, proposals)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     host = make_host_memory(config, pool)
     runner.mover = host.mover
@@ -149,7 +160,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     )
     seed = options.seed if options.load_format == "dummy" else None
     kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
-    evicted = open_second_home(config, host, memory, pool.layout, *kept)
+    offload = open_second_home(config, host, memory, pool.layout, *kept)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -167,14 +178,14 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         seconds=0.0,
         speculation=speculative.in_words if speculative else "",
         policies=policies_in_words(config.memory, scheduler),
-        host=(*host.lines, *evicted),
+        host=(*host.swap_lines, *offload),
         offload=offload_lines(config, numbers, loaded.streaming),
         streaming=loaded.streaming,
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
     make_speculation = None
     if speculative is not None:
-        drafting = _draft_model(config, scheduler, draft, size, max_model_len) if draft else None
+        drafting = _draft_model(config, scheduler, draft, size, max_model_len, proposals) if draft else None
         make_speculation = partial(
             Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
         )
@@ -188,6 +199,49 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         engine.close()
         raise
     report = replace(report, pinned=pinned, seconds=time.perf_counter() - started)
+    return Built(engine, source, described, default_sampling(source), report)
+
+
+def _build_simulated(config: EngineConfig, started: float) -> Built:
+    """The real scheduler and memory over a runner that only charges time, on a clock of its own."""
+    source = open_shape(config)
+    described = registry.describe(source.config)
+    ends = end_token_ids(source, described)
+    parts = simulated_parts(config, described, ends)
+    size, scheduler = parts.pool, parts.scheduler
+    memory = make_memory(
+        config.memory, size.num_blocks, parts.max_model_len, source.fingerprint, parts.num_swap_blocks
+    )
+    max_num_seqs, max_tokens = scheduler.limits
+    limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
+    make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))
+    preemption = Preemption(scheduler.preemption_mode, parts.move_seconds)
+    engine = Engine(
+        scheduler,
+        limits,
+        memory,
+        parts.runner,
+        config.model.seed,
+        make_compiler,
+        preemption=preemption,
+        clock=parts.clock,
+    )
+    report = Report(
+        model=config.model.served_model_name or source.name,
+        numbers=parts.numbers,
+        weights_bytes=parts.weights.num_bytes,
+        pool=size,
+        device_memory=None,
+        max_model_len=parts.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        num_threads=0,
+        num_graphs=0,
+        tiles="",
+        seconds=time.perf_counter() - started,
+        policies=policies_in_words(config.memory, scheduler),
+        simulated=parts.device.in_words,
+    )
     return Built(engine, source, described, default_sampling(source), report)
 
 
@@ -220,17 +274,23 @@ def _less_draft(
 
 
 def _draft_model(
-    config: EngineConfig, scheduler: SchedulerConfig, draft: LoadedDraft, size: PoolSize, max_model_len: int
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    draft: LoadedDraft,
+    size: PoolSize,
+    max_model_len: int,
+    proposals: Proposals | None,
 ) -> DraftModel:
     """Its runner, with pages under the target's block ids."""
     model, numbers = draft.model, draft.numbers
     layout = block_layout(size.block_size, model.config, numbers)
     pool = Pool(layout, size.num_blocks + 1, numbers.device)
     limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
-    runner = (DeviceRunner if numbers.device.type == "cuda" else Runner)(model, pool, limits, numbers.device)
+    runner_type = DeviceRunner if numbers.device.type == "cuda" else Runner
+    runner = runner_type(model, pool, limits, numbers.device, proposals)
     if isinstance(runner, DeviceRunner):
         runner.warm_up(GRAPH_SECONDS)
-    return DraftModel(runner, limits.max_num_batched_tokens)
+    return DraftModel(runner, limits.max_num_batched_tokens, draws=proposals is not None)
 
 
 def block_layout(block_size: int, model: ModelConfig, numbers: Numbers) -> BlockLayout:

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from quire.core.clock import Clock, VirtualClock
 from quire.core.config import SchedulerConfig
@@ -22,8 +22,8 @@ from quire.sampling.records import TokenMask
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
 
-READING_WAIT = 0.002  # seconds that it waits for blocks from the disk at a time
 PIN = "pin"  # the request that computes a pinned prefix
+READING_WAIT = 0.002  # seconds that it waits for blocks from the disk at a time
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
 COMPANY_WAIT = 0.001  # the same, for a batch to be full
 
@@ -38,6 +38,9 @@ class StepRunner(Protocol):
     def collect(self) -> StepResult: ...
 
     def close(self) -> None: ...
+
+
+W = TypeVar("W", bound=StepRunner)
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ class Engine:
         self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock)
         self.stats = EngineStats()
         self._door = Door(limits, memory, seed, clock)
-        self._runner = runner
+        self._runner: StepRunner = runner
         self._compiled: list[Request] = []  # whose grammar is done and whom the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
         self._in_flight: deque[Planned] = deque()
@@ -183,6 +186,12 @@ class Engine:
         if planned is None and not self._in_flight and not updates:
             self._wait_for_company()
         return updates
+
+    def watch(self, watcher: Callable[[StepRunner], W]) -> W:
+        """For measurements: puts something between the engine and its runner that sees every step, and returns it."""
+        watching = watcher(self._runner)
+        self._runner = watching
+        return watching
 
     def check_integrity(self) -> None:
         self.memory.check_integrity(self.scheduler.sequences())

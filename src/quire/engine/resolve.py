@@ -58,7 +58,7 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device={name!r} is not known: choose auto, cpu or cuda") from None
+        raise ConfigError(f"device={name!r} is not known: choose auto, cpu, cuda or simulated") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r} was asked for, but PyTorch sees no GPU here: use device='cpu'")
     return device

@@ -162,7 +162,7 @@ class LLM:
             for prompt, sampling in zip(prompts, samplings, strict=True):
                 request_id = str(next(self._ids))
                 self.engine.add(request_id, prompt.token_ids, sampling, **prompt.options)
-                answers.append(Answer(request_id, sampling, self.tokenizer))
+                answers.append(Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock))
         except QuireError:
             for answer in answers:  # all or none: the caller gets no half-done list
                 self.engine.abort(answer.request_id)

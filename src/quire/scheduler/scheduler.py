@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.core.clock import Clock
 from quire.core.config import SchedulerConfig
-from quire.core.ints import Ints
+from quire.core.draft import TokenTree
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import Step
 from quire.memory.interface import Memory
@@ -190,7 +190,7 @@ class Scheduler:
         decodes_left: int | None = None  # counted only if a prompt competes with them
         preempted = False
         position = 0
-        drafts: dict[int, Ints] = {}
+        drafts: dict[int, TokenTree] = {}
         if self._drafter is not None:
             drafts = find_drafts(self._drafter, running, memory, budget - len(running), plan.delta)
         while position < len(running) and budget > 0:

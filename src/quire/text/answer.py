@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from quire.core.clock import Clock
 from quire.core.errors import InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, TokenLogprobs
@@ -34,11 +35,13 @@ class Answer:
         sampling: SamplingParams,
         tokenizer: Tokenizer | None,
         kept_ids: frozenset[int] = frozenset(),
+        clock: Clock = time.monotonic,
     ) -> None:
         """Special tokens with `kept_ids` stay in the text whatever `sampling` says about them."""
         self.request_id = request_id
         self.sampling = sampling
-        self.arrival = time.monotonic()
+        self._clock = clock
+        self.arrival = clock()
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.num_cached = 0
@@ -106,7 +109,7 @@ class Answer:
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
         if update.token_ids:
-            self.last_token = time.monotonic()
+            self.last_token = self._clock()
             self.first_token = self.first_token or self.last_token
 
     def _push(self, sequence: AnswerSequence, token_id: int, logprobs: TokenLogprobs | None) -> bool:

@@ -1,4 +1,4 @@
-"""DummySource: a model's shape without its weights, for `--load-format dummy`."""
+"""DummySource and ShapeSource: a model's shape without its weights, for `--load-format dummy`."""
 
 import hashlib
 import json
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.weights.folder import read_config, read_json, read_text, read_tokenizer_config
+from quire.weights.shapes import SHAPES
 
 
 class DummySource:
@@ -38,3 +39,27 @@ class DummySource:
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         return read_tokenizer_config(self.folder)
+
+
+class ShapeSource:
+    """A published architecture with no weights and no tokenizer; see DummySource for how it is filled."""
+
+    random = True
+    num_tensors = 0
+    num_bytes = 0
+    generation_config: Mapping[str, Any] = {}
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.config: Mapping[str, Any] = SHAPES[name]
+        shape = json.dumps(self.config, sort_keys=True)
+        self.fingerprint = hashlib.sha256(f"dummy {shape}".encode()).hexdigest()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def tokenizer_json(self) -> str | None:
+        return None
+
+    def tokenizer_config(self) -> Mapping[str, Any]:
+        return {}

@@ -10,10 +10,11 @@ from quire.weights.builtin_encoder import (
     builtin_encoder_folder,
     is_builtin_encoder,
 )
-from quire.weights.dummy import DummySource
+from quire.weights.dummy import DummySource, ShapeSource
 from quire.weights.folder import FolderSource
 from quire.weights.gguf import GgufSource
 from quire.weights.hub import snapshot_folder
+from quire.weights.shapes import SHAPES
 from quire.weights.source import Source
 from quire.weights.wheel import Progress
 
@@ -26,7 +27,7 @@ def open_source(
     progress: Progress | None = None,
 ) -> Source:
     """None is the built-in model; otherwise a folder, a .gguf file, a name of the built-in embedding model or a hub id,
-    looked for in this order.
+    looked for in this order. With `dummy` the name of a published architecture will do as well (see shapes.py).
 
     Reads no weights, but finds what is missing, cut or foreign: WeightsError or ModelError says so in one line.
     `progress` is told about fetching the built-in models; the hub's library draws its own bars.
@@ -38,6 +39,8 @@ def open_source(
     path = Path(text).expanduser()
     if path.is_dir():
         return _folder(path, load_format)
+    if load_format == "dummy" and text in SHAPES:
+        return ShapeSource(text)
     if path.suffix.lower() == ".gguf" or path.is_file():
         _refuse_dummy(load_format, text)
         return GgufSource(path)

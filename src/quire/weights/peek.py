@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.weights.builtin_encoder import is_builtin_encoder
 from quire.weights.hub import snapshot_folder
+from quire.weights.shapes import SHAPES
 
 # Architectures that turn a text into one vector. models/registry.py has a file for each.
 ENCODERS = frozenset(
@@ -20,7 +21,7 @@ def is_encoder(model: str | None, revision: str | None = None) -> bool:
 
     A model on the hub has its small files fetched for this. Raises WeightsError where the hub has no such model.
     """
-    if model is None or model.lower().endswith(".gguf"):
+    if model is None or model.lower().endswith(".gguf") or model in SHAPES:
         return False
     if is_builtin_encoder(model, revision):
         return True

@@ -1,0 +1,50 @@
+"""Which experiments there are. A module is imported when its experiment is chosen: most of them need torch."""
+
+import difflib
+import importlib
+from typing import NamedTuple
+
+from quire.bench.lab.experiment import Experiment
+from quire.core.errors import ConfigError
+
+
+class Listed(NamedTuple):
+    module: str  # has EXPERIMENT
+    about: str  # one line for `quire bench lab list`
+
+
+# in the order of the report: what memory and batches are, then what they cost, then whole workloads
+EXPERIMENTS = {
+    "numbers": Listed("quire.bench.lab.numbers", "rules of thumb, measured on this machine"),
+    "kvcache": Listed("quire.bench.lab.kvcache", "generating with and without a KV cache"),
+    "roofline": Listed("quire.bench.lab.roofline", "what bounds decoding: reading memory or computing"),
+    "waste": Listed("quire.bench.lab.waste", "how KV memory is spent under paging and three reservations"),
+    "batching": Listed(
+        "quire.bench.lab.batching", "static, dynamic and continuous batches over time and load"
+    ),
+    "sharing": Listed("quire.bench.lab.sharing", "blocks that parallel samples and beams share"),
+    "blocksize": Listed(
+        "quire.bench.lab.blocksize", "latency and attention time for blocks of 1 to 256 tokens"
+    ),
+    "prefix": Listed("quire.bench.lab.prefix", "what remembering prompts saves: a system prompt, chats"),
+    "batched": Listed(
+        "quire.bench.lab.batched", "requests that fit at once, by how memory is given (simulated)"
+    ),
+    "rate": Listed("quire.bench.lab.rate", "latency against request rate for every policy (simulated)"),
+    "characterize": Listed(
+        "quire.bench.lab.characterize", "batching and paging over models, devices and rates (simulated)"
+    ),
+    "trace": Listed(
+        "quire.bench.lab.trace", "an hour's conversations replayed: the service level held (simulated)"
+    ),
+}
+
+
+def find(name: str) -> Experiment:
+    """ConfigError with the closest names if there is none of this name."""
+    if name not in EXPERIMENTS:
+        near = difflib.get_close_matches(name, [*EXPERIMENTS, "all", "list"], n=1)
+        hint = f"did you mean {near[0]}?" if near else "`quire bench lab list` shows them"
+        raise ConfigError(f"there is no experiment {name!r}: {hint}")
+    found: Experiment = importlib.import_module(EXPERIMENTS[name].module).EXPERIMENT
+    return found

@@ -1,0 +1,162 @@
+"""What an engine on a simulated device is made of: real settings and sizes, and a runner without a model."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.core.clock import VirtualClock
+from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from quire.core.errors import ConfigError, WeightsError
+from quire.core.layout import BlockLayout
+from quire.engine.resolve import (
+    Numbers,
+    default_limits,
+    resolve_max_model_len,
+    resolve_numbers,
+    resolve_scheduler,
+)
+from quire.models.weight_shape import WeightShape, weight_shape
+from quire.runner.cost_model import CostModel, ModelNumbers
+from quire.runner.devices import SimulatedDevice, find_device
+from quire.runner.simulated import SimulatedRunner
+from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, PoolSize, pool_size
+from quire.weights.open import open_source
+from quire.weights.shapes import SHAPES
+from quire.weights.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedParts:
+    device: SimulatedDevice
+    numbers: Numbers
+    weights: WeightShape
+    pool: PoolSize
+    scheduler: SchedulerConfig
+    max_model_len: int
+    num_swap_blocks: int  # that host memory holds
+    move_seconds: float  # of one of them, one way
+    runner: SimulatedRunner
+    clock: VirtualClock
+
+
+def open_shape(config: EngineConfig) -> Source:
+    """The model as it would be opened, or a published architecture by its name; no weights are read."""
+    options, name = config.model, config.model.model
+    load_format = "dummy" if name in SHAPES else options.load_format
+    try:
+        return open_source(name, revision=options.revision, load_format=load_format)
+    except WeightsError as error:
+        if name is None or "/" in name:
+            raise
+        known = ", ".join(SHAPES)
+        raise WeightsError(f"{error}; architectures that can be simulated by name are {known}") from error
+
+
+def simulated_parts(
+    config: EngineConfig, model: ModelConfig, end_token_ids: tuple[int, ...]
+) -> SimulatedParts:
+    """ConfigError where the device is not known, or where the model does not fit it."""
+    device = find_device(config.runner.device)
+    if config.speculation.parsed is not None:
+        raise ConfigError(
+            "a simulated device has no words to guess, so speculation says nothing there: leave out speculative_config"
+        )
+    # "meta" is a GPU that is not here: neither needs anything of the CPU's own formats
+    here = replace(config.runner, device="meta" if device.on_gpu else "cpu")
+    numbers = resolve_numbers(replace(config, runner=here), model)
+    max_model_len = resolve_max_model_len(config, model)
+    weights = weight_shape(model, numbers.format)
+    layout = _layout(model, numbers, config.memory.block_size)
+    pool = _pool(config, device, numbers, layout, weights, model, max_model_len)
+    scheduler = resolve_scheduler(config.scheduler, numbers.device, pool.num_blocks)
+    costs = _costs(model, numbers, weights, layout)
+    clock = VirtualClock()
+    cost = CostModel(device.rates, device.factors, costs, device.ranks)
+    return SimulatedParts(
+        device=device,
+        numbers=numbers,
+        weights=weights,
+        pool=pool,
+        scheduler=scheduler,
+        max_model_len=max_model_len,
+        num_swap_blocks=_num_swap_blocks(config, device, layout),
+        move_seconds=cost.move_seconds,
+        runner=SimulatedRunner(cost, clock, model.vocab_size, end_token_ids),
+        clock=clock,
+    )
+
+
+def _num_swap_blocks(config: EngineConfig, device: SimulatedDevice, layout: BlockLayout) -> int:
+    """As the real start has it, but for what is free here: each rank has its own part of the host's memory."""
+    if config.memory.reservation != "paged" or config.scheduler.preemption_mode == "recompute":
+        return 0
+    if not device.rates.host_link:
+        return 0
+    return int(config.memory.swap_space * (1 << 30)) * device.ranks // layout.block_bytes
+
+
+def model_costs(model: ModelConfig, numbers: Numbers, block_size: int) -> ModelNumbers:
+    """What the model's steps read and compute in these numbers, for a cost model."""
+    return _costs(model, numbers, weight_shape(model, numbers.format), _layout(model, numbers, block_size))
+
+
+def _layout(model: ModelConfig, numbers: Numbers, block_size: int) -> BlockLayout:
+    return BlockLayout(model.num_layers, block_size, model.num_kv_heads, model.head_dim, numbers.kv_dtype)
+
+
+def _costs(model: ModelConfig, numbers: Numbers, weights: WeightShape, layout: BlockLayout) -> ModelNumbers:
+    head = model.vocab_size * model.hidden_size
+    return ModelNumbers(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        attention_width=model.num_heads * model.head_dim,
+        read_bytes=weights.read_bytes,
+        dense_parameters=max(0, weights.read_parameters - head),
+        head_parameters=head,
+        kv_bytes_per_token=layout.bytes_per_token,
+        block_bytes=layout.block_bytes,
+        activation_bytes=numbers.format.activation_dtype.itemsize,
+    )
+
+
+def _pool(
+    config: EngineConfig,
+    device: SimulatedDevice,
+    numbers: Numbers,
+    layout: BlockLayout,
+    weights: WeightShape,
+    model: ModelConfig,
+    max_model_len: int,
+) -> PoolSize:
+    """As large as the real start would make it. Ranks split every block, so together they hold so many more."""
+    rows, tokens = default_limits(config.scheduler, numbers.device)
+    free = _free_bytes(config, device, weights, _activation_bytes(model, numbers.device, rows, tokens))
+    memory: MemoryConfig = config.memory
+    if memory.kv_cache_memory_bytes is not None:  # a limit of each rank
+        memory = replace(memory, kv_cache_memory_bytes=memory.kv_cache_memory_bytes * device.ranks)
+    return pool_size(memory, layout, rows, max_model_len, free * device.ranks)
+
+
+def _free_bytes(config: EngineConfig, device: SimulatedDevice, weights: WeightShape, activations: int) -> int:
+    """Of one rank."""
+    held = weights.num_bytes // device.ranks
+    if not device.on_gpu:
+        return int(min(CPU_POOL_LIMIT, CPU_POOL_SHARE * max(0, device.memory_bytes - held)))
+    usable = int(device.memory_bytes * config.memory.gpu_memory_utilization)
+    free = min(usable, device.memory_bytes - GPU_MARGIN) - held - activations
+    if free <= 0:
+        raise ConfigError(
+            f"the weights take {held / 1e9:.1f} GB and {device.title} has {usable / 1e9:.1f} GB at "
+            f"gpu_memory_utilization={config.memory.gpu_memory_utilization}: simulate more of them, such as "
+            f"simulated:{2 * device.ranks}x{device.name}"
+        )
+    return free
+
+
+def _activation_bytes(model: ModelConfig, device: torch.device, rows: int, tokens: int) -> int:
+    """An estimate of what the real start measures: the widest layer of the largest step, or all logits."""
+    if device.type == "cpu":
+        return 0
+    widest = 2 * tokens * (2 * model.intermediate_size + 4 * model.hidden_size)
+    return max(widest, 3 * rows * model.vocab_size * 4)

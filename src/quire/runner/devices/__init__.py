@@ -1,0 +1,101 @@
+"""Devices that can be simulated: one JSON file each, with the maker's figures and the fitted factors.
+
+A file has either `factors` and `fit` (what they were fitted on, when, and how well) or `derived_from`, the device whose
+factors it takes: such a device was never measured, and says so.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from quire.core.errors import ConfigError
+from quire.runner.cost_model import FACTOR_NAMES, Factors, Rates
+
+SIMULATED = "simulated"  # a device setting that starts so is one of these
+DEFAULT_DEVICE = "h200"
+MAX_RANKS = 64
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedDevice:
+    """One device, or `ranks` equal ones that share a model."""
+
+    name: str
+    title: str
+    on_gpu: bool
+    memory_bytes: int  # of one
+    rates: Rates
+    factors: Factors
+    source: str  # of the maker's figures
+    fit: Mapping[str, Any]  # what the factors were fitted on, when, and how well
+    derived_from: str | None = None
+    ranks: int = 1
+
+    @property
+    def in_words(self) -> str:
+        many = f"{self.ranks} × " if self.ranks > 1 else ""
+        basis = f"derived from {self.derived_from}" if self.derived_from else f"fitted on {self.fit['on']}"
+        return f"{many}{self.title}, simulated ({basis})"
+
+
+def is_simulated(device: str) -> bool:
+    return device == SIMULATED or device.startswith(f"{SIMULATED}:")
+
+
+def device_names() -> list[str]:
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+def find_device(setting: str) -> SimulatedDevice:
+    """From `simulated`, `simulated:a100-40g`, `simulated:2xa100-40g`, or a JSON file of one's own after the colon."""
+    name = setting.removeprefix(SIMULATED).removeprefix(":") or DEFAULT_DEVICE
+    ranks = 1
+    if found := re.fullmatch(r"(\d+)x(.+)", name):
+        ranks, name = int(found[1]), found[2]
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ConfigError(f"device={setting!r} asks for {ranks} ranks: choose 1 to {MAX_RANKS}")
+    record = _read(name, setting)
+    basis = record if "factors" in record else _read(str(record.get("derived_from")), setting)
+    try:
+        return _device(name, record, basis, ranks)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"device={setting!r}: its file is not as it should be ({error!r})") from error
+
+
+def _device(name: str, record: Mapping[str, Any], basis: Mapping[str, Any], ranks: int) -> SimulatedDevice:
+    rates = Rates(**{field.name: float(record.get(field.name, 0.0)) for field in fields(Rates)})
+    if ranks > 1 and not rates.link_bandwidth:
+        raise ConfigError(f"device {name!r} has no link to others: simulate one of it")
+    return SimulatedDevice(
+        name=Path(name).stem,
+        title=record["title"],
+        on_gpu=bool(record["on_gpu"]),
+        memory_bytes=int(record["memory_bytes"]),
+        rates=rates,
+        factors=Factors(**{one: float(basis["factors"][one]) for one in FACTOR_NAMES}),
+        source=record["source"],
+        fit=basis["fit"],
+        derived_from=record.get("derived_from"),
+        ranks=ranks,
+    )
+
+
+def _read(name: str, setting: str) -> dict[str, Any]:
+    path = Path(name).expanduser() if name.endswith(".json") else _FOLDER / f"{name}.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        known = ", ".join(device_names())
+        raise ConfigError(
+            f"device={setting!r} is not known: after `simulated:` name one of {known}, or a .json file that "
+            "`quire bench fit` wrote"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"device={setting!r}: {path.name} is no JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"device={setting!r}: {path.name} holds no JSON object")
+    return record

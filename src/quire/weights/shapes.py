@@ -1,0 +1,70 @@
+"""Published architectures by name: what their config.json says, without weights and without a folder.
+
+For `--load-format dummy` and `--device simulated`, where only a model's shape matters.
+"""
+
+from typing import Any
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_OPT: dict[str, Any] = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+    "activation_function": "relu",
+    "torch_dtype": "float16",
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
+
+
+def _llama(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, context: int, **other: Any
+) -> dict[str, Any]:
+    return _LLAMA | {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        **other,
+    }
+
+
+def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return _OPT | {
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "ffn_dim": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "opt-125m": _opt(768, 12, 12),
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-6.7b": _opt(4096, 32, 32),
+    "opt-13b": _opt(5120, 40, 40),
+    "opt-30b": _opt(7168, 48, 56),
+    "opt-66b": _opt(9216, 64, 72),
+    "llama-7b": _llama(4096, 11008, 32, 32, 32, 32000, 2048, torch_dtype="float16"),
+    "llama-13b": _llama(5120, 13824, 40, 40, 40, 32000, 2048, torch_dtype="float16"),
+    "llama-1b": _llama(2048, 8192, 16, 32, 8, 128256, 8192, rope_theta=5e5, tie_word_embeddings=True),
+    "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_theta=5e5),
+    "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192, rope_theta=5e5),
+    "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, 8192, rope_theta=1e5, tie_word_embeddings=True),
+}
