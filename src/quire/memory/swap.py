@@ -29,16 +29,16 @@ class SwapSpace:
         pool: BlockPool,
         index: PrefixIndex,
         moves: PageMoves,
-        take: Callable[[], int] | None = None,
+        take: Callable[[], int],
     ) -> None:
-        """`take` gives a free block of the pool, whatever else must be done for it."""
+        """`take` gives a free block of the pool."""
         self.hosts = BlockPool(num_host_blocks)
         self.stats = SwapStats()
         self._block_size = block_size
         self._pool = pool
         self._index = index
         self._moves = moves
-        self._take = take or pool.take
+        self._take = take
 
     @property
     def num_used(self) -> int:
