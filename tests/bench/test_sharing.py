@@ -7,6 +7,7 @@ import pytest
 
 from quire.bench.lengths import Lengths
 from quire.bench.sharing import BLOCK_SIZE, Workload, measure_saving
+from quire.bench.sharing_report import METHODS, take_away
 from quire.cli.main import main
 
 
@@ -41,3 +42,10 @@ def test_the_command_prints_draws_and_records(tmp_path: Path, capsys: pytest.Cap
     assert "paper: 38–55 %" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(record.read_text())["results"]["savings"]) == 12
+
+
+def test_the_picture_says_in_one_line_what_it_shows() -> None:
+    workload = Workload("alpaca", "test", [Lengths(20, 30)] * 3)
+    savings = [measure_saving(workload, method, 2, 0) for method in METHODS]
+    low, high = (f"{one.percent:.0f}" for one in savings)
+    assert f"parallel sampling saves {low}–{low} %, beam search saves {high}–{high} %" in take_away(savings)

@@ -32,6 +32,16 @@ def test_json_and_mappings_are_the_same() -> None:
         ('{"method": "ngram", "adaptive": "yes"}', "true or false"),
         ('{"method": "ngram", "model": "x"}', "has no model of its own"),
         ('{"method": "draft_model"}', "draft_model and its model together"),
+        ('{"method": "ngram", "tree_width": 0}', "tree_width is 0: give a whole number of at least 1"),
+        ('{"method": "ngram", "tree_width": "wide"}', "tree_width is 'wide'"),
+        ('{"method": "ngram", "tree_width": 17}', "tree_width is 17: at most 16"),
+        ('{"method": "ngram", "tree_width": 9}', "9 × 8 = 72: a tree has at most 64 tokens"),
+        ('{"method": "ngram", "tree_widths": 3}', "did you mean tree_width"),
+        ('{"method": "ngram", "acceptance": "typical"}', "choose one of coupled, rejection"),
+        (
+            '{"method": "ngram", "acceptance": "rejection"}',
+            "choose method draft_model or leave acceptance out",
+        ),
     ],
 )
 def test_mistakes_are_named(given: str, said: str) -> None:

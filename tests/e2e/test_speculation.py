@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.speculate.synthetic import SyntheticProposer
 
 PASSAGE = (
     "The lighthouse on the northern cape was built in 1874, after three ships were lost in a single winter. "
@@ -39,8 +40,11 @@ def plain() -> list[Any]:
     return _answers(num_blocks=400)
 
 
-def _answers(**settings: Any) -> list[Any]:
+def _answers(proposer: SyntheticProposer | None = None, **settings: Any) -> list[Any]:
     llm = LLM(**settings)
+    if proposer is not None:
+        assert llm.engine.speculation is not None
+        llm.engine.speculation.propose_with(proposer)
     results = llm.generate([text for text, _ in ASKED], [one for _, one in ASKED], use_tqdm=False)
     llm.engine.check_integrity()
     assert llm.engine.memory.num_free == llm.engine.memory.num_blocks
@@ -60,12 +64,29 @@ def _answers(**settings: Any) -> list[Any]:
 @pytest.mark.parametrize("settings", [
     {"adaptive": False, "num_speculative_tokens": 4}, {"adaptive": True}, {"steps_in_flight": 0, "adaptive": False},
     {"num_blocks": 24, "max_num_seqs": 8, "max_num_batched_tokens": 48, "adaptive": False},
+    {"adaptive": False, "num_speculative_tokens": 4, "tree_width": 4},
 ])  # fmt: skip
 def test_answers_are_the_same(plain: list[Any], settings: dict[str, Any]) -> None:
-    of_drafts = ("adaptive", "num_speculative_tokens")
+    of_drafts = ("adaptive", "num_speculative_tokens", "tree_width")
     speculative = {"method": "ngram"} | {k: v for k, v in settings.items() if k in of_drafts}
     others = {"num_blocks": 400} | {k: v for k, v in settings.items() if k not in of_drafts}
     assert _answers(speculative_config=speculative, **others) == plain
+
+
+def test_answers_are_the_same_bit_for_bit_whichever_branch_is_followed(plain: list[Any]) -> None:
+    """Drafts whose first branch is mostly wrong, so that accepted pages move and later tokens read them there."""
+    llm = LLM(num_blocks=40)
+    tokenizer = llm.get_tokenizer()
+    llm.close()
+    assert tokenizer is not None
+    answers = {
+        (tuple(tokenizer.encode(text)), index): tuple(answer[1])
+        for (text, _), result in zip(ASKED, plain, strict=True)
+        for index, answer in enumerate(result)
+    }
+    proposer = SyntheticProposer(answers, 49152, agreement=0.4, rescue=0.9)
+    speculative = {"method": "ngram", "adaptive": False, "num_speculative_tokens": 4, "tree_width": 3}
+    assert _answers(proposer, num_blocks=400, speculative_config=speculative) == plain
 
 
 def test_text_that_repeats_takes_fewer_steps() -> None:

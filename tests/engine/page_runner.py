@@ -9,9 +9,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from quire.core.draft import ROOT, Draft
 from quire.core.errors import DeviceMemoryFull
 from quire.core.ints import ints
 from quire.core.step import BeamCandidates, BeamSet, HostMoves, RowStart, Step, StepResult
+from quire.speculate.acceptance import accepted_nodes
 
 VOCABULARY = 50
 END = 0
@@ -47,6 +49,7 @@ class PageRunner:
         self.tables: dict[int, list[int]] = {}
         self.hosts: dict[int, list[int]] = {}  # pages in host memory
         self.launched: deque[tuple[Step, bool]] = deque()  # and whether its pass fits
+        self.moved = 0  # steps whose moves are made
         self.largest_step = 0
         self.is_full = False  # the next launch fails
 
@@ -91,6 +94,10 @@ class PageRunner:
             self.hosts[host] = list(self.pages[block])
         for host, block in zip(moves.in_hosts, moves.in_blocks, strict=True):
             self.pages[block] = list(self.hosts[host])
+        self.moved += 1
+
+    def num_moved(self) -> int:
+        return self.moved
 
     def run(self, step: Step) -> StepResult:
         self.prepare(step)
@@ -105,11 +112,25 @@ class PageRunner:
         offsets = step.sample_offsets or [0] * len(step.sample_rows)
         for source, row, offset in zip(step.sample_sources, step.sample_rows, offsets, strict=True):
             context = contexts[source][: len(contexts[source]) - offset]
+            tree = next((draft for draft in step.drafts if draft.row == row and draft.parents), None)
+            if tree is not None:
+                context = _path(tree, context)
             token = next_token(context, self.rows[row].sample_index)
             self.tokens[row][len(context) : len(context) + 1] = [token]
             result.append(token)
+        for draft, first in step.verified():
+            if draft.parents:
+                self.settle(draft, result[first : first + 1 + len(draft.token_ids)])
         beams = tuple(self.candidates(one, [contexts[i] for i in step.sample_sources]) for one in step.beams)
         return StepResult(step.step_id, ints(result), beams=beams)
+
+    def settle(self, tree: Draft, chosen: list[int]) -> None:
+        """The accepted path's pages, read where they are, are written where they belong."""
+        path = accepted_nodes(tree.token_ids, tree.parents, chosen)
+        held = [self.read(tree.row, tree.position + node) for node in path]
+        for position, token in enumerate(held, tree.position):
+            self.pages[self.block(tree.row, position)][position % self.block_size] = token
+        self.tokens[tree.row][tree.position :] = [chosen[0], *(chosen[1 + node] for node in path)]
 
     def candidates(self, beams: BeamSet, contexts: list[list[int]]) -> BeamCandidates:
         assert self.token_scores is not None
@@ -129,3 +150,12 @@ class PageRunner:
 
     def read(self, row: int, position: int) -> int:
         return self.pages[self.block(row, position)][position % self.block_size]
+
+
+def _path(tree: Draft, context: list[int]) -> list[int]:
+    """What the last token of `context` sees: all before the tree, and its ancestors in it."""
+    node, path = len(context) - tree.position - 1, []
+    while node != ROOT:
+        path.append(context[tree.position + node])
+        node = tree.parents[node]
+    return context[: tree.position] + path[::-1]

@@ -2,9 +2,9 @@
 
 import random
 
-from quire.core.draft import DraftRoom
-from quire.core.ints import Ints, ints
+from quire.core.draft import DraftRoom, TokenTree
 from quire.core.request import Sequence
+from quire.speculate.tree import merged
 from tests.engine.page_runner import VOCABULARY, next_token
 
 
@@ -27,17 +27,24 @@ class RandomProposer:
     def seconds(self, length: int) -> float:
         return 0.0
 
-    def draft(self, rooms: list[DraftRoom]) -> list[Ints]:
-        return [self._draft(room.sequence, self._random.randint(0, room.num_tokens)) for room in rooms]
+    def draft(self, rooms: list[DraftRoom]) -> list[TokenTree]:
+        """As many branches as there is room for, each of its own length; right ones begin alike and share nodes."""
+        return [
+            merged(
+                (self._draft(room.sequence, self._random.randint(0, room.length)) for _ in range(room.width)),
+                room.num_tokens,
+            )
+            for room in rooms
+        ]
 
-    def _draft(self, sequence: Sequence, count: int) -> Ints:
+    def _draft(self, sequence: Sequence, count: int) -> list[int]:
         tokens = list(sequence.token_ids)
         for _ in range(count):
             is_right = self._random.random() < self._agreement
             tokens.append(
                 next_token(tokens, sequence.index) if is_right else self._random.randrange(VOCABULARY)
             )
-        return ints(tokens[len(sequence.token_ids) :])
+        return tokens[len(sequence.token_ids) :]
 
     def forget(self, request_id: str) -> None:
         pass

@@ -10,7 +10,7 @@ from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
 from quire.runner.device_runner import DeviceRunner
-from quire.runner.graphs import PROMPT_SIZES, Graphs, decode_sizes
+from quire.runner.graphs import PROMPT_SIZES, Graphs, Kind, decode_sizes
 from quire.runner.runner import Runner
 
 SHAPE = {
@@ -40,24 +40,23 @@ class EagerGraphs(Graphs):
 
     num_small = 0
 
-    def __init__(self, model, pool, inputs, limits) -> None:
-        self._model, self._pool, self._inputs = model, pool, inputs
+    def __init__(self, model, pool, inputs, drafts, limits) -> None:
+        self._model, self._pool, self._inputs, self._drafts = model, pool, inputs, drafts
         self._decode_sizes = decode_sizes(limits.max_num_seqs)
         self._prompt_sizes = [size for size in PROMPT_SIZES if size <= limits.max_num_batched_tokens]
 
     def capture(self, seconds: float) -> int:
         return 0
 
-    def _run(self, is_decode: bool, size: int):
-        EagerGraphs.num_small += not is_decode
-        make = self._inputs.decode if is_decode else self._inputs.small
-        return self._model(make(size), self._pool)
+    def _run(self, kind: Kind, size: int):
+        EagerGraphs.num_small += kind is not Kind.DECODE
+        return self._model(self._batch(kind, size), self._pool)
 
 
 class PaddingRunner(DeviceRunner):
-    def __init__(self, model, pool, limits, device) -> None:
-        super().__init__(model, pool, limits, device)
-        self._graphs = EagerGraphs(model, pool, self._inputs, limits)
+    def __init__(self, model, pool, limits, device, proposals=None) -> None:
+        super().__init__(model, pool, limits, device, proposals)
+        self._graphs = EagerGraphs(model, pool, self._inputs, self._drafts, limits)
 
 
 def _outputs(

@@ -16,8 +16,10 @@ from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
 from quire.engine.speculation import Speculation
 from quire.memory.paged import PagedMemory
+from quire.memory.second_home import SecondHome
 from tests.engine.beam_oracle import expected_beams, token_scores
 from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
+from tests.engine.page_shelf import PageShelf
 from tests.engine.random_proposer import RandomProposer
 
 PREFIX = [7, 7, 3, 9, 1, 4, 4, 2]  # prompts begin alike, so that prefix hits happen
@@ -37,10 +39,13 @@ class EngineMachine(RuleBasedStateMachine):
         swap_blocks=st.sampled_from([0, 3, 100]),
         mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
         after=st.sampled_from(["resumed", "completed"]),
+        home_blocks=st.sampled_from([0, 2, 12]),
+        shelf=st.booleans(),
+        width=st.sampled_from([1, 2, 4]),
     )
     def start(
         self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive,
-        swap_blocks, mode, after,
+        swap_blocks, mode, after, home_blocks, shelf, width,
     ):  # fmt: skip
         memory = PagedMemory(
             num_blocks,
@@ -54,16 +59,19 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight,
             preemption_mode=mode, admit_after=after,
         )  # fmt: skip
-        self.build(config, memory, drafting, adaptive)
+        self.build(config, memory, drafting, adaptive, width)
+        if home_blocks and caching and share:
+            kept = PageShelf(self.runner) if shelf else None
+            memory.home = SecondHome(swap_blocks + 1, home_blocks, memory.moves, self.runner, kept)
 
-    def build(self, config, memory, drafting, adaptive):
+    def build(self, config, memory, drafting, adaptive, width=1):
         max_num_seqs, max_tokens = config.limits
         self.memory = memory
         self.runner = PageRunner(memory.num_blocks, memory.block_size, token_scores)
         limits = Limits(VOCABULARY, 64, max_num_seqs, (END,))
         speculation = None
         if drafting is not None:
-            speculative = SpeculativeConfig("ngram", 4, adaptive=adaptive)
+            speculative = SpeculativeConfig("ngram", 4, adaptive=adaptive, tree_width=width)
             speculation = partial(Speculation, speculative, RandomProposer(drafting), max_num_seqs)
         self.engine = Engine(
             config, limits, self.memory, self.runner, make_speculation=speculation, clock=VirtualClock()
@@ -135,6 +143,10 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.take(self.engine.step())
             self.engine.check_integrity()
+
+    @rule()
+    def forget_prefixes(self):
+        self.memory.reset_prefix_index()
 
     @rule()
     def run_out_of_device_memory(self):

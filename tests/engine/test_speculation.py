@@ -1,19 +1,25 @@
 """Speculation changes how long an answer takes, never its tokens: greedy, drawn, forked, masked, cut into chunks."""
 
 import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.ints import Ints
 from quire.core.sampling import SamplingParams
+from quire.core.speculation import parse_speculative
 from quire.engine import build as building
 from quire.engine.engine import Engine
+from quire.engine.proposers import check_trees
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
+from quire.speculate.synthetic import SyntheticProposer
 from tests.engine.test_device_runner import SHAPE, PaddingRunner
 
 REPEATING = [5, 6, 7, 8, 9, 10, 11, 12] * 4
@@ -27,6 +33,8 @@ SAMPLINGS = [
     SamplingParams(temperature=0, max_tokens=12, bad_words_token_ids=((6, 7), (9,)), logit_bias={11: 2.0}),
 ]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
+TREES = {**NGRAM, "tree_width": 3}
+FORKING = [5, 6, 7, 8, 5, 6, 9, 5, 6, 11, 4, 5, 6, 7, 9, 3, 5, 6]  # 5, 6 went on in four ways
 
 
 @pytest.fixture
@@ -40,6 +48,13 @@ def _engine_of(folder: Path, **settings: object) -> Engine:
         model=str(folder), load_format="dummy", dtype="float32", device="cpu", **settings
     )
     return building.build(config).engine
+
+
+def _other_model(folder: Path) -> str:
+    other = folder / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 1, "hidden_size": 24}))
+    return str(other)
 
 
 def _answers(engine: Engine) -> dict[tuple[str, int], tuple]:
@@ -64,13 +79,18 @@ def _answers(engine: Engine) -> dict[tuple[str, int], tuple]:
     {"enable_prefix_caching": False, "block_size": 1},
 ])  # fmt: skip
 @pytest.mark.parametrize("runner", [Runner, DeviceRunner, PaddingRunner])
+@pytest.mark.parametrize("speculative", [NGRAM, TREES], ids=["chains", "trees"])
 def test_the_same_tokens_with_and_without(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, runner: type, settings: dict[str, object]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runner: type,
+    speculative: dict[str, object],
+    settings: dict[str, object],
 ) -> None:
     settings = {"block_size": 4, **settings}
     expected = _answers(_engine_of(folder, **settings))
     monkeypatch.setattr(building, "Runner", runner)
-    engine = _engine_of(folder, speculative_config=NGRAM, **settings)
+    engine = _engine_of(folder, speculative_config=speculative, **settings)
     assert _answers(engine) == expected
     assert engine.draft_stats.num_draft_tokens > engine.draft_stats.num_accepted_tokens > 0
 
@@ -92,14 +112,57 @@ def test_a_model_that_drafts_for_itself_is_always_right(folder: Path, adaptive: 
 
 
 @pytest.mark.parametrize("settings", [
-    {"num_blocks": 32, "max_num_seqs": 8}, {"max_num_batched_tokens": 7}, {"steps_in_flight": 0},
+    {}, {"steps_in_flight": 0, "block_size": 1}, {"max_num_batched_tokens": 19}, {"num_blocks": 32, "max_num_seqs": 18},
+    {"block_size": 16},
 ])  # fmt: skip
-def test_another_model_drafts_worse_and_harms_nothing(folder: Path, settings: Mapping[str, object]) -> None:
-    other = folder / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 1, "hidden_size": 24}))
+@pytest.mark.parametrize("runner", [Runner, DeviceRunner, PaddingRunner])
+def test_branches_that_are_not_the_first_are_followed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runner: type, settings: dict[str, object]
+) -> None:
+    """Pages of accepted nodes move, are read by later steps, and are found again by other requests."""
+    settings = {"block_size": 4, **settings}
+    expected = _answers(_engine_of(folder, **settings))
+    monkeypatch.setattr(building, "Runner", runner)
+    engine = _engine_of(folder, speculative_config=TREES, **settings)
+    answers = {
+        (tuple(PROMPTS[int(request_id)]), index): tokens
+        for (request_id, index), (tokens, *_) in expected.items()
+    }
+    assert engine.speculation is not None
+    engine.speculation.propose_with(SyntheticProposer(answers, 97, agreement=0.3, rescue=0.9))
+    assert _answers(engine) == expected
+    stats = engine.draft_stats
+    if settings.keys() <= {"block_size", "steps_in_flight"}:  # else there is seldom room for several branches
+        assert (
+            stats.num_accepted_tokens > 0.5 * stats.num_drafts
+        )  # a chain would keep less than 0.43 of a token
+
+
+@pytest.mark.parametrize("runner", [Runner, DeviceRunner])
+def test_beams_and_trees_run_in_one_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runner: type
+) -> None:
+    beams = SamplingParams(use_beam_search=True, n=2, best_of=4, max_tokens=11, logprobs=1)
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [*PROMPTS, FORKING, FORKING])
+    monkeypatch.setattr(sys.modules[__name__], "SAMPLINGS", [*SAMPLINGS, beams, SAMPLINGS[0]])
+    expected = _answers(_engine_of(folder, block_size=4))
+    monkeypatch.setattr(building, "Runner", runner)
+    engine = _engine_of(folder, speculative_config=TREES, block_size=4)
+    assert _answers(engine) == expected
+    assert engine.draft_stats.num_drafts
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_blocks": 32, "max_num_seqs": 8}, {"max_num_batched_tokens": 7}, {"steps_in_flight": 0}, {"tree_width": 3},
+    {"tree_width": 3, "num_blocks": 32, "max_num_seqs": 8}, {"tree_width": 3, "max_num_batched_tokens": 7},
+])  # fmt: skip
+def test_another_model_drafts_worse_and_harms_nothing(folder: Path, settings: dict[str, object]) -> None:
+    settings = dict(settings)
+    width = settings.pop("tree_width", 1)
+    other = _other_model(folder)
     expected = _answers(_engine_of(folder, block_size=4, **settings))
-    drafting = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 3, "adaptive": False}
+    drafting = {"method": "draft_model", "model": other, "num_speculative_tokens": 3, "adaptive": False}
+    drafting["tree_width"] = width
     engine = _engine_of(folder, speculative_config=drafting, block_size=4, **settings)
     assert _answers(engine) == expected
     assert engine.draft_stats.num_draft_tokens > engine.draft_stats.num_accepted_tokens
@@ -119,6 +182,20 @@ def test_a_draft_with_too_few_positions_is_refused(folder: Path) -> None:
     (other / "config.json").write_text(json.dumps({**SHAPE, "max_position_embeddings": 64}))
     with pytest.raises(ConfigError, match="lower max_model_len to 64"):
         _engine_of(folder, speculative_config={"method": "draft_model", "model": str(other)})
+
+
+def test_trees_are_refused_where_a_gpu_cannot_keep_its_promises(folder: Path) -> None:
+    built = building.build(EngineConfig.of(model=str(folder), load_format="dummy", device="cpu"))
+    built.engine.close()
+    trees, chains = parse_speculative(TREES), parse_speculative(NGRAM)
+    on_gpu = replace(built.report.numbers, device=torch.device("cuda"))
+    check_trees(trees, built.model, on_gpu, deterministic=False)
+    check_trees(chains, built.model, on_gpu, deterministic=True)
+    with pytest.raises(ConfigError, match="leave out tree_width or deterministic"):
+        check_trees(trees, built.model, on_gpu, deterministic=True)
+    narrow = replace(built.model, hf={**built.model.hf, "sliding_window": 32})
+    with pytest.raises(ConfigError, match="this model's window is 32"):
+        check_trees(trees, narrow, on_gpu, deterministic=False)
 
 
 def test_a_full_batch_drafts_nothing(folder: Path) -> None:
@@ -151,21 +228,42 @@ def _run(engine: Engine, prompt: list[int] | Ints, sampling: SamplingParams) -> 
     return found
 
 
-def test_unseeded_samples_follow_the_targets_distribution(folder: Path) -> None:
+@pytest.mark.parametrize("how", [
+    {}, {"acceptance": "rejection"}, {"tree_width": 3, "num_speculative_tokens": 2, "acceptance": "rejection"},
+])  # fmt: skip
+def test_unseeded_samples_follow_the_targets_distribution(folder: Path, how: dict[str, object]) -> None:
     """Answers with other random numbers, and speculated ones: by the chi-squared test, of one distribution."""
     num_samples = 1500
     plain = _third_tokens(_engine_of(folder, max_num_seqs=64), range(1, 1 + num_samples))
-    other = folder / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 1, "hidden_size": 24}))
-    drafting = {"method": "draft_model", "model": str(other), "adaptive": False, "disable_by_batch_size": 999}
-    engine = _engine_of(folder, max_num_seqs=64, speculative_config=drafting)
+    other = _other_model(folder)
+    drafting = {"method": "draft_model", "model": other, "adaptive": False, "disable_by_batch_size": 999}
+    engine = _engine_of(folder, max_num_seqs=64, speculative_config={**drafting, **how})
     drafted = _third_tokens(engine, [None] * num_samples)
     assert engine.draft_stats.num_draft_tokens > engine.draft_stats.num_accepted_tokens > 0
     kinds = [token for token in range(97) if plain[token] + drafted[token] >= 20]
     statistic = sum((plain[t] - drafted[t]) ** 2 / (plain[t] + drafted[t]) for t in kinds)
     assert len(kinds) > 3
     assert statistic < len(kinds) + 4 * (2 * len(kinds)) ** 0.5  # four standard deviations above the mean
+
+
+@pytest.mark.parametrize("runner", [Runner, PaddingRunner])
+def test_rejection_leaves_seeded_and_greedy_answers_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runner: type
+) -> None:
+    """The request that is drawn without a seed gets other tokens than it would have had; it runs beside the others."""
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [*PROMPTS, FORKING])
+    drawn = SamplingParams(temperature=0.8, top_p=0.9, logit_bias={3: 1.0}, max_tokens=20, ignore_eos=True)
+    monkeypatch.setattr(sys.modules[__name__], "SAMPLINGS", [*SAMPLINGS, drawn])
+    expected = _answers(_engine_of(folder, block_size=4))
+    monkeypatch.setattr(building, "Runner", runner)
+    drafting = {
+        "method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, "adaptive": False,
+        "tree_width": 2, "acceptance": "rejection",
+    }  # fmt: skip
+    engine = _engine_of(folder, speculative_config=drafting, block_size=4)
+    found = _answers(engine)
+    assert len(found.pop(("6", 0))[0]) == len(expected.pop(("6", 0))[0]) == 20
+    assert found == expected
 
 
 def _third_tokens(engine: Engine, seeds: Iterable[int | None]) -> list[int]:

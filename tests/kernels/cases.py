@@ -53,8 +53,8 @@ def page_pool(shape: Shape, num_blocks: int) -> tuple[Tensor, Tensor]:
 def fill(pages: Tensor, table: Tensor, content: Tensor) -> None:
     """Writes content [positions, Hkv, D] to the pages of one request."""
     block_size = pages.shape[1]
-    for position in range(content.shape[0]):
-        pages[table[position // block_size], position % block_size] = content[position].to(pages.dtype)
+    positions = torch.arange(content.shape[0])
+    pages[table[positions // block_size], positions % block_size] = content.to(pages.dtype)
 
 
 def paged_case(

@@ -8,6 +8,7 @@ import torch
 
 from quire.kernels import registry
 from tests.kernels.cases import Shape, instruction_set, instruction_sets, random_case
+from tests.kernels.test_trees import check_settling
 
 _tested: set[str] = set()
 
@@ -185,6 +186,12 @@ def test_attention_agrees_over_several_segments(kernel: Kernel, window: int) -> 
     torch.testing.assert_close(
         actual, reference.paged_attention(*case.arguments(window)), rtol=2e-5, atol=2e-5
     )
+
+
+@_parametrize("trees")
+def test_accepted_paths_agree(kernel: Kernel) -> None:
+    for module in kernel:
+        check_settling(module, block_size=4, position_bytes=8)
 
 
 @_parametrize("full_attention")

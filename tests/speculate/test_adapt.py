@@ -1,22 +1,37 @@
 """Draft lengths follow agreement and costs, as plain arithmetic."""
 
+from collections.abc import Callable
+
 import pytest
 
+from quire.core.draft import TokenTree
 from quire.core.ints import ints
 from quire.scheduler.drafts import trimmed
 from quire.speculate.acceptance import num_accepted
-from quire.speculate.adapt import agreement_after, best_length, expected_tokens
+from quire.speculate.adapt import (
+    Shape,
+    agreement_after,
+    best_shape,
+    expected_of_tree,
+    expected_tokens,
+    rescue_after,
+)
 from quire.speculate.costs import STALE, StepCosts
 
 
-def flat(num_running: int, length: int) -> float:
+def flat(num_running: int, shape: Shape) -> float:
     """A step whose cost is the weights: its tokens are nearly free."""
-    return 1.0 + 0.01 * num_running * (1 + length)
+    return 1.0 + 0.01 * num_running * (1 + shape.num_tokens)
 
 
-def steep(num_running: int, length: int) -> float:
+def steep(num_running: int, shape: Shape) -> float:
     """A step that costs as much as it has tokens."""
-    return float(num_running * (1 + length))
+    return float(num_running * (1 + shape.num_tokens))
+
+
+def best_length(agreement: float, num_running: int, most: int, seconds: Callable[[int, Shape], float]) -> int:
+    """Of a chain."""
+    return best_shape(agreement, 0.0, num_running, Shape(most), most, seconds).length
 
 
 def test_expected_tokens() -> None:
@@ -40,6 +55,34 @@ def test_a_larger_batch_drafts_less() -> None:
     lengths = [best_length(0.8, rows, 8, flat) for rows in (1, 16, 64, 512)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1]
+
+
+def test_a_tree_is_as_wide_as_its_other_branches_are_worth() -> None:
+    most = Shape(4, 4)
+    assert best_shape(0.5, 0.0, 1, most, 16, flat).width == 1
+    assert best_shape(0.5, 0.3, 1, most, 16, flat).width == 4
+    assert (
+        best_shape(0.5, 0.3, 16, most, 16, flat).num_tokens
+        < best_shape(0.5, 0.3, 1, most, 16, flat).num_tokens
+    )
+    assert best_shape(0.5, 0.3, 1, most, 5, flat).num_tokens <= 5
+    assert best_shape(0.9, 0.3, 4, most, 16, steep) == Shape(0)
+
+
+def test_expected_tokens_of_a_tree() -> None:
+    assert expected_of_tree(0.5, 0.3, Shape(3)) == expected_tokens(0.5, 3)
+    assert expected_of_tree(0.5, 0.2, Shape(1, 3)) == pytest.approx(1.0 + 0.5 + 0.5 * 0.4)
+    assert expected_of_tree(0.0, 1.0, Shape(3, 2)) == pytest.approx(2.0)
+
+
+def test_rescue_follows_what_other_branches_do() -> None:
+    rescue = 0.2
+    for _ in range(40):
+        rescue = rescue_after(rescue, 2, True)
+    assert rescue == pytest.approx(0.5, abs=0.01)
+    for _ in range(40):
+        rescue = rescue_after(rescue, 2, False)
+    assert rescue < 0.01
 
 
 def test_agreement_follows_the_newest_tokens() -> None:
@@ -87,5 +130,6 @@ def test_a_size_that_is_not_seen_again_is_forgotten() -> None:
 
 def test_sizes_of_steps_with_drafts_are_few() -> None:
     for total, kept in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (11, 8)):
-        drafts = trimmed([ints(range(total // 2)), ints(range(total - total // 2))])
+        halves = total // 2, total - total // 2
+        drafts = trimmed([TokenTree(ints(range(half))) for half in halves])
         assert sum(map(len, drafts)) == kept

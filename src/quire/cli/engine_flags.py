@@ -56,6 +56,8 @@ HELP = {
     "preemption_mode": "what happens to a request that must leave the pool: recompute, swap, or auto, the cheaper one",
     "admit_after": "new requests enter once those that had to leave have resumed, or completed",
     "swap_space": "GiB of host memory for requests that must leave the pool; 0 switches swapping off",
+    "kv_offload_gb": "GiB of host memory for prefix blocks that the pool evicts, to be found again",
+    "kv_offload_dir": "a folder behind that memory, eight times as large, that outlives the engine",
     "device": "auto, cpu, cuda, or simulated:NAME to plan steps for a device that is not here (h200, a100-40g, …)",
     "num_threads": "CPU threads (default: the physical cores)",
     "enforce_eager": "no recorded graphs",

@@ -27,6 +27,12 @@ BATCHES = (1, 8, 32, 128, 256, 512, 1024)
 _NOT_PLANNED = (
     *("tokenizer", "chat_template", "served_model_name", "seed", "enforce_eager", "steps_in_flight"),
     *("batching", "batch_size", "batch_window_ms", "schedule", "max_prompt_chunk", "preset", "reservation"),
+    *(
+        "pin_prefix",
+        "cpu_offload_gb",
+        "weights_memory_gb",
+        "weights_offload_dir",
+    ),  # a plan is for whole models
 )
 
 

@@ -101,6 +101,8 @@ class MemoryConfig:
     swap_space: float = (
         4.0  # GiB of host memory for requests that must leave the pool; 0: they are computed again
     )
+    kv_offload_gb: float = 0.0  # GiB of host memory for prefix blocks that the pool evicts
+    kv_offload_dir: str | None = None  # a folder behind that memory
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -125,6 +127,9 @@ class MemoryConfig:
         if self.weights_memory_gb is not None and not self.weights_memory_gb > 0.0:
             raise ConfigError(f"weights_memory_gb={self.weights_memory_gb} must be more than 0")
         _not_negative("swap_space", self.swap_space)
+        _not_negative("kv_offload_gb", self.kv_offload_gb)
+        if self.kv_offload_dir is not None and not self.kv_offload_gb:
+            raise ConfigError("kv_offload_dir needs host memory before it: give kv_offload_gb, such as 4")
 
 
 @dataclass(frozen=True, slots=True)

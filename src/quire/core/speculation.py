@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from quire.core.draft import MAX_NODES
 from quire.core.errors import ConfigError
 
 METHODS = ("ngram", "draft_model")
+ACCEPTANCES = ("coupled", "rejection")
 MAX_DRAFT = 32  # tokens; nothing is accepted that far often enough to pay
+MAX_WIDTH = 16  # branches of a tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +26,22 @@ class SpeculativeConfig:
     model: str | None = None  # of method draft_model: a folder, a .gguf file or a hub id
     quantization: str = "auto"  # of the draft model
     disable_by_batch_size: int | None = None  # no drafts with so many sequences running; None: max_num_seqs
-    adaptive: bool = True  # False: always the full length, for experiments
+    adaptive: bool = True  # False: always the full length and width, for experiments
+    tree_width: int = 1  # branches of a token tree, at most; 1: drafts are chains
+    acceptance: str = "coupled"  # "rejection": by a draft model's probabilities, for requests without a seed
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(
                 f"speculative_config: method {self.method!r} is not known: choose one of {', '.join(METHODS)}"
             )
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "tree_width"):
             _check_count(name, getattr(self, name))
         if self.num_speculative_tokens > MAX_DRAFT:
             raise ConfigError(
                 f"speculative_config: num_speculative_tokens is {self.num_speculative_tokens}: at most {MAX_DRAFT}"
             )
+        self._check_tree()
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"speculative_config: prompt_lookup_min ({self.prompt_lookup_min}) is more than prompt_lookup_max "
@@ -52,11 +58,34 @@ class SpeculativeConfig:
                 else f"speculative_config: method {self.method} has no model of its own: leave out model"
             )
 
+    def _check_tree(self) -> None:
+        width, num_nodes = self.tree_width, self.tree_width * self.num_speculative_tokens
+        if width > MAX_WIDTH:
+            raise ConfigError(f"speculative_config: tree_width is {width}: at most {MAX_WIDTH}")
+        if width > 1 and num_nodes > MAX_NODES:
+            raise ConfigError(
+                f"speculative_config: tree_width × num_speculative_tokens is {width} × {self.num_speculative_tokens} = "
+                f"{num_nodes}: a tree has at most {MAX_NODES} tokens, so lower one of them"
+            )
+        if self.acceptance not in ACCEPTANCES:
+            raise ConfigError(
+                f"speculative_config: acceptance {self.acceptance!r} is not known: choose one of "
+                f"{', '.join(ACCEPTANCES)}"
+            )
+        if self.acceptance == "rejection" and self.method != "draft_model":
+            raise ConfigError(
+                f"speculative_config: acceptance rejection needs a draft's probabilities, and {self.method} has none: "
+                "choose method draft_model or leave acceptance out"
+            )
+
     @property
     def in_words(self) -> str:
         lookup = f"looked up by {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
         who = lookup if self.method == "ngram" else f"by {self.model}"
-        return f"{who}, at most {self.num_speculative_tokens} tokens" + ("" if self.adaptive else ", always")
+        tree = f" in trees of {self.tree_width} branches" if self.tree_width > 1 else ""
+        rejection = ", accepted by rejection sampling" if self.acceptance == "rejection" else ""
+        always = "" if self.adaptive else ", always"
+        return f"{who}, at most {self.num_speculative_tokens} tokens{tree}{always}{rejection}"
 
 
 def parse_speculative(given: str | Mapping[str, Any]) -> SpeculativeConfig:

@@ -57,7 +57,8 @@ class Step:
 
     Applied in this order: row starts, drafts, table deltas, pages to and from the host, page copies, forward,
     sampling. All before the forward pass is applied even where the pass itself does not fit. A row with a draft of
-    K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens.
+    K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens. Of a
+    tree, the tokens and pages of what was accepted are at their positions when the step is over.
     """
 
     step_id: int
@@ -78,6 +79,7 @@ class Step:
     sample_offsets: Ints = field(
         default_factory=ints
     )  # [S] int32, tokens back from the row's last; [] is all 0
+    drawn: Ints = field(default_factory=ints)  # [S] int32, how many different tokens to draw; [] is all 0
     moves: HostMoves | None = None  # None, nearly always: nothing leaves the pool and nothing comes back
 
     @property
@@ -121,6 +123,7 @@ class StepResult:
     failed: tuple[int, ...] = ()  # indices into [S] whose logits were not finite
     seconds: float = 0.0  # wall time of forward and sampling
     beams: tuple[BeamCandidates, ...] = ()  # one per Step.beams
+    drawn: tuple[Ints, ...] = ()  # [S], as Step.drawn asks; empty when it does not
 
 
 @dataclass(slots=True)  # not frozen: there is one per token, and freezing triples the cost of making it

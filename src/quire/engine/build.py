@@ -14,11 +14,11 @@ from quire.core.sampling import SamplingParams
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
-from quire.engine.host_memory import make_host_memory
+from quire.engine.host_memory import make_host_memory, open_second_home
 from quire.engine.offload import load_model, offload_lines
 from quire.engine.pins import PinnedPrefix, pin_prefixes
 from quire.engine.policy_words import policies_in_words
-from quire.engine.proposers import LoadedDraft, load_draft, make_proposer
+from quire.engine.proposers import LoadedDraft, check_trees, load_draft, make_proposer
 from quire.engine.resolve import (
     Numbers,
     default_limits,
@@ -41,6 +41,7 @@ from quire.models.streamed import Streaming, is_streamed
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.devices import is_simulated
 from quire.runner.profile import activation_bytes
+from quire.runner.proposals import Proposals
 from quire.runner.runner import Runner, RunnerLimits
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
 from quire.scheduler.preemption import Preemption
@@ -142,18 +143,24 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     loaded = load_model(config, numbers, source, factory, partial(progress, "weights") if progress else None)
     model = loaded.model
     speculative = config.speculation.parsed
+    if speculative is not None:
+        check_trees(speculative, described, numbers, config.runner.deterministic)
     draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
     pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft)
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
     runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
     on_gpu = numbers.device.type == "cuda"
-    runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device)
+    proposals = Proposals() if speculative is not None and speculative.acceptance == "rejection" else None
+    runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device, proposals)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     host = make_host_memory(config, pool)
     runner.mover = host.mover
     memory = make_memory(
         config.memory, size.num_blocks, max_model_len, source.fingerprint, host.num_swap_blocks
     )
+    seed = options.seed if options.load_format == "dummy" else None
+    kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
+    evicted = open_second_home(config, host, memory, pool.layout, *kept)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -171,14 +178,14 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         seconds=0.0,
         speculation=speculative.in_words if speculative else "",
         policies=policies_in_words(config.memory, scheduler),
-        host=host.lines,
+        host=(*host.lines, *evicted),
         offload=offload_lines(config, numbers, loaded.streaming),
         streaming=loaded.streaming,
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
     make_speculation = None
     if speculative is not None:
-        drafting = _draft_model(config, scheduler, draft, size, max_model_len) if draft else None
+        drafting = _draft_model(config, scheduler, draft, size, max_model_len, proposals) if draft else None
         make_speculation = partial(
             Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
         )
@@ -267,17 +274,23 @@ def _less_draft(
 
 
 def _draft_model(
-    config: EngineConfig, scheduler: SchedulerConfig, draft: LoadedDraft, size: PoolSize, max_model_len: int
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    draft: LoadedDraft,
+    size: PoolSize,
+    max_model_len: int,
+    proposals: Proposals | None,
 ) -> DraftModel:
     """Its runner, with pages under the target's block ids."""
     model, numbers = draft.model, draft.numbers
     layout = block_layout(size.block_size, model.config, numbers)
     pool = Pool(layout, size.num_blocks + 1, numbers.device)
     limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
-    runner = (DeviceRunner if numbers.device.type == "cuda" else Runner)(model, pool, limits, numbers.device)
+    runner_type = DeviceRunner if numbers.device.type == "cuda" else Runner
+    runner = runner_type(model, pool, limits, numbers.device, proposals)
     if isinstance(runner, DeviceRunner):
         runner.warm_up(GRAPH_SECONDS)
-    return DraftModel(runner, limits.max_num_batched_tokens)
+    return DraftModel(runner, limits.max_num_batched_tokens, draws=proposals is not None)
 
 
 def block_layout(block_size: int, model: ModelConfig, numbers: Numbers) -> BlockLayout:

@@ -7,7 +7,7 @@ from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.errors import GrammarError
 from quire.scheduler.scheduler import Planned, Scheduler
-from quire.speculate.acceptance import num_accepted
+from quire.speculate.acceptance import accepted_nodes
 
 
 class Committer:
@@ -66,12 +66,13 @@ class Committer:
         for draft, first in planned.step.verified():
             sequence = planned.receivers[first]
             last = first + len(draft.token_ids)
-            accepted = num_accepted(draft.token_ids, result.token_ids[first : last + 1])
-            refused.update(range(first + accepted + 1, last + 1))
+            accepted = accepted_nodes(draft.token_ids, draft.parents, result.token_ids[first : last + 1])
+            refused.update(range(first + 1, last + 1))
+            refused.difference_update(first + 1 + node for node in accepted)
             if sequence.phase is Phase.RUNNING:
-                sequence.num_computed = draft.position + accepted
+                sequence.num_computed = draft.position + len(accepted)
             if self._speculation is not None and sequence.phase is not Phase.FINISHED:
-                self._speculation.verified(sequence, len(draft.token_ids), accepted)
+                self._speculation.verified(sequence, draft, accepted)
         return refused
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:

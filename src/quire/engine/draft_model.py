@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from quire.core.draft import DraftRoom
+from quire.core.draft import ROOT, Draft, DraftRoom, TokenTree
 from quire.core.ints import Ints, ints
 from quire.core.request import Sequence
-from quire.core.step import RowStart, Step
+from quire.core.step import RowStart, Step, StepResult
 from quire.engine.engine import StepRunner
+from quire.engine.speculation import reads_history
+from quire.speculate.tree import parted
 
 NEWEST = 0.25  # how much the newest measurement counts
 
@@ -23,11 +25,56 @@ class _Place:
 
 @dataclass(slots=True)
 class _Drafting:
-    """One sequence while its draft is made."""
+    """One sequence while its draft is made: a token of each branch per level, branches parting at the root."""
 
     room: DraftRoom
     place: _Place
-    token_ids: Ints = field(default_factory=ints)  # drafted so far
+    is_drawn: bool  # its tokens are drawn, for rejection sampling
+    levels: list[Ints] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        return len(self.levels[0]) if self.levels else 1
+
+    @property
+    def num_known(self) -> int:
+        return len(self.room.sequence.token_ids)
+
+    def next_step(self, budget: int) -> "_Part":
+        """What it computes next: known tokens, as many as the budget allows, or the level that was drafted last."""
+        computed = self.place.num_computed
+        if not self.levels:
+            return _Part(self, computed, min(self.num_known - computed, budget), None)
+        if self.width == 1 and not self.is_drawn:
+            return _Part(self, computed, 1, None)
+        num_before = (len(self.levels) - 1) * self.width
+        nodes, parents = ints(), ints([ROOT] * self.width + list(range(num_before)))
+        for level in self.levels:
+            nodes.extend(level)
+        row = self.room.sequence.row
+        grown = Draft(row, self.num_known, nodes, parents, is_growing=True)
+        return _Part(self, self.num_known + num_before, self.width, grown)
+
+    def tree(self) -> TokenTree:
+        tree = parted([[level[branch] for level in self.levels] for branch in range(self.width)])
+        return replace(tree, drawn=len(self.levels)) if self.is_drawn else tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one sequence computes in a step of the draft model."""
+
+    one: _Drafting
+    num_computed: int
+    count: int
+    grown: Draft | None  # its tree so far, where it has several branches
+
+    @property
+    def num_samples(self) -> int:
+        if self.grown is not None:
+            return self.count
+        known = self.one.num_known + len(self.one.levels)
+        return int(self.num_computed + self.count == known)
 
 
 class DraftModel:
@@ -39,8 +86,10 @@ class DraftModel:
 
     guesses = False
 
-    def __init__(self, runner: StepRunner, max_num_batched_tokens: int) -> None:
+    def __init__(self, runner: StepRunner, max_num_batched_tokens: int, draws: bool = False) -> None:
+        """`draws`: tokens of requests without a seed are drawn from its own distribution, for rejection sampling."""
         self._runner = runner
+        self._draws = draws
         self._max_tokens = max_num_batched_tokens
         self._places: dict[str, dict[int, _Place]] = {}
         self._num_steps = 0
@@ -58,15 +107,17 @@ class DraftModel:
     def seconds(self, length: int) -> float:
         return length * self._pass_seconds
 
-    def draft(self, rooms: Listed[DraftRoom]) -> list[Ints]:
-        drafting = [_Drafting(room, self._place(room.sequence)) for room in rooms]
+    def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
+        drafting = [
+            _Drafting(room, self._place(room.sequence), self._draws and may_draw(room)) for room in rooms
+        ]
         self._read(drafting)
-        while unfinished := [one for one in drafting if len(one.token_ids) < one.room.num_tokens]:
+        while unfinished := [one for one in drafting if len(one.levels) < one.room.length]:
             started = time.perf_counter()
             self._extend(unfinished)
             taken = time.perf_counter() - started
             self._pass_seconds += NEWEST * (taken - self._pass_seconds) if self._pass_seconds else taken
-        return [one.token_ids for one in drafting]
+        return [one.tree() for one in drafting]
 
     def forget(self, request_id: str) -> None:
         self._places.pop(request_id, None)
@@ -84,66 +135,108 @@ class DraftModel:
         return place
 
     def _read(self, drafting: list[_Drafting]) -> None:
-        """Everyone's known tokens, as many steps as that takes; the last of each gives the first drafted token."""
-        starts = tuple(_row_start(one.room.sequence) for one in drafting)
+        """Everyone's known tokens, as many steps as that takes; the last of each gives the first drafted tokens."""
+        starts = tuple(_row_start(one.room) for one in drafting)
         waiting = list(drafting)
         while waiting:
-            budget, rows = self._max_tokens, []
+            budget, parts = self._max_tokens, []
             for one in waiting:
-                count = min(len(one.room.sequence.token_ids) - one.place.num_computed, budget)
-                if count:
-                    rows.append((one, count))
-                    budget -= count
-            self._run(rows, starts)
+                part = one.next_step(budget)
+                if part.count:
+                    parts.append(part)
+                    budget -= part.count
+            self._run(parts, starts)
             starts = ()
-            waiting = [one for one in waiting if not one.token_ids]
+            waiting = [one for one in waiting if not one.levels]
 
     def _extend(self, drafting: list[_Drafting]) -> None:
-        for first in range(0, len(drafting), self._max_tokens):
-            self._run([(one, 1) for one in drafting[first : first + self._max_tokens]], ())
+        parts: list[_Part] = []
+        for one in drafting:
+            if parts and sum(part.count for part in parts) + one.width > self._max_tokens:
+                self._run(parts, ())
+                parts = []
+            parts.append(one.next_step(self._max_tokens))
+        self._run(parts, ())
 
-    def _run(self, rows: list[tuple[_Drafting, int]], starts: tuple[RowStart, ...]) -> None:
-        """Each computes so many tokens, and gets one more if then all it has is computed."""
-        sampled = [
-            i
-            for i, (one, count) in enumerate(rows)
-            if one.place.num_computed + count == len(one.room.sequence.token_ids) + len(one.token_ids)
-        ]
+    def _run(self, parts: list[_Part], starts: tuple[RowStart, ...]) -> None:
+        """Each computes its part, and gets a token more at each of its ends if then all it has is computed."""
         nothing = ints()
-        row_ids = [one.room.sequence.row for one, _ in rows]
+        samples = [
+            (i, offset) for i, part in enumerate(parts) for offset in reversed(range(part.num_samples))
+        ]
+        rows = [part.one.room.sequence.row for part in parts]
+        grown = tuple(part.grown for part in parts if part.grown is not None)
         self._runner.launch(
             Step(
                 step_id=self._num_steps,
                 starts=starts,
-                rows=ints(row_ids),
-                num_computed=ints(one.place.num_computed for one, _ in rows),
-                num_tokens=ints(count for _, count in rows),
+                rows=ints(rows),
+                num_computed=ints(part.num_computed for part in parts),
+                num_tokens=ints(part.count for part in parts),
                 table_rows=nothing,
                 table_indices=nothing,
                 table_blocks=nothing,
                 copy_sources=nothing,
                 copy_targets=nothing,
-                sample_sources=ints(sampled),
-                sample_rows=ints(row_ids[i] for i in sampled),
+                sample_sources=ints(i for i, _ in samples),
+                sample_rows=ints(rows[i] for i, _ in samples),
+                drafts=grown,
+                sample_offsets=ints(offset for _, offset in samples) if grown else nothing,
+                drawn=self._drawn(parts),
             )
         )
         self._num_steps += 1
-        result = self._runner.collect()
-        for one, count in rows:
-            one.place.num_computed += count
-        for i, token_id in zip(sampled, result.token_ids, strict=True):
-            rows[i][0].token_ids.append(token_id)
+        self._take(parts, self._runner.collect())
+
+    def _drawn(self, parts: list[_Part]) -> Ints:
+        """How many tokens each sample draws: one more of a branch, or as many as there are branches."""
+        if not any(part.one.is_drawn for part in parts):
+            return ints()
+        found = ints()
+        for part in parts:
+            wanted = 1 if part.one.levels else min(part.one.room.width, self._max_tokens)
+            found.extend([wanted * part.one.is_drawn] * part.num_samples)
+        return found
+
+    def _take(self, parts: list[_Part], result: StepResult) -> None:
+        """A tree's pages are not moved when part of it is accepted: it is read again from its root."""
+        first = 0
+        for part in parts:
+            one = part.one
+            if part.grown is None:
+                one.place.num_computed += part.count
+            found = result.token_ids[first : first + part.num_samples]
+            if one.is_drawn:
+                found = ints(
+                    token_id for drawn in result.drawn[first : first + part.num_samples] for token_id in drawn
+                )
+            elif found and not one.levels and one.room.width > 1:
+                entry = result.logprobs[first]
+                others = [] if entry is None else [t for t in entry.top_ids if t != found[0]]
+                found.extend(others[: min(one.room.width, self._max_tokens) - 1])
+            first += part.num_samples
+            if found:
+                one.levels.append(found)
 
 
-def _row_start(sequence: Sequence) -> RowStart:
+def _row_start(room: DraftRoom) -> RowStart:
+    sequence = room.sequence
     request = sequence.request
+    num_top = room.width if room.width > 1 else None  # the likeliest first tokens, one of each branch
     return RowStart(
         row=sequence.row,
         token_ids=sequence.token_ids[:],
         block_ids=ints(sequence.block_ids),
-        sampling=request.sampling.changed(structured=None, logprobs=None, prompt_logprobs=None),
+        sampling=request.sampling.changed(structured=None, logprobs=num_top, prompt_logprobs=None),
         seed=request.seed,
         sample_index=sequence.index,
         num_prompt_tokens=request.num_prompt_tokens,
         stop_token_ids=request.stop_token_ids,
     )
+
+
+def may_draw(room: DraftRoom) -> bool:
+    """Whether a draft's probabilities may decide: of requests that are drawn, without a seed, and plainly."""
+    sampling = room.sequence.request.sampling
+    plain = sampling.structured is None and sampling.logprobs is None and not reads_history(sampling)
+    return plain and sampling.seed is None and not sampling.greedy

@@ -22,6 +22,7 @@ from quire.sampling.records import TokenMask
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
 
+READING_WAIT = 0.002  # seconds that it waits for blocks from the disk at a time
 PIN = "pin"  # the request that computes a pinned prefix
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
 COMPANY_WAIT = 0.001  # the same, for a batch to be full
@@ -178,6 +179,8 @@ class Engine:
             unmasked = None
         if len(self._in_flight) > self._max_in_flight or (planned is None and self._in_flight):
             updates += self._commit(self._in_flight.popleft())
+        elif planned is None and self.memory.home is not None:
+            self.memory.home.wait(READING_WAIT)
         if unmasked is not None:  # what it may sample depends on the tokens that were committed just now
             updates += self._mask(unmasked)
         if planned is None and not self._in_flight and not updates:

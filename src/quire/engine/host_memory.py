@@ -1,14 +1,23 @@
-"""Host memory beside the pool: how many blocks it holds, how fast they move, and what is said of it at start."""
+"""Host memory beside the pool, and a folder behind it: how large, how fast, and what is said of them at start."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.core.config import EngineConfig
+from quire.core.layout import BlockLayout
 from quire.layers.pool import Pool
+from quire.memory.interface import Memory
+from quire.memory.second_home import SecondHome
+from quire.observe.logs import get_logger
+from quire.runner.kv_store import DiskShelf, settings_folder
 from quire.runner.sizing import available_memory
 from quire.runner.swap import PageMover
 
 GIB = 1 << 30
 HOST_SHARE = 0.5  # of the memory that is free: an engine should not drive its machine into swapping
+DISK_PER_HOST = 8  # the folder may hold so many times what host memory holds
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,29 +26,71 @@ class HostMemory:
 
     mover: PageMover | None
     num_swap_blocks: int
+    num_offload_blocks: int
     block_seconds: float  # of moving one block, one way
     lines: tuple[str, ...]  # for people
 
 
 def make_host_memory(config: EngineConfig, pool: Pool) -> HostMemory:
-    mode, asked = config.scheduler.preemption_mode, config.memory.swap_space
     block_bytes = pool.layout.block_bytes
-    if config.memory.reservation != "paged":
-        return HostMemory(None, 0, 0.0, ())  # nobody is ever preempted
-    if mode == "recompute":
-        return HostMemory(
-            None, 0, 0.0, ("swap      off: preempted requests are computed again (preemption_mode)",)
-        )
+    memory = config.memory
+    caches = memory.enable_prefix_caching and memory.share and memory.reservation == "paged"
+    off: tuple[str, ...] = ()
+    if memory.kv_offload_gb and not caches:
+        off = ("evicted   off (kv_offload_gb): the prefix cache is off, so nothing is found again",)
+    if memory.reservation != "paged":
+        return HostMemory(None, 0, 0, 0.0, off)  # nobody is ever preempted
     allowed = int(HOST_SHARE * available_memory())
-    limit = "swap_space" if asked * GIB <= allowed else "free memory"
-    num_blocks = min(int(asked * GIB), allowed) // block_bytes
-    if not num_blocks:
-        why = "swap_space=0" if not asked else f"{limit} holds no block of {block_bytes:,} bytes"
-        return HostMemory(None, 0, 0.0, (f"swap      off ({why}): preempted requests are computed again",))
-    mover = PageMover(pool, num_blocks)
-    seconds = mover.block_seconds()
-    line = (
-        f"swap      {num_blocks * block_bytes / 1e6:,.0f} MB of host memory when needed: {num_blocks:,} blocks, "
-        f"{block_bytes / seconds / 1e9:.1f} GB/s (set by {limit}), mode {mode}"
+    mode = config.scheduler.preemption_mode
+    swap_bytes = int(memory.swap_space * GIB) if mode != "recompute" else 0
+    offload_bytes = int(memory.kv_offload_gb * GIB) if caches else 0
+    shrink = min(1.0, allowed / max(1, swap_bytes + offload_bytes))
+    num_swap, num_offload = (int(shrink * asked) // block_bytes for asked in (swap_bytes, offload_bytes))
+    mover = PageMover(pool, num_swap + num_offload) if num_swap + num_offload else None
+    seconds = mover.block_seconds() if mover is not None else 0.0
+    if num_swap:
+        limit = "swap_space" if shrink == 1.0 else "free memory"
+        line = (
+            f"swap      {num_swap * block_bytes / 1e6:,.0f} MB of host memory when needed: {num_swap:,} blocks, "
+            f"{block_bytes / seconds / 1e9:.1f} GB/s (set by {limit}), mode {mode}"
+        )
+    else:
+        why = "preemption_mode=recompute" if mode == "recompute" else f"swap_space={memory.swap_space:g}"
+        line = f"swap      off ({why}): preempted requests are computed again"
+    return HostMemory(mover, num_swap, num_offload, seconds, (line, *off))
+
+
+def open_second_home(
+    config: EngineConfig, host: HostMemory, memory: Memory, layout: BlockLayout, *settings: object
+) -> tuple[str, ...]:
+    """Gives evicted prefix blocks a home where one was asked for; says so. `settings`: what K and V depend on."""
+    if host.mover is None or not host.num_offload_blocks:
+        return ()
+    shelf = _open_shelf(config, host, layout, *settings)
+    memory.home = SecondHome(
+        host.num_swap_blocks + 1, host.num_offload_blocks, memory.moves, host.mover, shelf
     )
-    return HostMemory(mover, num_blocks, seconds, (line,))
+    size = host.num_offload_blocks * layout.block_bytes
+    line = f"evicted   {size / 1e6:,.0f} MB of host memory for {host.num_offload_blocks:,} blocks that the pool evicts"
+    if shelf is not None:
+        host.mover.shelf = shelf
+        line += f"; {shelf.folder}: {DISK_PER_HOST * size / 1e6:,.0f} MB, {shelf.num_blocks:,} blocks there from before"
+    return (line,)
+
+
+def _open_shelf(
+    config: EngineConfig, host: HostMemory, layout: BlockLayout, *settings: object
+) -> DiskShelf | None:
+    asked = config.memory.kv_offload_dir
+    if asked is None or host.mover is None:
+        return None
+    folder = settings_folder(Path(asked).expanduser(), layout, *settings)
+    limit = DISK_PER_HOST * host.num_offload_blocks * layout.block_bytes
+    try:
+        return DiskShelf(folder, host.mover.arena, host.mover.wait_moved, limit)
+    except OSError as error:
+        logger.warning(
+            "kv_offload_dir %s cannot be used (%s): going on without it; choose a folder that can be written",
+            asked, error.strerror or error,
+        )  # fmt: skip
+        return None

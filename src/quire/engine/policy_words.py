@@ -19,7 +19,11 @@ def policies_in_words(memory: MemoryConfig, scheduler: SchedulerConfig) -> str:
     words = []
     if scheduler.batching != "continuous":
         size = scheduler.batch_size or scheduler.max_num_seqs
-        window = f" or {scheduler.batch_window_ms:g} ms" if scheduler.batching == "dynamic" else ""
+        window = (
+            f", which wait {scheduler.batch_window_ms:g} ms at most"
+            if scheduler.batching == "dynamic"
+            else ""
+        )
         words.append(f"{scheduler.batching} batches of up to {size} requests{window}")
     if memory.reservation != "paged":
         words.append(f"{_RESERVATIONS[memory.reservation]}, in one piece, no sharing (for comparison)")

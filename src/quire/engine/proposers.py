@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from quire.core.config import EngineConfig, ModelConfig, ModelOptions
+from quire.core.draft import MAX_NODES
 from quire.core.errors import ConfigError
 from quire.core.speculation import SpeculativeConfig
 from quire.engine.draft_model import DraftModel
@@ -51,6 +52,25 @@ def load_draft(
     numbers = resolve_numbers(replace(config, model=options), described)
     factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
     return LoadedDraft(load(draft_source, factory, seed=config.model.seed), numbers)
+
+
+def check_trees(
+    speculative: SpeculativeConfig, target: ModelConfig, numbers: Numbers, deterministic: bool
+) -> None:
+    """Raises ConfigError where this device cannot verify trees: a GPU sums over a tree's nodes in their own order."""
+    if speculative.tree_width == 1 or numbers.device.type == "cpu":
+        return
+    if deterministic:
+        raise ConfigError(
+            "speculative_config: tree_width above 1 changes the order of sums on a GPU, so answers would depend on it: "
+            "leave out tree_width or deterministic"
+        )
+    window = target.hf.get("sliding_window") or 0
+    if 0 < window < MAX_NODES:
+        raise ConfigError(
+            f"speculative_config: tree_width above 1 needs attention over {MAX_NODES} tokens or more, and this model's "
+            f"window is {window}: leave out tree_width"
+        )
 
 
 def make_proposer(speculative: SpeculativeConfig, draft_model: DraftModel | None) -> Proposer:

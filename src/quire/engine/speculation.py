@@ -4,18 +4,27 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.core.draft import DraftRoom
-from quire.core.ints import Ints
+from quire.core.draft import Draft, DraftRoom, TokenTree
 from quire.core.request import Sequence
+from quire.core.sampling import SamplingParams
 from quire.core.speculation import SpeculativeConfig
 from quire.engine.structured import StructuredOutputs
 from quire.scheduler.scheduler import Planned
-from quire.speculate.adapt import FIRST_AGREEMENT, FORGETTING, agreement_after, best_length, expected_tokens
+from quire.speculate.adapt import (
+    FIRST_AGREEMENT,
+    FIRST_RESCUE,
+    FORGETTING,
+    Shape,
+    agreement_after,
+    best_shape,
+    expected_of_tree,
+    rescue_after,
+)
 from quire.speculate.costs import StepCosts
 
 WAITING_GAIN = 0.1  # of the batch's tokens: what is lost when a step is planned only after the last one
-AGREEMENT_STEPS = 32  # lengths are worked out for so many values of it, and kept for so many steps
-LENGTHS_KEPT = 16
+AGREEMENT_STEPS = 32  # shapes are worked out for so many values of it, and kept for so many steps
+SHAPES_KEPT = 16
 BATCH_GAIN = 0.3  # where several wait, and each new size of a step is recorded before it is quick
 PROBED_EVERY = 64  # positions between drafts that are tried though they did not pay
 
@@ -48,7 +57,7 @@ class Proposer(Protocol):
         """What a draft of so many tokens costs, for all that draft together."""
         ...
 
-    def draft(self, rooms: Listed[DraftRoom]) -> list[Ints]: ...
+    def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]: ...
 
     def forget(self, request_id: str) -> None: ...
 
@@ -61,6 +70,7 @@ class _Estimate:
     of_weak: float = FIRST_AGREEMENT
     is_strong: bool = True  # which kind is next
     coverage: float = 1.0  # how often there is a draft at all
+    rescue: float = FIRST_RESCUE  # how often another branch of a tree is right where the first is not
     guess: int | None = None  # for the token that comes next, compared when it is there
 
     @property
@@ -91,25 +101,27 @@ class Speculation:
         self._structured = structured
         self._limit = config.disable_by_batch_size or max_num_seqs
         self._costs = StepCosts()
-        self._lengths: dict[tuple[int, int, int], int] = {}  # by agreement, sequences that run, and the most
+        self._most = Shape(config.num_speculative_tokens, config.tree_width)
+        self._shapes: dict[tuple[int, int, int, int, int], Shape] = {}  # by what they depend on
         self._estimates: dict[str, dict[int, _Estimate]] = {}
 
     # ------------------------------------------------------------------ the scheduler asks
 
     def pays(self, running: Listed[Sequence]) -> bool:
         """What all would gain, since all wait. A draft that does not come about gains nothing."""
-        num_running, most = len(running), self._config.num_speculative_tokens
-        if num_running >= self._limit > 1:
+        num_running, most = len(running), self._most.num_tokens
+        if num_running >= self._limit > 1 or not self._most.length:
             return False
         gained, drafted = 0.0, 0.0
         for sequence in running:
             if self._config.adaptive and self._is_probed(sequence):
                 return True
-            length = self._length(sequence, num_running, most)
-            if length:
+            shape = self._shape(sequence, num_running, most)
+            if shape.length:
                 estimate = self._estimate(sequence)
-                gained += estimate.coverage * (expected_tokens(estimate.agreement, length) - 1.0)
-                drafted += estimate.coverage * length
+                expected = expected_of_tree(estimate.agreement, estimate.rescue, shape)
+                gained += estimate.coverage * (expected - 1.0)
+                drafted += estimate.coverage * shape.num_tokens
         if not self._config.adaptive or not gained:
             return gained > 0.0
         seconds = self._costs.seconds
@@ -117,31 +129,50 @@ class Speculation:
         margin = WAITING_GAIN if num_running == 1 else BATCH_GAIN
         return 1.0 + gained / num_running > dearer + margin
 
-    def length(self, sequence: Sequence, num_running: int, most: int) -> int:
-        length = self._length(sequence, num_running, min(most, self._config.num_speculative_tokens))
-        return length if length and self._proposer.can_draft(sequence) else 0
+    def room(self, sequence: Sequence, num_running: int, most: int) -> DraftRoom | None:
+        shape = self._shape(sequence, num_running, most)
+        if not shape.length or not self._proposer.can_draft(sequence):
+            return None
+        return DraftRoom(sequence, shape.length, shape.width)
 
-    def draft(self, rooms: Listed[DraftRoom]) -> list[Ints]:
+    def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
         drafts = self._proposer.draft(rooms)
         for i, room in enumerate(rooms):
-            if drafts[i] and room.sequence.request.sampling.structured is not None:
-                drafts[i] = drafts[i][: self._structured.num_allowed(room.sequence, drafts[i])]
+            if len(drafts[i]) and room.sequence.request.sampling.structured is not None:
+                drafts[i] = self._structured.allowed(room.sequence, drafts[i])
         return drafts
 
-    def _length(self, sequence: Sequence, num_running: int, most: int) -> int:
-        if not self._config.adaptive:
-            return most
-        if self._is_probed(sequence):
-            return min(1, most)
-        steps = round(self._estimate(sequence).agreement * AGREEMENT_STEPS)
-        length = self._lengths.get((steps, num_running, most))
-        if length is None:
-            length = best_length(steps / AGREEMENT_STEPS, num_running, most, self._seconds)
-            self._lengths[steps, num_running, most] = length
-        return length
+    def propose_with(self, proposer: Proposer, most: Shape | None = None) -> None:
+        """Another proposer from now on, and other limits of its drafts, a length of 0 for none: for experiments."""
+        self._proposer.close()
+        self._proposer = proposer
+        self._most = most or self._most
+        self._shapes.clear()
 
-    def _seconds(self, num_running: int, length: int) -> float:
-        return self._costs.seconds(num_running * (1 + length)) + self._proposer.seconds(length)
+    def _shape(self, sequence: Sequence, num_running: int, most_tokens: int) -> Shape:
+        most = self._most
+        if most.width > 1 and reads_history(sequence.request.sampling):
+            most = Shape(most.length)
+        if not self._config.adaptive:
+            length = min(most.length, most_tokens)
+            return Shape(length, min(most.width, most_tokens // max(1, length)))
+        if self._is_probed(sequence):
+            return Shape(min(1, most_tokens))
+        estimate = self._estimate(sequence)
+        agreement, rescue = (round(of * AGREEMENT_STEPS) for of in (estimate.agreement, estimate.rescue))
+        key = (agreement, rescue if most.width > 1 else 0, num_running, most_tokens, most.width)
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = best_shape(
+                agreement / AGREEMENT_STEPS, rescue / AGREEMENT_STEPS, num_running, most, most_tokens,
+                self._seconds,
+            )  # fmt: skip
+        return shape
+
+    def _seconds(self, num_running: int, shape: Shape) -> float:
+        return self._costs.seconds(num_running * (1 + shape.num_tokens)) + self._proposer.seconds(
+            shape.length
+        )
 
     def _is_probed(self, sequence: Sequence) -> bool:
         """Where guesses are dear, a token drafted now and then shows whether drafts have become better."""
@@ -149,21 +180,28 @@ class Speculation:
 
     # ------------------------------------------------------------------ the committer tells
 
-    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, sequence: Sequence, draft: Draft, accepted: list[int]) -> None:
+        """The nodes of a draft that stay. Agreement is of the first branch: the others say what they add to it."""
+        tree = TokenTree(draft.token_ids, draft.parents)
         self.stats.num_drafts += 1
-        self.stats.num_draft_tokens += num_drafted
-        self.stats.num_accepted_tokens += num_accepted
+        self.stats.num_draft_tokens += len(tree)
+        self.stats.num_accepted_tokens += len(accepted)
         estimate = self._estimate(sequence)
         estimate.guess = None
-        estimate.note(num_accepted, num_accepted < num_drafted)
+        main = tree.main
+        num_right = sum(1 for node in accepted if node < main)
+        estimate.note(num_right, num_right < main)
+        others = [n for n in range(main, len(tree)) if draft.parents[n] == num_right - 1]
+        if others and num_right < main:
+            estimate.rescue = rescue_after(estimate.rescue, len(others), len(accepted) > num_right)
 
     def committed(self, planned: Planned, seconds: float) -> None:
         """A step is over: what it cost, and whether guesses that nobody drafted came true."""
         step = planned.step
         if step.total_tokens == len(step.sample_rows):
             self._costs.note(step.total_tokens, seconds)
-            if self._costs.num_steps % LENGTHS_KEPT == 0:
-                self._lengths.clear()
+            if self._costs.num_steps % SHAPES_KEPT == 0:
+                self._shapes.clear()
         if len(planned.receivers) >= self._limit > 1:
             return
         for sequence in dict.fromkeys(planned.receivers):
@@ -194,3 +232,8 @@ class Speculation:
         if estimate is None:
             estimate = of_request[sequence.index] = _Estimate()
         return estimate
+
+
+def reads_history(sampling: SamplingParams) -> bool:
+    """Whether what is chosen depends on the tokens before: a row has one line of these, so its drafts are chains."""
+    return sampling.penalised or any(len(word) > 1 for word in sampling.bad_words_token_ids)

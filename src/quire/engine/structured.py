@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.core.draft import TokenTree, depths
 from quire.core.errors import InvalidRequest, QuireError
-from quire.core.ints import Ints
 from quire.core.request import Phase, Request, Sequence
 from quire.engine.arrival import Limits
 from quire.grammar.compiler import Compiler, Grammar
@@ -15,6 +15,7 @@ from quire.grammar.errors import GrammarError
 from quire.grammar.matcher import Matcher
 from quire.sampling.records import TokenMask
 from quire.scheduler.scheduler import Planned
+from quire.speculate.tree import branches, merged
 
 
 @dataclass(slots=True)
@@ -110,9 +111,13 @@ class StructuredOutputs:
         matcher.advance([token_id])
         return matcher.is_terminated
 
-    def num_allowed(self, sequence: Sequence, drafted: Ints) -> int:
-        """How many of a draft's tokens, from its first, the grammar lets through."""
-        return self._matcher(sequence).accepted(drafted)
+    def allowed(self, sequence: Sequence, drafted: TokenTree) -> TokenTree:
+        """What the grammar lets through of a draft."""
+        matcher = self._matcher(sequence)
+        if not drafted.parents:
+            return drafted.first(matcher.accepted(drafted.token_ids))
+        kept = [draft[: matcher.accepted(draft)] for draft in branches(drafted)]
+        return merged(draft for draft in kept if draft)
 
     def mask(self, planned: Planned) -> tuple[TokenMask, list[tuple[Sequence, GrammarError]]]:
         """What the masked samples of a step may be, all earlier steps being committed; and whom that fails.
@@ -122,9 +127,15 @@ class StructuredOutputs:
         indices: list[int] = []
         failed: list[tuple[Sequence, GrammarError]] = []
         bits = np.zeros((len(planned.step.masked), self._num_words), np.uint32)
-        walked: dict[int, tuple[int, int]] = {}  # by sample: the drafted token before it, and how many were
+        walked: dict[
+            int, tuple[int, int]
+        ] = {}  # by sample: the drafted token before it, and its depth from 1
         for draft, first in planned.step.verified():
-            walked.update({first + n: (token_id, n) for n, token_id in enumerate(draft.token_ids, 1)})
+            depth = depths(draft.parents) or range(len(draft.token_ids))
+            walked.update(
+                {first + n: (token_id, 1 + depth[n - 1]) for n, token_id in enumerate(draft.token_ids, 1)}
+            )
+        at = 0  # how many drafted tokens the matcher has taken
         for index in planned.step.masked:
             sequence = planned.receivers[index]
             if sequence.phase is Phase.FINISHED or any(sequence is one for one, _ in failed):
@@ -132,14 +143,19 @@ class StructuredOutputs:
             row = bits[len(indices)]
             matcher = self._matcher(sequence)
             try:
-                if index in walked:
-                    matcher.advance([walked[index][0]])
+                if index in walked:  # depth first: back to the parent, and on
+                    token_id, depth_of = walked[index]
+                    if at >= depth_of:
+                        matcher.rollback(at - depth_of + 1)
+                    matcher.advance([token_id])
+                    at = depth_of
                 matcher.fill(row)
                 if index in walked and index + 1 not in walked:
-                    matcher.rollback(walked[index][1])
+                    matcher.rollback(at)
+                    at = 0
             except GrammarError as error:
                 failed.append((sequence, error))
-                row[:] = 0
+                row[:], at = 0, 0
                 continue
             if sequence.request.sampling.ignore_eos:
                 self._ban_end(row)

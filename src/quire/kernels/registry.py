@@ -27,6 +27,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "pages": (("cpu", "cpu"), ("triton", "cuda")),
     "rotary": (("cpu", "cpu"), ("triton", "cuda")),
     "sample": (("cpu", "cpu"), ("triton", "cuda")),
+    "trees": (("triton", "cuda"),),
 }
 
 

@@ -67,8 +67,10 @@ class Attention:
         """heads [T, heads + 2 * kv_heads, head_dim], rotated."""
         queries = heads[:, : self._num_heads]
         where = (k_pages, v_pages, batch.query_starts, batch.context_lens, batch.block_tables)
+        trees = () if batch.trees is None else (batch.trees.starts, batch.trees.ancestors)
         if batch.plans is None:
-            return self._attention.paged_attention(queries, *where, self._scale, self._window)
+            masks = (None, *trees) if trees else ()
+            return self._attention.paged_attention(queries, *where, self._scale, self._window, *masks)
         out = queries.new_empty(queries.shape[0], self._num_heads * self._head_dim)
         fresh = () if self._window else batch.fresh
         if fresh:
@@ -81,6 +83,7 @@ class Attention:
                 self._scale,
                 self._window,
                 out,
+                *((*trees, batch.positions) if trees else ()),
                 plan=batch.plans.of(self._window),
                 max_query_len=batch.max_query_len,
             )

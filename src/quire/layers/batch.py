@@ -16,15 +16,23 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeMasks:
+    """Which queries see what of their row's token tree; attention's reference says how."""
+
+    starts: Tensor  # [T] int32, where the tree begins; -1: the row has none
+    ancestors: Tensor  # [T] int64, bit n: node n is seen
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """T tokens of R rows. Row r's tokens are query_starts[r]:query_starts[r + 1].
 
-    A row's last query sits at position context_lens[r] - 1; K and V of the batch's own tokens are stored
-    into the pool before attention reads it.
+    A row's last query sits at position context_lens[r] - 1 (or place, where a token tree's nodes lie one behind the
+    other); K and V of the batch's own tokens are stored into the pool before attention reads it.
     """
 
     token_ids: Tensor  # [T] int32
-    positions: Tensor  # [T] int32
+    positions: Tensor  # [T] int32, in the sequence: of a token tree's nodes by their depth
     slots: Tensor  # [T] int64, block_id * block_size + offset: where the token's K and V go
     query_starts: Tensor  # [R + 1] int32
     context_lens: Tensor  # [R] int32, positions that exist after this step
@@ -33,3 +41,4 @@ class Batch:
     max_query_len: int | None = None  # of any row, where the host knows it
     fresh: tuple[Span, ...] = ()  # rows that are long enough to be read from the batch itself, not from pages
     plans: AttentionPlans | None = None  # where attention's kernel divides its work once for all layers
+    trees: TreeMasks | None = None  # where rows have token trees

@@ -26,6 +26,7 @@ from quire.link.messages import (
     pack_updates,
     unpack_ints,
 )
+from quire.memory.second_home import HomeStats
 from quire.observe.logs import get_logger
 
 log = get_logger(__name__)
@@ -165,7 +166,8 @@ class EngineLoop:
     def figures(self) -> Figures:
         engine = self._engine
         scheduler, memory, stats = engine.scheduler, engine.memory, engine.stats
-        drafted = engine.draft_stats
+        drafted, home = engine.draft_stats, memory.home
+        kept = HomeStats() if home is None else home.stats
         return Figures(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + engine.num_compiling,
@@ -189,6 +191,15 @@ class EngineLoop:
             swapped_out_blocks=memory.swap.stats.blocks_out,
             swapped_in_blocks=memory.swap.stats.blocks_in,
             swap_blocks_used=memory.swap.num_used,
+            offload_saved=kept.saved,
+            offload_dropped=kept.dropped,
+            offload_hits=kept.host_hits,
+            offload_disk_hits=kept.disk_hits,
+            offload_disk_faults=kept.disk_faults,
+            offload_blocks_used=0 if home is None else home.num_used,
+            offload_disk_blocks=0 if home is None else home.num_shelved,
+            swap_blocks=memory.swap.hosts.num_blocks,
+            offload_blocks=0 if home is None else home.num_hosts,
         )
 
 

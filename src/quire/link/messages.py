@@ -184,6 +184,15 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     swap_blocks_used: int = 0  # a gauge
+    offload_saved: int = 0  # blocks, as all that follow
+    offload_dropped: int = 0
+    offload_hits: int = 0
+    offload_disk_hits: int = 0
+    offload_disk_faults: int = 0
+    offload_blocks_used: int = 0  # a gauge, as the next
+    offload_disk_blocks: int = 0
+    swap_blocks: int = 0  # how many there are, in use or not
+    offload_blocks: int = 0
 
 
 class Updates(_Message, frozen=True):

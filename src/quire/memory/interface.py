@@ -6,6 +6,7 @@ from typing import Protocol
 from quire.core.request import Request, Sequence
 from quire.memory.moves import PageMoves
 from quire.memory.paged import MemoryStats, TableDelta
+from quire.memory.second_home import SecondHome
 from quire.memory.swap import SwapSpace
 
 
@@ -15,6 +16,7 @@ class Memory(Protocol):
     stats: MemoryStats
     moves: PageMoves  # that the next step must carry
     swap: SwapSpace
+    home: SecondHome | None  # of what is evicted
     block_size: int
 
     @property
@@ -52,6 +54,14 @@ class Memory(Protocol):
 
     def match(self, sequence: Sequence) -> int:
         """Positions at the start of an empty table that need not be computed."""
+        ...
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Whether more of its prefix is on its way to host memory, and worth waiting for."""
+        ...
+
+    def fetch(self, sequence: Sequence) -> int:
+        """More such positions, whose blocks come back from the second home with the next step."""
         ...
 
     def has_room(self, sequence: Sequence) -> bool:

@@ -17,6 +17,7 @@ class PageMoves:
     out_hosts: list[int] = field(default_factory=list)
     in_hosts: list[int] = field(default_factory=list)
     in_blocks: list[int] = field(default_factory=list)
+    ticket: int = 1  # counts what steps took along: of these moves, once they are taken
 
     def out(self, block: int, host: int) -> None:
         self.out_blocks.append(block)
@@ -33,5 +34,6 @@ class PageMoves:
         taken = HostMoves(
             ints(self.out_blocks), ints(self.out_hosts), ints(self.in_hosts), ints(self.in_blocks)
         )
+        self.ticket += 1
         self.out_blocks, self.out_hosts, self.in_hosts, self.in_blocks = [], [], [], []
         return taken

@@ -8,6 +8,7 @@ from quire.core.request import Request, Sequence
 from quire.memory.blocks import BlockPool
 from quire.memory.moves import PageMoves
 from quire.memory.prefix import PrefixIndex
+from quire.memory.second_home import SecondHome
 from quire.memory.swap import SwapSpace
 
 
@@ -68,7 +69,8 @@ class PagedMemory:
         self.index = PrefixIndex(num_blocks, fingerprint)
         self.stats = MemoryStats()
         self.moves = PageMoves()  # that the next step must carry
-        self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.moves)
+        self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.moves, self._take)
+        self.home: SecondHome | None = None  # None: what is evicted is gone
         self._held: list[Sequence] = []  # prefixes that are never given up
         self._enable_prefix_caching = enable_prefix_caching and share
         self._share = share
@@ -116,6 +118,36 @@ class PagedMemory:
             sequence.block_ids.append(block)
         sequence.num_indexed = len(sequence.block_ids)
         return len(sequence.block_ids) * self.block_size
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Whether more of the sequence's prefix is on its way to host memory, and worth waiting for."""
+        if self.home is None or sequence.request.sampling.prompt_logprobs is not None:
+            return False
+        num_candidates = (len(sequence.token_ids) - 1) // self.block_size
+        self._extend_hashes(sequence, num_candidates)
+        missing = (c for c in sequence.block_hashes[:num_candidates] if self.index.find(c) is None)
+        return self.home.awaits(sequence.request.request_id, missing)
+
+    def fetch(self, sequence: Sequence) -> int:
+        """Goes on where `match` ended, with blocks that the second home has; returns how many positions that gives.
+
+        They are in the next step's moves, and in the index once that step is committed. The caller knows that there
+        is room.
+        """
+        if self.home is None or sequence.request.sampling.prompt_logprobs is not None:
+            return 0
+        num_before = len(sequence.block_ids)
+        num_candidates = (len(sequence.token_ids) - 1) // self.block_size
+        for content in sequence.block_hashes[num_before:num_candidates]:
+            block = self.index.find(content)
+            if block is not None:
+                self.pool.share(block)
+            elif self.home.has(content):
+                block = self._take_for(content)
+            if block is None:
+                break
+            sequence.block_ids.append(block)
+        return (len(sequence.block_ids) - num_before) * self.block_size
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether the next position can be written as things are: the common case of a decode, kept cheap."""
@@ -198,6 +230,8 @@ class PagedMemory:
     def reset_prefix_index(self) -> None:
         """Forgets all content but what is held; blocks in use stay with their sequences."""
         self.index.clear()
+        if self.home is not None:
+            self.home.clear()
         for held in self._held:
             for content, block in zip(held.block_hashes, held.block_ids, strict=False):
                 self.index.put(content, block)
@@ -207,6 +241,8 @@ class PagedMemory:
         counts = [0] * (self.num_blocks + 1)
         sequences = list(sequences)
         self.swap.check_integrity(sequences)
+        if self.home is not None:
+            self.home.check_integrity()
         for sequence in (*sequences, *self._held):
             for block in sequence.block_ids:
                 counts[block] += 1
@@ -226,8 +262,18 @@ class PagedMemory:
 
     def _take(self) -> int:
         block = self.pool.take()
+        if self.home is not None and (content := self.index.content_of(block)) is not None:
+            self.home.save(content, block)
         self.index.forget(block)
         return block
+
+    def _take_for(self, content: bytes) -> int | None:
+        """A block that gets what the second home has under this hash; None if taking it cost just that."""
+        block = self._take()
+        if self.home is not None and self.home.claim(content, block):
+            return block
+        self.pool.release(block, keep=False)
+        return None
 
     @staticmethod
     def _note(delta: TableDelta, row: int, index: int, block: int) -> None:

@@ -32,6 +32,9 @@ class PrefixIndex:
         """Whether the block's content could be found again."""
         return self._hash_of[block] is not None
 
+    def content_of(self, block: int) -> bytes | None:
+        return self._hash_of[block]
+
     def put(self, content: bytes, block: int) -> None:
         """Names the block's content; a second block with the same content stays unnamed."""
         if content not in self._block_of:

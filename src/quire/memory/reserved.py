@@ -10,6 +10,7 @@ from quire.memory.moves import PageMoves
 from quire.memory.paged import MemoryStats, TableDelta
 from quire.memory.prefix import PrefixIndex
 from quire.memory.runs import Run, RunPool
+from quire.memory.second_home import SecondHome
 from quire.memory.swap import SwapSpace
 
 Length = Callable[[Request, int], int]  # (request, max_model_len) → positions of one sequence
@@ -62,7 +63,9 @@ class ReservedMemory:
         self.pool = RunPool(num_blocks)
         self.stats = MemoryStats()
         self.moves = PageMoves()  # none, ever: nobody is preempted
-        self.swap = SwapSpace(0, 1, BlockPool(0), PrefixIndex(0, ""), self.moves)
+        nothing = BlockPool(0)
+        self.swap = SwapSpace(0, 1, nothing, PrefixIndex(0, ""), self.moves, nothing.take)
+        self.home: SecondHome | None = None
         self.reservation = reservation
         self._length = LENGTHS[reservation]
         self._longest = min(max_model_len, num_blocks)
@@ -119,6 +122,12 @@ class ReservedMemory:
 
     def match(self, sequence: Sequence) -> int:
         return 0  # nothing is found again
+
+    def awaits(self, sequence: Sequence) -> bool:
+        return False
+
+    def fetch(self, sequence: Sequence) -> int:
+        return 0
 
     def has_room(self, sequence: Sequence) -> bool:
         return sequence not in self._reserved[id(sequence.request)].lent

@@ -123,13 +123,12 @@ def paged_spending(
 
 
 def external_fragmentation(memory: ReservedMemory, waiting: Request | None) -> int:
-    """Free positions in gaps that cannot hold the request, where all gaps together could."""
+    """What is free, where no gap can hold a sequence of the request and all gaps together could."""
     if waiting is None:
         return 0
     wanted = memory.length(waiting)
-    if memory.num_free < wanted:
-        return 0  # there is too little, wherever it lies
-    return sum(gap.length for gap in memory.pool.gaps() if gap.length < wanted)
+    in_pieces = all(gap.length < wanted for gap in memory.pool.gaps())
+    return memory.num_free if in_pieces and memory.num_free >= wanted else 0
 
 
 def _look(

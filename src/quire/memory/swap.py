@@ -1,6 +1,6 @@
 """SwapSpace: host blocks for sequences that had to leave the pool. Ids only; the runner moves the bytes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
@@ -23,14 +23,22 @@ class SwapSpace:
     """
 
     def __init__(
-        self, num_host_blocks: int, block_size: int, pool: BlockPool, index: PrefixIndex, moves: PageMoves
+        self,
+        num_host_blocks: int,
+        block_size: int,
+        pool: BlockPool,
+        index: PrefixIndex,
+        moves: PageMoves,
+        take: Callable[[], int],
     ) -> None:
+        """`take` gives a free block of the pool."""
         self.hosts = BlockPool(num_host_blocks)
         self.stats = SwapStats()
         self._block_size = block_size
         self._pool = pool
         self._index = index
         self._moves = moves
+        self._take = take
 
     @property
     def num_used(self) -> int:
@@ -82,8 +90,7 @@ class SwapSpace:
                         self._pool.share(block)
                         num_found += 1
                     else:
-                        block = self._pool.take()
-                        self._index.forget(block)
+                        block = self._take()
                         self._moves.back(host, block)
                         self.stats.blocks_in += 1
                     block_of[host] = block

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from quire.core.step import Step
-from quire.layers.batch import Batch
+from quire.layers.batch import Batch, TreeMasks
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow, scored_rows, wanted_tokens
+from quire.runner.trees import spread_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Assembler:
         self._query_starts = _Buffer((max_rows + 1,), torch.int32, device)
         self._context_lens = _Buffer((max_rows,), torch.int32, device)
         self._tables = _Buffer((max_rows, rows.max_blocks), torch.int32, device)
+        self._tree_starts = _Buffer((max_tokens,), torch.int32, device)
+        self._ancestors = _Buffer((max_tokens,), torch.int64, device)
         self._order = np.arange(max_tokens)
         self._logits_indices = _Buffer((max_tokens + max_rows,), torch.int64, device)
 
@@ -71,21 +74,28 @@ class Assembler:
         else:
             token_rows = np.repeat(rows, counts)
             positions = np.arange(num_tokens) + np.repeat(contexts - ends, counts)
+        sample_positions = contexts[sources] - offsets if len(offsets) else contexts[sources]
+        trees = spread_trees(step) if step.drafts else None
         scored = scored_rows(self._rows.settings, rows, computed, counts)
         wanted = wanted_tokens(ends, sources, offsets, scored, rows, counts)
         batch = Batch(
             token_ids=self._token_ids.put(self._rows.tokens[token_rows, positions]),
-            positions=self._positions.put(positions),
+            positions=self._positions.put(positions if trees is None else trees.positions),
             slots=self._slots.put(self._slots_of(token_rows, positions)),
             query_starts=self._query_starts.put(np.concatenate(([0], ends))),
             context_lens=self._context_lens.put(contexts),
             block_tables=self._gather_tables(rows, int(contexts.max())),
             logits_indices=self._logits_indices.put(wanted),
+            trees=None
+            if trees is None
+            else TreeMasks(self._tree_starts.put(trees.starts), self._ancestors.put(trees.ancestors)),
         )
         return Assembled(
             batch=batch,
             sample_rows=np.asarray(step.sample_rows, np.int64),
-            sample_positions=contexts[sources] - offsets if len(offsets) else contexts[sources],
+            sample_positions=sample_positions
+            if trees is None
+            else trees.positions[wanted[: len(sources)]] + 1,
             scored=scored,
             is_decode=len(wanted) == num_tokens
             and not scored

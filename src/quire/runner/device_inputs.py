@@ -1,6 +1,6 @@
 """DeviceInputs: rows live on the device; a step sends what changed and who advances, and gathers the rest there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,13 @@ from torch import Tensor
 
 from quire.core.step import RowStart, Step
 from quire.kernels import choose
-from quire.layers.batch import Batch, Span
+from quire.layers.batch import Batch, Span, TreeMasks
 from quire.layers.plans import AttentionPlans
 from quire.runner.packing import Sections, pinned, round_up, send
 from quire.runner.rows import RowSettings
 from quire.runner.scored import ScoredRow, scored_rows, wanted_tokens
+from quire.runner.trees import spread_trees
+from quire.sampling.records import on_device
 
 SMALL_ROWS = 16  # of a step with prompts that fits a graph, one row of padding included
 
@@ -55,7 +57,7 @@ class DeviceInputs:
         self._settings = settings
         self._planner = planner
         self._fresh_tokens = fresh_tokens or max_tokens + 1
-        self._device = device
+        self.device = device
         self._block_size = block_size
         self._kernel = choose("inputs", device)
         max_blocks = -(-max_model_len // block_size)
@@ -86,7 +88,7 @@ class DeviceInputs:
         ]
         tokens = zip(_started(step.starts, "token_ids"), _drafted(step), strict=True)
         sections = Sections([*(np.append(started, drafted) for started, drafted in tokens), *entries])
-        parts = sections.split(send(sections.packed, self._device))
+        parts = sections.split(send(sections.packed, self.device))
         for target, places in ((self.row_tokens, parts[:3]), (self.row_tables, parts[3:])):
             if len(places[0]):
                 self._kernel.scatter(target, *places)
@@ -107,13 +109,13 @@ class DeviceInputs:
         packed[0, : len(rows)] = rows
         packed[1, : len(rows)] = computed
         flat = packed.reshape(-1)
-        self._decode[: len(flat)].copy_(pinned(flat, self._device), non_blocking=True)
+        self._decode[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
         return Staged(True, size, np.asarray(step.sample_rows, np.int64), computed.astype(np.int64) + 1)
 
     def decode(self, num_rows: int) -> Batch:
         """The batch of a decode of so many rows, spread from what `stage_decode` sent; may be captured."""
         second = round_up(num_rows)
-        return self._spread(
+        return self.spread(
             self._decode[:num_rows],
             self._decode[second : second + num_rows],
             self._single_starts[: num_rows + 1],
@@ -146,13 +148,13 @@ class DeviceInputs:
         wanted[:num_samples] = ends[sources] - 1 - offsets
         sample_rows[:num_samples] = step.sample_rows
         sample_positions[:num_samples] = sampled
-        self._small.copy_(pinned(lines.reshape(-1), self._device), non_blocking=True)
+        self._small.copy_(pinned(lines.reshape(-1), self.device), non_blocking=True)
         return Staged(False, padded, sample_rows[:num_samples].astype(np.int64), sampled)
 
     def small(self, num_tokens: int) -> Batch:
         """The batch of a small step, padded to so many tokens; may be captured."""
         rows, computed, starts, wanted, _, _ = self._small.view(6, -1).unbind(0)
-        return self._spread(
+        return self.spread(
             rows[:SMALL_ROWS],
             computed[:SMALL_ROWS],
             starts[: SMALL_ROWS + 1],
@@ -180,13 +182,17 @@ class DeviceInputs:
         scored = scored_rows(self._settings, rows, computed, counts)
         sample_positions = contexts[sources].astype(np.int64) - offsets
         wanted = wanted_tokens(ends, sources, offsets, scored, rows, counts)
+        trees = spread_trees(step) if step.drafts else None
+        of_trees = [] if trees is None else [trees.positions, trees.starts]
+        if trees is not None:
+            sample_positions = trees.positions[wanted[: len(sources)]] + 1
         is_fresh = (computed == 0) & (counts >= self._fresh_tokens)
         sections = Sections([
             rows, computed, np.append(0, ends), np.where(is_fresh, 0, contexts), wanted,
-            sample_rows, sample_positions,
+            sample_rows, sample_positions, *of_trees,
         ])  # fmt: skip
-        sent = sections.split(send(sections.packed, self._device))
-        batch = self._spread(
+        sent = sections.split(send(sections.packed, self.device))
+        batch = self.spread(
             sent[0],
             sent[1],
             sent[2],
@@ -196,21 +202,25 @@ class DeviceInputs:
             wanted=sent[4],
             fresh=tuple(Span(int(ends[i] - counts[i]), int(ends[i])) for i in np.flatnonzero(is_fresh)),
         )
+        if trees is not None:
+            masks = TreeMasks(sent[8], on_device(trees.ancestors, self.device))
+            batch = replace(batch, positions=sent[7], trees=masks)
         staged = Staged(False, len(rows), sample_rows, sample_positions, scored)
         return staged, MixedBatch(batch, sent[5], sent[6])
 
-    def _spread(
+    def spread(
         self,
         rows: Tensor,
         num_computed: Tensor,
         query_starts: Tensor,
-        paged_lens: Tensor,
+        paged_lens: Tensor | None,  # None: as context_lens
         num_tokens: int,
         *,
         max_query_len: int,
         wanted: Tensor | None,
         fresh: tuple[Span, ...] = (),
     ) -> Batch:
+        """A batch of these rows, gathered from what the device knows of them; may be captured."""
         num_rows = rows.shape[0]
         context_lens = self._context_lens[:num_rows]
         plans = None
@@ -219,7 +229,7 @@ class DeviceInputs:
                 self._planner,
                 query_starts,
                 context_lens,
-                paged_lens,
+                context_lens if paged_lens is None else paged_lens,
                 num_tokens,
                 self._block_tables[:num_rows],
             )

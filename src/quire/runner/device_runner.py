@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.core.errors import DeviceMemoryFull
-from quire.core.ints import ints
+from quire.core.ints import Ints, ints
 from quire.core.layout import BlockLayout
 from quire.core.step import PromptLogprobs, Step, StepResult
 from quire.kernels import choose
@@ -20,11 +20,14 @@ from quire.models.model import Model
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, Staged
 from quire.runner.fake_steps import fake_steps
 from quire.runner.graphs import Graphs
-from quire.runner.packing import send
+from quire.runner.packing import Sections, send
+from quire.runner.proposals import Proposals, choose_tokens
 from quire.runner.rows import RowSettings
 from quire.runner.runner import RunnerLimits
 from quire.runner.scored import ScoredRow
 from quire.runner.swap import PageMover
+from quire.runner.trees import verified_trees
+from quire.runner.verify_inputs import VerifyInputs
 from quire.sampling.beams import candidate_records, on_host
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
@@ -50,13 +53,22 @@ class _Launched:
     token_ids: Tensor | None = None  # [S] int64 in host memory
     good: Tensor | None = None  # [S] bool in host memory
     beams: tuple[BeamTensors, ...] = ()  # in host memory
+    drawn: tuple[Ints, ...] = ()
     arrived: torch.cuda.Event | None = None  # None on the CPU, where nothing is ever late
 
 
 class DeviceRunner:
     """Everything is queued on one stream, in order: nothing here waits but `collect`."""
 
-    def __init__(self, model: Model, pool: Pool, limits: RunnerLimits, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        limits: RunnerLimits,
+        device: torch.device | str,
+        proposals: Proposals | None = None,  # None: no drafts are drawn
+    ) -> None:
+        self._proposals = proposals
         self._device = torch.device(device)
         self._model = model
         self._pool = pool
@@ -74,14 +86,17 @@ class DeviceRunner:
             planner,
             FRESH_TOKENS if self._reads_fresh(limits) else None,
         )
+        max_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self._drafts = VerifyInputs(self._inputs, self._settings, limits.max_num_seqs, max_tokens)
         self._columns = DeviceColumns(self._settings.columns, self._device)
         self._sampler = Sampler(self._device)
         self._pages = choose("pages", self._device)
+        self._trees = choose("trees", self._device)
         self.mover: PageMover | None = None  # None: nothing leaves the pool
         self._graphs: Graphs | None = None
         if self._device.type == "cuda" and limits.record_decodes:
             self._graphs = Graphs(
-                model, pool, self._inputs, limits.max_num_seqs, limits.max_num_batched_tokens
+                model, pool, self._inputs, self._drafts, limits.max_num_seqs, limits.max_num_batched_tokens
             )
         self._launched: deque[_Launched] = deque()
         self._last_arrival = 0.0
@@ -161,12 +176,15 @@ class DeviceRunner:
             failed=() if good.all() else tuple(np.flatnonzero(~good).tolist()),
             seconds=seconds,
             beams=candidate_records(launched.beams),
+            drawn=launched.drawn,
         )
 
     def close(self) -> None:
         self._launched.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        if self.mover is not None:
+            self.mover.close()
 
     # ------------------------------------------------------------------ the pass
 
@@ -176,7 +194,8 @@ class DeviceRunner:
         padded = self._graphs.padded_rows(len(step.rows)) if self._graphs is not None else 0
         staged = self._inputs.stage_decode(step, padded)
         if staged is None:
-            return self._forward_small(step, started) or self._forward_mixed(step, started)
+            fitting = self._forward_drafts if step.drafts else self._forward_small
+            return fitting(step, started) or self._forward_mixed(step, started)
         num_samples = len(staged.sample_rows)
         if self._graphs is not None:
             hidden = self._graphs.decode(staged.size)
@@ -196,6 +215,16 @@ class DeviceRunner:
         staged = self._inputs.stage_small(step, padded)
         logits = self._model.logits(self._graphs.prompts(padded)[:num_samples])
         return _Launched(step, staged, logits, *self._inputs.small_samples(num_samples), (), started)
+
+    def _forward_drafts(self, step: Step, started: float) -> _Launched | None:
+        """A step that verifies drafts and fits a graph; None if it does not."""
+        size = self._drafts.size_for(step) if self._graphs is not None else None
+        if self._graphs is None or size is None:
+            return None
+        staged, has_trees = self._drafts.stage(step, size)
+        count = len(staged.sample_rows)
+        logits = self._model.logits(self._graphs.drafts(size, has_trees)[:count])
+        return _Launched(step, staged, logits, *self._drafts.samples(size, count), (), started)
 
     def _forward_mixed(self, step: Step, started: float) -> _Launched:
         staged, mixed = self._inputs.stage_mixed(step)
@@ -237,9 +266,13 @@ class DeviceRunner:
                 self._columns,
                 launched.step.beams,
             )
-            sampled = self._sampler(launched.logits, requests)
+            sampled, launched.drawn = choose_tokens(
+                self._proposals, self._sampler, launched.logits, requests, launched.step
+            )
             if not self._sampler.writes_tokens:
                 self._inputs.row_tokens[rows.long(), positions.long()] = sampled.token_ids.int()
+            if launched.step.drafts:
+                self._settle(launched.step, sampled)
             launched.logits = None
             launched.sampled = sampled
             launched.token_ids.copy_(sampled.token_ids, non_blocking=True)
@@ -248,6 +281,24 @@ class DeviceRunner:
         if self._device.type == "cuda":
             launched.arrived = torch.cuda.Event()
             launched.arrived.record()
+
+    def _settle(self, step: Step, sampled: Sampled) -> None:
+        """Rows and pages go on with what was accepted of their trees."""
+        verified = verified_trees(step)
+        if verified is None:
+            return
+        sections = Sections([verified.trees.reshape(-1), verified.nodes.reshape(-1)])
+        trees, nodes = sections.split(send(sections.packed, self._device))
+        self._trees.settle(
+            sampled.token_ids,
+            trees.view(verified.trees.shape),
+            nodes.view(verified.nodes.shape),
+            self._inputs.row_tokens,
+            self._inputs.row_tables,
+            self._pool.data,
+            self._pool.layout.block_size,
+            2 * self._pool.layout.num_layers,
+        )
 
     def _on_host(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=self._device.type == "cuda")

@@ -1,9 +1,9 @@
-"""Graphs: forward passes as CUDA graphs, decodes by their number of rows and small prompts by their tokens."""
+"""Graphs: forward passes as CUDA graphs, decodes by their number of rows, small prompts and drafts by their tokens."""
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -12,9 +12,19 @@ from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs
+from quire.runner.verify_inputs import VerifyInputs
 
 # Tokens of a step with prompts. Larger ones keep the device busier than the host is with launching.
 PROMPT_SIZES = (16, 32, 64, 128, 256, 512)
+
+
+class Kind(Enum):
+    """What a graph holds, and so what its size counts."""
+
+    DECODE = "rows that advance by one token"
+    PROMPTS = "tokens of few rows with prompts"
+    CHAINS = "tokens of rows that verify chains"
+    TREES = "tokens of rows that verify trees"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +47,23 @@ class Graphs:
     """
 
     def __init__(
-        self, model: Model, pool: Pool, inputs: DeviceInputs, max_rows: int, max_tokens: int
+        self,
+        model: Model,
+        pool: Pool,
+        inputs: DeviceInputs,
+        drafts: VerifyInputs,
+        max_rows: int,
+        max_tokens: int,
     ) -> None:
         self._model = model
         self._pool = pool
         self._inputs = inputs
+        self._drafts = drafts
         self._decode_sizes = decode_sizes(max_rows)
         self._prompt_sizes = [size for size in PROMPT_SIZES if size <= max_tokens]
         if max_rows < SMALL_ROWS:
             self._prompt_sizes = []
-        self._captured: dict[tuple[bool, int], _Captured] = {}
+        self._captured: dict[tuple[Kind, int], _Captured] = {}
         self._memory = torch.cuda.graph_pool_handle()
 
     def padded_rows(self, num_rows: int) -> int:
@@ -60,11 +77,15 @@ class Graphs:
 
     def decode(self, num_rows: int) -> Tensor:
         """Hidden states [num_rows, width], valid until the next run."""
-        return self._run(True, num_rows)
+        return self._run(Kind.DECODE, num_rows)
 
     def prompts(self, num_tokens: int) -> Tensor:
         """Hidden states [SMALL_ROWS, width] of the tokens to be sampled, valid until the next run."""
-        return self._run(False, num_tokens)
+        return self._run(Kind.PROMPTS, num_tokens)
+
+    def drafts(self, num_tokens: int, has_trees: bool) -> Tensor:
+        """Hidden states [num_tokens, width] of a step that verifies drafts, valid until the next run."""
+        return self._run(Kind.TREES if has_trees else Kind.CHAINS, num_tokens)
 
     def capture(self, seconds: float) -> int:
         """Captures sizes for so long; how many there are. The largest comes first: the others fit into its memory.
@@ -72,23 +93,37 @@ class Graphs:
         Then from the smallest up: small batches are what a server sees most, and where launching costs most.
         """
         began = time.perf_counter()
-        decodes = [(True, size) for size in (self._decode_sizes[-1], *self._decode_sizes[:-1])]
-        prompts = [(False, size) for size in self._prompt_sizes]
-        for is_decode, size in decodes[:1] + prompts + decodes[1:]:
+        decodes = [(Kind.DECODE, size) for size in (self._decode_sizes[-1], *self._decode_sizes[:-1])]
+        prompts = [(Kind.PROMPTS, size) for size in self._prompt_sizes]
+        for kind, size in decodes[:1] + prompts + decodes[1:]:
             if time.perf_counter() - began > seconds:
                 break
-            self._capture(is_decode, size)
+            self._capture(kind, size)
         return len(self._captured)
 
-    def _run(self, is_decode: bool, size: int) -> Tensor:
-        found = self._captured.get((is_decode, size)) or self._capture(is_decode, size)
+    def _run(self, kind: Kind, size: int) -> Tensor:
+        found = self._captured.get((kind, size))
+        if found is None:
+            if kind in (
+                Kind.CHAINS,
+                Kind.TREES,
+            ):  # no warm-up ran these, and nothing may compile inside a graph
+                self._model(self._batch(kind, size), self._pool)
+            found = self._capture(kind, size)
         found.graph.replay()
         return found.hidden
 
-    def _capture(self, is_decode: bool, size: int) -> _Captured:
-        make: Callable[[int], Batch] = self._inputs.decode if is_decode else self._inputs.small
+    def _capture(self, kind: Kind, size: int) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            hidden = self._model(make(size), self._pool)
-        self._captured[is_decode, size] = _Captured(graph, hidden)
-        return self._captured[is_decode, size]
+            hidden = self._model(self._batch(kind, size), self._pool)
+        self._captured[kind, size] = _Captured(graph, hidden)
+        return self._captured[kind, size]
+
+    def _batch(self, kind: Kind, size: int) -> Batch:
+        """Made from what the step's inputs hold now; a captured graph makes it anew from what they hold then."""
+        if kind is Kind.DECODE:
+            return self._inputs.decode(size)
+        if kind is Kind.PROMPTS:
+            return self._inputs.small(size)
+        return self._drafts.batch(size, kind is Kind.TREES)

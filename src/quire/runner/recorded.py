@@ -29,11 +29,11 @@ class RecordedDecodes:
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model = model
         self._pool = pool
-        self._recorded: OrderedDict[tuple[int, int], _Recorded] = OrderedDict()
+        self._recorded: OrderedDict[tuple[int, int, bool], _Recorded] = OrderedDict()
 
     def logits(self, batch: Batch) -> Tensor:
         """[T, vocab] float32, valid until the next call."""
-        shape = len(batch.context_lens), len(batch.token_ids)
+        shape = len(batch.context_lens), len(batch.token_ids), batch.trees is not None
         found = self._recorded.get(shape)
         if found is not None:
             self._recorded.move_to_end(shape)

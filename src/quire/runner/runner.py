@@ -18,10 +18,12 @@ from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.assembly import Assembled, Assembler
+from quire.runner.proposals import Proposals, choose_tokens
 from quire.runner.recorded import RecordedDecodes
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow
 from quire.runner.swap import PageMover
+from quire.runner.trees import verified_trees
 from quire.sampling.beams import candidate_records
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
@@ -45,8 +47,14 @@ class Runner:
     """The forward pass and sampling, in a worker thread: the caller plans the next step meanwhile."""
 
     def __init__(
-        self, model: Model, pool: Pool, limits: RunnerLimits, device: torch.device | str = "cpu"
+        self,
+        model: Model,
+        pool: Pool,
+        limits: RunnerLimits,
+        device: torch.device | str = "cpu",
+        proposals: Proposals | None = None,  # None: no drafts are drawn
     ) -> None:
+        self._proposals = proposals
         self._device = torch.device(device)
         block_size = pool.layout.block_size
         self._model = model
@@ -57,6 +65,7 @@ class Runner:
         )
         self._sampler = Sampler(device)
         self._pages = choose("pages", device)
+        self._trees = choose("trees", device)
         self._recorded = RecordedDecodes(model, pool) if limits.record_decodes else None
         self.mover: PageMover | None = None  # None: nothing leaves the pool
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
@@ -77,6 +86,8 @@ class Runner:
     def close(self) -> None:
         self._masks.put(None)  # a mask that was still to come will not
         self._worker.shutdown(wait=True)
+        if self.mover is not None:
+            self.mover.close()
 
     @torch.inference_mode()
     def _run(self, step: Step) -> StepResult:
@@ -91,7 +102,12 @@ class Runner:
         with ONE_PASS:
             logits, scored = self._forward(assembled)
         mask = self._masks.get() if step.masked else None
-        sampled = self._sample(logits, assembled, mask, step) if len(assembled.sample_rows) else None
+        sampled: Sampled | None = None
+        drawn: tuple[Ints, ...] = ()
+        if len(assembled.sample_rows):
+            sampled, drawn = self._sample(logits, assembled, mask, step)
+        if step.drafts and sampled is not None:
+            self._settle(step, sampled)
         finite = sampled.finite.cpu().numpy() if sampled is not None else np.ones(0, np.bool_)
         return StepResult(
             step_id=step.step_id,
@@ -101,7 +117,22 @@ class Runner:
             failed=() if finite.all() else tuple(int(i) for i in np.flatnonzero(~finite)),
             seconds=time.perf_counter() - started,
             beams=candidate_records(sampled.beams) if sampled is not None else (),
+            drawn=drawn,
         )
+
+    def _settle(self, step: Step, sampled: Sampled) -> None:
+        verified = verified_trees(step)
+        if verified is not None:
+            self._trees.settle(
+                sampled.token_ids,
+                torch.from_numpy(verified.trees),
+                torch.from_numpy(verified.nodes),
+                self._rows.token_ids,
+                torch.from_numpy(self._rows.tables),
+                self._pool.data,
+                self._pool.layout.block_size,
+                2 * self._pool.layout.num_layers,
+            )
 
     def _ids(self, blocks: Ints) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self._device)
@@ -129,12 +160,14 @@ class Runner:
             entries += prompt_logprobs(logits, following[start : start + SCORED_PER_PASS], scored.num_top)
         return PromptLogprobs(scored.row, scored.first + 1, tuple(entries))
 
-    def _sample(self, logits: Tensor, assembled: Assembled, mask: TokenMask | None, step: Step) -> Sampled:
+    def _sample(
+        self, logits: Tensor, assembled: Assembled, mask: TokenMask | None, step: Step
+    ) -> tuple[Sampled, tuple[Ints, ...]]:
         rows, positions = assembled.sample_rows, assembled.sample_positions
         token_ids_so_far = self._rows.token_ids.to(self._device)  # on the CPU the same memory
         requests = SampleRequests(
             rows, positions, self._rows.settings.columns, token_ids_so_far, mask, beams=step.beams
         )
-        sampled = self._sampler(logits, requests)
+        sampled, drawn = choose_tokens(self._proposals, self._sampler, logits, requests, step)
         self._rows.tokens[rows, positions] = sampled.token_ids.cpu().numpy()
-        return sampled
+        return sampled, drawn

@@ -1,8 +1,11 @@
 """PageMover: carries blocks between the pool and host memory, beside the forward pass and in order with it."""
 
 import statistics
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,15 +16,15 @@ from quire.kernels import huge_pages
 from quire.layers.pool import Pool
 from quire.observe.logs import get_logger
 
-CHUNK_BYTES = (
-    128 << 20
-)  # of host memory at a time: pinning takes about a second per 4 GiB, so only what is used is
-EVENT_BLOCKS = (
-    16  # blocks that leave between two events: a block that is needed again waits for no more than these
-)
+CHUNK_BYTES = 128 << 20  # pinned when first used: that takes half a second per GiB
+EVENT_BLOCKS = 16  # that leave between two events: a block that is needed again waits for no more than these
 TIMED_BLOCKS = 8
 
 logger = get_logger(__name__)
+
+
+class Closing(Protocol):
+    def close(self) -> None: ...
 
 
 class HostArena:
@@ -33,14 +36,18 @@ class HostArena:
         self.chunk_blocks = max(1, CHUNK_BYTES // block_bytes)
         self._pinned = pinned
         self._chunks: dict[int, Tensor] = {}
+        self._lock = threading.Lock()  # the runner's thread and the engine's may be first to use a chunk
 
     def blocks(self, host: int, count: int = 1) -> Tensor:
         """[count, block_bytes] uint8: blocks that follow one another in one chunk."""
         chunk, first = divmod(host - 1, self.chunk_blocks)
         data = self._chunks.get(chunk)
         if data is None:
-            size = min(self.chunk_blocks, self.num_blocks - chunk * self.chunk_blocks)
-            data = self._chunks[chunk] = self._allocate(size)
+            with self._lock:
+                data = self._chunks.get(chunk)
+                if data is None:
+                    size = min(self.chunk_blocks, self.num_blocks - chunk * self.chunk_blocks)
+                    data = self._chunks[chunk] = self._allocate(size)
         return data[first : first + count]
 
     def _allocate(self, num_blocks: int) -> Tensor:
@@ -76,14 +83,25 @@ class PageMover:
         self._leaving: dict[int, torch.cuda.Event] = {}  # by block: when its copy is made
         self._last_left: torch.cuda.Event | None = None
         self._arriving: torch.cuda.Event | None = None  # of earlier steps, that no pass has waited for
+        self.shelf: Closing | None = None  # that reads and writes host blocks in its own threads
+        self._moved = threading.Condition()
+        self._num_moved = 0  # moves that are made, and all before them
+        self._under_way: deque[torch.cuda.Event] = deque()  # of the moves after these
+
+    def close(self) -> None:
+        if self.shelf is not None:
+            self.shelf.close()
 
     @torch.inference_mode()
     def move(self, step: Step) -> None:
         """Queues the step's moves, and makes its pass wait for what it is about to touch. The host does not wait."""
         if self._stream is None:
             if step.moves is not None:
-                self._copy_out(step.moves)
+                self._copy_out(step.moves.out_blocks, step.moves.out_hosts)
                 self._copy_in(step.moves)
+                with self._moved:
+                    self._num_moved += 1
+                    self._moved.notify_all()
             return
         if step.moves is None and self._arriving is None and not self._leaving:
             return
@@ -101,19 +119,21 @@ class PageMover:
         with torch.cuda.stream(self._stream):
             for first in range(0, len(moves.out_blocks), EVENT_BLOCKS):
                 blocks = moves.out_blocks[first : first + EVENT_BLOCKS]
-                self._copy_out_some(blocks, moves.out_hosts[first : first + EVENT_BLOCKS])
+                self._copy_out(blocks, moves.out_hosts[first : first + EVENT_BLOCKS])
                 self._last_left = torch.cuda.Event()
                 self._last_left.record(self._stream)
                 for block in blocks:
                     self._leaving[block] = self._last_left
-            if not moves.in_blocks:
-                return
             self._copy_in(moves)
-            self._arriving = torch.cuda.Event()
-            self._arriving.record(self._stream)
-        if _reads(step, set(moves.in_blocks)):
-            passes.wait_event(self._arriving)
-            self._arriving = None
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        with self._moved:
+            self._under_way.append(done)
+            self._moved.notify_all()
+        if moves.in_blocks and _reads(step, set(moves.in_blocks)):
+            passes.wait_event(done)
+        elif moves.in_blocks:
+            self._arriving = done
 
     def _await_leaving(self, step: Step, passes: torch.cuda.Stream) -> None:
         if self._last_left is not None and self._last_left.query():
@@ -128,10 +148,7 @@ class PageMover:
                 waited.add(id(event))
                 passes.wait_event(event)
 
-    def _copy_out(self, moves: HostMoves) -> None:
-        self._copy_out_some(moves.out_blocks, moves.out_hosts)
-
-    def _copy_out_some(self, blocks: Ints, hosts: Ints) -> None:
+    def _copy_out(self, blocks: Ints, hosts: Ints) -> None:
         for block, host, count in self._runs(blocks, hosts):
             self.arena.blocks(host, count).copy_(self._data[block : block + count], non_blocking=True)
 
@@ -153,7 +170,26 @@ class PageMover:
                 yield blocks[first], hosts[first], count
                 first = end
 
-    # ------------------------------------------------------------------ how fast
+    # ------------------------------------------------------------------ how far, how fast
+
+    def num_moved(self) -> int:
+        """How many steps' moves are made, in order."""
+        with self._moved:
+            while self._under_way and self._under_way[0].query():
+                self._under_way.popleft()
+                self._num_moved += 1
+            return self._num_moved
+
+    def wait_moved(self, number: int, seconds: float) -> bool:
+        """Waits until so many are, but no longer than that for one that was not launched; whether they are."""
+        with self._moved:
+            if not self._moved.wait_for(lambda: self._num_moved + len(self._under_way) >= number, seconds):
+                return False
+            behind = number - self._num_moved
+            event = self._under_way[behind - 1] if behind > 0 else None
+        if event is not None:
+            event.synchronize()
+        return True
 
     @torch.inference_mode()
     def block_seconds(self) -> float:

@@ -52,20 +52,9 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
 
 def _draw_alike(logits: Tensor, draws: Draws) -> Tensor:
     """Rows of one group; `logits` is this function's own copy."""
-    packed = np.stack([draws.temperature, draws.min_p, draws.top_p, draws.top_k, draws.uniforms])
-    columns = on_device(packed, logits.device)[:, :, None]
-    temperature, min_p, top_p, top_k, uniform = columns.unbind(0)  # each [N, 1] float64
-    peak, best = logits.max(dim=-1)
-    weights = logits.sub_(peak[:, None]).div_(temperature.float()).exp_()
-    if draws.min_p.any():
-        weights.masked_fill_(weights < min_p.float(), 0.0)
-    if draws.top_k.any():
-        descending = weights.topk(int(draws.top_k.max()), dim=-1).values
-        weights.masked_fill_(~_kept(weights, descending, top_k.long(), top_p), 0.0)
-    elif (draws.top_p < 1.0).any():
-        descending = weights.sort(dim=-1, descending=True).values
-        limits = torch.full_like(top_k, weights.shape[1], dtype=torch.int64)
-        weights.masked_fill_(~_kept(weights, descending, limits, top_p), 0.0)
+    best = logits.argmax(dim=-1)
+    weights = filtered_weights(logits, draws)
+    uniform = on_device(draws.uniforms, logits.device)[:, None]
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -73,6 +62,27 @@ def _draw_alike(logits: Tensor, draws: Draws) -> Tensor:
     # A parallel sum may step up by a rounding where the weight is zero; a banned token must not come of it.
     possible = weights.gather(1, drawn[:, None]).squeeze(1) > 0
     return torch.where(possible, drawn, best)
+
+
+def filtered_weights(logits: Tensor, draws: Draws) -> Tensor:
+    """[N, V]: what each token's chance is in proportion to; zero where a filter leaves it out. Uses `logits` up."""
+    packed = np.stack([draws.temperature, draws.min_p, draws.top_p, draws.top_k])
+    columns = on_device(packed, logits.device)[:, :, None].double()
+    temperature, min_p, top_p, top_k = columns.unbind(0)  # each [N, 1] float64
+    peak = logits.amax(dim=-1)
+    weights = logits.sub_(peak[:, None]).div_(temperature.float()).exp_()
+    if draws.min_p.any():
+        weights.masked_fill_(weights < min_p.float(), 0.0)
+    if draws.top_k.any():
+        whole = weights.shape[1]
+        limits = torch.where(top_k > 0, top_k, whole).long()  # rows of other groups may stand beside these
+        descending = weights.topk(int(limits.max()), dim=-1).values
+        weights.masked_fill_(~_kept(weights, descending, limits, top_p), 0.0)
+    elif (draws.top_p < 1.0).any():
+        descending = weights.sort(dim=-1, descending=True).values
+        limits = torch.full_like(top_k, weights.shape[1], dtype=torch.int64)
+        weights.masked_fill_(~_kept(weights, descending, limits, top_p), 0.0)
+    return weights
 
 
 def _kept(

@@ -1,5 +1,7 @@
 """Sampler: one token per row, each by its own parameters, whoever else is in the batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from quire.sampling import masks
 from quire.sampling.beams import best_candidates, normalise
 from quire.sampling.columns import CHANGING, RowFlag
 from quire.sampling.device_columns import DeviceColumns
-from quire.sampling.draw import Draws, draw
+from quire.sampling.draw import Draws, draw, filtered_weights
 from quire.sampling.logprobs import measure
 from quire.sampling.penalties import Penalties
 from quire.sampling.random import uniforms
@@ -56,6 +58,26 @@ class Sampler:
         if raw is None:
             return Sampled(chosen, finite, beams=beams)
         return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests), beams)
+
+    def distributions(self, logits: Tensor, requests: SampleRequests, indices: np.ndarray) -> Tensor:
+        """[N, V] float32: what these of the S tokens are drawn from, every edit and filter applied.
+
+        Leaves `logits` as they are. Rows whose choice depends on a mask or on the tokens before it are not asked for.
+        """
+        chosen = on_device(indices, logits.device)
+        of_these = replace(
+            requests, rows=requests.rows[indices], positions=requests.positions[indices], mask=None, beams=(),
+            device_rows=None, device_positions=None,
+        )  # fmt: skip
+        own = logits.index_select(0, chosen).float()
+        self._edit(own, _current_flags(of_these), of_these)
+        columns, rows = requests.columns, of_these.rows
+        nothing = np.zeros(len(rows))
+        draws = Draws(
+            columns.temperature[rows], columns.top_k[rows], columns.top_p[rows], columns.min_p[rows], nothing
+        )
+        weights = filtered_weights(own, draws)
+        return weights / weights.sum(dim=1, keepdim=True)
 
     def _sample_on_device(self, logits: Tensor, flags: np.ndarray, requests: SampleRequests) -> Sampled:
         """As `__call__`, with one call for the choice; it writes the tokens to their rows as well."""

@@ -3,8 +3,7 @@
 from collections.abc import Sequence as Listed
 from typing import Protocol
 
-from quire.core.draft import DraftRoom
-from quire.core.ints import Ints
+from quire.core.draft import DraftRoom, TokenTree
 from quire.core.request import Sequence
 from quire.memory.interface import Memory
 from quire.memory.paged import TableDelta
@@ -17,12 +16,12 @@ class Drafter(Protocol):
         """Whether drafts, for those that would have one, are worth waiting for the last step's tokens."""
         ...
 
-    def length(self, sequence: Sequence, num_running: int, most: int) -> int:
-        """How many tokens to draft for a sequence whose last token is known: 0 to `most`."""
+    def room(self, sequence: Sequence, num_running: int, most: int) -> DraftRoom | None:
+        """How far to draft for a sequence whose last token is known, with at most so many tokens; None: not at all."""
         ...
 
-    def draft(self, rooms: Listed[DraftRoom]) -> list[Ints]:
-        """As many tokens as were asked for, or fewer, or none."""
+    def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
+        """As many tokens as there is room for, or fewer, or none."""
         ...
 
 
@@ -37,7 +36,7 @@ def waits_for_drafts(drafter: Drafter, running: Listed[Sequence]) -> bool:
 
 def find_drafts(
     drafter: Drafter, running: Listed[Sequence], memory: Memory, budget: int, delta: TableDelta
-) -> dict[int, Ints]:
+) -> dict[int, TokenTree]:
     """Drafts by row, `budget` tokens in all. Their sequences own the blocks; nobody is preempted for a draft."""
     rooms: list[DraftRoom] = []
     if budget <= 0 or not drafter.pays(running):
@@ -51,30 +50,30 @@ def find_drafts(
         if sequence.target - sequence.num_computed != 1:
             continue
         most = min(budget, sequence.max_computed - len(sequence.token_ids))
-        num_tokens = drafter.length(sequence, len(running), most) if most > 0 else 0
-        if num_tokens <= 0:
+        room = drafter.room(sequence, len(running), most) if most > 0 else None
+        if room is None:
             continue
-        end = sequence.num_computed + 1 + num_tokens
+        end = sequence.num_computed + 1 + room.num_tokens
         needed = memory.blocks_for(end) - len(sequence.block_ids)
         if max(0, needed) > spare or not memory.grow(sequence, end, delta):
             continue
         spare -= max(0, needed)
-        budget -= num_tokens
-        rooms.append(DraftRoom(sequence, num_tokens))
+        budget -= room.num_tokens
+        rooms.append(room)
     if not rooms:
         return {}
     drafts = drafter.draft(rooms)
     if len(running) > 1:
         drafts = trimmed(drafts)
-    return {room.sequence.row: draft for room, draft in zip(rooms, drafts, strict=True) if draft}
+    return {room.sequence.row: draft for room, draft in zip(rooms, drafts, strict=True) if len(draft)}
 
 
-def trimmed(drafts: list[Ints]) -> list[Ints]:
+def trimmed(drafts: list[TokenTree]) -> list[TokenTree]:
     """Drafts with 1, 2 or a multiple of 4 tokens in all: a runner replays steps of a size that it has seen before."""
     total = sum(map(len, drafts))
     excess = total - (total // 4 * 4 if total > 3 else min(total, 2))
     drafts = list(drafts)
     for _ in range(excess):
         longest = max(range(len(drafts)), key=lambda i: len(drafts[i]))
-        drafts[longest] = drafts[longest][:-1]
+        drafts[longest] = drafts[longest].first(len(drafts[longest]) - 1)
     return drafts

@@ -1,7 +1,7 @@
 """Plan: a Step while it is being decided."""
 
-from quire.core.draft import Draft
-from quire.core.ints import Ints, ints
+from quire.core.draft import Draft, TokenTree
+from quire.core.ints import ints
 from quire.core.request import Sequence
 from quire.core.step import BeamSet, HostMoves, RowStart, Step
 from quire.memory.paged import TableDelta
@@ -19,8 +19,8 @@ class Plan:
         self.receivers: list[Sequence] = []  # of samples: who gets the token
         self.offsets: list[int] = []  # of samples: tokens back from the source's last
         self.drafts: dict[
-            int, Ints
-        ] = {}  # by index into `sequences`: proposed tokens that it computes as well
+            int, TokenTree
+        ] = {}  # by index into `sequences`: proposed tokens that it computes too
         self.delta = TableDelta()
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
@@ -36,7 +36,7 @@ class Plan:
         self.receivers.append(receiver)
         self.offsets.append(offset)
 
-    def verify(self, sequence: Sequence, draft: Ints) -> None:
+    def verify(self, sequence: Sequence, draft: TokenTree) -> None:
         """The sequence computes its last known token and the draft, and yields a token at each of them."""
         source = len(self.sequences)
         self.drafts[source] = draft
@@ -97,7 +97,9 @@ class Plan:
 
     def _draft(self, index: int) -> Draft:
         sequence = self.sequences[index]
-        return Draft(sequence.row, len(sequence.token_ids), self.drafts[index])
+        draft = self.drafts[index]
+        position = len(sequence.token_ids)
+        return Draft(sequence.row, position, draft.token_ids, draft.parents, drawn=draft.drawn)
 
 
 def _beam_sets(receivers: list[Sequence]) -> tuple[BeamSet, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Listed
 
 from quire.core.request import Sequence
+from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
 
 FORGETTING = 0.98  # per step: how much of what was measured before still counts
@@ -67,6 +68,19 @@ class Preemption:
         moving = (len(held) + missing) * self._block_seconds
         token_seconds = self.speed.token_seconds
         return not token_seconds or moving < missing * memory.block_size * token_seconds
+
+    def fetching_pays(self, memory: Memory) -> bool:
+        """Whether a block from the second home comes sooner than its tokens are computed."""
+        token_seconds = self.speed.token_seconds
+        return not token_seconds or self._block_seconds < memory.block_size * token_seconds
+
+    def waits_for_shelf(self, sequence: Sequence, memory: Memory) -> bool:
+        """Whether the sequence should be admitted later: more of its prefix is being read, and that is quicker."""
+        if memory.home is None or memory.home.shelf is None:
+            return False
+        token_seconds = self.speed.token_seconds
+        dear = self._block_seconds + memory.home.shelf.block_seconds()
+        return (not token_seconds or dear < memory.block_size * token_seconds) and memory.awaits(sequence)
 
     def returned(self, num_found: int, num_blocks: int) -> None:
         """A preempted group is back, and found so many of its full blocks in the prefix index."""

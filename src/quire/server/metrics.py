@@ -179,6 +179,30 @@ def _host_values(figures: Figures, ready: Ready | None) -> Iterator[Value]:
     yield "counter", "swap_out_bytes_total", figures.swapped_out_blocks * size, "Bytes that went there."
     yield "counter", "swap_in_bytes_total", figures.swapped_in_blocks * size, "Bytes that came back."
     yield "gauge", "swap_bytes", figures.swap_blocks_used * size, "Host memory that swapped requests hold."
+    yield "gauge", "swap_space_bytes", figures.swap_blocks * size, "Host memory for swapped requests."
+    yield "counter", "kv_offload_saved_blocks_total", figures.offload_saved, "Evicted blocks that were kept."
+    yield (
+        "counter",
+        "kv_offload_dropped_blocks_total",
+        figures.offload_dropped,
+        "Evicted blocks that were not.",
+    )
+    yield "counter", "kv_offload_hit_blocks_total", figures.offload_hits, "Blocks that came back to the pool."
+    yield (
+        "counter",
+        "kv_offload_disk_hit_blocks_total",
+        figures.offload_disk_hits,
+        "Blocks read from the disk.",
+    )
+    yield "counter", "kv_offload_disk_fault_blocks_total", figures.offload_disk_faults, "Files that failed."
+    yield "gauge", "kv_offload_space_bytes", figures.offload_blocks * size, "Host memory for evicted blocks."
+    yield "gauge", "kv_offload_bytes", figures.offload_blocks_used * size, "Host memory of evicted blocks."
+    yield (
+        "gauge",
+        "kv_offload_disk_bytes",
+        figures.offload_disk_blocks * size,
+        "Disk space of evicted blocks.",
+    )
 
 
 def _limits(ready: AnyReady) -> Iterator[Value]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence as Listed
 
-from quire.core.draft import DraftRoom
-from quire.core.ints import Ints
+from quire.core.draft import DraftRoom, TokenTree
 from quire.core.request import Sequence
 from quire.speculate.lookup import Lookup
+from quire.speculate.tree import merged
 
 
 class NgramProposer:
@@ -29,8 +29,14 @@ class NgramProposer:
     def seconds(self, length: int) -> float:
         return 0.0
 
-    def draft(self, rooms: Listed[DraftRoom]) -> list[Ints]:
-        return [self._lookup(room.sequence).find(room.sequence.token_ids, room.num_tokens) for room in rooms]
+    def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
+        return [self._draft(room) for room in rooms]
+
+    def _draft(self, room: DraftRoom) -> TokenTree:
+        lookup, token_ids = self._lookup(room.sequence), room.sequence.token_ids
+        if room.width == 1:
+            return TokenTree(lookup.find(token_ids, room.length))
+        return merged(lookup.find_several(token_ids, room.length, room.width), room.num_tokens)
 
     def forget(self, request_id: str) -> None:
         self._lookups.pop(request_id, None)

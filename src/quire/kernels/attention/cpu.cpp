@@ -3,6 +3,7 @@
 
 #include "narrow.h"
 #include "state.h"
+#include "tree.h"
 #include "wide.h"
 
 namespace quire {
@@ -31,8 +32,10 @@ inline int64_t segments_of(int64_t context_len) {
     return context_len <= 0 ? 1 : (context_len + kSegmentPositions - 1) / kSegmentPositions;
 }
 
-inline bool is_wide(const AttentionProblem& p, int64_t num_queries) {
-    return num_queries * p.group() >= kFewestWideRows;
+// A token tree's queries are taken together as a prompt's are, however few they are.
+inline bool is_wide(const AttentionProblem& p, int64_t row) {
+    const int64_t first = p.query_starts[row], num_queries = p.query_starts[row + 1] - first;
+    return num_queries * p.group() >= kFewestWideRows || (num_queries > 0 && p.tree_start(first) >= 0);
 }
 
 inline AttentionPlan make_plan(const AttentionProblem& p, int64_t num_requests) {
@@ -41,7 +44,7 @@ inline AttentionPlan make_plan(const AttentionProblem& p, int64_t num_requests) 
     for (int64_t row = 0; row < num_requests; ++row) {
         const int64_t queries = p.query_starts[row + 1] - p.query_starts[row];
         const int64_t segments = segments_of(p.context_lens[row]);
-        const bool wide = is_wide(p, queries);
+        const bool wide = is_wide(p, row);
         num_items += p.num_kv_heads * (wide ? (queries + kBlockTokens - 1) / kBlockTokens : segments);
         num_state_floats += wide ? 0 : p.num_heads * queries * segments * state_floats;
         num_scores += p.num_heads * queries * p.context_lens[row];
@@ -54,7 +57,7 @@ inline AttentionPlan make_plan(const AttentionProblem& p, int64_t num_requests) 
     int64_t states = 0;
     for (int64_t row = 0; row < num_requests; ++row) {
         const int64_t queries = p.query_starts[row + 1] - p.query_starts[row];
-        const bool wide = is_wide(p, queries);
+        const bool wide = is_wide(p, row);
         if (queries == 0) continue;
         const int64_t parts = wide ? (queries + kBlockTokens - 1) / kBlockTokens : segments_of(p.context_lens[row]);
         // The last queries see the most: they go first, so that the end of the job is even.
@@ -146,57 +149,6 @@ inline void join_segments(const AttentionProblem& p, const AttentionPlan& plan, 
     }
 }
 
-// A thread's memory for one wide item.
-struct WideScratch {
-    State* current;
-    State* total;
-    int64_t* positions;
-    float* queries;
-    WideTile tile;
-
-    WideScratch(int64_t num_rows, int64_t padded_dim) {
-        const int64_t floats = State::floats(padded_dim);
-        const size_t table_bytes = static_cast<size_t>((2 * num_rows * sizeof(State) + num_rows * 8 + 63) / 64 * 64);
-        const int64_t total_floats = num_rows * (2 * floats + padded_dim) + WideTile::floats(padded_dim);
-        char* memory = static_cast<char*>(thread_scratch(table_bytes + static_cast<size_t>(total_floats) * 4));
-        current = reinterpret_cast<State*>(memory);
-        total = current + num_rows;
-        positions = reinterpret_cast<int64_t*>(total + num_rows);
-        float* next = reinterpret_cast<float*>(memory + table_bytes);
-        for (int64_t row = 0; row < 2 * num_rows; ++row, next += floats) {
-            current[row].memory = next;
-            current[row].clear(padded_dim);
-        }
-        queries = next;
-        for (int64_t i = 0; i < num_rows * padded_dim; i += kLanes) store(queries + i, zeros());
-        tile = {queries + num_rows * padded_dim, queries + num_rows * padded_dim + padded_dim * kTilePositions};
-    }
-};
-
-// The queries in `scratch`, of which the first sees positions from `seen` on, over everything before `end`.
-template <class Element>
-inline void attend_wide(const AttentionProblem& p, const int32_t* table, int64_t kv_head, int64_t padded_rows,
-                        const WideScratch& scratch, int64_t seen, int64_t end) {
-    const int64_t padded_dim = p.padded_dim();
-    bool is_first = true;
-    for (int64_t segment = seen / kSegmentPositions * kSegmentPositions; segment < end; segment += kSegmentPositions) {
-        const int64_t segment_end = segment + kSegmentPositions < end ? segment + kSegmentPositions : end;
-        wide_segment<Element>(p, table, kv_head, padded_rows, scratch.queries, scratch.positions, scratch.current,
-                              seen > segment ? seen : segment, segment_end, scratch.tile);
-        for (int64_t row = 0; row < padded_rows; ++row) {
-            if (is_first) {
-                const State swapped = scratch.total[row];
-                scratch.total[row] = scratch.current[row];
-                scratch.current[row] = swapped;
-            } else {
-                join(scratch.total[row], scratch.current[row], padded_dim);
-                scratch.current[row].clear(padded_dim);
-            }
-        }
-        is_first = false;
-    }
-}
-
 template <class Element>
 inline void run_wide(const AttentionProblem& p, const AttentionItem& item) {
     const int64_t start_token = p.query_starts[item.row], padded_dim = p.padded_dim();
@@ -207,12 +159,17 @@ inline void run_wide(const AttentionProblem& p, const AttentionItem& item) {
     const int64_t padded_rows = (num_rows + kWideRows - 1) / kWideRows * kWideRows;
     const WideScratch scratch(padded_rows, padded_dim);
     const int64_t first_position = p.context_lens[item.row] - queries + first;
-    for (int64_t row = 0; row < padded_rows; ++row) {
-        scratch.positions[row] = first_position + (row < num_rows ? row : num_rows - 1) / p.group();
-    }
+    const int32_t* table = p.block_tables + item.row * p.table_stride;
     scale_queries(p, start_token + first, num_rows, item.kv_head, scratch.queries);
-    attend_wide<Element>(p, p.block_tables + item.row * p.table_stride, item.kv_head, padded_rows, scratch,
-                         p.first_seen(first_position), first_position + tokens);
+    if (p.tree_start(start_token) >= 0) {
+        attend_tree<Element>(p, table, item.kv_head, start_token + first, num_rows, padded_rows, scratch);
+    } else {
+        for (int64_t row = 0; row < padded_rows; ++row) {
+            scratch.positions[row] = first_position + (row < num_rows ? row : num_rows - 1) / p.group();
+        }
+        attend_wide<Element>(p, table, item.kv_head, padded_rows, scratch, p.first_seen(first_position),
+                             first_position + tokens);
+    }
     for (int64_t row = 0; row < num_rows; ++row) {
         write_result(scratch.total[row], result_of(p, start_token + first, row, item.kv_head), p.head_dim);
     }
@@ -239,7 +196,7 @@ inline void run_attention(const AttentionProblem& p, int64_t num_requests) {
 
 // Arguments: q, token stride, head stride, heads, kv heads, head_dim, dtype, block size, k pages, its three strides,
 // v pages, its three strides, query_starts, context_lens, requests, block_tables, its stride, scale, window, out,
-// out stride.
+// out stride, tree_starts, ancestors (both null where there are no trees).
 inline void paged_attention(const int64_t* words) {
     const Arguments a{words};
     const AttentionProblem problem{
@@ -248,7 +205,8 @@ inline void paged_attention(const int64_t* words) {
         {a.pointer<const void>(12), a.integer(13), a.integer(14), a.integer(15)},
         a.integer(7), a.integer(3), a.integer(4), a.integer(5),
         a.pointer<const int32_t>(16), a.pointer<const int32_t>(17), a.pointer<const int32_t>(19), a.integer(20),
-        a.real(21), a.integer(22), a.pointer<float>(23), a.integer(24)};
+        a.real(21), a.integer(22), a.pointer<float>(23), a.integer(24),
+        a.pointer<const int32_t>(25), a.pointer<const int64_t>(26)};
     const int64_t dtype = a.integer(6), requests = a.integer(18);
     if (dtype == 0) run_attention<float>(problem, requests);
     else if (dtype == 1) run_attention<Half>(problem, requests);

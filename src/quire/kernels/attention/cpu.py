@@ -19,6 +19,8 @@ def paged_attention(
     scale: float,
     window: int = 0,  # 0: none; else a query sees its last `window` positions, itself included
     out: Tensor | None = None,
+    tree_starts: Tensor | None = None,  # [T] int32 and
+    ancestors: Tensor | None = None,  # [T] int64, see the reference
 ) -> Tensor:  # [T, Hq * D]
     """Causal attention of every request's queries, the last of its context, over its pages."""
     tokens, heads, head_dim = q.shape
@@ -26,6 +28,8 @@ def paged_attention(
     native.check_floats(q, out)
     native.check_integers(query_starts, None)
     native.check_integers(context_lens, None)
+    if tree_starts is not None:
+        native.check_integers(tree_starts, ancestors)
     if block_tables.dtype is not torch.int32 or block_tables.stride(-1) != 1:
         raise TypeError(f"block tables must be int32 with dense rows, not {block_tables.dtype}")
     native.call(
@@ -38,7 +42,9 @@ def paged_attention(
             query_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0],
             block_tables.data_ptr(), block_tables.stride(0),
             native.real(scale), window, out.data_ptr(), out.stride(0),
+            0 if tree_starts is None else tree_starts.data_ptr(),
+            0 if ancestors is None else ancestors.data_ptr(),
         ),
-        (q, k_pages, v_pages, query_starts, context_lens, block_tables, out),
+        (q, k_pages, v_pages, query_starts, context_lens, block_tables, out, tree_starts, ancestors),
     )  # fmt: skip
     return out

@@ -14,10 +14,12 @@ struct TileRows {
     const Element* row[kTilePositions] = {};
     int64_t count = 0;
 
-    void find(const AttentionProblem& p, const PagedTensor& pages, const int32_t* table, int64_t kv_head,
+    void find(const AttentionProblem& p, const PagedTensor& pages, const Where& where, int64_t kv_head,
               int64_t start, int64_t end) {
         count = end - start;
+        const int32_t* table = where.table;
         const Element* data = static_cast<const Element*>(pages.data) + kv_head * pages.head_stride;
+        if (where.tree_start >= 0 && end > where.tree_start) return find_in_tree(p, pages, where, data, start);
         int64_t logical = start / p.block_size, offset = start - logical * p.block_size;
         const Element* slot = data + table[logical] * pages.block_stride + offset * pages.slot_stride;
         for (int64_t i = 0; i < count; ++i) {
@@ -27,6 +29,22 @@ struct TileRows {
                 offset = 0;
                 slot = data + table[++logical] * pages.block_stride;
             }
+        }
+    }
+
+    // The d-th ancestor, in order of places, stands at depth d: parents come before their children.
+    void find_in_tree(const AttentionProblem& p, const PagedTensor& pages, const Where& where, const Element* data,
+                      int64_t start) {
+        uint64_t left = where.ancestors;
+        for (int64_t position = where.tree_start; position < start; ++position) left &= left - 1;
+        for (int64_t i = 0; i < count; ++i) {
+            int64_t place = start + i;
+            if (place >= where.tree_start) {
+                place = where.tree_start + __builtin_ctzll(left);
+                left &= left - 1;
+            }
+            row[i] = data + where.table[place / p.block_size] * pages.block_stride +
+                     place % p.block_size * pages.slot_stride;
         }
     }
 };
@@ -112,7 +130,7 @@ inline void narrow_values(const State* states, const float* probabilities, const
 // kRows queries, at `positions`, over positions [start, end) of one segment. `following` are the keys that the thread
 // will read after these.
 template <int kRows, class Element>
-inline void narrow_rows(const AttentionProblem& p, const int32_t* table, int64_t kv_head, const float* queries,
+inline void narrow_rows(const AttentionProblem& p, const Where& table, int64_t kv_head, const float* queries,
                         const int64_t* positions, const State* states, int64_t start, int64_t end,
                         const TileRows<Element>& following) {
     const int64_t padded_dim = p.padded_dim();
@@ -142,7 +160,7 @@ inline void narrow_rows(const AttentionProblem& p, const int32_t* table, int64_t
 }
 
 template <class Element>
-inline void narrow_segment(const AttentionProblem& p, const int32_t* table, int64_t kv_head, int64_t num_rows,
+inline void narrow_segment(const AttentionProblem& p, const Where& table, int64_t kv_head, int64_t num_rows,
                            const float* queries, const int64_t* positions, const State* states, int64_t start,
                            int64_t end, const TileRows<Element>& following) {
     for (int64_t row = 0; row < num_rows; row += kNarrowRows) {

@@ -14,11 +14,14 @@ def paged_attention(
     scale: float,
     window: int = 0,  # 0: none; else a query sees its last `window` positions, itself included
     out: Tensor | None = None,
+    tree_starts: Tensor | None = None,  # [T] int32; -1: the query's request has no token tree in this step
+    ancestors: Tensor | None = None,  # [T] int64; bit n: the query sees the tree's node n
 ) -> Tensor:  # [T, Hq * D]
     """Causal attention of every request's queries, the last of its context, over its pages.
 
     A query's result depends on its own context alone. Positions that it must not see never count,
-    whatever bits their slots hold.
+    whatever bits their slots hold. A request with a token tree has node n's K and V at place tree_start + n, parents
+    before their children: a query sees everything before the tree, and of the tree its ancestors and itself.
     """
     num_tokens, num_heads, head_dim = q.shape
     result = torch.zeros(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
@@ -30,9 +33,20 @@ def paged_attention(
             continue
         k = _gather(k_pages, block_tables[row], context_len)
         v = _gather(v_pages, block_tables[row], context_len)
-        result[first:last] = _attend(q[first:last], k, v, context_len, scale, window)
+        if tree_starts is None or ancestors is None or (start := int(tree_starts[first])) < 0:
+            result[first:last] = _attend(q[first:last], k, v, context_len, scale, window)
+            continue
+        for query in range(first, last):
+            path = _path(start, int(ancestors[query]))
+            result[query] = _attend(q[query : query + 1], k[path], v[path], len(path), scale, window)[0]
     flat = result.view(num_tokens, num_heads * head_dim)
     return flat if out is None else out.copy_(flat)
+
+
+def _path(tree_start: int, ancestors: int) -> list[int]:
+    """Where the positions lie that a query in a tree sees, in order."""
+    nodes = [tree_start + n for n in range(64) if ancestors >> n & 1]
+    return [*range(tree_start), *nodes]
 
 
 def _gather(pages: Tensor, block_table: Tensor, context_len: int) -> Tensor:

@@ -26,6 +26,17 @@ struct PagedTensor {
     int64_t block_stride, slot_stride, head_stride;
 };
 
+// Where a query's positions lie: in a row's blocks, in order; those from `tree_start` on, of a query in a token tree, at
+// the places of its ancestors there, whose bits are set.
+struct Where {
+    const int32_t* table;
+    int64_t tree_start = -1;
+    uint64_t ancestors = 0;
+
+    Where(const int32_t* blocks) : table(blocks) {}
+    Where(const int32_t* blocks, int64_t start, uint64_t bits) : table(blocks), tree_start(start), ancestors(bits) {}
+};
+
 struct AttentionProblem {
     const float* q;
     int64_t q_token_stride, q_head_stride;
@@ -39,7 +50,11 @@ struct AttentionProblem {
     int64_t window;
     float* out;
     int64_t out_stride;
+    const int32_t* tree_starts;  // per query, -1: none; null: there are no trees
+    const int64_t* ancestors;    // per query
 
+    // Of a request whose first query this is: the place where its tree begins, -1 if it has none.
+    int64_t tree_start(int64_t token) const { return tree_starts == nullptr ? -1 : tree_starts[token]; }
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t padded_dim() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }
     // The first position that the query at `position` sees.

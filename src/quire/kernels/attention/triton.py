@@ -13,6 +13,7 @@ from quire.kernels.attention.triton_decode import decode
 from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner
 from quire.kernels.attention.triton_prompt import fixed_decode, prompt
 from quire.kernels.attention.triton_step import StepPlanner
+from quire.kernels.attention.triton_tree import tree_prompt
 from quire.kernels.attention.tuning import Tuning
 
 __all__ = ["AttentionPlan", "AttentionPlanner", "StepPlanner", "Tuning", "paged_attention"]
@@ -30,6 +31,9 @@ def paged_attention(
     scale: float,
     window: int = 0,  # 0: none; else a query sees its last `window` positions, itself included
     out: Tensor | None = None,
+    tree_starts: Tensor | None = None,  # [T] int32 and
+    ancestors: Tensor | None = None,  # [T] int64, see the reference; with them
+    positions: Tensor | None = None,  # [T] int32, of the queries in their sequences
     *,
     plan: AttentionPlan | None = None,  # of these rows and this window; made here if None
     max_query_len: int | None = None,  # 1: every row has one query at most, and no prompt kernel is launched
@@ -60,7 +64,9 @@ def paged_attention(
     # Scores are taken in base 2: that is what the hardware has.
     arguments = (q, k_pages, v_pages, block_tables, plan, scale * k_scale * math.log2(math.e), v_scale, out)
     (fixed_decode if plan.chunk else decode)(*arguments)
-    if max_query_len is None or max_query_len > 1:
+    if tree_starts is not None and ancestors is not None and positions is not None:
+        tree_prompt(*arguments, tree_starts, ancestors, positions)
+    elif max_query_len is None or max_query_len > 1:
         prompt(*arguments)
     return out
 

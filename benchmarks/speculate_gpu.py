@@ -1,0 +1,295 @@
+"""Speculation, beams and parallel samples on one GPU: `python benchmarks/speculate_gpu.py --output FILE`.
+
+Random weights, prefix cache off, greedy, 128 tokens in, `--tokens` out. A draft's agreement is set by hand: a logit
+bias makes the target choose one known token everywhere, and the synthetic draft proposes it as often as it is told to,
+at no cost of its own. So the figures are of verification: what a draft of this agreement would gain if it cost nothing.
+Rows are tokens per second, plain and with chains and trees, then beams and `n` samples beside as many plain sequences.
+Kernels for trees are checked first, against the reference and by tokens of a small model in full precision.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import workloads
+
+PROMPT = 128
+WORD = 17  # the token that the target always chooses
+RESCUE = 0.5  # where a tree's first branch begins wrong, another begins right
+SHAPES = (("plain", 0, 1), ("chain 4", 4, 1), ("tree 3×4", 4, 3))  # name, length, width
+TINY = {
+    **workloads.SHAPES["smol135m"],
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama8b", help="of workloads.SHAPES, or tiny")
+    parser.add_argument("--batches", default="1,8,64")
+    parser.add_argument("--agreements", default="0.6,0.8")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--output", help="JSON file")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    checked = _check(options.device)
+    print(json.dumps({"checked": checked}), flush=True)
+    rows = _measure(options)
+    record = {**_facts(options), "checked": checked, "rows": rows, "seconds": time.perf_counter() - began}
+    if options.output:
+        Path(options.output).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(record, ensure_ascii=False))
+
+
+def _facts(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    return {
+        "shape": options.shape,
+        "prompt_tokens": PROMPT,
+        "output_tokens": options.tokens,
+        "rescue": RESCUE,
+        "date": date.today().isoformat(),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+    }
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def _engine(folder: str, shape: dict[str, Any], device: str, **settings: Any) -> Any:
+    from quire import LLM
+
+    Path(folder, "config.json").write_text(json.dumps(shape))
+    speculative = {
+        "method": "ngram", "num_speculative_tokens": 4, "tree_width": 3, "adaptive": False,
+        "disable_by_batch_size": 4096,
+    }  # fmt: skip
+    return LLM(
+        folder, load_format="dummy", device=device, use_tqdm=False, enable_prefix_caching=False,
+        speculative_config=speculative, max_model_len=1024, **settings,
+    )  # fmt: skip
+
+
+def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    shape = TINY if options.shape == "tiny" else workloads.SHAPES[options.shape]
+    with tempfile.TemporaryDirectory() as folder:
+        llm = _engine(
+            folder, shape, options.device, max_num_seqs=max(map(int, options.batches.split(","))) * 2
+        )
+        print(*llm.report.lines(), sep="\n", flush=True)
+        rows = []
+        for batch in map(int, options.batches.split(",")):
+            for agreement in map(float, options.agreements.split(",")):
+                for name, length, width in SHAPES:
+                    if length == 0 and rows and rows[-1]["batch"] == batch:
+                        continue  # plain decoding knows no agreement
+                    rows.append(_case(llm, shape, options.tokens, batch, name, length, width, agreement))
+                    _show(rows)
+        rows += _forked(llm, shape, options.tokens)
+        llm.close()
+    return rows
+
+
+def _case(
+    llm: Any,
+    shape: dict[str, Any],
+    tokens: int,
+    batch: int,
+    name: str,
+    length: int,
+    width: int,
+    agreement: float,
+) -> dict[str, Any]:
+    """Run twice, the first time for graphs to be captured."""
+    from quire import SamplingParams
+    from quire.speculate.adapt import Shape
+    from quire.speculate.synthetic import SyntheticProposer
+
+    prompts = workloads.prompts([(PROMPT, tokens)] * batch, shape["vocab_size"])
+    answers = {(tuple(prompt), 0): [WORD] * tokens for prompt in prompts}
+    proposer = SyntheticProposer(answers, shape["vocab_size"], agreement, RESCUE)
+    speculation, stats = llm.engine.speculation, llm.engine.stats
+    speculation.propose_with(proposer, Shape(length, width))
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logit_bias={WORD: 100.0})
+    for _ in range(2):
+        steps = stats.num_steps
+        before = speculation.stats.num_accepted_tokens, speculation.stats.num_drafts
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - began
+    assert all(list(one.outputs[0].token_ids) == [WORD] * tokens for one in outputs), "an answer changed"
+    accepted, drafts = (
+        speculation.stats.num_accepted_tokens - before[0],
+        speculation.stats.num_drafts - before[1],
+    )
+    num_steps = stats.num_steps - steps
+    return {
+        "batch": batch,
+        "name": name,
+        "agreement": agreement if length else None,
+        "out_tok_s": batch * tokens / seconds,
+        "seconds": seconds,
+        "num_steps": num_steps,
+        "ms_per_step": 1e3 * seconds / num_steps,
+        "accepted_per_draft": accepted / drafts if drafts else 0.0,
+    }
+
+
+def _forked(llm: Any, shape: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
+    """Eight prompts: four samples of each, four beams of each, and 32 plain sequences beside them."""
+    from quire import SamplingParams
+    from quire.speculate.adapt import Shape
+    from quire.speculate.synthetic import SyntheticProposer
+
+    llm.engine.speculation.propose_with(SyntheticProposer({}, shape["vocab_size"], 0.0), Shape(0))
+    drawn = SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True, seed=0)
+    beams = SamplingParams(use_beam_search=True, n=4, best_of=4, max_tokens=tokens, ignore_eos=True)
+    prompts = workloads.prompts([(PROMPT, tokens)] * 32, shape["vocab_size"])
+    rows = []
+    for name, asked, sampling in (
+        ("32 plain", prompts, drawn), ("8 × n=4", prompts[:8], drawn.changed(n=4)), ("8 × beam 4", prompts[:8], beams),
+    ):  # fmt: skip
+        for _ in range(2):
+            steps = llm.engine.stats.num_steps
+            began = time.perf_counter()
+            outputs = llm.generate(asked, sampling, use_tqdm=False)
+            seconds = time.perf_counter() - began
+        num_tokens = sum(len(answer.token_ids) for one in outputs for answer in one.outputs)
+        num_steps = llm.engine.stats.num_steps - steps
+        rows.append({
+            "batch": 32, "name": name, "out_tok_s": num_tokens / seconds, "seconds": seconds, "num_steps": num_steps,
+            "ms_per_step": 1e3 * seconds / num_steps,
+        })  # fmt: skip
+        _show(rows)
+    return rows
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    row = rows[-1]
+    print(
+        f"{row['batch']:4} {row['name']:12} {row.get('agreement') or '':5} {row['out_tok_s']:10,.0f} tok/s "
+        f"{row['ms_per_step']:8.3f} ms/step, {row.get('accepted_per_draft', 0.0):.2f} accepted",
+        flush=True,
+    )
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _check(device: str) -> dict[str, Any]:
+    found = {"tokens": _check_tokens(device)}
+    if device == "cuda":
+        found["attention_error"] = _check_attention(device)
+        found["settled"] = _check_settling(device)
+    return found
+
+
+def _check_tokens(device: str) -> float:
+    """How many of a small model's answers, in full precision, have the same tokens with trees as without."""
+    from quire import SamplingParams
+    from quire.speculate.adapt import Shape
+    from quire.speculate.synthetic import SyntheticProposer
+
+    with tempfile.TemporaryDirectory() as folder:
+        llm = _engine(folder, TINY, device, dtype="float32", num_blocks=400, max_num_seqs=32)
+        prompts = workloads.prompts([(40, 48)] * 16, TINY["vocab_size"])
+        sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+        answers: list[list[list[int]]] = []
+        for shape in (Shape(0), Shape(4, 3)):
+            known = {
+                (tuple(p), 0): a for p, a in zip(prompts, answers[0] if answers else [[0]] * 16, strict=True)
+            }
+            llm.engine.speculation.propose_with(SyntheticProposer(known, TINY["vocab_size"], 0.4, 0.8), shape)
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            answers.append([list(one.outputs[0].token_ids) for one in outputs])
+        accepted = llm.engine.speculation.stats.num_accepted_tokens
+        llm.close()
+    same = sum(a == b for a, b in zip(*answers, strict=True)) / len(prompts)
+    assert accepted > 0, "no tree was accepted"
+    assert same > 0.8, f"trees changed answers: {same:.0%} are the same"
+    return same
+
+
+def _check_attention(device: str) -> float:
+    """The largest difference between the kernel and the reference, in bf16, over trees beside decodes and a chunk."""
+    import torch
+
+    from quire.core.draft import ancestors, depths
+    from quire.core.ints import ints
+    from quire.kernels.attention import reference, triton
+
+    torch.manual_seed(0)
+    parents = ints([-1, 0, 1, 2, -1, 4, 5, 6, -1, 8, 9, 10])
+    contexts, queries, block_size = [700, 333, 90, 65, 4000], [13, 1, 40, 13, 13], 16
+    tables = torch.randperm(400, device=device)[: 5 * 70].view(5, 70).int()
+    tables = torch.cat((tables, torch.randint(1, 400, (5, 200), device=device).int()), 1)
+    k, v = torch.randn(2, 400, block_size, 8, 128, device=device, dtype=torch.bfloat16)
+    q = torch.randn(sum(queries), 32, 128, device=device, dtype=torch.bfloat16)
+    starts, seen, positions = [], [], []
+    for context, count in zip(contexts, queries, strict=True):
+        base, is_tree = context - 12, count == 13
+        starts += [base if is_tree else -1] * count
+        seen += [0, *ancestors(parents)] if is_tree else [0] * count
+        positions += (
+            [base - 1, *(base + d for d in depths(parents))] if is_tree else range(context - count, context)
+        )
+    integers = {"dtype": torch.int32, "device": device}
+    where = (
+        torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], **integers),
+        torch.tensor(contexts, **integers),
+        tables,
+    )
+    masks = torch.tensor(starts, **integers), torch.tensor(seen, dtype=torch.int64, device=device)
+    expected = reference.paged_attention(q, k, v, *where, 128**-0.5, 0, None, *masks)
+    actual = triton.paged_attention(
+        q, k, v, *where, 128**-0.5, 0, None, *masks, torch.tensor(positions, **integers)
+    )
+    error = float((actual.float() - expected.float()).abs().max())
+    assert error < 0.03, f"tree attention is off by {error}"
+    return error
+
+
+def _check_settling(device: str) -> bool:
+    """Paths, rows and pages come out as the reference has them."""
+    import torch
+
+    from quire.kernels.trees import reference, triton
+
+    torch.manual_seed(0)
+    parents = [-1, 0, 1, 2, -1, 4, 5, 6, -1, 8, 9, 10]
+    trees = torch.tensor([[r, 30 + r, 13 * r, 12] for r in range(6)], dtype=torch.int32, device=device)
+    nodes = torch.tensor([[list(range(12)), parents]] * 6, dtype=torch.int32, device=device)
+    chosen = torch.tensor(
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [4, 99, 99, 99], [99] * 4, [8, 9, 99, 99]]
+    )
+    full = torch.full((6, 13), 99)
+    for row, path in enumerate(chosen.tolist()):
+        at = 0
+        for token in path:
+            full[row, at] = token
+            at = token + 1 if token < 12 else at
+    results = []
+    pool = torch.randint(0, 255, (40, 8 * 16 * 64), dtype=torch.uint8, device=device)
+    tables = torch.randperm(36, device=device).view(6, 6).int()
+    for module in (reference, triton):
+        mine, tokens = pool.clone(), torch.zeros(6, 96, dtype=torch.int32, device=device)
+        module.settle(full.view(-1).to(device), trees, nodes, tokens, tables, mine, 16, 8)
+        results.append((mine, tokens))
+    assert torch.equal(results[0][1], results[1][1]), "rows differ"
+    assert torch.equal(results[0][0], results[1][0]), "pages differ"
+    return True
+
+
+if __name__ == "__main__":
+    main()

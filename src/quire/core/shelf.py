@@ -1,0 +1,12 @@
+"""ShelfRead: what became of a block that was to be read from the disk."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfRead:
+    """The content is in the host block now, checked; or it is not `fine` and nothing may be read there."""
+
+    content: bytes
+    host: int
+    fine: bool

@@ -1,0 +1,142 @@
+"""Attention of rows with several queries where some of them are token trees: tiles of queries, as prompts have.
+
+A tree's nodes lie one behind the other after the row's known tokens; each sees what is before the tree, and of the tree
+the nodes whose bits are set. Sums follow places, not depths, so bits differ from a decode's in their last places: a
+deterministic plan has no trees.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.attention.triton_plan import TOTAL_STRIDE, AttentionPlan, padded_power
+from quire.kernels.attention.triton_prompt import _attend_range
+from quire.kernels.attention.triton_tile import (
+    NEGATIVE_INFINITY,
+    attend_tile,
+    load_tile,
+    page_ids,
+    slot_offsets,
+)
+
+SHORTEST_WINDOW = 64  # a node sees all of its ancestors: no window may end among them
+
+
+def tree_prompt(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
+    scale: float, v_scale: float, out: Tensor, tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
+) -> None:  # fmt: skip
+    """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
+    if plan.chunk:
+        raise ValueError("a deterministic plan has no trees: leave out tree_width, or deterministic")
+    if 0 < plan.window < SHORTEST_WINDOW:
+        raise ValueError(f"attention over {plan.window} positions has no trees: leave out tree_width")
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, tuning = k_pages.shape[2], plan.tuning
+    grid = min(plan.num_prompt_programs * num_kv_heads, plan.num_multiprocessors * tuning.prompt_programs)
+    if grid == 0:
+        return
+    _tree_kernel[(grid,)](
+        q, k_pages, v_pages, plan.prompt_items, plan.totals[TOTAL_STRIDE:], block_tables, out,
+        tree_starts, ancestors, positions, scale, v_scale,
+        *q.stride()[:2], *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
+        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
+        BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
+        ROWS=tuning.prompt_rows,
+        TILE=tuning.prompt_tile,
+        WINDOW=plan.window,
+        num_warps=tuning.prompt_warps,
+        num_stages=tuning.prompt_stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def _seen_keys(positions, tree_starts, ancestors, start, end, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """[rows, TILE]: which places of a tile each query may see."""
+    keys = start + tl.arange(0, TILE)
+    node = keys[None, :] - tree_starts[:, None]
+    shift = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
+    before = keys[None, :] <= positions[:, None]
+    if WINDOW > 0:
+        before = before & (keys[None, :] > positions[:, None] - WINDOW)
+    seen = tl.where(node >= 0, ((ancestors[:, None] >> shift) & 1) == 1, before)
+    return seen & (node < 64) & (keys < end)[None, :]
+
+
+@triton.jit
+def _attend_seen(
+    q, k_head, v_head, table, positions, tree_starts, ancestors, begin, end, acc, top, total, scale,
+    stride_block, stride_slot,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over places begin .. end, those that a query does not see left out."""
+    ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
+    for start in range(begin, end, TILE):
+        offsets = slot_offsets(ids, start, stride_block, stride_slot, BLOCK_SIZE, TILE)
+        k = load_tile(k_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
+        v = load_tile(v_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
+        ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
+        seen = _seen_keys(positions, tree_starts, ancestors, start, end, WINDOW, TILE)
+        acc, top, total = attend_tile(q, k, v, seen, acc, top, total, scale, True)
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _tree_kernel(
+    q, k_pages, v_pages, items, totals, tables, out, tree_starts, ancestors, positions, scale, v_scale,
+    stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    num_work = tl.load(totals) * KV_HEADS
+    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        index = work // KV_HEADS
+        kv_head = work % KV_HEADS
+        item = items + index * 8
+        row, token, count, end = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 5)
+
+        member = tl.arange(0, ROWS)
+        query = member // GROUP
+        heads = kv_head * GROUP + member % GROUP
+        columns = tl.arange(0, BLOCK_D)
+        real = (query < count)[:, None] & (columns < HEAD_DIM)[None, :]
+        tokens = (token + query).to(tl.int64)
+        q_tile = tl.load(
+            q + tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head + columns[None, :],
+            real,
+            0.0,
+        )
+        first_position = tl.load(positions + token)
+        position = tl.load(positions + tokens, query < count, first_position)
+        seen_nodes = tl.load(ancestors + tokens, query < count, 0)
+        tree_start = tl.load(tree_starts + token)
+        tree_start = tl.where(tree_start < 0, end, tree_start)  # what is not there begins behind everything
+        starts = tl.zeros([ROWS], tl.int32) + tree_start
+        table = tables + row.to(tl.int64) * stride_table
+        k_head = k_pages + kv_head * stride_head
+        v_head = v_pages + kv_head * stride_head
+
+        top = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        lowest = tl.min(position, 0)
+        if WINDOW > 0:
+            open_end = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
+        else:
+            # Places below `open_end` are whole tiles that every query sees.
+            open_end = tl.minimum(lowest + 1, tree_start) // TILE * TILE
+            acc, top, total = _attend_range(
+                q_tile, k_head, v_head, table, position, lowest * 0, open_end, acc, top, total, scale,
+                stride_block, stride_slot,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False,
+            )  # fmt: skip
+        acc, top, total = _attend_seen(
+            q_tile, k_head, v_head, table, position, starts, seen_nodes, open_end, end, acc, top, total, scale,
+            stride_block, stride_slot,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW,
+        )  # fmt: skip
+        # Rows past the last query are not stored.
+        result = acc / total[:, None] * v_scale
+        pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(pointers, result.to(out.dtype.element_ty), real)

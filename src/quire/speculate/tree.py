@@ -1,0 +1,63 @@
+"""Token trees: several drafts of one sequence as one, so that what they share is computed once."""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from quire.core.draft import MAX_NODES, ROOT, TokenTree, straightened
+from quire.core.ints import Ints, ints
+
+
+def merged(drafts: Iterable[Sequence[int]], most: int = MAX_NODES) -> TokenTree:
+    """Drafts, the likeliest first, as a tree of at most so many distinct nodes, depth first.
+
+    A node stands for a sequence of tokens: drafts that begin alike share nodes. Later drafts give way where there is
+    no room.
+    """
+    children: list[dict[int, int]] = [{}]  # of the root, then of each node in order of arrival: token -> node
+    for draft in drafts:
+        at = 0
+        for token_id in draft:
+            found = children[at].get(token_id)
+            if found is None:
+                if len(children) > most:
+                    break
+                found = children[at][token_id] = len(children)
+                children.append({})
+            at = found
+    token_ids, parents = ints(), ints()
+    waiting = [(token_id, ROOT, node) for token_id, node in reversed(children[0].items())]
+    while waiting:
+        token_id, parent, node = waiting.pop()
+        place = len(token_ids)
+        token_ids.append(token_id)
+        parents.append(parent)
+        waiting += [(after, place, child) for after, child in reversed(children[node].items())]
+    return straightened(token_ids, parents)
+
+
+def parted(drafts: Sequence[Sequence[int]]) -> TokenTree:
+    """Drafts of one length whose first tokens differ, as a tree."""
+    length = len(drafts[0])
+    return TokenTree(
+        ints(token_id for draft in drafts for token_id in draft),
+        _parted_parents(length, len(drafts)) if len(drafts) > 1 else ints(),
+    )
+
+
+@lru_cache
+def _parted_parents(length: int, width: int) -> Ints:
+    return ints(
+        ROOT if depth == 0 else first + depth - 1
+        for first in range(0, length * width, length)
+        for depth in range(length)
+    )
+
+
+def branches(tree: TokenTree) -> list[list[int]]:
+    """The drafts that a tree was merged from, as far as they end in leaves, in order."""
+    parents = tree.parents or range(-1, len(tree) - 1)
+    paths: list[list[int]] = []
+    for token_id, parent in zip(tree.token_ids, parents, strict=True):
+        paths.append([*(paths[parent] if parent != ROOT else ()), token_id])
+    inner = set(parents)
+    return [path for node, path in enumerate(paths) if node not in inner]

@@ -1,0 +1,155 @@
+"""Token trees: attention sees a node's own path, bit for bit as a decode would; an accepted path moves to its place."""
+
+import random
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.core.draft import ROOT, ancestors, depths
+from quire.core.ints import Ints, ints
+from quire.kernels import registry
+from quire.kernels.attention import reference
+from quire.kernels.trees import reference as settling
+from quire.speculate.acceptance import accepted_nodes
+from tests.kernels.cases import PagedCase, Shape, instruction_set, instruction_sets, paged_case, random_case
+
+
+def random_parents(count: int, seed: int) -> Ints:
+    """Depth first: a node hangs on the one before it or on one of its ancestors."""
+    chooser, parents, path = random.Random(seed), ints(), [ROOT]
+    for node in range(count):
+        del path[chooser.randint(1, len(path)) :]
+        parents.append(path[-1])
+        path.append(node)
+    return parents
+
+
+def tree_masks(rows: list[tuple[int, int, Ints]]) -> tuple[Tensor, Tensor, Tensor]:
+    """(starts, ancestors, positions) of rows (queries, context, parents), the tree behind all else of its row."""
+    starts, seen, positions = [], [], []
+    for queries, context, parents in rows:
+        base = context - len(parents)
+        first = context - queries
+        starts += [base if parents else -1] * queries
+        seen += [0] * (base - first) + ancestors(parents)
+        positions += [*range(first, base), *(base + depth for depth in depths(parents))]
+    return (
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(seen, dtype=torch.int64),
+        torch.tensor(positions, dtype=torch.int32),
+    )
+
+
+@pytest.mark.skipif(
+    "cpu" not in registry.alternatives("attention"), reason="no native kernels on this machine"
+)
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize(("base", "block_size", "window", "dtype"), [
+    (1, 16, 0, torch.float32), (64, 16, 0, torch.float16), (505, 1, 0, torch.float32), (600, 16, 30, torch.float32),
+])  # fmt: skip
+def test_a_node_has_the_bits_of_a_decode(
+    isa: str, base: int, block_size: int, window: int, dtype: torch.dtype
+) -> None:
+    from quire.kernels.attention import cpu
+
+    torch.manual_seed(3)
+    shape = Shape(6, 2, 24, block_size, dtype)
+    parents = random_parents(37, base)
+    context = base + len(parents)
+    keys, values = torch.randn(2, context, 2, 24)
+    q = torch.randn(1 + len(parents), 6, 24) * 2
+    case = paged_case(shape, [context, 5], [len(q), 1], [keys, keys[:5]], [values, values[:5]], [q, q[:1]])
+    starts, seen, _ = tree_masks([(len(q), context, parents), (1, 5, ints())])
+    with instruction_set(isa):
+        found = cpu.paged_attention(*case.arguments(window), None, starts, seen)
+        for query in (0, 1, 9, 24, 37):
+            path = [*range(base), *(base + n for n in range(64) if int(seen[query]) >> n & 1)]
+            alone = paged_case(shape, [len(path)], [1], [keys[path]], [values[path]], [q[query : query + 1]])
+            assert torch.equal(found[query], cpu.paged_attention(*alone.arguments(window))[0])
+    expected = reference.paged_attention(*case.arguments(window), None, starts, seen)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def _mixed_case(shape: Shape) -> tuple[PagedCase, tuple[Tensor, Tensor, Tensor]]:
+    """Trees of two sizes beside a decode, a chunk of a prompt and padding."""
+    rows = [(20, 90, random_parents(19, 1)), (1, 30, ints()), (9, 40, ints()), (4, 65, random_parents(3, 2))]
+    case = random_case(shape, [context for _, context, _ in rows], [queries for queries, _, _ in rows])
+    return case, tree_masks(rows)
+
+
+@pytest.mark.skipif("triton" not in registry.alternatives("attention"), reason="needs Triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter, on CPU tensors")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window"), [
+    (6, 2, 32, 16, 0), (4, 4, 24, 1, 0), (8, 1, 64, 128, 64),
+])  # fmt: skip
+def test_triton_agrees(heads: int, kv_heads: int, head_dim: int, block_size: int, window: int) -> None:
+    from quire.kernels.attention import triton
+
+    torch.manual_seed(4)
+    case, (starts, seen, positions) = _mixed_case(Shape(heads, kv_heads, head_dim, block_size))
+    actual = triton.paged_attention(*case.arguments(window), None, starts, seen, positions)
+    expected = reference.paged_attention(*case.arguments(window), None, starts, seen)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.skipif("triton" not in registry.alternatives("attention"), reason="needs Triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter, on CPU tensors")
+def test_triton_refuses_what_it_would_get_wrong() -> None:
+    from quire.kernels.attention import triton
+
+    case, masks = _mixed_case(Shape(4, 2, 32))
+    with pytest.raises(ValueError, match="leave out tree_width, or deterministic"):
+        triton.paged_attention(*case.arguments(), None, *masks, deterministic=True)
+    with pytest.raises(ValueError, match="attention over 30 positions has no trees"):
+        triton.paged_attention(*case.arguments(30), None, *masks)
+
+
+@pytest.mark.parametrize("name", ["reference", *registry.alternatives("trees")])
+@pytest.mark.parametrize(("block_size", "position_bytes"), [(1, 12), (4, 8), (16, 3)])
+def test_the_accepted_path_moves_to_its_place(name: str, block_size: int, position_bytes: int) -> None:
+    module = registry.load("trees", name) if name != "reference" else settling
+    check_settling(module, block_size, position_bytes)
+
+
+def check_settling(module: ModuleType, block_size: int, position_bytes: int) -> None:
+    chooser = random.Random(block_size)
+    planes, length, counts, bases = 6, 96, [1, 7, 40, 64], [0, 5, 17, 30]
+    num_blocks = length // block_size
+    tables = torch.randperm(len(counts) * num_blocks).view(len(counts), num_blocks).int()
+    pool = torch.randint(0, 255, (len(counts) * num_blocks, planes * block_size * position_bytes)).to(
+        torch.uint8
+    )
+    row_tokens = torch.full((len(counts), length), -5, dtype=torch.int32)
+    trees, nodes, chosen = [], torch.full((len(counts), 2, 64), -2, dtype=torch.int32), []
+    for row, (count, base) in enumerate(zip(counts, bases, strict=True)):
+        parents = random_parents(count, row + 3)
+        tokens = [100 + node for node in range(count)]
+        trees.append([row, base, len(chosen), count])
+        nodes[row, 0, :count], nodes[row, 1, :count] = torch.tensor(tokens), torch.tensor(list(parents))
+        for at in range(-1, count):  # mostly some child of the node's
+            children = [tokens[n] for n in range(count) if parents[n] == at]
+            chosen.append(chooser.choice(children) if children and chooser.random() < 0.9 else 7)
+    before = pool.clone().view(-1, planes, block_size, position_bytes)
+    module.settle(
+        torch.tensor(chosen), torch.tensor(trees, dtype=torch.int32), nodes, row_tokens, tables, pool, block_size,
+        planes,
+    )  # fmt: skip
+    after = pool.view_as(before)
+    moved = 0
+    for (row, base, first, count), lines in zip(trees, nodes.tolist(), strict=True):
+        path = accepted_nodes(lines[0][:count], lines[1][:count], chosen[first : first + 1 + count])
+        expected = [chosen[first], *(chosen[first + 1 + node] for node in path)]
+        assert row_tokens[row, base : base + len(expected)].tolist() == expected
+        for depth, node in enumerate(path):
+            moved += depth != node
+            source, target = base + node, base + depth
+            there = after[tables[row, target // block_size].long(), :, target % block_size]
+            assert torch.equal(
+                there, before[tables[row, source // block_size].long(), :, source % block_size]
+            )
+        for place in range(base):
+            block = tables[row, place // block_size].long()
+            assert torch.equal(after[block, :, place % block_size], before[block, :, place % block_size])
+    assert moved
