@@ -60,6 +60,15 @@ def test_nothing_beats_the_data_sheet():
     assert fit_factors(RATES, fast, by_data_sheet=False).factors.weights == pytest.approx(0.4, rel=1e-2)
 
 
+def test_a_step_that_was_held_up_is_left_out_and_named():
+    samples = list(steps(noise=0.0))
+    held_up = Sample("compiled", samples[7].model, samples[7].counts, 50 * samples[7].seconds)
+    fit = fit_factors(RATES, [*samples, held_up])
+    assert [one.what for one in fit.left_out] == ["compiled"]
+    assert fit.summary()["num_left_out"] == 1
+    assert max(fit.errors) < 1e-6
+
+
 def test_least_squares_stay_at_zero_where_less_would_be_nearer():
     matrix = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     assert nonnegative_least_squares(matrix, np.array([3.0, 2.0, 1.0])) == pytest.approx([2.0, 0.0])

@@ -78,7 +78,7 @@ def fit(arguments: argparse.Namespace) -> BenchReport:
         record["fit"]["checked_median_error"] = round(statistics.median(abs(one) for _, one in checks), 4)
     if arguments.save is not None:
         _save(record, arguments.save)
-    return _report(record, found, measured.samples, checks)
+    return _report(record, found, checks)
 
 
 def _checked(arguments: argparse.Namespace, rates: Rates, found: Fit) -> list[tuple[str, float]]:
@@ -154,9 +154,8 @@ def _save(record: dict[str, Any], path: str) -> None:
         raise ConfigError(f"--save {path}: cannot be written ({error})") from error
 
 
-def _report(
-    record: dict[str, Any], found: Fit, samples: Sequence[Sample], checks: Sequence[tuple[str, float]]
-) -> BenchReport:
+def _report(record: dict[str, Any], found: Fit, checks: Sequence[tuple[str, float]]) -> BenchReport:
+    samples = found.samples
     units = dict.fromkeys(("step", "layer", "row", "start"), "µs")
     rows = [("device", record["title"]), ("fitted on", record["fit"]["on"])]
     for name in FACTOR_NAMES:
@@ -171,6 +170,8 @@ def _report(
         )
     worst = sorted(zip(found.held_out, samples, strict=True), key=lambda pair: -pair[0])[:3]
     notes = ["worst held out: " + "; ".join(f"{_what(one)} {error:.0%}" for error, one in worst)]
+    if found.left_out:
+        notes.append("left out, disturbed: " + "; ".join(map(_what, found.left_out)))
     if checks:
         notes.append("foretold, not fitted: " + "; ".join(f"{what} {error:+.0%}" for what, error in checks))
     each = [
