@@ -160,7 +160,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     )
     seed = options.seed if options.load_format == "dummy" else None
     kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
-    offload = open_second_home(config, host, memory, pool.layout, *kept)
+    evicted = open_second_home(config, host, memory, pool.layout, *kept)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -178,7 +178,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         seconds=0.0,
         speculation=speculative.in_words if speculative else "",
         policies=policies_in_words(config.memory, scheduler),
-        host=(*host.swap_lines, *offload),
+        host=(*host.lines, *evicted),
         offload=offload_lines(config, numbers, loaded.streaming),
         streaming=loaded.streaming,
     )

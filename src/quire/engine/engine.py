@@ -22,8 +22,8 @@ from quire.sampling.records import TokenMask
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Planned, Scheduler
 
-PIN = "pin"  # the request that computes a pinned prefix
 READING_WAIT = 0.002  # seconds that it waits for blocks from the disk at a time
+PIN = "pin"  # the request that computes a pinned prefix
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
 COMPANY_WAIT = 0.001  # the same, for a batch to be full
 

@@ -28,7 +28,7 @@ class HostMemory:
     num_swap_blocks: int
     num_offload_blocks: int
     block_seconds: float  # of moving one block, one way
-    swap_lines: tuple[str, ...]  # for people
+    lines: tuple[str, ...]  # for people
 
 
 def make_host_memory(config: EngineConfig, pool: Pool) -> HostMemory:

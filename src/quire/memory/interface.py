@@ -16,7 +16,7 @@ class Memory(Protocol):
     stats: MemoryStats
     moves: PageMoves  # that the next step must carry
     swap: SwapSpace
-    home: SecondHome | None  # of prefix blocks that were evicted; None: they are gone
+    home: SecondHome | None  # of what is evicted
     block_size: int
 
     @property
@@ -57,11 +57,11 @@ class Memory(Protocol):
         ...
 
     def awaits(self, sequence: Sequence) -> bool:
-        """Whether more of the sequence's prefix is on its way to host memory, and worth waiting for."""
+        """Whether more of its prefix is on its way to host memory, and worth waiting for."""
         ...
 
     def fetch(self, sequence: Sequence) -> int:
-        """Positions that the second home adds where `match` ended."""
+        """More such positions, whose blocks come back from the second home with the next step."""
         ...
 
     def has_room(self, sequence: Sequence) -> bool:

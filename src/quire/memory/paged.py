@@ -230,11 +230,11 @@ class PagedMemory:
     def reset_prefix_index(self) -> None:
         """Forgets all content but what is held; blocks in use stay with their sequences."""
         self.index.clear()
+        if self.home is not None:
+            self.home.clear()
         for held in self._held:
             for content, block in zip(held.block_hashes, held.block_ids, strict=False):
                 self.index.put(content, block)
-        if self.home is not None:
-            self.home.clear()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Recounts everything from the tables; raises RuntimeError on the first thing that is off."""

@@ -63,8 +63,7 @@ class ReservedMemory:
         self.pool = RunPool(num_blocks)
         self.stats = MemoryStats()
         self.moves = PageMoves()  # none, ever: nobody is preempted
-        nothing = BlockPool(0)
-        self.swap = SwapSpace(0, 1, nothing, PrefixIndex(0, ""), self.moves, nothing.take)
+        self.swap = SwapSpace(0, 1, BlockPool(0), PrefixIndex(0, ""), self.moves)
         self.home: SecondHome | None = None
         self.reservation = reservation
         self._length = LENGTHS[reservation]
@@ -116,18 +115,18 @@ class ReservedMemory:
 
     num_held = 0
 
-    def awaits(self, sequence: Sequence) -> bool:
-        return False
-
-    def fetch(self, sequence: Sequence) -> int:
-        return 0
-
     def hold(self, request: Request) -> int:
         """Nothing: what is reserved is never found again."""
         return 0
 
     def match(self, sequence: Sequence) -> int:
         return 0  # nothing is found again
+
+    def awaits(self, sequence: Sequence) -> bool:
+        return False
+
+    def fetch(self, sequence: Sequence) -> int:
+        return 0
 
     def has_room(self, sequence: Sequence) -> bool:
         return sequence not in self._reserved[id(sequence.request)].lent

@@ -12,6 +12,7 @@ from quire.core.step import Step
 from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
 from quire.scheduler.batching.policy import choose_batching
+from quire.scheduler.demand import blocks_promised, blocks_to_resume
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
 from quire.scheduler.ended import EndedRows
 from quire.scheduler.group import Group
@@ -289,7 +290,7 @@ class Scheduler:
             if not group.is_swapped and self.preemption.waits_for_shelf(group.live[0], self.memory):
                 return
             if promised is None:
-                promised = self._num_promised()
+                promised = blocks_promised(self.memory, self.running, self._forking.values())
             admit = self._swap_in_group if group.is_swapped else self._admit_group
             admitted = admit(group, plan, budget, promised)
             if admitted is None:
@@ -298,8 +299,8 @@ class Scheduler:
             self.batching.admitted()
             room -= 1
             budget -= admitted
-            promised += sum(self._num_promised_to(s) for s in group.live if s.phase is Phase.RUNNING)
-            promised += self._num_promised_to_followers(group)
+            came = [s for s in group.live if s.phase is Phase.RUNNING]
+            promised += blocks_promised(self.memory, came, [group])
 
     def _has_room(self, needed: int, promised: int) -> bool:
         spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
@@ -309,7 +310,7 @@ class Scheduler:
         """Brings back all of the group or nothing. It advances in the next step: its blocks travel during this one."""
         swapped = [s for s in group.live if s.host_block_ids]
         num_away = len({host for s in swapped for host in s.host_block_ids})
-        if not self._has_room(max(num_away, self._blocks_to_resume(group)), promised):
+        if not self._has_room(max(num_away, blocks_to_resume(self.memory, group)), promised):
             return None
         self.waiting.pop()
         self.stats.num_swaps_in += 1
@@ -355,26 +356,7 @@ class Scheduler:
         leader = group.live[0]
         if self.memory.reserves:
             return self.memory.reserve(leader, group.num_rows)
-        return self._has_room(self._blocks_to_resume(group) - len(leader.block_ids), promised)
-
-    def _blocks_to_resume(self, group: Group) -> int:
-        """Blocks that hold all the group knows: followers share the prompt's full ones with their leader."""
-        blocks_for = self.memory.blocks_for
-        shared = group.request.num_prompt_tokens // self.memory.block_size
-        leader, *others = group.live
-        return blocks_for(len(leader.token_ids)) + sum(blocks_for(len(s.token_ids)) - shared for s in others)
-
-    def _num_promised(self) -> int:
-        return sum(map(self._num_promised_to, self.running)) + sum(
-            map(self._num_promised_to_followers, self._forking.values())
-        )
-
-    def _num_promised_to(self, running: Sequence) -> int:
-        return max(0, self.memory.blocks_for(running.target) - len(running.block_ids))
-
-    def _num_promised_to_followers(self, group: Group) -> int:
-        shared = group.request.num_prompt_tokens // self.memory.block_size
-        return sum(self.memory.blocks_for(len(s.token_ids)) - shared for s in group.followers)
+        return self._has_room(blocks_to_resume(self.memory, group) - len(leader.block_ids), promised)
 
     # ------------------------------------------------------------------ rows, samples, forks
 

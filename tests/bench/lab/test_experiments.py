@@ -69,12 +69,7 @@ def test_prefix_computes_less_and_finds_no_more_than_repeats(setup, tmp_path):
 
 def test_waste_holds_its_claims_on_stand_ins(setup, tmp_path):
     finding = found("waste", setup, tmp_path)
-    for words in (
-        "whole block",
-        "no external fragmentation",
-        "less than 40 %",
-        "max < pow2 < oracle < paged",
-    ):
+    for words in ("whole block", "no external fragmentation", "less than 40 %"):
         assert held(finding, words), words
     assert (tmp_path / "waste-tables.png").exists()
 
@@ -110,7 +105,6 @@ def test_batching_time_lines_come_from_runs(setup):
     drawn = {one.policy: one for one in draw_timelines(setup)}
     assert set(drawn) == set(POLICIES)
     assert drawn["continuous"].ended_share == 0.0 < drawn["static"].ended_share
-    assert len(drawn["continuous"].moments) <= len(drawn["static"].moments)
     for one in drawn.values():
         assert {row.request_id for moment in one.moments for row in moment.rows} == {
             f"S{i}" for i in range(1, 9)

@@ -33,11 +33,11 @@ OFFLINE = float("inf")
 
 def run(setup: Setup) -> Finding:
     rates = setup.pick(
-        (8.0, 64.0, OFFLINE),
+        (16.0, OFFLINE),
         (2.0, 5.0, 10.0, 20.0, 40.0, 80.0, OFFLINE),
         (1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 80.0, OFFLINE),
     )
-    count, here, answer, rounds = setup.pick((24, 10, 6, 1), (300, 32, 20, 2), (1000, 96, 64, 5))
+    count, here, answer, rounds = setup.pick((16, 10, 6, 1), (300, 32, 20, 2), (1000, 96, 64, 5))
     total = len(WORKLOADS) * len(POLICIES) * (len(rates) * count + rounds * here)
     with setup.progress(total, "req") as bar:
         bar.note("time lines")
@@ -68,43 +68,6 @@ def _finding(
         f"tokens, because a slot is free as soon as its answer ends. On this machine: {gain_here['uniform']:.2f} and "
         f"{gain_here['varied']:.2f} times."
     )
-    by_policy = {one.policy: one for one in drawn}
-    pictures = [
-        Picture(
-            "batching",
-            f"Who occupies which slot when: {len(ANSWERS)} requests, {SLOTS} slots",
-            f"Continuous batching uses {100 * by_policy['continuous'].busy_share:.0f} % of the slots' time, "
-            f"static {100 * by_policy['static'].busy_share:.0f} %: there a slot waits for the longest of its batch.",
-            lambda figure: draw_figure(figure, drawn),
-            height=5.8,
-        ),
-        Picture(
-            "batching-load",
-            f"Load on three batching policies: {MODEL} on a simulated H200",
-            f"With varied answers continuous batching carries {gain['varied']:.1f} times the load of static, "
-            f"with uniform ones {gain['uniform']:.1f} times, and latency stays low up to it.",
-            lambda figure: draw_load(figure, points),
-            height=5.6,
-        ),
-    ]
-    checks = [
-        Check(
-            "offline, static batches do well on uniform lengths: within 25 % of continuous",
-            f"continuous is {gain['uniform']:.2f} times as fast (here: {gain_here['uniform']:.2f})",
-            gain["uniform"] < 1.25,
-        ),
-        Check(
-            "varied lengths need continuous batching: at least 1.5 times the throughput of static",
-            f"{gain['varied']:.2f} times (here: {gain_here['varied']:.2f})",
-            gain["varied"] >= 1.5,
-        ),
-        Check(
-            "continuous batching never computes for an answer that is over",
-            f"{100 * by_policy['continuous'].ended_share:.1f} % of slot time, static "
-            f"{100 * by_policy['static'].ended_share:.1f} %",
-            by_policy["continuous"].ended_share == 0.0,
-        ),
-    ]
     return Finding(
         take_away,
         [
@@ -112,7 +75,7 @@ def _finding(
             _load_table("All requests at once, on this machine", offline),
             _load_table(f"{MODEL} on {DEVICE}", points),
         ],
-        pictures,
+        _pictures(drawn, points, gain),
         {
             "timelines": [_timeline(one) for one in drawn],
             "here": list(map(_record, offline)),
@@ -132,7 +95,7 @@ def _finding(
                 "window_ms": WINDOW_MS,
             },
         },
-        checks,
+        _checks(drawn, gain, gain_here),
         (
             f"time lines: {words}, prompts of {PROMPT_TOKENS} tokens, answers of {', '.join(map(str, ANSWERS))}; three "
             f"requests are there at once, others follow one by one; dynamic batches wait {WINDOW} steps to be full",
@@ -144,6 +107,50 @@ def _finding(
             "slot and their computation until then",
         ),
     )
+
+
+def _pictures(drawn: list[Drawn], points: list[Point], gain: dict[str, float]) -> list[Picture]:
+    by_policy = {one.policy: one for one in drawn}
+    return [
+        Picture(
+            "batching",
+            f"Who occupies which slot when: {len(ANSWERS)} requests, {SLOTS} slots",
+            f"Continuous batching uses {100 * by_policy['continuous'].busy_share:.0f} % of the slots' time, "
+            f"static {100 * by_policy['static'].busy_share:.0f} %: there a slot waits for the longest of its batch.",
+            lambda figure: draw_figure(figure, drawn),
+            height=5.8,
+        ),
+        Picture(
+            "batching-load",
+            f"Load on three batching policies: {MODEL} on a simulated H200",
+            f"With varied answers continuous batching carries {gain['varied']:.1f} times the load of static, "
+            f"with uniform ones {gain['uniform']:.1f} times, and latency stays low up to it.",
+            lambda figure: draw_load(figure, points),
+            height=5.6,
+        ),
+    ]
+
+
+def _checks(drawn: list[Drawn], gain: dict[str, float], gain_here: dict[str, float]) -> list[Check]:
+    by_policy = {one.policy: one for one in drawn}
+    return [
+        Check(
+            "offline, static batches do well on uniform lengths: within 25 % of continuous",
+            f"continuous is {gain['uniform']:.2f} times as fast (here: {gain_here['uniform']:.2f})",
+            gain["uniform"] < 1.25,
+        ),
+        Check(
+            "varied lengths need continuous batching: at least 1.5 times the throughput of static",
+            f"{gain['varied']:.2f} times (here: {gain_here['varied']:.2f})",
+            gain["varied"] >= 1.5,
+        ),
+        Check(
+            "continuous batching never computes for an answer that is over",
+            f"{100 * by_policy['continuous'].ended_share:.1f} % of slot time, static "
+            f"{100 * by_policy['static'].ended_share:.1f} %",
+            by_policy["continuous"].ended_share == 0.0,
+        ),
+    ]
 
 
 def _gain(points: list[Point], workload: str) -> float:

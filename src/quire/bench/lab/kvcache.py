@@ -14,7 +14,7 @@ from quire.bench.lab.figure import GREY, line_style, plain_log
 from quire.bench.lab.fits import Power, fit_power
 from quire.bench.lengths import Lengths
 
-PROMPT = 8  # tokens: short, so that length is what was generated
+PROMPT = 2  # tokens: short, so that length is what was generated
 REPEATS = 2  # a token's time is the least of its repeats: others were disturbed
 
 

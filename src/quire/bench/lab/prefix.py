@@ -22,7 +22,6 @@ BLOCK_SIZE = 16
 QUESTION, ANSWER = 16, 4  # tokens of each request behind the system prompt
 VOCABULARY = 50_000
 CHAT_CONTEXT = 1024  # scaled tokens: longer turns are left out
-ROWS = 16  # requests at once in the replay without a model
 CHATS_AT_ONCE = 4  # on the model: a turn should find its predecessor finished
 
 
@@ -168,24 +167,19 @@ def _served(
 
 
 def _kept(turns: Sequence[ChatTurn], num_blocks: int, bar: Callable[[], None]) -> Kept:
-    """The trace through scheduler and memory alone: no model, the engine's own prefix index."""
+    """The trace through scheduler and memory alone, turn by turn: no model, the engine's own prefix index."""
     memory = PagedMemory(num_blocks, BLOCK_SIZE)
-    limits = Limits(VOCABULARY, CHAT_CONTEXT + 1, ROWS, ())
-    config = SchedulerConfig(ROWS, 8192, steps_in_flight=0)
+    limits = Limits(VOCABULARY, CHAT_CONTEXT + 1, 1, ())
+    config = SchedulerConfig(1, 8192, steps_in_flight=0)
     engine = Engine(config, limits, memory, CountingRunner(VOCABULARY, SHARES, 0), 0)
-    todo, running = list(enumerate(turns)), 0
-    todo.reverse()
-    while todo or engine.has_work:
-        while todo and running < ROWS:
-            index, one = todo.pop()
-            request = BenchRequest(one.prompt_token_ids, greedy(one.num_output_tokens))
-            if memory.blocks_for(len(one.prompt_token_ids) + one.num_output_tokens) <= num_blocks:
-                submit(engine, [request], f"turn-{index}")
-                running += 1
-        for update in engine.step():
-            if update.finish_reason is not None:
-                running -= 1
-                bar()
+    for index, one in enumerate(turns):
+        if memory.blocks_for(len(one.prompt_token_ids) + one.num_output_tokens) <= num_blocks:
+            submit(
+                engine, [BenchRequest(one.prompt_token_ids, greedy(one.num_output_tokens))], f"turn-{index}"
+            )
+            while engine.has_work:
+                engine.step()
+        bar()
     engine.check_integrity()
     return Kept(num_blocks, memory.stats.prefix_hits / max(1, memory.stats.prefix_queries))
 
@@ -254,14 +248,14 @@ def _finding(
         [_system_table(systems, len(turns.turns), chats), _pool_table(kept)],
         [picture],
         results,
-        {"seed": setup.seed, "block_size": BLOCK_SIZE, "rows": ROWS, "model": words},
+        {"seed": setup.seed, "block_size": BLOCK_SIZE, "model": words},
         checks,
         (
             words,
             f"system prompt: requests one after the other, {QUESTION} tokens of their own, {ANSWER} tokens out; "
             f"chats: {CHATS_AT_ONCE} requests at any time",
             turns.source,
-            f"{replay.source}, through scheduler and memory without a model",
+            f"{replay.source}, turn by turn through scheduler and memory, no model",
             "off: every request has a cache salt of its own, so the same engine finds nothing",
         ),
     )  # fmt: skip

@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "blocksize": Listed(
         "quire.bench.lab.blocksize", "latency and attention time for blocks of 1 to 256 tokens"
     ),
+    "preempt": Listed("quire.bench.lab.preempt", "when memory runs out: swapping against computing again"),
     "prefix": Listed("quire.bench.lab.prefix", "what remembering prompts saves: a system prompt, chats"),
     "batched": Listed(
         "quire.bench.lab.batched", "requests that fit at once, by how memory is given (simulated)"
