@@ -36,7 +36,6 @@ OTHER = {
     "kv_cache_dtype": "float16",
     "enable_prefix_caching": False,
     "share": False,
-    "reservation": "paged",  # another takes no block size
     "pin_prefix": ("system.txt", "shots.json"),
     "cpu_offload_gb": 1.5,
     "weights_memory_gb": 2.5,
@@ -53,8 +52,6 @@ OTHER = {
     "preset": "ft",
     "batching": "static",
     "batch_size": 2,
-    "schedule": "shortest",
-    "preset": "ft",
     "batch_window_ms": 5.5,
     "max_prompt_chunk": 33,
     "preemption_mode": "swap",
