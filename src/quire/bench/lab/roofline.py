@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quire.bench.drive import Bench
-from quire.bench.lab.engines import in_words, opened, step_seconds, warm_up
+from quire.bench.lab.engines import in_words, opened, prompt_rate, step_seconds, warm_up
 from quire.bench.lab.experiment import Check, Experiment, Finding, Picture, Setup, Table
 from quire.bench.lab.figure import GREY, line_style, look, plain_log
 from quire.bench.lab.fits import Line, fit_line
@@ -48,8 +48,10 @@ def run(setup: Setup) -> Finding:
         warm_up(bench)
         report = bench.built.report
         weights = weight_shape(bench.built.model, report.numbers.format)
-        room = report.pool.num_tokens // (2 * CONTEXT)
-        batches = [n for n in BATCHES if n <= min(setup.pick(8, 256, 512), report.max_num_seqs, room)]
+        # a batch's prompts are computed before it is timed: so many that they take no longer than its steps
+        prompts = prompt_rate(bench) * setup.pick(1.0, 6.0, 20.0) / CONTEXT
+        most = min(setup.pick(8, 256, 512), report.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
+        batches = [n for n in BATCHES if n <= min(most, max(8, prompts))]
         rounds, num_steps = setup.pick((1, 4), (3, 8), (5, 32))
         with setup.progress(rounds * len(batches) + 2, "points") as bar:
             bar.note("reading and computing")
