@@ -25,6 +25,7 @@ CASES: dict[str, Callable[[], list[Lengths]]] = {
     "b256": lambda: fixed(128, 256, 256),
     "prefill": lambda: fixed(4096, 1, 64),
     "sharegpt": lambda: named("sharegpt", 1024, 0),
+    "sharegpt512": lambda: named("sharegpt", 512, 0),
     "alpaca": lambda: named("alpaca", 2048, 0),
 }
 CPU_CELLS = tuple(
