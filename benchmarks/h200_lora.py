@@ -2,8 +2,8 @@
 
 llama8b with random weights and adapters of ranks 8, 16, 32 and 64 on q, k, v and o; 512 sharegpt requests, greedy, an
 adapter drawn at random for each. Cases: `base` (adapters off, a process of its own), `enabled` (adapters on, and no
-request has one), `N` (drawn from N adapters), `Nskewed` (by a power law that touches at most 100 of N). A few files are written,
-the others are hard links to them; every folder is an adapter of its own to the engine.
+request has one), `N` (drawn from N adapters), `Nskewed` (by a power law that touches at most 100 of N). A few files are
+written, the others are hard links to them; every folder is an adapter of its own to the engine.
 """
 
 import argparse

@@ -10,18 +10,22 @@ from quire.text.template import load_template
 
 
 def test_the_report_compares_what_both_engines_did() -> None:
-    config = EngineConfig.of(num_blocks=200, speculative_config={"method": "ngram", "adaptive": False})
+    drafts = {"method": "ngram", "adaptive": False}
+    config = EngineConfig.of(num_blocks=200, speculative_config={**drafts, "tree_width": 3})
     plain, speculating = build(EngineConfig.of(num_blocks=200)), build(config)
+    chains = build(EngineConfig.of(num_blocks=200, speculative_config=drafts))
     plan = SpeculatePlan(num_tokens=12, rounds=1, workloads=("quote", "random"))
-    report = run_speculate(config, plain, speculating, load_template(plain.source), plan)
+    report = run_speculate(config, plain, speculating, load_template(plain.source), plan, chains)
     assert set(report.results) == {"quote", "random"}
     for result in report.results.values():
         assert result["same_tokens"]
         assert result["num_drafted"] >= result["num_accepted"]
         assert len(result["plain_tokens_per_second"]) == len(result["speculating_tokens_per_second"]) == 1
+        assert len(result["chains_tokens_per_second"]) == 1
     assert "quote" in report.as_text()
-    plain.engine.close()
-    speculating.engine.close()
+    assert "with chains" in report.as_text()
+    for built in (plain, speculating, chains):
+        built.engine.close()
 
 
 def test_nonsense_is_refused() -> None:

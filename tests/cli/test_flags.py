@@ -28,7 +28,8 @@ OTHER = {
     "chat_template": "{{ x }}",
     "seed": 5,
     "served_model_name": "name",
-    "block_size": 32,
+    "block_size": 1,  # which goes with a reservation
+    "reservation": "pow2",
     "num_blocks": 9,
     "kv_cache_memory_bytes": 12345,
     "gpu_memory_utilization": 0.5,
@@ -47,6 +48,8 @@ OTHER = {
     "max_queue_requests": 10,
     "max_queue_tokens": 1000,
     "steps_in_flight": 0,
+    "schedule": "shortest",
+    "preset": "ft",
     "batching": "static",
     "batch_size": 2,
     "batch_window_ms": 5.5,

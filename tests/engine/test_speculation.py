@@ -3,16 +3,20 @@
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.ints import Ints
 from quire.core.sampling import SamplingParams
+from quire.core.speculation import parse_speculative
 from quire.engine import build as building
 from quire.engine.engine import Engine
+from quire.engine.proposers import check_trees
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
 from quire.speculate.synthetic import SyntheticProposer
@@ -178,6 +182,20 @@ def test_a_draft_with_too_few_positions_is_refused(folder: Path) -> None:
     (other / "config.json").write_text(json.dumps({**SHAPE, "max_position_embeddings": 64}))
     with pytest.raises(ConfigError, match="lower max_model_len to 64"):
         _engine_of(folder, speculative_config={"method": "draft_model", "model": str(other)})
+
+
+def test_trees_are_refused_where_a_gpu_cannot_keep_its_promises(folder: Path) -> None:
+    built = building.build(EngineConfig.of(model=str(folder), load_format="dummy", device="cpu"))
+    built.engine.close()
+    trees, chains = parse_speculative(TREES), parse_speculative(NGRAM)
+    on_gpu = replace(built.report.numbers, device=torch.device("cuda"))
+    check_trees(trees, built.model, on_gpu, deterministic=False)
+    check_trees(chains, built.model, on_gpu, deterministic=True)
+    with pytest.raises(ConfigError, match="leave out tree_width or deterministic"):
+        check_trees(trees, built.model, on_gpu, deterministic=True)
+    narrow = replace(built.model, hf={**built.model.hf, "sliding_window": 32})
+    with pytest.raises(ConfigError, match="this model's window is 32"):
+        check_trees(trees, narrow, on_gpu, deterministic=False)
 
 
 def test_a_full_batch_drafts_nothing(folder: Path) -> None:

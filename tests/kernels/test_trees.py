@@ -47,8 +47,7 @@ def tree_masks(rows: list[tuple[int, int, Ints]]) -> tuple[Tensor, Tensor, Tenso
 )
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize(("base", "block_size", "window", "dtype"), [
-    (1, 16, 0, torch.float32), (61, 1, 0, torch.float32), (64, 16, 0, torch.float16), (505, 16, 0, torch.float32),
-    (512, 1, 0, torch.float32), (700, 16, 80, torch.float32), (40, 16, 3, torch.float32),
+    (1, 16, 0, torch.float32), (64, 16, 0, torch.float16), (505, 1, 0, torch.float32), (600, 16, 30, torch.float32),
 ])  # fmt: skip
 def test_a_node_has_the_bits_of_a_decode(
     isa: str, base: int, block_size: int, window: int, dtype: torch.dtype

@@ -1,7 +1,8 @@
-"""Speculation against plain decoding: the same requests to two engines in turn, on text that repeats and that does not.
+"""Speculation against plain decoding: the same requests to each engine in turn, on text that repeats and that does not.
 
-Answers end where the model ends them, except for random prompts. Prompts are found in the prefix cache after the
-first time, in both engines, so what is compared is decoding.
+Where drafts are trees, an engine whose drafts are chains runs beside them. Answers end where the model ends them,
+except for random prompts. Prompts are found in the prefix cache after the first time, in every engine, so what is
+compared is decoding.
 """
 
 import random
@@ -45,6 +46,7 @@ class Compared:
     name: str
     plain: list[float]
     speculating: list[float]
+    chains: list[float]  # of drafts without branches; empty where none have any
     num_drafted: int
     num_accepted: int
     is_same: bool  # every answer has the same tokens
@@ -55,10 +57,15 @@ class Compared:
 
 
 def run_speculate(
-    config: EngineConfig, plain: Built, speculating: Built, template: ChatTemplate | None, plan: SpeculatePlan
+    config: EngineConfig,
+    plain: Built,
+    speculating: Built,
+    template: ChatTemplate | None,
+    plan: SpeculatePlan,
+    chains: Built | None = None,
 ) -> BenchReport:
-    """Rounds alternate, and so does who goes first, so that a disturbance hits both alike."""
-    benches = Bench(plain, plan.seed), Bench(speculating, plan.seed)
+    """Rounds alternate, and so does who goes first, so that a disturbance hits all alike."""
+    benches = [Bench(built, plan.seed) for built in (plain, speculating, chains) if built is not None]
     if benches[0].tokenizer is None or template is None:
         raise ConfigError("this benchmark needs a model with a tokenizer and a chat template")
     found = []
@@ -71,25 +78,26 @@ def run_speculate(
         "rounds": plan.rounds,
         "batch": BATCH,
     }
-    table = aligned([_HEAD, *map(_row, found)])
+    head = [*_HEAD, "with chains"] if chains is not None else _HEAD
+    table = aligned([head, *map(_row, found)])
     rows = [("model", f"{plain.report.model}, {plain.report.numbers.format_name}")]
     return BenchReport("speculate", settings, {one.name: _result(one) for one in found}, rows, ["", table])
 
 
-def _compare(
-    name: str, benches: tuple[Bench, Bench], requests: list[list[BenchRequest]], rounds: int
-) -> Compared:
+def _compare(name: str, benches: list[Bench], requests: list[list[BenchRequest]], rounds: int) -> Compared:
     speculation = benches[1].engine.speculation
     assert speculation is not None
-    rates: tuple[list[float], list[float]] = [], []
-    same = _answers(benches[0], requests) == _answers(benches[1], requests)  # and warms both up
+    rates: tuple[list[float], list[float], list[float]] = [], [], []
+    expected, *found = (_answers(bench, requests) for bench in benches)  # and warms all up
     drafted, accepted = speculation.stats.num_draft_tokens, speculation.stats.num_accepted_tokens
     for index in range(rounds):
-        for which in (0, 1) if index % 2 == 0 else (1, 0):
+        order = range(len(benches))
+        for which in order if index % 2 == 0 else reversed(order):
             runs = [benches[which].serve(batch) for batch in requests]
             seconds = sum(run.seconds for run in runs)
             rates[which].append(sum(run.num_output_tokens for run in runs) / seconds)
     stats = speculation.stats
+    same = all(answers == expected for answers in found)
     return Compared(
         name, *rates, stats.num_draft_tokens - drafted, stats.num_accepted_tokens - accepted, same
     )
@@ -161,6 +169,7 @@ def _row(one: Compared) -> list[str]:
         str(one.num_drafted),
         f"{share:.0%}",
         "yes" if one.is_same else "NO",
+        *([f"{statistics.median(one.chains):.1f}"] if one.chains else []),
     ]
 
 
@@ -168,6 +177,7 @@ def _result(one: Compared) -> dict[str, Any]:
     return {
         "plain_tokens_per_second": one.plain,
         "speculating_tokens_per_second": one.speculating,
+        **({"chains_tokens_per_second": one.chains} if one.chains else {}),
         "speedup": one.speedup,
         "num_drafted": one.num_drafted,
         "num_accepted": one.num_accepted,

@@ -1,9 +1,10 @@
 """`quire bench throughput|latency|startup|speculate|serve|sharing|lab`: measures; a table on stdout, JSON if asked."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -185,11 +186,16 @@ def _speculate(arguments: argparse.Namespace) -> BenchReport:
     arguments.speculative_config = arguments.speculative_config or '{"method": "ngram"}'
     config, speculating = _built(arguments)
     plain = build(replace(config, speculation=SpeculationConfig()))
+    drafts, chains = config.speculation.parsed, None
+    if drafts is not None and drafts.tree_width > 1:
+        settings = asdict(replace(drafts, tree_width=1))
+        chains = build(replace(config, speculation=SpeculationConfig(json.dumps(settings))))
     try:
-        return run_speculate(config, plain, speculating, load_template(plain.source), plan)
+        return run_speculate(config, plain, speculating, load_template(plain.source), plan, chains)
     finally:
-        plain.engine.close()
-        speculating.engine.close()
+        for built in (plain, speculating, chains):
+            if built is not None:
+                built.engine.close()
 
 
 def _lengths(arguments: argparse.Namespace) -> tuple[list[Lengths], str]:

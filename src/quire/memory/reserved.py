@@ -64,7 +64,8 @@ class ReservedMemory:
         self.pool = RunPool(num_blocks)
         self.stats = MemoryStats()
         self.moves = PageMoves()  # none, ever: nobody is preempted
-        self.swap = SwapSpace(0, 1, BlockPool(0), PrefixIndex(0, ""), self.moves)
+        nothing = BlockPool(0)
+        self.swap = SwapSpace(0, 1, nothing, PrefixIndex(0, ""), self.moves, nothing.take)
         self.home: SecondHome | None = None
         self.adapter_pages = AdapterPages(BlockPool(0), BlockPool(0).take)  # none: adapters need pages
         self.reservation = reservation

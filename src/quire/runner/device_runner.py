@@ -15,12 +15,12 @@ from quire.core.ints import Ints, ints
 from quire.core.layout import BlockLayout
 from quire.core.step import PromptLogprobs, Step, StepResult
 from quire.kernels import choose
-from quire.layers.lora import LoraBatch
+from quire.layers.lora import MANY_FROM, LoraBatch
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, Staged
-from quire.runner.fake_steps import fake_steps
+from quire.runner.fake_steps import PROMPT, fake_steps
 from quire.runner.graphs import Graphs
 from quire.runner.packing import Sections, send
 from quire.runner.proposals import Proposals, choose_tokens
@@ -121,19 +121,21 @@ class DeviceRunner:
         if self._adapters is not None and self._adapters.kinds:
             with self._adapters.pretending():
                 self._run_fakes()
+                self._run_fakes(prompt=MANY_FROM)  # segments are longer there, and so another kernel
         self._graphs = graphs
         if graphs is None:
             return 0
         with torch.inference_mode():
             return graphs.capture(seconds)
 
-    def _run_fakes(self) -> None:
+    def _run_fakes(self, prompt: int = PROMPT) -> None:
         limits = self._limits
         for step in fake_steps(
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             limits.max_model_len,
             self._pool.layout.block_size,
+            prompt,
         ):
             self.launch(step)
             self.collect()

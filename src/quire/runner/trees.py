@@ -1,10 +1,12 @@
 """Token trees in a step: where each node stands in the sequence, what it sees, and which of them are verified."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from quire.core.draft import Draft, ancestors, depths
+from quire.core.ints import ints
 from quire.core.step import Step
 
 NO_TREE = -1
@@ -17,6 +19,13 @@ class SpreadTrees:
     positions: np.ndarray  # [T] int64, in the sequence
     starts: np.ndarray  # [T] int32, where the row's tree begins; NO_TREE
     ancestors: np.ndarray  # [T] int64, bit n: the token sees node n
+
+
+@lru_cache(maxsize=1024)  # drafts of one kind have one shape
+def _arrays(parents: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Depths and ancestors of a tree's nodes, each [K] int64."""
+    of_nodes = ints(np.frombuffer(parents, np.int32).tolist())
+    return np.array(depths(of_nodes), np.int64), np.array(ancestors(of_nodes), np.int64)
 
 
 def spread_trees(step: Step) -> SpreadTrees | None:
@@ -37,8 +46,9 @@ def spread_trees(step: Step) -> SpreadTrees | None:
         if tree is not None:
             nodes = places - tree.position
             inside = nodes >= 0
-            positions[here][inside] = tree.position + np.array(depths(tree.parents))[nodes[inside]]
-            seen[here][inside] = np.array(ancestors(tree.parents), np.int64)[nodes[inside]]
+            depth, bits = _arrays(tree.parents.tobytes())
+            positions[here][inside] = tree.position + depth[nodes[inside]]
+            seen[here][inside] = bits[nodes[inside]]
             starts[here] = tree.position
         first += count
     return SpreadTrees(positions, starts, seen)

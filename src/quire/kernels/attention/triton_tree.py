@@ -127,7 +127,7 @@ def _tree_kernel(
             # Places below `open_end` are whole tiles that every query sees.
             open_end = tl.minimum(lowest + 1, tree_start) // TILE * TILE
             acc, top, total = _attend_range(
-                q_tile, k_head, v_head, table, position, 0, open_end, acc, top, total, scale,
+                q_tile, k_head, v_head, table, position, lowest * 0, open_end, acc, top, total, scale,
                 stride_block, stride_slot,
                 HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False,
             )  # fmt: skip
