@@ -1,8 +1,9 @@
 """Times single steps on one GPU: `python benchmarks/step_times_gpu.py > steps.json`, then
 `quire bench fit --samples steps.json`.
 
-Decodes over batches × contexts, and every step that computes prompts on the way there, through the real engine with
-random weights. Each model runs in a process of its own; under a minute in all on an H200. Progress goes to stderr.
+Decodes over batches × contexts, and the prompts on the way there, through the real engine with
+random weights. Each model runs in a process of its own; about a minute in all on an H200. The best of two repeats
+counts: the first may compile. Progress goes to stderr.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="names of published architectures")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="the smallest batches only, to try the script")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()

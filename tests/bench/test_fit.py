@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire.bench.drive import Bench
-from quire.bench.fit import Sample, fit_factors, nonnegative_least_squares
+from quire.bench.fit import Sample, charged_errors, fit_factors, nonnegative_least_squares
 from quire.bench.fit_samples import read_samples
 from quire.bench.step_grid import Cell, measure_grid
 from quire.core.config import EngineConfig
@@ -47,10 +47,26 @@ def test_noise_shows_as_error_on_what_was_held_out():
     assert summary["held_out_p90_error"] < 0.2
 
 
+def test_samples_that_were_not_fitted_to_can_be_foretold():
+    samples = list(steps(noise=0.0))
+    factors = fit_factors(RATES, samples[:60]).factors
+    slower = [Sample(one.what, one.model, one.counts, one.seconds * 2) for one in samples[60:]]
+    assert charged_errors(RATES, factors, slower) == pytest.approx([-0.5] * 60, abs=0.01)
+
+
 def test_nothing_beats_the_data_sheet():
     fast = [Sample(one.what, one.model, one.counts, one.seconds / 3) for one in steps(noise=0.0)]
     assert fit_factors(RATES, fast).factors.weights >= 1.0
     assert fit_factors(RATES, fast, by_data_sheet=False).factors.weights == pytest.approx(0.4, rel=1e-2)
+
+
+def test_a_step_that_was_held_up_is_left_out_and_named():
+    samples = list(steps(noise=0.0))
+    held_up = Sample("compiled", samples[7].model, samples[7].counts, 50 * samples[7].seconds)
+    fit = fit_factors(RATES, [*samples, held_up])
+    assert [one.what for one in fit.left_out] == ["compiled"]
+    assert fit.summary()["num_left_out"] == 1
+    assert max(fit.errors) < 1e-6
 
 
 def test_least_squares_stay_at_zero_where_less_would_be_nearer():

@@ -28,7 +28,8 @@ OTHER = {
     "chat_template": "{{ x }}",
     "seed": 5,
     "served_model_name": "name",
-    "block_size": 32,
+    "block_size": 1,  # which goes with a reservation
+    "reservation": "pow2",
     "num_blocks": 9,
     "kv_cache_memory_bytes": 12345,
     "gpu_memory_utilization": 0.5,
@@ -47,6 +48,8 @@ OTHER = {
     "max_queue_requests": 10,
     "max_queue_tokens": 1000,
     "steps_in_flight": 0,
+    "schedule": "shortest",
+    "preset": "ft",
     "batching": "static",
     "batch_size": 2,
     "batch_window_ms": 5.5,
@@ -58,6 +61,16 @@ OTHER = {
     "enforce_eager": True,
     "deterministic": True,
     "speculative_config": '{"method": "ngram"}',
+    "enable_lora": True,
+    "lora_modules": ("one=a/b", "two=c"),
+    "lora_dir": "adapters",
+    "lora_memory": "separate",
+    "lora_memory_bytes": 5000,
+    "lora_mode": "merge",
+    "max_loras": 4,
+    "max_lora_rank": 64,
+    "max_cpu_loras": 8,
+    "max_cpu_lora_bytes": 12345,
 }
 
 

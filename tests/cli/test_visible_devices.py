@@ -37,7 +37,7 @@ def test_whatever_names_the_devices_the_engine_and_bug_reports_go_on(
 
 
 def test_a_device_is_chosen_by_the_environment_not_by_a_uuid_in_the_setting() -> None:
-    with pytest.raises(ConfigError, match="is not known: choose auto, cpu or cuda"):
+    with pytest.raises(ConfigError, match="is not known: choose auto, cpu, cuda"):
         resolve_device("MIG-2eb9f5ad-5c17-5d1c-9a3c-3e2a1c1f4e55")
 
 

@@ -1,13 +1,21 @@
 """Fits a cost model to measured steps: non-negative least squares on relative errors, and what it is worth."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quire.bench.report import percentile
 from quire.core.errors import ConfigError
-from quire.runner.cost_model import FACTOR_NAMES, Factors, ModelNumbers, Rates, StepCounts, ideal_terms
+from quire.runner.cost_model import (
+    FACTOR_NAMES,
+    CostModel,
+    Factors,
+    ModelNumbers,
+    Rates,
+    StepCounts,
+    ideal_terms,
+)
 
 WEIGHTS, PRODUCTS = FACTOR_NAMES.index("weights"), FACTOR_NAMES.index("products")
 # nothing beats the data sheet where a device's own memory or its units set the pace; activations may stay in caches
@@ -15,6 +23,7 @@ LEAST = np.array(
     [1.0 if name in ("weights", "products", "kv", "attention") else 0.0 for name in FACTOR_NAMES]
 )
 MAX_ROUNDS = 50
+DISTURBED = 3.0  # times what the others make of it: a kernel was compiled, or something else ran
 FOLDS = 5
 
 
@@ -33,6 +42,8 @@ class Fit:
     """Errors are relative, |charged − measured| / measured, in the order of the samples."""
 
     factors: Factors
+    samples: Sequence[Sample]  # that were fitted to
+    left_out: Sequence[Sample]  # that took so long that something else must have happened
     errors: Sequence[float]  # of the fit on all samples
     held_out: Sequence[float]  # of each sample, by a fit that did not see it
 
@@ -40,6 +51,7 @@ class Fit:
         fitted, held_out = sorted(self.errors), sorted(self.held_out)
         return {
             "num_samples": len(fitted),
+            "num_left_out": len(self.left_out),
             "median_error": percentile(fitted, 50),
             "p90_error": percentile(fitted, 90),
             "held_out_median_error": percentile(held_out, 50),
@@ -50,7 +62,8 @@ class Fit:
 def fit_factors(rates: Rates, samples: Sequence[Sample], by_data_sheet: bool = True) -> Fit:
     """Held out are every fifth sample in turn, or each alone where there are few.
 
-    Rates of a data sheet cannot be beaten; measured ones can, since another kernel may be faster.
+    Rates of a data sheet cannot be beaten; measured ones can, since another kernel may be faster. Samples that took
+    several times what the fit makes of them are left out, and said.
     """
     least = LEAST if by_data_sheet else np.zeros(len(FACTOR_NAMES))
     if len(samples) < len(FACTOR_NAMES):
@@ -61,6 +74,13 @@ def fit_factors(rates: Rates, samples: Sequence[Sample], by_data_sheet: bool = T
     seconds = np.array([sample.seconds for sample in samples])
     everything = np.arange(len(samples))
     factors = _solve(tables, seconds, everything, least)
+    charged = np.array([(_bounded(table, factors) @ factors).sum() for table in tables])
+    disturbed = seconds > DISTURBED * charged
+    if disturbed.any() and (~disturbed).sum() >= len(FACTOR_NAMES):
+        kept = [sample for sample, is_out in zip(samples, disturbed, strict=True) if not is_out]
+        left_out = [sample for sample, is_out in zip(samples, disturbed, strict=True) if is_out]
+        again = fit_factors(rates, kept, by_data_sheet)
+        return replace(again, left_out=[*left_out, *again.left_out])
     num_folds = len(samples) if len(samples) < 8 * FOLDS else FOLDS
     held_out = np.zeros(len(samples))
     for fold in range(num_folds):
@@ -69,9 +89,19 @@ def fit_factors(rates: Rates, samples: Sequence[Sample], by_data_sheet: bool = T
         held_out[left_out] = _errors(tables, seconds, everything[left_out], others)
     return Fit(
         Factors(*factors.tolist()),
+        samples,
+        (),
         _errors(tables, seconds, everything, factors).tolist(),
         held_out.tolist(),
     )
+
+
+def charged_errors(rates: Rates, factors: Factors, samples: Sequence[Sample]) -> list[float]:
+    """Relative errors, with their sign, on samples that need not be the fit's: more than 0 is charged too much."""
+    return [
+        sum(CostModel(rates, factors, one.model).seconds(counts) for counts in one.counts) / one.seconds - 1.0
+        for one in samples
+    ]
 
 
 def _table(rates: Rates, sample: Sample) -> np.ndarray:

@@ -25,6 +25,7 @@ CASES: dict[str, Callable[[], list[Lengths]]] = {
     "b256": lambda: fixed(128, 256, 256),
     "prefill": lambda: fixed(4096, 1, 64),
     "sharegpt": lambda: named("sharegpt", 1024, 0),
+    "sharegpt512": lambda: named("sharegpt", 512, 0),
     "alpaca": lambda: named("alpaca", 2048, 0),
 }
 CPU_CELLS = tuple(
@@ -63,10 +64,28 @@ def _of_steps(record: Mapping[str, Any], path: str, base: str) -> Measured:
     samples = []
     for run in record["runs"]:
         model = _model(run["model"], base, **run.get("settings", {}))
-        for step in run["steps"]:
-            counts = StepCounts(**step["counts"])
-            samples.append(Sample(f"{run['model']} {step['what']}", model, [counts], step["seconds"]))
+        for what, counts, seconds in _joined(run["steps"]):
+            samples.append(Sample(f"{run['model']} {what}", model, counts, seconds))
     return Measured(samples, record["machine"], record["date"], (Path(path).name,))
+
+
+def _joined(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[StepCounts], float]]:
+    """Steps that compute one batch's prompts, where a file has them one by one, count together: see MeasuredSteps."""
+    found: list[tuple[str, list[StepCounts], float]] = []
+    for step in steps:
+        if not isinstance(step["counts"], Mapping):
+            found.append((step["what"], [StepCounts(**one) for one in step["counts"]], step["seconds"]))
+            continue
+        counts = StepCounts(**step["counts"])
+        is_decode = counts.num_tokens == counts.num_rows
+        if (
+            is_decode or counts.context_tokens == counts.num_tokens
+        ):  # nothing was computed before: a batch begins
+            found.append((step["what"], [counts], step["seconds"]))
+        else:
+            what, before, seconds = found[-1]
+            found[-1] = (what, [*before, counts], seconds + step["seconds"])
+    return found
 
 
 def _of_runs(
@@ -97,7 +116,7 @@ def measure_here(
     report = built.report
     model = model_costs(built.model, report.numbers, report.pool.block_size)
     steps = measure_grid(Bench(built), cells, repeats, on_cell)
-    return [Sample(one.what, model, [one.counts], one.seconds) for one in steps]
+    return [Sample(one.what, model, one.counts, one.seconds) for one in steps]
 
 
 def _config(model: str, base: str, **settings: Any) -> EngineConfig:

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quire.bench.fit import Fit, Sample, fit_factors
+from quire.bench.fit import Fit, Sample, charged_errors, fit_factors
 from quire.bench.fit_samples import CPU_CELLS, Measured, measure_here, read_samples
 from quire.bench.machine import cpu_name, memory_bytes
 from quire.bench.probe import cpu_copy_rate, cpu_product_rate, cpu_read_rate
@@ -40,6 +42,12 @@ def add_fit(parser: Parser) -> None:
         f"(default: {DEFAULT_DEVICE})",
     )
     parser.add_argument(
+        "--check",
+        nargs="+",
+        metavar="FILE",
+        help="measurements that are not fitted to: how well the fit foretells them",
+    )
+    parser.add_argument(
         "--save", metavar="FILE.json", help="write the device, for --device simulated:FILE.json"
     )
     parser.add_argument(
@@ -64,9 +72,20 @@ def fit(arguments: argparse.Namespace) -> BenchReport:
         "sources": list(measured.sources),
         **errors,
     }
+    checks = _checked(arguments, rates, found) if arguments.check else []
+    if checks:
+        record["fit"]["checked_on"] = [Path(path).name for path in arguments.check]
+        record["fit"]["checked_median_error"] = round(statistics.median(abs(one) for _, one in checks), 4)
     if arguments.save is not None:
         _save(record, arguments.save)
-    return _report(record, found, measured.samples)
+    return _report(record, found, checks)
+
+
+def _checked(arguments: argparse.Namespace, rates: Rates, found: Fit) -> list[tuple[str, float]]:
+    """What each of them is, and its error."""
+    samples = [one for path in arguments.check for one in read_samples(path, arguments.base).samples]
+    errors = charged_errors(rates, found.factors, samples)
+    return [(one.what, error) for one, error in zip(samples, errors, strict=True)]
 
 
 def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]:
@@ -135,7 +154,8 @@ def _save(record: dict[str, Any], path: str) -> None:
         raise ConfigError(f"--save {path}: cannot be written ({error})") from error
 
 
-def _report(record: dict[str, Any], found: Fit, samples: Any) -> BenchReport:
+def _report(record: dict[str, Any], found: Fit, checks: Sequence[tuple[str, float]]) -> BenchReport:
+    samples = found.samples
     units = dict.fromkeys(("step", "layer", "row", "start"), "µs")
     rows = [("device", record["title"]), ("fitted on", record["fit"]["on"])]
     for name in FACTOR_NAMES:
@@ -150,11 +170,17 @@ def _report(record: dict[str, Any], found: Fit, samples: Any) -> BenchReport:
         )
     worst = sorted(zip(found.held_out, samples, strict=True), key=lambda pair: -pair[0])[:3]
     notes = ["worst held out: " + "; ".join(f"{_what(one)} {error:.0%}" for error, one in worst)]
+    if found.left_out:
+        notes.append("left out, disturbed: " + "; ".join(map(_what, found.left_out)))
+    if checks:
+        notes.append("foretold, not fitted: " + "; ".join(f"{what} {error:+.0%}" for what, error in checks))
     each = [
         {"what": one.what, "seconds": one.seconds, "error": error, "held_out_error": held_out}
         for one, error, held_out in zip(samples, found.errors, found.held_out, strict=True)
     ]
-    return BenchReport("fit", {}, {"device": record, "samples": each}, rows, notes)
+    return BenchReport(
+        "fit", {}, {"device": record, "samples": each, "checked": [list(one) for one in checks]}, rows, notes
+    )
 
 
 def _what(sample: Sample) -> str:

@@ -1,8 +1,10 @@
 """`quire bench lab NAME|all|list`: runs an experiment and writes its table, its pictures and its record."""
 
 import argparse
+import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +16,12 @@ from quire.bench.lab.experiment import Bar, Setup, Size
 from quire.bench.lab.figure import check_matplotlib
 from quire.bench.lab.page import as_page
 from quire.bench.lab.registry import EXPERIMENTS, find
-from quire.bench.lab.report import Done, Failed, as_text, make_folder, write_finding, write_text
+from quire.bench.lab.report import Done, Failed, as_text, load_average, make_folder, write_finding, write_text
 from quire.bench.table import aligned, in_seconds
 from quire.cli.engine_flags import engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling
-from quire.core.errors import ConfigError, QuireError
+from quire.core.errors import ConfigError
 
 OUTPUT_DIR = "quire-lab"
 PAGE = "report.html"
@@ -93,7 +95,9 @@ def _all(setup: Setup, folder: Path, command: str) -> int:
         try:
             done.append(_one(name, setup, folder))
             _say(f"  {in_seconds(done[-1].seconds)}: {done[-1].finding.take_away}")
-        except (QuireError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        except Exception as error:  # whatever it is, the others' figures are worth having
+            if os.environ.get("QUIRE_LOG_LEVEL", "").lower() == "debug":
+                traceback.print_exc()
             failed.append(Failed(name, " ".join(f"{type(error).__name__}: {error}".split())))
             _say(f"  did not run: {failed[-1].reason}")
         _write_page(done, failed, names[place + 1 :], folder / PAGE, command)
@@ -103,9 +107,9 @@ def _all(setup: Setup, folder: Path, command: str) -> int:
 
 def _one(name: str, setup: Setup, folder: Path) -> Done:
     experiment = find(name)
-    started = time.perf_counter()
+    load, started = load_average(), time.perf_counter()
     finding = experiment.run(setup)
-    return write_finding(experiment, finding, time.perf_counter() - started, folder)
+    return write_finding(experiment, finding, time.perf_counter() - started, folder, load)
 
 
 def _write_page(done: list[Done], failed: list[Failed], to_come: list[str], path: Path, command: str) -> None:

@@ -90,3 +90,22 @@ class Collect(argparse.Action):
     ) -> None:
         so_far = getattr(namespace, self.dest, None)
         setattr(namespace, self.dest, [*so_far, value] if isinstance(so_far, list) else [value])
+
+
+class Gather(Collect):
+    """A flag with several values, which may be repeated too; a tuple of all of them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        value: Any,
+        option: str | None = None,
+    ) -> None:
+        so_far = getattr(namespace, self.dest, None)
+        before = so_far if isinstance(so_far, Gathered) else ()
+        setattr(namespace, self.dest, Gathered((*before, *value)))
+
+
+class Gathered(tuple[Any, ...]):
+    """Values from the command line, which replace those of a file."""

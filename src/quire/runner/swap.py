@@ -16,12 +16,8 @@ from quire.kernels import huge_pages
 from quire.layers.pool import Pool
 from quire.observe.logs import get_logger
 
-CHUNK_BYTES = (
-    128 << 20
-)  # of host memory at a time: pinning takes about a second per 4 GiB, so only what is used is
-EVENT_BLOCKS = (
-    16  # blocks that leave between two events: a block that is needed again waits for no more than these
-)
+CHUNK_BYTES = 128 << 20  # pinned when first used: that takes half a second per GiB
+EVENT_BLOCKS = 16  # that leave between two events: a block that is needed again waits for no more than these
 TIMED_BLOCKS = 8
 
 logger = get_logger(__name__)
@@ -95,6 +91,11 @@ class PageMover:
     def close(self) -> None:
         if self.shelf is not None:
             self.shelf.close()
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Whoever else writes into blocks beside the passes does it here too, and so in order; None on a CPU."""
+        return self._stream
 
     @torch.inference_mode()
     def move(self, step: Step) -> None:

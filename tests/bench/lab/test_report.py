@@ -8,6 +8,8 @@ import pytest
 from quire.bench.lab import registry
 from quire.bench.lab.experiment import Check, Experiment, Finding, Picture, Table
 from quire.bench.lab.fits import fit_line, fit_power
+from quire.bench.lab.page import as_page
+from quire.bench.lab.report import write_finding
 from quire.cli import bench_lab
 from quire.cli.main import main
 from quire.core.errors import QuireError
@@ -153,3 +155,13 @@ def test_fits_find_what_was_put_in():
         pytest.approx(2),
         pytest.approx(1),
     )
+
+
+def test_a_busy_machine_is_said(tmp_path):
+    experiment = small()
+    finding = Finding("It is.", [], [], {}, {})
+    quiet = write_finding(experiment, finding, 1.0, tmp_path, load=0.5)
+    busy = write_finding(experiment, finding, 1.0, tmp_path, load=1e6)
+    assert not quiet.disturbed
+    assert "times are disturbed" in as_page([busy], [], [], "quire bench lab small")
+    assert busy.record["results"]["load_average_before"] == 1e6

@@ -7,7 +7,6 @@ from quire.bench.lab.batching_load import (
     MEAN_ANSWER,
     MODEL,
     SLOTS_HERE,
-    SLOTS_SIMULATED,
     WINDOW_MS,
     WORKLOADS,
     Point,
@@ -38,6 +37,7 @@ def run(setup: Setup) -> Finding:
         (1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 80.0, OFFLINE),
     )
     count, here, answer, rounds = setup.pick((16, 10, 6, 1), (300, 32, 20, 2), (1000, 96, 64, 5))
+    slots = setup.pick(4, 64, 64)  # of the simulated device
     total = len(WORKLOADS) * len(POLICIES) * (len(rates) * count + rounds * here)
     with setup.progress(total, "req") as bar:
         bar.note("time lines")
@@ -45,10 +45,10 @@ def run(setup: Setup) -> Finding:
         bar.note("all at once, here")
         offline = points_here(setup, here, answer, rounds, bar)
         bar.note(f"{MODEL} on {DEVICE}")
-        points = simulated_points(setup, rates, count, bar)
+        points = simulated_points(setup, rates, count, slots, bar)
     with opened(setup, max_num_seqs=SLOTS) as bench:
         words = in_words(bench)
-    return _finding(setup, drawn, offline, points, words, (here, answer, count))
+    return _finding(setup, drawn, offline, points, words, (here, answer, count, slots))
 
 
 def _finding(
@@ -57,9 +57,9 @@ def _finding(
     offline: list[Point],
     points: list[Point],
     words: str,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
 ) -> Finding:
-    here, answer, count = sizes
+    here, answer, count, slots = sizes
     gain = {name: _gain(points, name) for name in WORKLOADS}
     gain_here = {name: _gain(offline, name) for name in WORKLOADS}
     take_away = (
@@ -90,7 +90,7 @@ def _finding(
             "simulated": {
                 "model": MODEL,
                 "device": DEVICE,
-                "slots": SLOTS_SIMULATED,
+                "slots": slots,
                 "num_requests": count,
                 "window_ms": WINDOW_MS,
             },
@@ -101,7 +101,7 @@ def _finding(
             f"requests are there at once, others follow one by one; dynamic batches wait {WINDOW} steps to be full",
             f"on this machine: {here} requests, 16 tokens in, {answer} out on average, {SLOTS_HERE} slots",
             f"simulated: scheduler and memory are real, a step's time comes from a cost model of the H200; {count} "
-            f"requests, {MEAN_ANSWER} tokens in and on average out, {SLOTS_SIMULATED} slots, Poisson arrivals, window "
+            f"requests, {MEAN_ANSWER} tokens in and on average out, {slots} slots, Poisson arrivals, window "
             f"{WINDOW_MS:.0f} ms",
             "static: a batch starts with whoever waits and ends with its longest answer; rows that ended keep their "
             "slot and their computation until then",

@@ -17,7 +17,7 @@ from quire.bench.lengths import Lengths
 
 WORKLOADS = {"uniform": "all answers equally long", "varied": "answers of all lengths"}
 MODEL, DEVICE = "llama-8b", "simulated:h200"
-SLOTS_SIMULATED, SLOTS_HERE = 64, 8
+SLOTS_HERE = 8
 WINDOW_MS = 50.0
 MEAN_ANSWER = 128  # tokens on the simulated device
 
@@ -43,7 +43,7 @@ def lengths_of(workload: str, count: int, prompt: int, answer: int, seed: int) -
 
 
 def simulated_points(
-    setup: Setup, rates: Sequence[float], count: int, bar: Callable[[], None]
+    setup: Setup, rates: Sequence[float], count: int, slots: int, bar: Callable[[], None]
 ) -> list[Point]:
     """The real scheduler and memory over a cost model of the GPU; the clock is virtual."""
     plain = {name: value for name, value in setup.engine.items() if name not in _OWN}
@@ -52,8 +52,8 @@ def simulated_points(
         lengths = lengths_of(workload, count, MEAN_ANSWER, MEAN_ANSWER, setup.seed)
         for policy in POLICIES:
             for rate in rates:
-                settings = {"model": MODEL, "device": DEVICE, "max_num_seqs": SLOTS_SIMULATED}
-                changes = {**_of(policy, SLOTS_SIMULATED), **settings, "enable_prefix_caching": False}
+                settings = {"model": MODEL, "device": DEVICE, "max_num_seqs": slots}
+                changes = {**_of(policy, slots), **settings, "enable_prefix_caching": False}
                 with opened(_with(setup, plain), **changes) as bench:
                     found.append(_point(bench, workload, policy, rate, lengths, setup.seed, bar))
     return found

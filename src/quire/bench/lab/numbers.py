@@ -47,7 +47,7 @@ class Memory:
 
 
 def run(setup: Setup) -> Finding:
-    with opened(setup, enable_prefix_caching=False) as bench:
+    with opened(setup, enable_prefix_caching=False, steps_in_flight=0) as bench:
         warm_up(bench)
         report = bench.built.report
         text = _text(setup, bench)
@@ -180,12 +180,12 @@ def _rows(
         ["operations per token", f"{2 * memory.num_parameters / 1e6:,.0f} million", "2 per parameter"],
         ["prompt tokens per second", f"{prompt:,.0f}", "–"],
         ["output tokens per second, one sequence", f"{one.tokens_per_second:,.0f}", "–"],
-        [f"output tokens per second, {best.num_sequences} sequences", f"{best.tokens_per_second:,.0f}", "–"],
+        [f"output tokens per second, batch of {best.num_sequences}", f"{best.tokens_per_second:,.0f}", "–"],
         ["gain from batching", f"{best.tokens_per_second / one.tokens_per_second:.1f} ×", "10 × and more"],
         ["an output token alone over a prompt token, time", f"{prompt / one.tokens_per_second:.1f} ×", "–"],
         ["a million output tokens, one sequence", f"{currency}{one.cost_per_million(price):.3f}", "–"],
         [
-            f"a million output tokens, {best.num_sequences} sequences",
+            f"a million output tokens, batch of {best.num_sequences}",
             f"{currency}{best.cost_per_million(price):.3f}",
             "–",
         ],

@@ -75,10 +75,15 @@ def _section(done: Done) -> str:
         *(_picture(one, path) for one, path in zip(finding.pictures, done.pictures, strict=True)),
         *map(_table, finding.tables),
         _checks(finding.checks),
-        _notes([*finding.notes, f"quire bench lab {experiment.name}: {in_seconds(done.seconds)}"]),
+        _notes([*finding.notes, *_about(done)]),
         "</section>",
     ]
     return "\n".join(parts)
+
+
+def _about(done: Done) -> list[str]:
+    took = f"quire bench lab {done.experiment.name} took {in_seconds(done.seconds)}"
+    return [done.disturbed, took] if done.disturbed else [took]
 
 
 def _picture(picture: Picture, path: Path) -> str:

@@ -38,9 +38,9 @@ WIDE = ("paged", "pow2")  # policies that several sequences per request are comp
 def run(setup: Setup) -> Finding:
     settings = simulated_settings(setup, PAPER)
     counts = {
-        "sharegpt": setup.pick(160, 300, 3600),
-        "alpaca": setup.pick(500, 700, 7200),
-        "chatbot": setup.pick(60, 150, 1800),
+        "sharegpt": setup.pick(120, 240, 3600),
+        "alpaca": setup.pick(400, 600, 7200),
+        "chatbot": setup.pick(50, 120, 1800),
     }
     workloads = [workload(name, setup.data, count, setup.seed) for name, count in counts.items()]
     jobs = [
@@ -48,7 +48,7 @@ def run(setup: Setup) -> Finding:
             one.name,
             policy,
             Run({**settings, **POLICIES[policy]}, one.lengths, 1.0, setup.seed),
-            setup.pick(FRACTIONS[:2], FRACTIONS, FRACTIONS),
+            setup.pick(FRACTIONS[:1], FRACTIONS, FRACTIONS),
         )
         for one in workloads
         for policy in LINES[one.name]
@@ -67,7 +67,7 @@ def run(setup: Setup) -> Finding:
 
 
 def _wide_jobs(setup: Setup, settings: Mapping[str, Any], alpaca: Workload) -> list[CurveJob]:
-    lengths = alpaca.lengths[: setup.pick(150, 300, 1500)]
+    lengths = alpaca.lengths[: setup.pick(120, 240, 1500)]
     return [
         CurveJob(
             alpaca.name,

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.bench.lab.simulated import Point, Run, simulate
 
-FRACTIONS = (0.5, 0.8, 0.95, 1.15)  # of the sustained rate
+FRACTIONS = (0.6, 0.9, 1.15)  # of the sustained rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What an experiment found, written down: the table as text, the pictures, the record, and a page over all."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ class Done:
     pictures: Sequence[Path]
     record: dict[str, Any]
     seconds: float
+    disturbed: str  # what others did to the machine meanwhile, in words; empty where it was quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,15 @@ class Failed:
     reason: str
 
 
-def write_finding(experiment: Experiment, finding: Finding, seconds: float, folder: Path) -> Done:
-    """`NAME.json`, `NAME.txt` and a PNG for each picture."""
+def write_finding(
+    experiment: Experiment, finding: Finding, seconds: float, folder: Path, load: float = 0.0
+) -> Done:
+    """`NAME.json`, `NAME.txt` and a PNG for each picture. `load`: the machine's when it began."""
     pictures = [write_picture(one, folder) for one in finding.pictures]
     record = json.loads(_report(experiment, finding, seconds).as_json())
+    record["results"]["load_average_before"] = round(load, 2)
     write_text(folder / f"{experiment.name}.json", json.dumps(record, indent=2) + "\n")
-    done = Done(experiment, finding, pictures, record, seconds)
+    done = Done(experiment, finding, pictures, record, seconds, _disturbed(load))
     write_text(folder / f"{experiment.name}.txt", as_text(done) + "\n")
     return done
 
@@ -72,9 +77,29 @@ def as_text(done: Done) -> str:
     ]
     if checks:
         parts.append("\n".join(checks))
-    if finding.notes:
-        parts.append("\n".join(f"· {note}" for note in finding.notes))
+    notes = [*finding.notes, done.disturbed] if done.disturbed else finding.notes
+    if notes:
+        parts.append("\n".join(f"· {note}" for note in notes))
     return "\n\n".join(parts)
+
+
+def load_average() -> float:
+    """Of the last minute; 0 where the system does not say."""
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return 0.0
+
+
+def _disturbed(load: float) -> str:
+    """An experiment before this one may have filled every processor: what is twice that is others'."""
+    processors = os.cpu_count() or 1
+    if load <= 2 * processors:
+        return ""
+    return (
+        f"the machine was busy when this began (load {load:.1f} on {processors} processors): "
+        "times are disturbed, counts and shares are not"
+    )
 
 
 def _table(table: Table) -> str:

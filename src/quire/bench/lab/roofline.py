@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quire.bench.drive import Bench
-from quire.bench.lab.engines import in_words, opened, step_seconds, warm_up
+from quire.bench.lab.engines import in_words, opened, prompt_rate, step_seconds, warm_up
 from quire.bench.lab.experiment import Check, Experiment, Finding, Picture, Setup, Table
 from quire.bench.lab.figure import GREY, line_style, look, plain_log
 from quire.bench.lab.fits import Line, fit_line
@@ -44,23 +44,28 @@ class Decoded:
 
 
 def run(setup: Setup) -> Finding:
-    with opened(setup, enable_prefix_caching=False) as bench:
+    with opened(setup, enable_prefix_caching=False, steps_in_flight=0) as bench:
         warm_up(bench)
         report = bench.built.report
         weights = weight_shape(bench.built.model, report.numbers.format)
-        room = report.pool.num_tokens // (2 * CONTEXT)
-        batches = [n for n in BATCHES if n <= min(setup.pick(8, 256, 512), report.max_num_seqs, room)]
+        # a batch's prompts are computed before it is timed: so many that they take no longer than its steps
+        prompts = prompt_rate(bench) * setup.pick(1.0, 6.0, 20.0) / CONTEXT
+        most = min(setup.pick(8, 256, 512), report.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
+        batches = [n for n in BATCHES if n <= min(most, max(8, prompts))]
         rounds, num_steps = setup.pick((1, 4), (3, 8), (5, 32))
-        with setup.progress(rounds * len(batches) + 2, "points") as bar:
-            bar.note("reading and computing")
-            machine = Machine(_read_rate(bench), _compute_rate(bench))
-            bar(2)
+        read_rate = compute_rate = 0.0
+        with setup.progress(rounds * (len(batches) + 1), "points") as bar:
             times: dict[int, list[float]] = {count: [] for count in batches}
-            for _ in range(rounds):  # all sizes in turn, so that a disturbance hits none of them alone
+            for _ in range(rounds):  # all in turn, so that a disturbance hits none of them alone
+                bar.note("reading and computing")
+                read_rate = max(read_rate, _read_rate(bench))
+                compute_rate = max(compute_rate, _compute_rate(bench))
+                bar()
                 for count in batches:
                     bar.note(f"{count} sequences")
                     times[count] += step_seconds(bench, count, CONTEXT, num_steps)
                     bar()
+        machine = Machine(read_rate, compute_rate)
         found = [Decoded(count, min(seconds)) for count, seconds in times.items()]
         words = in_words(bench)
     return _finding(setup, machine, weights, found, words)
@@ -69,7 +74,12 @@ def run(setup: Setup) -> Finding:
 def _read_rate(bench: Bench) -> float:
     device = bench.built.report.numbers.device
     if device.type == "cpu":
-        return cpu_read_rate()
+        threads = torch.get_num_threads()  # torch keeps to one where native kernels do the model's work
+        torch.set_num_threads(bench.built.report.num_threads)
+        try:
+            return cpu_read_rate()
+        finally:
+            torch.set_num_threads(threads)
     source = torch.ones(1 << 28, dtype=torch.float32, device=device)
     return source.numel() * 4 / _best(lambda: source.sum(), device)
 

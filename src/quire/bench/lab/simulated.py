@@ -191,6 +191,8 @@ def basis(settings: Mapping[str, Any]) -> list[str]:
         f"{derived}, {fit['num_samples']:.0f} samples measured {fit['measured']}; relative error held out: median "
         f"{fit['held_out_median_error']:.0%}, p90 {fit['held_out_p90_error']:.0%}"
     )
+    if "checked_median_error" in fit:
+        error += f"; whole runs that it was not fitted to: median {fit['checked_median_error']:.0%}"
     return [
         f"simulated: {settings['model']} on {device.in_words}; scheduler and memory are real, times are charged",
         error,

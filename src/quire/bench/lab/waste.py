@@ -30,10 +30,10 @@ HATCHES = {"tokens": "", "reserved": "...", "internal": "///", "external": "xxx"
 
 
 def run(setup: Setup) -> Finding:
-    count = setup.pick(12, 240, 2000)
+    count = setup.pick(20, 240, 2000)
     counts = {
         "sharegpt": count,
-        "alpaca": setup.pick(5, 3, 3) * count,
+        "alpaca": 3 * count,
     }  # Alpaca's are short: more of them fill the pool
     drawn = {name: setup.data.lengths(name, counts[name], setup.seed) for name in NAMES}
     pool = setup.pick(CONTEXT + 512, POOL_TOKENS, POOL_TOKENS)

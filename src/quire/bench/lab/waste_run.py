@@ -29,7 +29,7 @@ KINDS = ("tokens", "reserved", "internal", "external", "free")  # of Spending; n
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Of one way to give memory, over the steps in which somebody waited: there memory is the limit."""
+    """Of one way to give memory, over the steps in which somebody waited, if anybody did: there memory is the limit."""
 
     workload: str
     way: str
@@ -68,7 +68,7 @@ def spend(
     engine = Engine(scheduler, Limits(VOCABULARY, CONTEXT, ROWS, ()), memory, runner)
     requests = [BenchRequest([2] * one.num_prompt_tokens, greedy(one.num_output_tokens)) for one in held]
     submit(engine, requests, way)
-    sampler = SpendingSampler(memory)
+    sampler, before = SpendingSampler(memory), SpendingSampler(memory)
     running: list[int] = []
     slack = 0
     while engine.has_work:
@@ -83,7 +83,10 @@ def spend(
         if first is not None:
             running.append(len(engine.scheduler.running))
             sampler.sample(float(engine.stats.num_steps), engine.scheduler.running, (), first.request)
+        elif not running:
+            before.sample(float(engine.stats.num_steps), engine.scheduler.running)
     engine.check_integrity()
+    sampler = sampler if running else before  # nobody ever waited: then all steps count
     shares = sampler.mean_shares() or dict.fromkeys((*KINDS, "ended"), 0.0)
     return Spent(
         workload,
