@@ -114,9 +114,9 @@ def _plan(shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> T
     )
 
 
-def pack(matrices: list[Matrices], tiles: Tiles, block: BlockShape, pin: bool) -> Tensor:
+def pack(matrices: list[Matrices], tiles: Tiles, block: BlockShape) -> Tensor:
     """The adapter's blocks [num_blocks, block_bytes] uint8, to be copied as they are. `matrices` as planned."""
-    packed = torch.zeros(tiles.num_blocks, block.num_bytes, dtype=torch.uint8, pin_memory=pin)
+    packed = torch.zeros(tiles.num_blocks, block.num_bytes, dtype=torch.uint8)
     elements = packed.view(-1).view(block.dtype)
     for i, one in enumerate(matrices):
         in_tile = int(tiles.tile_ranks[i])

@@ -51,7 +51,6 @@ class Reader:
     sites: Sites
     block: BlockShape
     max_rank: int | None = None
-    pin: bool = False
 
     def read_folder(self, name: str, folder: Path) -> PackedAdapter:
         settings = read_settings(name, read_config(name, folder))
@@ -66,7 +65,7 @@ class Reader:
         matrices = self._matrices(name, settings, tensors)
         shapes = tuple((m.site, m.a.shape[0], m.a.shape[1], m.b.shape[0]) for m in matrices)
         tiles = plan_tiles(name, shapes, self.block)
-        blocks = pack(matrices, tiles, self.block, self.pin)
+        blocks = pack(matrices, tiles, self.block)
         if not bool(torch.isfinite(blocks.view(-1).view(self.block.dtype).sum())):  # quick; then exactly
             _blame(name, matrices, self.block.dtype)
         scales = tuple(m.scale for m in matrices)

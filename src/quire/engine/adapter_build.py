@@ -98,7 +98,6 @@ def _build(
         Sites([Site(site.name, site.num_inputs, site.num_outputs, site.is_embedding) for site in sites]),
         BlockShape(pool.layout.block_bytes, dtype, pool.layout.block_size),
         config.max_lora_rank,
-        pin=on_gpu,
     )
     library = Library(
         reader,

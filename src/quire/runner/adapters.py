@@ -17,8 +17,10 @@ from quire.kernels.lora.records import LoraSegments, LoraTables
 from quire.layers.linear import HEAD
 from quire.layers.lora import LoraBatch, LoraSite, group_lines, max_segments, segment_lines
 from quire.layers.pool import Pool
+from quire.runner.staging import Staging
 
 HostCopyOf = Callable[[str], PackedAdapter | None]
+STAGING_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,9 @@ class AdapterSlots:
         self._tokens = SegmentBuffer(max_lines, max_rows, device, invariant)
         self._wanted = SegmentBuffer(max_lines + max_rows, max_rows, device, invariant)
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None  # where loads are copied
+        # A load must fit its largest block; many of them should not wait for each other.
+        on_gpu = device.type == "cuda"
+        self._staging = Staging(max(STAGING_BYTES, pool.layout.block_bytes), pin=True) if on_gpu else None
         self._pretends = False
 
     # ------------------------------------------------------------------ what a step changes
@@ -181,8 +186,11 @@ class AdapterSlots:
     def _copy(self, fetched: tuple[Fetched, ...]) -> None:
         for one in fetched:
             for first, last, block in _runs(one.load.block_ids):
-                pages = self._pool.data[block : block + last - first]
-                pages.copy_(one.packed.blocks[first:last], non_blocking=True)
+                pages, host = self._pool.data[block : block + last - first], one.packed.blocks[first:last]
+                if self._staging is None:
+                    pages.copy_(host)
+                else:
+                    self._staging.copy(pages, host)
 
     def _placed(self, one: Fetched, copied: torch.cuda.Event | None) -> _Resident:
         tiles = one.packed.tiles

@@ -42,7 +42,7 @@ class Tuning:
 
 # By the length of segments: decodes stream adapters, long runs of lines compute.
 TUNINGS = {
-    16: Tuning(16, 512, 8, 4, 3, 16, 256, 4, 3),
+    16: Tuning(16, 512, 8, 4, 2, 16, 256, 4, 2),
     64: Tuning(32, 64, 8, 4, 3, 16, 128, 4, 3),
 }
 

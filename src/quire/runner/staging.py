@@ -1,0 +1,57 @@
+"""Staging: pinned memory that host copies pass through on their way to the device."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PIECES = 4  # at least, that a large source is cut into: one is filled while others are on their way
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    first: int
+    last: int
+    copied: torch.cuda.Event | None
+
+
+class Staging:
+    """Allocated once, at start: to pin memory later the driver would wait until the device has nothing to do.
+
+    A ring of bytes. Whoever copies through it waits only where it is full of copies that the device has not made yet.
+    """
+
+    def __init__(self, num_bytes: int, pin: bool) -> None:
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+        self._pinned = pin
+        self._next = 0
+        self._pieces: deque[_Piece] = deque()  # oldest first
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """target [n, width] uint8 on the device gets source [n, width], in the current stream; it is read at once."""
+        lines = max(1, len(self._memory) // PIECES // max(1, source.shape[1]))
+        for first in range(0, len(source), lines):
+            some = source[first : first + lines]
+            piece = self._take(some.numel())
+            piece.copy_(some.reshape(-1))
+            target[first : first + lines].view(-1).copy_(piece, non_blocking=True)
+            event = None
+            if self._pinned:
+                event = torch.cuda.Event()
+                event.record()
+            self._pieces.append(_Piece(self._next - some.numel(), self._next, event))
+
+    def _take(self, num_bytes: int) -> Tensor:
+        """So many bytes whose last copy was made."""
+        if num_bytes > len(self._memory):
+            raise ValueError(f"{num_bytes} bytes do not fit a staging memory of {len(self._memory)}")
+        first = self._next if self._next + num_bytes <= len(self._memory) else 0
+        last = first + num_bytes
+        # Pieces lie in the order of their copies: whatever is older than one that overlaps is done as well.
+        while any(piece.first < last and first < piece.last for piece in self._pieces):
+            oldest = self._pieces.popleft()
+            if oldest.copied is not None:
+                oldest.copied.synchronize()
+        self._next = last
+        return self._memory[first:last]
