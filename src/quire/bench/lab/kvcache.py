@@ -55,7 +55,7 @@ def _length(setup: Setup, bench: Bench) -> int:
     longest = min(report.max_model_len, report.pool.num_tokens) - PROMPT - 1
     half_square = setup.pick(2.0, 30.0, 200.0) * prompt_rate(bench) / REPEATS
     fits = int((2 * half_square) ** 0.5) // 32 * 32
-    return max(8, min(fits, longest, setup.pick(48, 1024, 4096)))
+    return min(max(32, fits), longest, setup.pick(48, 1024, 4096))
 
 
 def _with_cache(bench: Bench, prompt: list[int], length: int, bar: Callable[[], None]) -> Generated:
@@ -101,13 +101,14 @@ def _finding(setup: Setup, on: Generated, off: Generated, length: int, words: st
     take_away = (
         f"{length} tokens take {on.until[-1]:.2f} s with a KV cache and {off.until[-1]:.1f} s without, "
         f"{times:.0f} times as long: time grows as length to the {fits['on'].exponent:.2f} against "
-        f"{fits['off'].exponent:.2f}."
+        f"{fits['off'].exponent:.2f}, work to the {work['on'].exponent:.2f} against {work['off'].exponent:.2f}."
     )
     picture = Picture(
         "kvcache",
         "Generating with and without a KV cache",
         f"Without it {length} tokens take {times:.0f} times as long, and the gap grows with the length.",
-        lambda figure: _draw(figure, on, off, fits),
+        lambda figure: _draw(figure, on, off, fits, work),
+        height=3.9,
     )
     return Finding(
         take_away,
@@ -182,24 +183,27 @@ def _near(seconds: list[float], place: int) -> float:
     return statistics.median(seconds[max(0, place - 4) : place + 3])
 
 
-def _draw(figure: Any, on: Generated, off: Generated, fits: dict[str, Power]) -> None:
-    left, right = figure.subplots(1, 2)
+def _draw(figure: Any, on: Generated, off: Generated, fits: dict[str, Power], work: dict[str, Power]) -> None:
+    left, middle, right = figure.subplots(1, 3)
     lengths = list(range(1, len(on.seconds) + 1))
     marks = {"markevery": max(1, len(lengths) // 8)}
     for series, (one, key, words) in enumerate(((on, "on", "cache on"), (off, "off", "cache off"))):
         style = {**line_style(series), **marks}
-        left.plot(lengths, one.until, label=f"{words}: length to the {fits[key].exponent:.2f}", **style)
+        left.plot(lengths, one.until, label=f"{words}: power {fits[key].exponent:.2f}", **style)
         fitted = lengths[len(lengths) // 4 :]
         left.plot(fitted, [fits[key].at(n) for n in fitted], color=GREY, linewidth=0.9, linestyle=":")
-        right.plot(lengths, [1e3 * _near(one.seconds, n) for n in lengths], label=words, **style)
+        middle.plot(lengths, [1e3 * _near(one.seconds, n) for n in lengths], label=words, **style)
+        right.plot(lengths, one.computed, label=f"{words}: power {work[key].exponent:.2f}", **style)
     left.plot([], [], color=GREY, linewidth=0.9, linestyle=":", label="fitted power")
-    left.set(title="until so many tokens are there", xlabel="tokens generated", ylabel="seconds")
-    right.set(title="each token", xlabel="tokens generated before it", ylabel="milliseconds")
-    right.set_ylim(bottom=0)
-    plain_log(left, "x")
-    plain_log(left, "y")
-    left.legend(loc="upper left")
-    right.legend(loc="upper left")
+    left.set(title="time for so many tokens", xlabel="tokens generated", ylabel="seconds")
+    middle.set(title="time of each token", xlabel="tokens generated before it", ylabel="milliseconds")
+    right.set(title="work", xlabel="tokens generated", ylabel="tokens computed")
+    middle.set_ylim(bottom=0)
+    for axis in (left, right):
+        plain_log(axis, "x")
+        plain_log(axis, "y")
+    for axis in (left, middle, right):
+        axis.legend(loc="upper left", fontsize=7)
 
 
 EXPERIMENT = Experiment(
