@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.bench.drive import Bench, BenchRequest
 from quire.bench.lab.adapter_files import draw, write_adapters
+from quire.bench.lab.adapter_memory import ADAPTERS, POOL, REQUEST, SIZES, Fitted, compare_memories
 from quire.bench.lab.engines import in_words, opened, warm_up
 from quire.bench.lab.experiment import Check, Experiment, Finding, Picture, Setup, Table
 from quire.bench.lab.figure import line_style, plain_log
@@ -159,7 +160,7 @@ def _finding(
     base = served[0]
     batched = [one for one in served if one.case == Case("batched", num_adapters=one.case.num_adapters)]
     merged = [one for one in served if one.case.mode == "merge"]
-    apart = next(one for one in served if one.case.memory == "separate")
+    unified, apart = compare_memories(setup.seed)
     most, least = batched[-1], merged[-1]
     take_away = (
         f"With {most.case.num_adapters:,} adapters batched together the model serves {most.tokens_per_second:,.0f} "
@@ -176,9 +177,14 @@ def _finding(
     )
     return Finding(
         take_away,
-        [_table(served)],
+        [_table(served), _memory_table([unified, *apart])],
         [picture],
-        {"served": [_record(one) for one in served], "rate": rate, "first_token_limit_seconds": limit},
+        {
+            "served": [_record(one) for one in served],
+            "rate": rate,
+            "first_token_limit_seconds": limit,
+            "memory": [asdict(one) for one in (unified, *apart)],
+        },
         {"seed": setup.seed, "num_requests": count, "tokens_in": SHORT, "tokens_out": LONG, "model": words},
         [
             Check(
@@ -190,15 +196,21 @@ def _finding(
                 ),
             ),
             Check(
-                "unified memory has no external fragmentation",
-                f"{max(one.fragmentation for one in batched):.0%}; separate {apart.fragmentation:.0%}",
-                all(one.fragmentation == 0.0 for one in batched),
+                "unified memory has no external fragmentation, memory of its own has, and holds fewer requests",
+                f"{unified.mean_running:.1f} requests at once; "
+                + ", ".join(
+                    f"{one.mean_running:.1f} with {one.fragmentation:.0%} fragmented" for one in apart
+                ),
+                unified.fragmentation == 0.0
+                and all(one.fragmentation > 0.0 and one.mean_running < unified.mean_running for one in apart),
             ),
         ],
         (
             words,
             f"{count} requests at random times, {rate:.2f} a second on average ({LOAD:.0%} of what the base serves at "
             f"its fastest), {SHORT} tokens in and {LONG} out; adapters on q, k, v and o, drawn by a power law i^-x",
+            f"memory: {POOL} blocks that are always full, {ADAPTERS} adapters of {SIZES[0]} to {SIZES[-1]} blocks, "
+            f"{REQUEST} blocks of K and V a request",
             f"in time: a first token within {limit:.2f} s, {PATIENCE:g} times what it takes alone",
         ),
     )
@@ -223,6 +235,14 @@ def _table(served: list[Served]) -> Table:
     ]
     head = ["case", "tok/s", "first token, ms", "in time", "running", "loads", "fragmented"]
     return Table("Adapters", head, rows)
+
+
+def _memory_table(fitted: list[Fitted]) -> Table:
+    rows = [
+        [one.memory, f"{one.mean_running:.1f}", f"{one.fragmentation:.1%}", f"{one.loads:,}"]
+        for one in fitted
+    ]
+    return Table("A full pool, counted", ["memory", "requests at once", "fragmented", "loads"], rows)
 
 
 def _draw(figure: Any, base: Served, batched: list[Served], merged: list[Served]) -> None:
