@@ -2,7 +2,8 @@
 
 Each shape runs in a process of its own, random weights, prefix cache off, half the requests greedy and half at
 temperature 0.8 with top-p 0.95. `start_s` is from the process's start to its first token. A case is run
-`--repeats` times after a short warm-up and its median is kept.
+`--repeats` times after a short warm-up and its median is kept. `python benchmarks/h200.py lora` measures adapters:
+see h200_lora.py.
 """
 
 import argparse
@@ -195,4 +196,9 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    main()
+    if sys.argv[1:2] == ["lora"]:
+        import h200_lora
+
+        h200_lora.main(sys.argv[2:])
+    else:
+        main()

@@ -61,6 +61,16 @@ OTHER = {
     "enforce_eager": True,
     "deterministic": True,
     "speculative_config": '{"method": "ngram"}',
+    "enable_lora": True,
+    "lora_modules": ("one=a/b", "two=c"),
+    "lora_dir": "adapters",
+    "lora_memory": "separate",
+    "lora_memory_bytes": 5000,
+    "lora_mode": "merge",
+    "max_loras": 4,
+    "max_lora_rank": 64,
+    "max_cpu_loras": 8,
+    "max_cpu_lora_bytes": 12345,
 }
 
 

@@ -10,7 +10,7 @@ from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
 from quire.runner.device_runner import DeviceRunner
-from quire.runner.graphs import PROMPT_SIZES, Graphs, Kind, decode_sizes
+from quire.runner.graphs import PROMPT_SIZES, Graphs, Kind, adapted_sizes, decode_sizes
 from quire.runner.runner import Runner
 
 SHAPE = {
@@ -40,23 +40,24 @@ class EagerGraphs(Graphs):
 
     num_small = 0
 
-    def __init__(self, model, pool, inputs, drafts, limits) -> None:
+    def __init__(self, model, pool, inputs, drafts, limits, adapters=None) -> None:
         self._model, self._pool, self._inputs, self._drafts = model, pool, inputs, drafts
+        self._adapters, self._adapted_sizes = adapters, adapted_sizes(limits.max_num_seqs)
         self._decode_sizes = decode_sizes(limits.max_num_seqs)
         self._prompt_sizes = [size for size in PROMPT_SIZES if size <= limits.max_num_batched_tokens]
 
     def capture(self, seconds: float) -> int:
         return 0
 
-    def _run(self, kind: Kind, size: int):
+    def _run(self, kind: Kind, size: int, adapted: bool = False):
         EagerGraphs.num_small += kind is not Kind.DECODE
-        return self._model(self._batch(kind, size), self._pool)
+        return self._model(self._batch(kind, size, adapted), self._pool)
 
 
 class PaddingRunner(DeviceRunner):
-    def __init__(self, model, pool, limits, device, proposals=None) -> None:
-        super().__init__(model, pool, limits, device, proposals)
-        self._graphs = EagerGraphs(model, pool, self._inputs, self._drafts, limits)
+    def __init__(self, model, pool, limits, device, proposals=None, adapters=None) -> None:
+        super().__init__(model, pool, limits, device, proposals, adapters)
+        self._graphs = EagerGraphs(model, pool, self._inputs, self._drafts, limits, adapters)
 
 
 def _outputs(

@@ -8,6 +8,7 @@ import torch
 
 from quire.kernels import registry
 from tests.kernels.cases import Shape, instruction_set, instruction_sets, random_case
+from tests.kernels.lora_cases import lora_case
 from tests.kernels.test_trees import check_settling
 
 _tested: set[str] = set()
@@ -360,3 +361,52 @@ def test_float8_rows_agree(kernel: Kernel) -> None:
     # Neighbours in e4m3 may differ by an eighth; Triton's interpreter loses some carries when it rounds.
     close = torch.isclose(actual.float(), expected.float(), rtol=2**-3, atol=2**-9)
     assert close.float().mean() > 0.97
+
+
+LORA_CASES = {
+    "one line": ([0], [[8, 8, 8]], 576, [576, 192, 192]),
+    "rank 1, odd widths": ([0, -1, 1, 0], [[1, 0, 1], [0, 3, 17]], 50, [33, 7, 20]),
+    "many adapters": (
+        [2, 0, 1, -1, 2, 2, 0, 3, -1, 1], [[4, 8, 16], [30, 64, 9], [0, 0, 0], [-12, 33, -7]], 96, [80, 64, 48],
+    ),
+    "long runs": ([0] * 37 + [1] * 21 + [-1] * 5, [[16, 40, 5], [-23, 2, 64]], 64, [48, 16, 16]),
+    "rank 512": ([1, 0, 1], [[512], [300]], 32, [40]),
+    "nobody": ([-1, -1], [[4]], 32, [32]),
+}  # fmt: skip
+
+
+@_parametrize("lora")
+@pytest.mark.parametrize("case", LORA_CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_lora_agrees(kernel: Kernel, case: str, dtype: torch.dtype) -> None:
+    alternative, reference = kernel
+    native = alternative.__name__.endswith("cpu")  # computes in float32, whatever adapters are kept in
+    made = lora_case(*LORA_CASES[case], dtype=torch.float32 if native else dtype, weights_dtype=dtype)
+    expected = reference.add(made.x, made.y.clone(), *made.arguments())
+    actual = alternative.add(made.x, made.y.clone(), *made.arguments())
+    loose = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(made.x.dtype, 2e-5)
+    torch.testing.assert_close(actual, expected, rtol=loose, atol=loose)
+    untouched = [i for i, slot in enumerate(LORA_CASES[case][0]) if slot < 0]
+    assert torch.equal(actual[untouched], made.y[untouched])
+
+
+@_parametrize("lora")
+def test_long_segments_agree_too(kernel: Kernel) -> None:
+    alternative, reference = kernel
+    made = lora_case([0] * 70 + [1] * 9 + [-1, 0], [[20, 3], [-12, 0]], 200, [48, 40], max_lines=64)
+    expected = reference.add(made.x, made.y.clone(), *made.arguments())
+    actual = alternative.add(made.x, made.y.clone(), *made.arguments())
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@_parametrize("lora")
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_embedding_lora_agrees(kernel: Kernel, ids_dtype: torch.dtype) -> None:
+    alternative, reference = kernel
+    made = lora_case([0, 1, -1, 0, 1, 1], [[7], [-33]], 40, [48])
+    ids = torch.tensor([0, 37, 5, 12, 12, 3], dtype=ids_dtype)
+    rest = (made.tables, made.segments, 1, 40, 2)
+    expected = reference.add_embedded(ids, made.y.clone(), *rest)
+    torch.testing.assert_close(
+        alternative.add_embedded(ids, made.y.clone(), *rest), expected, rtol=2e-5, atol=2e-5
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from quire.cli.parser import Collect, Parser
+from quire.cli.parser import Collect, Gather, Parser
 from quire.cli.sizes import parse_bytes
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -17,6 +17,7 @@ TITLES = {
     "scheduler": "scheduling",
     "runner": "device",
     "speculation": "speculation",
+    "adapters": "adapters",
 }
 
 HELP = {
@@ -62,12 +63,24 @@ HELP = {
     "num_threads": "CPU threads (default: the physical cores)",
     "enforce_eager": "no recorded graphs",
     "speculative_config": 'draft tokens and verify them together: JSON, {"method": "ngram"} looks them up in the text',
+    "enable_lora": "serve LoRA adapters; on where one is named or a folder of them is",
+    "lora_modules": "adapters as NAME=FOLDER, several if need be; chosen by `model: NAME`",
+    "lora_dir": "a folder of adapters, each found by its folder's name; run-time loads come from here only",
+    "lora_memory": "unified: adapters live in blocks of the pool; separate: in memory of their own, for comparison",
+    "lora_memory_bytes": "size of that separate memory, taken from the pool's (default: a quarter of it)",
+    "lora_mode": "batched: any mix in one step; merge: one adapter at a time, merged into the model, for comparison",
+    "max_loras": "different adapters that run at once (default: as many as sequences)",
+    "max_lora_rank": "refuse adapters of a higher rank (default: 512)",
+    "max_cpu_loras": "adapters kept in host memory (default: as many as fit)",
+    "max_cpu_lora_bytes": "host memory for adapters (default: a share of what is free, at most 16GiB)",
     "deterministic": "on a GPU: a request's tokens do not depend on its neighbours (slower; on a CPU in int8 always)",
 }
 _SHORT = {"quantization": ("-q",)}
 _REPEATED = {"pin_prefix": "FILE"}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
-_CONVERTERS: dict[str, Callable[[str], Any]] = {"kv_cache_memory_bytes": parse_bytes}
+_CONVERTERS: dict[str, Callable[[str], Any]] = dict.fromkeys(
+    ("kv_cache_memory_bytes", "lora_memory_bytes", "max_cpu_lora_bytes"), parse_bytes
+)
 
 
 def add_model_argument(parser: Parser) -> None:
@@ -111,6 +124,8 @@ def _add_flag(group: Any, field: Field[Any]) -> None:
         given |= {"action": Collect, "metavar": _REPEATED[field.name]}
     elif kind is bool:
         given["action"] = argparse.BooleanOptionalAction
+    elif typing.get_origin(field.type) is tuple:
+        given |= {"action": Gather, "nargs": "+", "metavar": "NAME=FOLDER"}
     else:
         given["type"] = _CONVERTERS.get(field.name, kind)
         given["metavar"] = "BYTES" if field.name in _CONVERTERS else _METAVARS.get(kind, "VALUE")

@@ -90,3 +90,17 @@ class Collect(argparse.Action):
     ) -> None:
         so_far = getattr(namespace, self.dest, None)
         setattr(namespace, self.dest, [*so_far, value] if isinstance(so_far, list) else [value])
+
+
+class Gather(Collect):
+    """A flag with several values, which may be repeated too."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        value: Any,
+        option: str | None = None,
+    ) -> None:
+        so_far = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, [*so_far, *value] if isinstance(so_far, list) else list(value))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from quire.core.adapters import AdapterConfig
 from quire.core.errors import ConfigError
 from quire.core.speculation import SpeculativeConfig, parse_speculative
 
@@ -219,6 +220,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     @classmethod
     def of(cls, **flat: Any) -> "EngineConfig":

@@ -25,6 +25,13 @@ class InvalidRequest(QuireError):
         self.param = param
 
 
+class AdapterError(InvalidRequest):
+    """An adapter that cannot be found, read or served; only requests that name it are refused."""
+
+    def __init__(self, message: str, param: str | None = "model") -> None:
+        super().__init__(message, param)
+
+
 class QueueFull(QuireError):
     """The bounded queue refuses the request now; the same request may be taken later."""
 

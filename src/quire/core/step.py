@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from quire.core.adapters import AdapterLoad
 from quire.core.draft import Draft
 from quire.core.ints import Ints, ints
 from quire.core.sampling import SamplingParams
@@ -55,10 +56,10 @@ class HostMoves:
 class Step:
     """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
 
-    Applied in this order: row starts, drafts, table deltas, pages to and from the host, page copies, forward,
-    sampling. All before the forward pass is applied even where the pass itself does not fit. A row with a draft of
-    K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens. Of a
-    tree, the tokens and pages of what was accepted are at their positions when the step is over.
+    Applied in this order: row starts, drafts, table deltas, pages to and from the host, adapters' evictions and loads,
+    page copies, forward, sampling. All before the forward pass is applied even where the pass itself does not fit. A
+    row with a draft of K tokens yields K + 1: what the target chooses at the draft's first position, and after each of
+    its tokens. Of a tree, the tokens and pages of what was accepted are at their positions when the step is over.
     """
 
     step_id: int
@@ -81,6 +82,9 @@ class Step:
     )  # [S] int32, tokens back from the row's last; [] is all 0
     drawn: Ints = field(default_factory=ints)  # [S] int32, how many different tokens to draw; [] is all 0
     moves: HostMoves | None = None  # None, nearly always: nothing leaves the pool and nothing comes back
+
+    adapter_evictions: tuple[str, ...] = ()  # adapters whose pages are others' from now on
+    adapter_loads: tuple[AdapterLoad, ...] = ()  # adapters that rows of this step or of later ones run with
 
     @property
     def total_tokens(self) -> int:

@@ -41,6 +41,7 @@ class Door:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        adapter: str | None = None,
     ) -> Request:
         self._check_prompt(prompt_token_ids, sampling)
         self._check_token_ids(sampling)
@@ -58,6 +59,7 @@ class Door:
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         self._check_pool(request)
         return request

@@ -8,9 +8,10 @@ from functools import partial
 import torch
 
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from quire.core.errors import QuireError
+from quire.core.errors import ConfigError, QuireError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
+from quire.engine.adapter_build import build_adapters, separate_blocks, serve_adapters
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
@@ -147,17 +148,21 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         check_trees(speculative, described, numbers, config.runner.deterministic)
     draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
     pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft)
-    scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks)
+    num_apart = separate_blocks(config.adapters, size.num_blocks, size.block_bytes)
+    scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks - num_apart)
     runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
     on_gpu = numbers.device.type == "cuda"
     proposals = Proposals() if speculative is not None and speculative.acceptance == "rejection" else None
-    runner = (DeviceRunner if on_gpu else Runner)(model, pool, runner_limits, numbers.device, proposals)
+    adapted = build_adapters(config, model, factory, pool, numbers, runner_limits)
+    given = (model, pool, runner_limits, numbers.device, proposals, adapted.slots if adapted else None)
+    runner = DeviceRunner(*given) if on_gpu else Runner(*given)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     host = make_host_memory(config, pool)
     runner.mover = host.mover
     memory = make_memory(
-        config.memory, size.num_blocks, max_model_len, source.fingerprint, host.num_swap_blocks
+        config.memory, size.num_blocks - num_apart, max_model_len, source.fingerprint, host.num_swap_blocks
     )
+    adapters = serve_adapters(config.adapters, adapted, memory, num_apart, host.mover)
     seed = options.seed if options.load_format == "dummy" else None
     kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
     evicted = open_second_home(config, host, memory, pool.layout, *kept)
@@ -186,13 +191,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     make_speculation = None
     if speculative is not None:
         drafting = _draft_model(config, scheduler, draft, size, max_model_len, proposals) if draft else None
-        make_speculation = partial(
-            Speculation, speculative, make_proposer(speculative, drafting), max_num_seqs
-        )
+        proposer = make_proposer(speculative, drafting)
+        make_speculation = partial(Speculation, speculative, proposer, max_num_seqs)
     preemption = Preemption(scheduler.preemption_mode, host.block_seconds)
-    engine = Engine(
-        scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation, preemption
-    )
+    parts = (scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation, preemption)
+    engine = Engine(*parts, adapters=adapters)
     try:
         pinned = pin_prefixes(engine, config, source)
     except QuireError:
@@ -204,6 +207,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
 
 def _build_simulated(config: EngineConfig, started: float) -> Built:
     """The real scheduler and memory over a runner that only charges time, on a clock of its own."""
+    if config.adapters.enabled:
+        raise ConfigError("adapters run on real devices only: leave device='simulated' or the adapters out")
     source = open_shape(config)
     described = registry.describe(source.config)
     ends = end_token_ids(source, described)

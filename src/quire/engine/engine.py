@@ -8,10 +8,11 @@ from typing import Protocol, TypeVar
 
 from quire.core.clock import Clock, VirtualClock
 from quire.core.config import SchedulerConfig
-from quire.core.errors import DeviceMemoryFull, InvalidRequest, QueueFull
+from quire.core.errors import AdapterError, DeviceMemoryFull, InvalidRequest, QueueFull
 from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, Step, StepResult
+from quire.engine.adapters import Adapters
 from quire.engine.arrival import Door, Limits
 from quire.engine.commit import Committer, error_updates
 from quire.engine.speculation import Speculation, SpeculationStats
@@ -73,13 +74,16 @@ class Engine:
         make_speculation: Callable[[StructuredOutputs], Speculation] | None = None,
         preemption: Preemption | None = None,
         clock: Clock = time.monotonic,
+        adapters: Adapters | None = None,
     ):
         self.limits = limits
         self.clock = clock  # of arrivals; a simulated device has its own
         self.memory = memory
         self._structured = StructuredOutputs(make_compiler, limits)
         self.speculation = make_speculation(self._structured) if make_speculation is not None else None
-        self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock)
+        self.adapters = adapters  # None: they are off
+        line = adapters.line if adapters is not None else None
+        self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock, line)
         self.stats = EngineStats()
         self._door = Door(limits, memory, seed, clock)
         self._runner: StepRunner = runner
@@ -97,22 +101,47 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        adapter: str | None = None,
     ) -> None:
         """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now.
 
+        `adapter` is a name; what it means is decided now.
         One with a grammar that is not known yet is queued once it is compiled; `step` tells if it cannot be.
         """
         if self._has_request(request_id):
             raise InvalidRequest(
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
-        request = self._door.admit(
-            request_id, prompt_token_ids, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant
-        )
-        if sampling.structured is None or self._structured.admit(request):
-            self.scheduler.add(request)
+        key = self._arrive(request_id, adapter) if adapter is not None else None
+        try:
+            request = self._door.admit(
+                request_id,
+                prompt_token_ids,
+                sampling,
+                priority=priority,
+                cache_salt=cache_salt,
+                tenant=tenant,
+                adapter=key,
+            )
+            if sampling.structured is None or self._structured.admit(request):
+                self.scheduler.add(request)
+        except BaseException:
+            self._give_back_adapter(request_id)
+            raise
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += request.num_prompt_tokens
+
+    def _arrive(self, request_id: str, adapter: str) -> str:
+        if self.adapters is None:
+            raise AdapterError(
+                f"adapter {adapter!r} was asked for and adapters are off: start with enable_lora, lora_modules "
+                "or lora_dir"
+            )
+        return self.adapters.arrive(request_id, adapter)
+
+    def _give_back_adapter(self, request_id: str) -> None:
+        if self.adapters is not None:
+            self.adapters.end(request_id)
 
     def pin(self, token_ids: Sequence[int]) -> int:
         """Computes a prefix and holds its full blocks for good; how many. Only while nothing else runs.
@@ -164,6 +193,10 @@ class Engine:
         started = time.perf_counter()
         planned = self.scheduler.schedule()
         self.stats.schedule_seconds += time.perf_counter() - started
+        if self.adapters is not None:
+            updates += self._fail_adapters(self.adapters)
+            if planned is None and not self._in_flight:
+                self.adapters.wait()
         if planned is not None:
             try:
                 self._runner.launch(planned.step)
@@ -202,7 +235,19 @@ class Engine:
         self._runner.close()
         if self.speculation is not None:
             self.speculation.close()
+        if self.adapters is not None:
+            self.adapters.close()
         self._structured.close()
+
+    def _fail_adapters(self, adapters: Adapters) -> list[SequenceUpdate]:
+        """An adapter that cannot be loaded fails those who asked for it, and nobody else."""
+        updates: list[SequenceUpdate] = []
+        for group, error in adapters.line.take_failed():
+            for update in self._committer.fail(group.live[0], str(error)):
+                update.param = error.param
+                updates.append(update)
+        self._count_ends(updates)
+        return updates
 
     def _shed(self, planned: Planned, full: DeviceMemoryFull) -> list[SequenceUpdate]:
         """The newest request pays for a step that did not fit; the others go on with smaller steps."""
@@ -243,6 +288,8 @@ class Engine:
             except QueueFull:
                 break  # it has been taken in already: it waits here for its place
             del self._compiled[0]
+        for request, _ in arrivals.failed:
+            self._give_back_adapter(request.request_id)
         self.stats.num_finished += sum(request.sampling.num_sequences for request, _ in arrivals.failed)
         return [
             SequenceUpdate(
@@ -272,6 +319,7 @@ class Engine:
     def _forget_if_ended(self, request_id: str) -> None:
         if not self.scheduler.has_request(request_id):
             self._structured.forget(request_id)
+            self._give_back_adapter(request_id)
             if self.speculation is not None:
                 self.speculation.forget(request_id)
 

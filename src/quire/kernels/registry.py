@@ -22,6 +22,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "inputs": (("triton", "cuda"),),
     "int8_linear": (("cpu", "cpu"),),
     "invariant_linear": (("triton", "cuda"),),
+    "lora": (("cpu", "cpu"), ("triton", "cuda")),
     "narrow_linear": (("triton", "cuda"),),
     "norm": (("cpu", "cpu"), ("triton", "cuda")),
     "pages": (("cpu", "cpu"), ("triton", "cuda")),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quire.layers.lora import LoraBatch
 from quire.layers.plans import AttentionPlans
 
 
@@ -42,3 +43,5 @@ class Batch:
     fresh: tuple[Span, ...] = ()  # rows that are long enough to be read from the batch itself, not from pages
     plans: AttentionPlans | None = None  # where attention's kernel divides its work once for all layers
     trees: TreeMasks | None = None  # where rows have token trees
+    lora: LoraBatch | None = None  # adapters of the T tokens; None: none of them has any
+    wanted_lora: LoraBatch | None = None  # adapters of the tokens at logits_indices

@@ -6,7 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from quire.layers.loader import Loader, check_shape
+from quire.layers.loader import Loader, Part, check_shape
+from quire.layers.lora import LoraBatch, LoraGroup
 
 
 class Embedding:
@@ -32,18 +33,27 @@ class Embedding:
         self._compact = compact
         self._first_row = first_row  # rows of the checkpoint's table that come before ours
         self._table: Tensor | None = None  # [num_rows, width]
+        self._lora: LoraGroup | None = None
 
     @property
     def table(self) -> Tensor:
         assert self._table is not None, "an embedding must be loaded before it is used"
         return self._table
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """ids [T] int32 or int64 -> [T, width]."""
-        return self._kernel.gather(self._table, ids, dtype=self._dtype)
+    def __call__(self, ids: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        """ids [T] int32 or int64 -> [T, width], plus what the lines' adapters add."""
+        rows = self._kernel.gather(self._table, ids, dtype=self._dtype)
+        if lora is None or self._lora is None or not lora.adds_to(self._lora):
+            return rows
+        num_ids = self._first_row + self._shape[0]
+        return self._lora.add_embedded(ids, rows, lora, num_ids, self._first_row)
+
+    def take_lora(self, group: LoraGroup) -> None:
+        self._lora = group
 
     def loader(self) -> Loader:
-        return Loader((self._first_row + self._shape[0], self._shape[1]), self.load)
+        num_rows, width = self._first_row + self._shape[0], self._shape[1]
+        return Loader((num_rows, width), self.load, (Part(self, 0, width, num_rows, is_embedding=True),))
 
     def load(self, tensor: Tensor) -> None:
         """tensor [first_row + num_rows, width]."""

@@ -62,7 +62,8 @@ class LayerFactory:
     def linear(self, num_rows: int, num_columns: int, bias: bool = False) -> Linear:
         """A projection from num_columns to num_rows; fused ones are the sum of their rows."""
         matrix = self.number_format.matrix(num_rows, num_columns)
-        return Linear(matrix, self._vector(num_rows) if bias else None)
+        vector = self._vector(num_rows) if bias else None
+        return Linear(matrix, vector, self.kernel("activation").silu_mul)
 
     def rms_norm(self, width: int, eps: float) -> RMSNorm:
         return RMSNorm(self.kernel("norm"), self._vector(width, 1.0), eps)

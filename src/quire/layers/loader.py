@@ -2,10 +2,36 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from quire.core.errors import WeightsError
+from quire.layers.lora import LoraGroup
+
+
+class Adaptable(Protocol):
+    """A layer whose result adapters can add to."""
+
+    def take_lora(self, group: LoraGroup) -> None:
+        """From now on adds what the lines' adapters have at these sites."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Its own tensors, by name; views, not copies."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a layer that one checkpoint matrix fills: a site of adapters."""
+
+    layer: Adaptable
+    first_row: int
+    num_outputs: int
+    num_inputs: int
+    is_embedding: bool = False  # inputs are ids
+    module: str = ""  # the module's name, where the tensor is another's
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +40,7 @@ class Loader:
 
     shape: tuple[int, ...]
     take: Callable[[Tensor], None]
+    parts: tuple[Part, ...] = ()  # what the tensor fills, as far as adapters can add to it
 
     def __call__(self, tensor: Tensor) -> None:
         check_shape(tensor, self.shape)

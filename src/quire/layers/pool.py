@@ -20,6 +20,10 @@ class Pool:
         """A layer's K and V pages: two views [num_blocks, block_size, kv_heads, head_dim], strided by block."""
         return self._planes[index]
 
+    def elements(self, dtype: torch.dtype) -> Tensor:
+        """All bytes as one line of numbers of this type: what adapters' weights are found in."""
+        return self.data.view(-1).view(dtype)
+
     def _plane(self, layer: int, value: bool) -> Tensor:
         layout = self.layout
         elements = self.data.view(getattr(torch, layout.dtype))

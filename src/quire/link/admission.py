@@ -30,6 +30,7 @@ class Ask:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    adapter: str | None = None
 
     @property
     def num_tokens(self) -> int:

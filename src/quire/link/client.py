@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest
 from quire.core.step import SequenceUpdate
+from quire.link.adapters import NamedAdapters
 from quire.link.admission import Ask, Bounds
 from quire.link.channel import Channel
 from quire.link.engine_process import UNBOUNDED as UNBOUNDED
@@ -19,10 +20,12 @@ from quire.link.messages import (
     Done,
     Figures,
     FromEngine,
+    LoadAdapter,
     Ready,
     Refused,
     ResetPrefixCache,
     Stop,
+    UnloadAdapter,
     Updates,
     encode,
     pack_ints,
@@ -32,6 +35,7 @@ from quire.link.stream import Stream
 from quire.link.supervise import STEP_SECONDS
 
 CALL_SECONDS = 60.0
+Call = ResetPrefixCache | CheckIntegrity | AskFigures | LoadAdapter | UnloadAdapter
 
 
 class EngineClient(EngineProcess[SequenceUpdate]):
@@ -46,6 +50,7 @@ class EngineClient(EngineProcess[SequenceUpdate]):
     ) -> None:
         super().__init__(config, bounds, on_progress, engine_timeout)
         self.ready: Ready | None = None  # as the last engine that started said it
+        self.adapters = NamedAdapters(config.adapters)
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Done]] = {}
 
@@ -102,12 +107,26 @@ class EngineClient(EngineProcess[SequenceUpdate]):
     async def fresh_figures(self) -> Figures:
         return (await self._call(AskFigures)).figures
 
-    async def _call(self, kind: type[ResetPrefixCache | CheckIntegrity | AskFigures]) -> Done:
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Raises InvalidRequest with the reason if it cannot be served."""
+        done = await self._call(LoadAdapter, name, path)
+        if done.error is not None:
+            raise InvalidRequest(done.error, "lora_path")
+        self.adapters.loaded(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests that run with it go on."""
+        done = await self._call(UnloadAdapter, name)
+        if done.error is not None:
+            raise InvalidRequest(done.error, "lora_name")
+        self.adapters.unloaded(name)
+
+    async def _call(self, kind: Callable[..., Call], *arguments: str) -> Done:
         if self._channel is None:
             raise EngineDead(f"{self.status}: try again in some seconds")
         call_id = next(self._call_ids)
         answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._channel.send(kind(call_id))
+        self._channel.send(kind(call_id, *arguments))
         try:
             return await asyncio.wait_for(answer, CALL_SECONDS)
         except TimeoutError:
@@ -121,6 +140,8 @@ class EngineClient(EngineProcess[SequenceUpdate]):
         assert isinstance(ready, Ready)
         self.ready = ready
         super().engine_up(ready, channel)
+        for kind, *arguments in self.adapters.changes():  # what operators asked of the engine before this one
+            channel.send((LoadAdapter if kind == "load" else UnloadAdapter)(next(self._call_ids), *arguments))
 
     def engine_down(self, fault: EngineDead) -> None:
         super().engine_down(fault)
@@ -165,6 +186,8 @@ def _encoded(ask: Ask, vocab_size: int) -> bytes:
             f"token id {wrong} is outside the vocabulary of {vocab_size}: use 0 to {vocab_size - 1}", "prompt"
         ) from None
     try:
-        return encode(Add(ask.request_id, packed, ask.sampling, ask.priority, ask.cache_salt, ask.tenant))
+        return encode(
+            Add(ask.request_id, packed, ask.sampling, ask.priority, ask.cache_salt, ask.tenant, ask.adapter)
+        )
     except (OverflowError, UnicodeEncodeError) as error:
         raise InvalidRequest(f"the request holds a value that cannot be passed on ({error})") from None

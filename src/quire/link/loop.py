@@ -1,27 +1,31 @@
 """EngineLoop: the engine process at work. Obeys what came in, steps, says what happened: one message per step."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from quire.core.errors import InvalidRequest, QueueFull
+from quire.core.errors import AdapterError, InvalidRequest, QueueFull
 from quire.core.request import Sequence
 from quire.core.step import SequenceUpdate
+from quire.engine.adapters import Adapters
 from quire.engine.engine import Engine
 from quire.link.channel import WorkerChannel
 from quire.link.messages import (
     Abort,
+    AdapterFigures,
     Add,
     AskFigures,
     Began,
     CheckIntegrity,
     Done,
     Figures,
+    LoadAdapter,
     Refused,
     ResetPrefixCache,
     Shutdown,
     Stop,
     ToEngine,
+    UnloadAdapter,
     decode_to_engine,
     pack_updates,
     unpack_ints,
@@ -30,6 +34,7 @@ from quire.memory.second_home import HomeStats
 from quire.observe.logs import get_logger
 
 log = get_logger(__name__)
+_NO_ADAPTERS = AdapterFigures()
 IDLE_MILLISECONDS = 500  # an idle engine looks up so often, to see whether it should leave
 
 
@@ -107,6 +112,10 @@ class EngineLoop:
                 self._channel.send(Done(call_id, self.figures()))
             case CheckIntegrity(call_id):
                 self._channel.send(Done(call_id, self.figures(), self._integrity()))
+            case LoadAdapter(call_id, name, path):
+                self._change_adapters(call_id, lambda adapters: adapters.load(name, path))
+            case UnloadAdapter(call_id, name):
+                self._change_adapters(call_id, lambda adapters: adapters.remove(name))
             case AskFigures(call_id):
                 self._channel.send(Done(call_id, self.figures()))
 
@@ -122,6 +131,7 @@ class EngineLoop:
                 priority=message.priority,
                 cache_salt=message.cache_salt,
                 tenant=message.tenant,
+                adapter=message.adapter,
             )
         except InvalidRequest as refusal:
             self._refuse(message, "invalid", str(refusal), refusal.param)
@@ -132,6 +142,17 @@ class EngineLoop:
             self._refuse(message, "fault", f"{type(fault).__name__}: {fault}")
         else:
             self._queue.enter(message.request_id)
+
+    def _change_adapters(self, call_id: int, change: Callable[[Adapters], None]) -> None:
+        """An operator's call about adapters; what is wrong with one is said, and all else goes on."""
+        error = None
+        try:
+            if self._engine.adapters is None:
+                raise AdapterError("adapters are off: start with --enable-lora, --lora-modules or --lora-dir")
+            change(self._engine.adapters)
+        except AdapterError as refusal:
+            error = str(refusal)
+        self._channel.send(Done(call_id, self.figures(), error))
 
     def _refuse(self, message: Add, kind: str, reason: str, param: str | None = None) -> None:
         self._channel.send(Refused(message.request_id, kind, reason, param))
@@ -200,7 +221,15 @@ class EngineLoop:
             offload_disk_blocks=0 if home is None else home.num_shelved,
             swap_blocks=memory.swap.hosts.num_blocks,
             offload_blocks=0 if home is None else home.num_hosts,
+            adapters=_adapter_figures(engine.adapters),
         )
+
+
+def _adapter_figures(adapters: Adapters | None) -> AdapterFigures:
+    if adapters is None:
+        return _NO_ADAPTERS
+    found = adapters.figures()
+    return AdapterFigures(**{name: getattr(found, name) for name in AdapterFigures.__struct_fields__})
 
 
 class QueueClock:

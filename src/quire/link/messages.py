@@ -27,6 +27,7 @@ class Add(_Message, frozen=True):
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    adapter: str | None = None
 
 
 class Embed(_Message, frozen=True):
@@ -62,11 +63,33 @@ class AskFigures(_Message, frozen=True):
     call_id: int
 
 
+class LoadAdapter(_Message, frozen=True):
+    call_id: int
+    name: str
+    path: str  # inside the folder that the engine allows
+
+
+class UnloadAdapter(_Message, frozen=True):
+    call_id: int
+    name: str
+
+
 class Shutdown(_Message, frozen=True):
     """The process ends after the step it is in; whatever still runs is dropped."""
 
 
-ToEngine = Add | Embed | Abort | Stop | ResetPrefixCache | CheckIntegrity | AskFigures | Shutdown
+ToEngine = (
+    Add
+    | Embed
+    | Abort
+    | Stop
+    | ResetPrefixCache
+    | CheckIntegrity
+    | AskFigures
+    | LoadAdapter
+    | UnloadAdapter
+    | Shutdown
+)
 
 # ---------------------------------------------------------------------- from the engine
 
@@ -159,6 +182,24 @@ class Began(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
+class AdapterFigures(msgspec.Struct, frozen=True, array_like=True):
+    """What adapters cost and do; all zero where they are off."""
+
+    num_in_pages: int = 0
+    num_in_use: int = 0
+    num_blocks: int = 0  # of the pool, idle adapters included
+    num_blocks_in_use: int = 0
+    num_on_host: int = 0
+    host_bytes: int = 0
+    num_reads: int = 0  # from disk; this and all below only grow
+    num_failures: int = 0
+    num_loads: int = 0  # from host memory into pages
+    num_evictions: int = 0
+    num_uses: int = 0  # sequences that began with an adapter
+    running: tuple[str, ...] = ()  # some names
+    waiting: tuple[str, ...] = ()
+
+
 class Figures(msgspec.Struct, frozen=True, array_like=True):
     """The engine's gauges and counters as they stand."""
 
@@ -193,6 +234,7 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     offload_disk_blocks: int = 0
     swap_blocks: int = 0  # how many there are, in use or not
     offload_blocks: int = 0
+    adapters: AdapterFigures = AdapterFigures()
 
 
 class Updates(_Message, frozen=True):

@@ -37,7 +37,11 @@ class AsyncLLM:
         self._closed = False
 
     async def generate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the answer so far, each time it grows; the last one has `finished`."""
         self._event_loop = asyncio.get_running_loop()
@@ -46,7 +50,9 @@ class AsyncLLM:
         request_id = request_id or f"async-{next(self._ids)}"
         answer = Answer(request_id, sampling, self.tokenizer)
         updates: asyncio.Queue[SequenceUpdate | BaseException] = asyncio.Queue()
-        accepted = self._thread.add(request_id, prepared.token_ids, sampling, **prepared.options)
+        accepted = self._thread.add(
+            request_id, prepared.token_ids, sampling, **prepared.options, adapter=adapter
+        )
         self._queues[request_id] = updates
         try:
             await asyncio.wrap_future(accepted)

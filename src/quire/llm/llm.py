@@ -4,11 +4,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from quire.core.config import EngineConfig
-from quire.core.errors import InvalidRequest, QuireError
+from quire.core.errors import AdapterError, InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
+from quire.engine.adapters import Adapters
 from quire.engine.build import Built, Report, build
 from quire.llm.outputs import RequestOutput, request_output
 from quire.llm.progress import load_progress
@@ -45,10 +47,14 @@ class LLM:
         use_tqdm: bool = True,
         *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """One result per prompt, in the prompts' order. All are checked before any is computed."""
+        """One result per prompt, in the prompts' order. All are checked before any is computed.
+
+        `adapter` names a LoRA adapter for all prompts, or one (or None) for each.
+        """
         prepared = [prepare(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm)
+        return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm, adapter)
 
     def beam_search(
         self,
@@ -86,6 +92,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or a list of them, through the model's chat template."""
         several: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -99,7 +106,30 @@ class LLM:
                 **(chat_template_kwargs or {}),
             )
             prepared.append(prepare(text, self.tokenizer, add_special_tokens=False))
-        return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm)
+        return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm, adapter)
+
+    # ------------------------------------------------------------------ adapters
+
+    def add_adapter(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        """An adapter from memory, as PEFT would save it: tensors by name, and adapter_config.json's content.
+
+        Nothing touches the disk. A name that is known already means this one from now on.
+        """
+        self._adapters.add(name, tensors, config)
+
+    def remove_adapter(self, name: str) -> None:
+        """Requests that run with it go on; new ones do not find it."""
+        self._adapters.remove(name)
+
+    def adapters(self) -> list[str]:
+        """Names that `generate(adapter=…)` takes."""
+        return self._adapters.library.names()
+
+    @property
+    def _adapters(self) -> Adapters:
+        if self.engine.adapters is None:
+            raise AdapterError("adapters are off: start with enable_lora=True, lora_modules or lora_dir")
+        return self.engine.adapters
 
     @property
     def template(self) -> ChatTemplate:
@@ -126,8 +156,12 @@ class LLM:
         prompts: list[PreparedPrompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        answers = self._submit(prompts, self._samplings(sampling, len(prompts)))
+        names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(names) != len(prompts):
+            raise InvalidRequest(f"{len(names)} adapters for {len(prompts)} prompts: give one, or one each")
+        answers = self._submit(prompts, self._samplings(sampling, len(prompts)), names)
         by_id = {answer.request_id: answer for answer in answers}
         try:
             with tqdm(
@@ -156,12 +190,14 @@ class LLM:
             )
         return [ready_to_sample(one, self.tokenizer) for one in sampling]
 
-    def _submit(self, prompts: list[PreparedPrompt], samplings: list[SamplingParams]) -> list[Answer]:
+    def _submit(
+        self, prompts: list[PreparedPrompt], samplings: list[SamplingParams], adapters: list[str | None]
+    ) -> list[Answer]:
         answers: list[Answer] = []
         try:
-            for prompt, sampling in zip(prompts, samplings, strict=True):
+            for prompt, sampling, adapter in zip(prompts, samplings, adapters, strict=True):
                 request_id = str(next(self._ids))
-                self.engine.add(request_id, prompt.token_ids, sampling, **prompt.options)
+                self.engine.add(request_id, prompt.token_ids, sampling, **prompt.options, adapter=adapter)
                 answers.append(Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock))
         except QuireError:
             for answer in answers:  # all or none: the caller gets no half-done list

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from quire.core.request import Request, Sequence
+from quire.memory.adapter_pages import AdapterPages
 from quire.memory.moves import PageMoves
 from quire.memory.paged import MemoryStats, TableDelta
 from quire.memory.second_home import SecondHome
@@ -17,6 +18,7 @@ class Memory(Protocol):
     moves: PageMoves  # that the next step must carry
     swap: SwapSpace
     home: SecondHome | None  # of what is evicted
+    adapter_pages: AdapterPages
     block_size: int
 
     @property

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from quire.core.ints import ints
 from quire.core.request import Request, Sequence
+from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockPool
 from quire.memory.moves import PageMoves
 from quire.memory.prefix import PrefixIndex
@@ -67,6 +68,7 @@ class PagedMemory:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks, fingerprint)
+        self.adapter_pages = AdapterPages(self.pool, self._take)
         self.stats = MemoryStats()
         self.moves = PageMoves()  # that the next step must carry
         self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.moves, self._take)
@@ -246,6 +248,7 @@ class PagedMemory:
         for sequence in (*sequences, *self._held):
             for block in sequence.block_ids:
                 counts[block] += 1
+        self.adapter_pages.count_references(counts)
         if counts[0]:
             raise RuntimeError("block 0 was given out")
         if counts != self.pool.ref_counts:
@@ -265,6 +268,7 @@ class PagedMemory:
         if self.home is not None and (content := self.index.content_of(block)) is not None:
             self.home.save(content, block)
         self.index.forget(block)
+        self.adapter_pages.taken(block)
         return block
 
     def _take_for(self, content: bytes) -> int | None:
@@ -285,11 +289,12 @@ class PagedMemory:
         hashes, size = sequence.block_hashes, self.block_size
         if len(hashes) >= num_blocks:
             return
-        parent = hashes[-1] if hashes else self.index.root(_salt(sequence.request))
+        parent = hashes[-1] if hashes else self.index.root(self._salt(sequence.request))
         for i in range(len(hashes), num_blocks):
             parent = self.index.chain(parent, sequence.token_ids[i * size : (i + 1) * size])
             hashes.append(parent)
 
-
-def _salt(request: Request) -> str:
-    return f"{request.adapter or ''}\0{request.cache_salt}"
+    def _salt(self, request: Request) -> str:
+        """Keeps requests apart whose tokens mean different K and V, or who must not see each other's."""
+        adapter = "" if request.adapter is None else self.adapter_pages.salt(request.adapter)
+        return f"{adapter}\0{request.cache_salt}"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.core.request import Request, Sequence
+from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockPool
 from quire.memory.moves import PageMoves
 from quire.memory.paged import MemoryStats, TableDelta
@@ -66,6 +67,7 @@ class ReservedMemory:
         nothing = BlockPool(0)
         self.swap = SwapSpace(0, 1, nothing, PrefixIndex(0, ""), self.moves, nothing.take)
         self.home: SecondHome | None = None
+        self.adapter_pages = AdapterPages(BlockPool(0), BlockPool(0).take)  # none: adapters need pages
         self.reservation = reservation
         self._length = LENGTHS[reservation]
         self._longest = min(max_model_len, num_blocks)

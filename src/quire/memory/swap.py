@@ -29,16 +29,16 @@ class SwapSpace:
         pool: BlockPool,
         index: PrefixIndex,
         moves: PageMoves,
-        take: Callable[[], int],
+        take: Callable[[], int] | None = None,
     ) -> None:
-        """`take` gives a free block of the pool."""
+        """`take` gives a free block of the pool, whatever else must be done for it."""
         self.hosts = BlockPool(num_host_blocks)
         self.stats = SwapStats()
         self._block_size = block_size
         self._pool = pool
         self._index = index
         self._moves = moves
-        self._take = take
+        self._take = take or pool.take
 
     @property
     def num_used(self) -> int:

@@ -9,6 +9,7 @@ from quire.core.config import ModelConfig
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
 from quire.layers.loader import Loader
+from quire.layers.lora import LoraBatch
 from quire.layers.norm import LayerNorm
 from quire.layers.pool import Pool
 from quire.layers.state import Stateful, collect, distribute
@@ -51,16 +52,19 @@ class ClassicLayer:
     def attend(self, hidden: Tensor, update: Tensor | None, batch: Batch, pool: Pool) -> Tensor:
         """What the output projection will take [T, hidden]. `update` is added to hidden [T, hidden] first."""
         x = _normed(self.attention_norm, hidden, update) if self._norm_first else hidden
-        return self.attention(self.qkv(x), batch, pool)
+        return self.attention(self.qkv(x, lora=batch.lora), batch, pool)
 
-    def finish(self, attended: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def finish(
+        self, attended: Tensor, hidden: Tensor, lora: LoraBatch | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The rest of the layer, token by token: hidden states, and what is still to be added to them.
 
         Sums wait for the next norm, which makes them on its way.
         """
-        x = (self.mlp_norm if self._norm_first else self.attention_norm).add(self.output(attended), hidden)
-        inner = self.activation(self.up(x)) if self.activation else self.up.relu(x)
-        update = self.down(inner)
+        output = self.output(attended, lora=lora)
+        x = (self.mlp_norm if self._norm_first else self.attention_norm).add(output, hidden)
+        inner = self.activation(self.up(x, lora=lora)) if self.activation else self.up.relu(x, lora)
+        update = self.down(inner, lora=lora)
         if self._norm_first:
             return hidden, update
         return self.mlp_norm.add(update, x), None
@@ -104,25 +108,27 @@ class ClassicDecoder:
         self.head = factory.output_head(config.vocab_size, width, tied_to)
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
-        hidden = self.tokens(batch.token_ids)
+        hidden = self.tokens(batch.token_ids, batch.lora)
         if self.project_in is not None:
-            hidden = self.project_in(hidden)
-        hidden = hidden + self.positions(batch.positions)
+            hidden = self.project_in(hidden, lora=batch.lora)
+        hidden = hidden + self.positions(batch.positions, batch.lora)
         update: Tensor | None = None
         for layer in self.stack[:-1]:
-            hidden, update = layer.finish(layer.attend(hidden, update, batch, pool), hidden)
+            hidden, update = layer.finish(layer.attend(hidden, update, batch, pool), hidden, batch.lora)
         # what follows the last attention is needed only where logits are
         last, wanted = self.stack[-1], batch.logits_indices
         attended = last.attend(hidden, update, batch, pool)
-        hidden, update = last.finish(self._select(attended, wanted), self._select(hidden, wanted))
+        hidden, update = last.finish(
+            self._select(attended, wanted), self._select(hidden, wanted), batch.wanted_lora
+        )
         if self.norm is not None:
             hidden = _normed(self.norm, hidden, update)
         elif update is not None:
             hidden = hidden + update
-        return hidden if self.project_out is None else self.project_out(hidden)
+        return hidden if self.project_out is None else self.project_out(hidden, lora=batch.wanted_lora)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        return self.head(hidden, lora)
 
     def embedding_loaders(self, tokens: str, head: str) -> dict[str, Loader]:
         """For the token table and, where it has weights of its own, the output head."""

@@ -11,6 +11,7 @@ from quire.core.errors import ModelError
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
 from quire.layers.loader import Loader
+from quire.layers.lora import LoraBatch
 from quire.layers.pool import Pool
 from quire.layers.rope import position_limit, rope_parameters
 from quire.layers.state import Stateful, collect, distribute
@@ -120,12 +121,13 @@ class LlamaLayer:
 
     def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
         """hidden [T, hidden] -> attention's result before its output projection [T, heads * head_dim]."""
-        return self.attention(self.qkv.normed(hidden, self.input_norm), batch, pool, self.q_norm, self.k_norm)
+        qkv = self.qkv.normed(hidden, self.input_norm, batch.lora)
+        return self.attention(qkv, batch, pool, self.q_norm, self.k_norm)
 
-    def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+    def finish(self, attended: Tensor, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
         """The rest of the layer, token by token."""
-        hidden = self.output(attended, residual=hidden)
-        return self.down(self.gate_up.normed_silu_mul(hidden, self.post_norm), residual=hidden)
+        hidden = self.output(attended, hidden, lora)
+        return self.down(self.gate_up.normed_silu_mul(hidden, self.post_norm, lora), hidden, lora)
 
     def layers(self) -> dict[str, Stateful]:
         found: dict[str, Stateful] = {
@@ -183,17 +185,17 @@ class Llama:
         self.head = factory.output_head(config.vocab_size, config.hidden_size, tied_to)
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
-        hidden = self.embedding(batch.token_ids)
+        hidden = self.embedding(batch.token_ids, batch.lora)
         for layer in self.stack[:-1]:
-            hidden = layer.finish(layer.attend(hidden, batch, pool), hidden)
+            hidden = layer.finish(layer.attend(hidden, batch, pool), hidden, batch.lora)
         # what follows the last attention is needed only where logits are
         last, wanted = self.stack[-1], batch.logits_indices
         attended = last.attend(hidden, batch, pool)
-        hidden = last.finish(self._select(attended, wanted), self._select(hidden, wanted))
+        hidden = last.finish(self._select(attended, wanted), self._select(hidden, wanted), batch.wanted_lora)
         return self.norm(hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        return self.head(hidden, lora)
 
     def loaders(self) -> dict[str, Loader]:
         found = {"model.norm.weight": self.norm.loader()}

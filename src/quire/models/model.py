@@ -8,6 +8,7 @@ from torch import Tensor
 from quire.core.config import ModelConfig
 from quire.layers.batch import Batch
 from quire.layers.loader import Loader
+from quire.layers.lora import LoraBatch
 from quire.layers.pool import Pool
 from quire.layers.state import Stateful
 from quire.layers.texts import Texts
@@ -70,6 +71,6 @@ class Model(Loadable, Protocol):
         """Hidden states after the final norm, of batch.logits_indices only: [L, width]."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[L, width] -> [L, vocab] float32."""
+    def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        """[L, width] -> [L, vocab] float32. `lora`: adapters of these lines, if one may add to the output head."""
         ...

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.core.step import Step
 from quire.layers.batch import Batch, TreeMasks
+from quire.runner.adapters import AdapterSlots
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow, scored_rows, wanted_tokens
 from quire.runner.trees import spread_trees
@@ -21,6 +22,7 @@ class Assembled:
     sample_rows: np.ndarray  # [S] int64
     sample_positions: np.ndarray  # [S] int64, where the sampled token will stand
     scored: tuple[ScoredRow, ...]  # rows that want logprobs of prompt tokens from this step
+    line_rows: np.ndarray  # [L] int64, the row of each token whose logits are wanted
     is_decode: bool  # every token is sampled, in order: one of a row, or a draft and the token before it
 
 
@@ -45,9 +47,16 @@ class Assembler:
     """Buffers live as long as the runner, so that a recorded pass finds its inputs where they were."""
 
     def __init__(
-        self, rows: Rows, max_rows: int, max_tokens: int, block_size: int, device: torch.device
+        self,
+        rows: Rows,
+        max_rows: int,
+        max_tokens: int,
+        block_size: int,
+        device: torch.device,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._rows = rows
+        self._adapters = adapters
         self._block_size = block_size
         self._token_ids = _Buffer((max_tokens,), torch.int32, device)
         self._positions = _Buffer((max_tokens,), torch.int32, device)
@@ -78,6 +87,12 @@ class Assembler:
         trees = spread_trees(step) if step.drafts else None
         scored = scored_rows(self._rows.settings, rows, computed, counts)
         wanted = wanted_tokens(ends, sources, offsets, scored, rows, counts)
+        is_decode = len(wanted) == num_tokens and not scored
+        is_decode = is_decode and bool((wanted == self._order[:num_tokens]).all())
+        lora = wanted_lora = None
+        if self._adapters is not None and self._adapters.runs_in(rows):
+            lora = self._adapters.of_tokens(token_rows)
+            wanted_lora = lora if is_decode else self._adapters.of_wanted(token_rows[wanted])
         batch = Batch(
             token_ids=self._token_ids.put(self._rows.tokens[token_rows, positions]),
             positions=self._positions.put(positions if trees is None else trees.positions),
@@ -89,6 +104,8 @@ class Assembler:
             trees=None
             if trees is None
             else TreeMasks(self._tree_starts.put(trees.starts), self._ancestors.put(trees.ancestors)),
+            lora=lora,
+            wanted_lora=wanted_lora,
         )
         return Assembled(
             batch=batch,
@@ -97,9 +114,8 @@ class Assembler:
             if trees is None
             else trees.positions[wanted[: len(sources)]] + 1,
             scored=scored,
-            is_decode=len(wanted) == num_tokens
-            and not scored
-            and bool((wanted == self._order[:num_tokens]).all()),
+            line_rows=token_rows[wanted],
+            is_decode=is_decode,
         )
 
     def _slots_of(self, token_rows: np.ndarray, positions: np.ndarray) -> np.ndarray:

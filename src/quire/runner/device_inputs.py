@@ -10,7 +10,9 @@ from torch import Tensor
 from quire.core.step import RowStart, Step
 from quire.kernels import choose
 from quire.layers.batch import Batch, Span, TreeMasks
+from quire.layers.lora import LoraBatch
 from quire.layers.plans import AttentionPlans
+from quire.runner.adapters import AdapterSlots
 from quire.runner.packing import Sections, pinned, round_up, send
 from quire.runner.rows import RowSettings
 from quire.runner.scored import ScoredRow, scored_rows, wanted_tokens
@@ -112,7 +114,7 @@ class DeviceInputs:
         self._decode[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
         return Staged(True, size, np.asarray(step.sample_rows, np.int64), computed.astype(np.int64) + 1)
 
-    def decode(self, num_rows: int) -> Batch:
+    def decode(self, num_rows: int, lora: LoraBatch | None = None) -> Batch:
         """The batch of a decode of so many rows, spread from what `stage_decode` sent; may be captured."""
         second = round_up(num_rows)
         return self.spread(
@@ -123,6 +125,8 @@ class DeviceInputs:
             num_rows,
             max_query_len=1,
             wanted=None,
+            lora=lora,
+            wanted_lora=lora,
         )
 
     def decode_samples(self, count: int) -> tuple[Tensor, Tensor]:
@@ -151,7 +155,9 @@ class DeviceInputs:
         self._small.copy_(pinned(lines.reshape(-1), self.device), non_blocking=True)
         return Staged(False, padded, sample_rows[:num_samples].astype(np.int64), sampled)
 
-    def small(self, num_tokens: int) -> Batch:
+    def small(
+        self, num_tokens: int, lora: LoraBatch | None = None, wanted_lora: LoraBatch | None = None
+    ) -> Batch:
         """The batch of a small step, padded to so many tokens; may be captured."""
         rows, computed, starts, wanted, _, _ = self._small.view(6, -1).unbind(0)
         return self.spread(
@@ -162,6 +168,8 @@ class DeviceInputs:
             num_tokens,
             max_query_len=num_tokens,
             wanted=wanted[:SMALL_ROWS],
+            lora=lora,
+            wanted_lora=wanted_lora,
         )
 
     def small_samples(self, count: int) -> tuple[Tensor, Tensor]:
@@ -171,7 +179,8 @@ class DeviceInputs:
 
     # ------------------------------------------------------------------ anything else
 
-    def stage_mixed(self, step: Step) -> tuple[Staged, MixedBatch]:
+    def stage_mixed(self, step: Step, adapters: AdapterSlots | None = None) -> tuple[Staged, MixedBatch]:
+        """With `adapters` some row has one."""
         rows = np.asarray(step.rows, np.int32)
         computed = np.asarray(step.num_computed, np.int32)
         counts = np.asarray(step.num_tokens, np.int32)
@@ -192,6 +201,10 @@ class DeviceInputs:
             sample_rows, sample_positions, *of_trees,
         ])  # fmt: skip
         sent = sections.split(send(sections.packed, self.device))
+        lora = wanted_lora = None
+        if adapters is not None:
+            token_rows = np.repeat(rows, counts)
+            lora, wanted_lora = adapters.of_tokens(token_rows), adapters.of_wanted(token_rows[wanted])
         batch = self.spread(
             sent[0],
             sent[1],
@@ -201,6 +214,8 @@ class DeviceInputs:
             max_query_len=int(counts.max()),
             wanted=sent[4],
             fresh=tuple(Span(int(ends[i] - counts[i]), int(ends[i])) for i in np.flatnonzero(is_fresh)),
+            lora=lora,
+            wanted_lora=wanted_lora,
         )
         if trees is not None:
             masks = TreeMasks(sent[8], on_device(trees.ancestors, self.device))
@@ -219,6 +234,8 @@ class DeviceInputs:
         max_query_len: int,
         wanted: Tensor | None,
         fresh: tuple[Span, ...] = (),
+        lora: LoraBatch | None = None,
+        wanted_lora: LoraBatch | None = None,
     ) -> Batch:
         """A batch of these rows, gathered from what the device knows of them; may be captured."""
         num_rows = rows.shape[0]
@@ -244,6 +261,8 @@ class DeviceInputs:
             max_query_len=max_query_len,
             fresh=fresh,
             plans=plans,
+            lora=lora,
+            wanted_lora=wanted_lora,
         )
         self._kernel.spread(
             rows, num_computed, query_starts, self.row_tokens, self.row_tables, self._block_size, max_query_len,

@@ -15,10 +15,12 @@ from quire.core.ints import Ints, ints
 from quire.core.layout import BlockLayout
 from quire.core.step import PromptLogprobs, Step, StepResult
 from quire.kernels import choose
+from quire.layers.lora import MANY_FROM, LoraBatch
 from quire.layers.pool import Pool
 from quire.models.model import Model
+from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, Staged
-from quire.runner.fake_steps import fake_steps
+from quire.runner.fake_steps import PROMPT, fake_steps
 from quire.runner.graphs import Graphs
 from quire.runner.packing import Sections, send
 from quire.runner.proposals import Proposals, choose_tokens
@@ -67,9 +69,11 @@ class DeviceRunner:
         limits: RunnerLimits,
         device: torch.device | str,
         proposals: Proposals | None = None,  # None: no drafts are drawn
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._proposals = proposals
         self._device = torch.device(device)
+        self._adapters = adapters
         self._model = model
         self._pool = pool
         self._limits = limits
@@ -96,7 +100,13 @@ class DeviceRunner:
         self._graphs: Graphs | None = None
         if self._device.type == "cuda" and limits.record_decodes:
             self._graphs = Graphs(
-                model, pool, self._inputs, self._drafts, limits.max_num_seqs, limits.max_num_batched_tokens
+                model,
+                pool,
+                self._inputs,
+                self._drafts,
+                limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+                adapters,
             )
         self._launched: deque[_Launched] = deque()
         self._last_arrival = 0.0
@@ -107,20 +117,28 @@ class DeviceRunner:
         Returns how many were captured; the others follow when they are needed. Only block 0 is written.
         """
         graphs, self._graphs = self._graphs, None  # nothing should compile for the first time inside a graph
+        self._run_fakes()
+        if self._adapters is not None and self._adapters.kinds:
+            with self._adapters.pretending():
+                self._run_fakes()
+                self._run_fakes(prompt=MANY_FROM)  # segments are longer there, and so another kernel
+        self._graphs = graphs
+        if graphs is None:
+            return 0
+        with torch.inference_mode():
+            return graphs.capture(seconds)
+
+    def _run_fakes(self, prompt: int = PROMPT) -> None:
         limits = self._limits
         for step in fake_steps(
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             limits.max_model_len,
             self._pool.layout.block_size,
+            prompt,
         ):
             self.launch(step)
             self.collect()
-        self._graphs = graphs
-        if graphs is None:
-            return 0
-        with torch.inference_mode():
-            return graphs.capture(seconds)
 
     def _reads_fresh(self, limits: RunnerLimits) -> bool:
         """Whether long prompts may go through a contiguous kernel: it knows half precision only, and no order."""
@@ -137,6 +155,8 @@ class DeviceRunner:
         self._inputs.apply(step)
         if self.mover is not None:
             self.mover.move(step)
+        if self._adapters is not None:
+            self._adapters.apply(step, self._adapters.fetch(step))
         if step.copy_sources:
             copies = send(np.array([step.copy_sources, step.copy_targets], np.int32), self._device)
             self._pages.copy_blocks(self._pool.data, *copies.long().unbind(0))
@@ -191,20 +211,29 @@ class DeviceRunner:
     def _forward(self, step: Step) -> _Launched:
         """Queues everything up to the logits of the sampled rows."""
         started = time.perf_counter()
-        padded = self._graphs.padded_rows(len(step.rows)) if self._graphs is not None else 0
+        rows = np.asarray(step.rows, np.int64)
+        adapters = self._adapters if self._adapters is not None and self._adapters.runs_in(rows) else None
+        adapted = adapters is not None
+        padded = self._graphs.padded_rows(len(rows), adapted) if self._graphs is not None else 0
         staged = self._inputs.stage_decode(step, padded)
         if staged is None:
-            fitting = self._forward_drafts if step.drafts else self._forward_small
-            return fitting(step, started) or self._forward_mixed(step, started)
+            if step.drafts:
+                fitted = self._forward_drafts(step, started) if adapters is None else None
+            else:
+                fitted = self._forward_small(step, rows, started, adapters)
+            return fitted or self._forward_mixed(step, rows, started, adapters)
         num_samples = len(staged.sample_rows)
+        lora = adapters.of_tokens(rows, staged.size) if adapters is not None else None
         if self._graphs is not None:
-            hidden = self._graphs.decode(staged.size)
+            hidden = self._graphs.decode(staged.size, adapted)
         else:
-            hidden = self._model(self._inputs.decode(staged.size), self._pool)
-        logits = self._model.logits(hidden[:num_samples])
+            hidden = self._model(self._inputs.decode(staged.size, lora), self._pool)
+        logits = self._model.logits(hidden[:num_samples], _of_head(adapters, lora))
         return _Launched(step, staged, logits, *self._inputs.decode_samples(num_samples), (), started)
 
-    def _forward_small(self, step: Step, started: float) -> _Launched | None:
+    def _forward_small(
+        self, step: Step, rows: np.ndarray, started: float, adapters: AdapterSlots | None
+    ) -> _Launched | None:
         """A step with prompts that fits a graph; None if it does not."""
         num_samples = len(step.sample_rows)
         if self._graphs is None or not num_samples or max(len(step.rows), num_samples) >= SMALL_ROWS:
@@ -213,7 +242,12 @@ class DeviceRunner:
         if padded is None or self._settings.wants_prompt_logprobs(step.rows):
             return None
         staged = self._inputs.stage_small(step, padded)
-        logits = self._model.logits(self._graphs.prompts(padded)[:num_samples])
+        wanted = None
+        if adapters is not None:
+            adapters.of_tokens(np.repeat(rows, np.asarray(step.num_tokens)), padded)
+            wanted = adapters.of_wanted(rows[np.asarray(step.sample_sources)], SMALL_ROWS)
+        hidden = self._graphs.prompts(padded, adapters is not None)
+        logits = self._model.logits(hidden[:num_samples], _of_head(adapters, wanted))
         return _Launched(step, staged, logits, *self._inputs.small_samples(num_samples), (), started)
 
     def _forward_drafts(self, step: Step, started: float) -> _Launched | None:
@@ -226,26 +260,33 @@ class DeviceRunner:
         logits = self._model.logits(self._graphs.drafts(size, has_trees)[:count])
         return _Launched(step, staged, logits, *self._drafts.samples(size, count), (), started)
 
-    def _forward_mixed(self, step: Step, started: float) -> _Launched:
-        staged, mixed = self._inputs.stage_mixed(step)
+    def _forward_mixed(
+        self, step: Step, rows: np.ndarray, started: float, adapters: AdapterSlots | None
+    ) -> _Launched:
+        staged, mixed = self._inputs.stage_mixed(step, adapters)
         num_samples = len(staged.sample_rows)
         hidden = self._model(mixed.batch, self._pool)
         scored = []
         first = num_samples
         for row in staged.scored:
-            scored.append(self._score(row, hidden[first : first + row.count]))
+            scored.append(self._score(row, hidden[first : first + row.count], adapters))
             first += row.count
-        logits = self._model.logits(hidden[:num_samples]) if num_samples else None
+        logits = None
+        if num_samples:
+            lora = adapters.of_head(rows[np.asarray(step.sample_sources)]) if adapters is not None else None
+            logits = self._model.logits(hidden[:num_samples], lora)
         return _Launched(
             step, staged, logits, mixed.sample_rows, mixed.sample_positions, tuple(scored), started
         )
 
-    def _score(self, scored: ScoredRow, hidden: Tensor) -> PromptLogprobs:
+    def _score(self, scored: ScoredRow, hidden: Tensor, adapters: AdapterSlots | None) -> PromptLogprobs:
         """Waits for the device: whoever wants every prompt token's logprobs reads far more than one token."""
         following = self._inputs.row_tokens[scored.row, scored.first + 1 : scored.first + 1 + scored.count]
         entries = []
         for start in range(0, scored.count, SCORED_PER_PASS):
-            logits = self._model.logits(hidden[start : start + SCORED_PER_PASS])
+            lines = hidden[start : start + SCORED_PER_PASS]
+            lora = adapters.of_head(np.full(len(lines), scored.row)) if adapters is not None else None
+            logits = self._model.logits(lines, lora)
             entries += prompt_logprobs(logits, following[start : start + SCORED_PER_PASS], scored.num_top)
         return PromptLogprobs(scored.row, scored.first + 1, tuple(entries))
 
@@ -302,6 +343,11 @@ class DeviceRunner:
 
     def _on_host(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+
+def _of_head(adapters: AdapterSlots | None, lines: LoraBatch | None) -> LoraBatch | None:
+    """The lines' adapters for the output head, if any adds to it."""
+    return lines if adapters is not None and adapters.adds_to_head else None
 
 
 def attention_planner(

@@ -9,10 +9,12 @@ from quire.core.step import RowStart, Step
 PROMPT = 20  # tokens, where the limits allow
 
 
-def fake_steps(max_rows: int, max_tokens: int, max_model_len: int, block_size: int) -> Iterator[Step]:
+def fake_steps(
+    max_rows: int, max_tokens: int, max_model_len: int, block_size: int, prompt: int = PROMPT
+) -> Iterator[Step]:
     """Prompts, then prompts beside decodes, then decodes. Every block is block 0, so nothing of value is written."""
     rows = range(min(2, max_rows, max_tokens))
-    prompt = max(1, min(PROMPT, max_tokens // len(rows), max_model_len // 2))
+    prompt = max(1, min(prompt, max_tokens // len(rows), max_model_len // 2))
     num_blocks = -(-(prompt + 1) // block_size)
     yield _step(0, rows, [0] * len(rows), [prompt] * len(rows), num_blocks)
     if len(rows) > 1:

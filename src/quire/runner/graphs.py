@@ -11,11 +11,13 @@ from torch import Tensor
 from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
+from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs
 from quire.runner.verify_inputs import VerifyInputs
 
 # Tokens of a step with prompts. Larger ones keep the device busier than the host is with launching.
 PROMPT_SIZES = (16, 32, 64, 128, 256, 512)
+ADAPTED_SECONDS = 3.5  # of capturing passes with adapters at start, beside those without
 
 
 class Kind(Enum):
@@ -39,6 +41,12 @@ def decode_sizes(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
+def adapted_sizes(max_rows: int) -> list[int]:
+    """The same for steps with adapters: fewer, since both families are captured at start."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 512, 64), *range(512, 4096, 128)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
 class Graphs:
     """A graph holds every kernel between the step's integers and the hidden states; sampling stays outside.
 
@@ -54,7 +62,10 @@ class Graphs:
         drafts: VerifyInputs,
         max_rows: int,
         max_tokens: int,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        self._adapters = adapters
+        self._adapted_sizes = adapted_sizes(max_rows)
         self._model = model
         self._pool = pool
         self._inputs = inputs
@@ -63,25 +74,26 @@ class Graphs:
         self._prompt_sizes = [size for size in PROMPT_SIZES if size <= max_tokens]
         if max_rows < SMALL_ROWS:
             self._prompt_sizes = []
-        self._captured: dict[tuple[Kind, int], _Captured] = {}
+        self._captured: dict[tuple[Kind, int, int], _Captured] = {}  # (what, size, adapters' kinds)
         self._memory = torch.cuda.graph_pool_handle()
 
-    def padded_rows(self, num_rows: int) -> int:
+    def padded_rows(self, num_rows: int, adapted: bool = False) -> int:
         """The size that serves a decode of so many rows."""
-        return self._decode_sizes[bisect_left(self._decode_sizes, num_rows)]
+        sizes = self._adapted_sizes if adapted else self._decode_sizes
+        return sizes[bisect_left(sizes, num_rows)]
 
     def padded_tokens(self, num_tokens: int) -> int | None:
         """The size that serves so many tokens of few rows; None if that is too many."""
         index = bisect_left(self._prompt_sizes, num_tokens)
         return self._prompt_sizes[index] if index < len(self._prompt_sizes) else None
 
-    def decode(self, num_rows: int) -> Tensor:
-        """Hidden states [num_rows, width], valid until the next run."""
-        return self._run(Kind.DECODE, num_rows)
+    def decode(self, num_rows: int, adapted: bool = False) -> Tensor:
+        """Hidden states [num_rows, width], valid until the next run. `adapted`: rows may have adapters."""
+        return self._run(Kind.DECODE, num_rows, adapted)
 
-    def prompts(self, num_tokens: int) -> Tensor:
+    def prompts(self, num_tokens: int, adapted: bool = False) -> Tensor:
         """Hidden states [SMALL_ROWS, width] of the tokens to be sampled, valid until the next run."""
-        return self._run(Kind.PROMPTS, num_tokens)
+        return self._run(Kind.PROMPTS, num_tokens, adapted)
 
     def drafts(self, num_tokens: int, has_trees: bool) -> Tensor:
         """Hidden states [num_tokens, width] of a step that verifies drafts, valid until the next run."""
@@ -99,31 +111,45 @@ class Graphs:
             if time.perf_counter() - began > seconds:
                 break
             self._capture(kind, size)
+        if self._adapters is not None and self._adapters.kinds:
+            began = time.perf_counter()
+            for size in (self._adapted_sizes[-1], *self._adapted_sizes[:-1]):
+                if time.perf_counter() - began < ADAPTED_SECONDS:
+                    self._capture(Kind.DECODE, size, True)
         return len(self._captured)
 
-    def _run(self, kind: Kind, size: int) -> Tensor:
-        found = self._captured.get((kind, size))
+    def _run(self, kind: Kind, size: int, adapted: bool = False) -> Tensor:
+        found = self._captured.get((kind, size, self._kinds(adapted)))
         if found is None:
-            if kind in (
-                Kind.CHAINS,
-                Kind.TREES,
-            ):  # no warm-up ran these, and nothing may compile inside a graph
-                self._model(self._batch(kind, size), self._pool)
-            found = self._capture(kind, size)
+            if adapted or kind in (Kind.CHAINS, Kind.TREES):  # no warm-up may have run these, and nothing
+                self._model(self._batch(kind, size, adapted), self._pool)  # may compile inside a graph
+            found = self._capture(kind, size, adapted)
         found.graph.replay()
         return found.hidden
 
-    def _capture(self, kind: Kind, size: int) -> _Captured:
+    def _kinds(self, adapted: bool) -> int:
+        """Of layers that call the adapters' kernel in a pass of this sort."""
+        return self._adapters.kinds if adapted and self._adapters is not None else 0
+
+    def _capture(self, kind: Kind, size: int, adapted: bool = False) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            hidden = self._model(self._batch(kind, size), self._pool)
-        self._captured[kind, size] = _Captured(graph, hidden)
-        return self._captured[kind, size]
+            hidden = self._model(self._batch(kind, size, adapted), self._pool)
+        kinds = self._kinds(adapted)
+        if kinds:  # a new kind of adapter came: passes without it are of no use any more
+            outdated = [key for key in self._captured if key[2] not in (0, kinds)]
+            for key in outdated:
+                del self._captured[key]
+        self._captured[kind, size, kinds] = _Captured(graph, hidden)
+        return self._captured[kind, size, kinds]
 
-    def _batch(self, kind: Kind, size: int) -> Batch:
+    def _batch(self, kind: Kind, size: int, adapted: bool = False) -> Batch:
         """Made from what the step's inputs hold now; a captured graph makes it anew from what they hold then."""
+        adapters = self._adapters if adapted else None
+        lora = adapters.recorded_tokens(size) if adapters is not None else None
         if kind is Kind.DECODE:
-            return self._inputs.decode(size)
+            return self._inputs.decode(size, lora)
         if kind is Kind.PROMPTS:
-            return self._inputs.small(size)
+            wanted = adapters.recorded_wanted(SMALL_ROWS) if adapters is not None else None
+            return self._inputs.small(size, lora, wanted)
         return self._drafts.batch(size, kind is Kind.TREES)

@@ -29,18 +29,19 @@ class RecordedDecodes:
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model = model
         self._pool = pool
-        self._recorded: OrderedDict[tuple[int, int, bool], _Recorded] = OrderedDict()
+        self._recorded: OrderedDict[tuple[int, int, bool, int], _Recorded] = OrderedDict()
 
     def logits(self, batch: Batch) -> Tensor:
         """[T, vocab] float32, valid until the next call."""
-        shape = len(batch.context_lens), len(batch.token_ids), batch.trees is not None
+        kinds = 0 if batch.lora is None else batch.lora.kinds  # of layers that call adapters' kernel too
+        shape = len(batch.context_lens), len(batch.token_ids), batch.trees is not None, kinds
         found = self._recorded.get(shape)
         if found is not None:
             self._recorded.move_to_end(shape)
             found.tape.replay()
             return found.logits
         with Tape() as tape:
-            logits = self._model.logits(self._model(batch, self._pool))
+            logits = self._model.logits(self._model(batch, self._pool), batch.lora)
         self._recorded[shape] = _Recorded(tape, batch, logits)
         if len(self._recorded) > MAX_RECORDED:
             self._recorded.popitem(last=False)

@@ -15,8 +15,10 @@ from quire.core.ints import Ints, ints
 from quire.core.step import PromptLogprobs, Step, StepResult
 from quire.kernels import choose
 from quire.layers.batch import Batch
+from quire.layers.lora import LoraBatch
 from quire.layers.pool import Pool
 from quire.models.model import Model
+from quire.runner.adapters import AdapterSlots, Fetched
 from quire.runner.assembly import Assembled, Assembler
 from quire.runner.proposals import Proposals, choose_tokens
 from quire.runner.recorded import RecordedDecodes
@@ -53,6 +55,7 @@ class Runner:
         limits: RunnerLimits,
         device: torch.device | str = "cpu",
         proposals: Proposals | None = None,  # None: no drafts are drawn
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._proposals = proposals
         self._device = torch.device(device)
@@ -60,8 +63,9 @@ class Runner:
         self._model = model
         self._pool = pool
         self._rows = Rows(limits.max_num_seqs, limits.max_model_len, block_size, model.config.vocab_size)
+        self._adapters = adapters
         self._assembler = Assembler(
-            self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size, self._device
+            self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size, self._device, adapters
         )
         self._sampler = Sampler(device)
         self._pages = choose("pages", device)
@@ -73,7 +77,8 @@ class Runner:
         self._masks: SimpleQueue[TokenMask | None] = SimpleQueue()  # of launched steps that wait for one
 
     def launch(self, step: Step) -> None:
-        self._launched.append(self._worker.submit(self._run, step))
+        fetched = self._adapters.fetch(step) if self._adapters is not None else ()
+        self._launched.append(self._worker.submit(self._run, step, fetched))
 
     def mask(self, mask: TokenMask) -> None:
         """Lets the oldest step that waits for a mask sample."""
@@ -90,11 +95,13 @@ class Runner:
             self.mover.close()
 
     @torch.inference_mode()
-    def _run(self, step: Step) -> StepResult:
+    def _run(self, step: Step, fetched: tuple[Fetched, ...]) -> StepResult:
         started = time.perf_counter()
         self._rows.apply(step)
         if self.mover is not None:
             self.mover.move(step)
+        if self._adapters is not None:
+            self._adapters.apply(step, fetched)
         if step.copy_sources:
             sources, targets = self._ids(step.copy_sources), self._ids(step.copy_targets)
             self._pages.copy_blocks(self._pool.data, sources, targets)
@@ -140,8 +147,11 @@ class Runner:
     def _forward(self, assembled: Assembled) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
         """Logits of the sampled rows, and logprobs of the prompt tokens that were asked for."""
         batch: Batch = assembled.batch
-        if assembled.is_decode and self._recorded is not None:
-            return self._recorded.logits(batch), ()
+        recorded = self._recorded
+        if batch.lora is not None and not (self._adapters is not None and self._adapters.recordable):
+            recorded = None
+        if assembled.is_decode and recorded is not None:
+            return recorded.logits(batch), ()
         num_samples = len(assembled.sample_rows)
         hidden = self._model(batch, self._pool)
         scored = []
@@ -149,14 +159,19 @@ class Runner:
         for row in assembled.scored:
             scored.append(self._score(row, hidden[first : first + row.count]))
             first += row.count
-        return self._model.logits(hidden[:num_samples]), tuple(scored)
+        lora = self._of_head(assembled.line_rows[:num_samples])
+        return self._model.logits(hidden[:num_samples], lora), tuple(scored)
+
+    def _of_head(self, line_rows: np.ndarray) -> LoraBatch | None:
+        return self._adapters.of_head(line_rows) if self._adapters is not None else None
 
     def _score(self, scored: ScoredRow, hidden: Tensor) -> PromptLogprobs:
         following = self._rows.token_ids[scored.row, scored.first + 1 : scored.first + 1 + scored.count]
         following = following.to(self._device)
         entries = []
         for start in range(0, scored.count, SCORED_PER_PASS):
-            logits = self._model.logits(hidden[start : start + SCORED_PER_PASS])
+            lines = hidden[start : start + SCORED_PER_PASS]
+            logits = self._model.logits(lines, self._of_head(np.full(len(lines), scored.row)))
             entries += prompt_logprobs(logits, following[start : start + SCORED_PER_PASS], scored.num_top)
         return PromptLogprobs(scored.row, scored.first + 1, tuple(entries))
 

@@ -80,9 +80,9 @@ def divide_gpu(device: torch.device, utilization: float, activations: int) -> De
     )
 
 
-def free_host_bytes() -> int:
-    """What the pool may take on a CPU."""
-    return int(min(CPU_POOL_LIMIT, CPU_POOL_SHARE * available_memory()))
+def free_host_bytes(limit: int = CPU_POOL_LIMIT) -> int:
+    """What the pool may take on a CPU, or something else with a limit of its own."""
+    return int(min(limit, CPU_POOL_SHARE * available_memory()))
 
 
 def available_memory() -> int:

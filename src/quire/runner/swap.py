@@ -92,6 +92,11 @@ class PageMover:
         if self.shelf is not None:
             self.shelf.close()
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Whoever else writes into blocks beside the passes does it here too, and so in order; None on a CPU."""
+        return self._stream
+
     @torch.inference_mode()
     def move(self, step: Step) -> None:
         """Queues the step's moves, and makes its pass wait for what it is about to touch. The host does not wait."""

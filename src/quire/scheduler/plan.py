@@ -5,6 +5,7 @@ from quire.core.ints import ints
 from quire.core.request import Sequence
 from quire.core.step import BeamSet, HostMoves, RowStart, Step
 from quire.memory.paged import TableDelta
+from quire.scheduler.adapter_line import AdapterLine
 
 
 class Plan:
@@ -70,7 +71,7 @@ class Plan:
         started = set(map(id, self.starts))
         self.starts += [s for s in self.sequences if s.is_beam and s.num_outputs and id(s) not in started]
 
-    def step(self, moves: HostMoves | None = None) -> Step:
+    def step(self, moves: HostMoves | None = None, adapters: AdapterLine | None = None) -> Step:
         """Freezes the plan. Sequences' counters still say what was computed before this step."""
         delta = self.delta
         return Step(
@@ -93,6 +94,8 @@ class Plan:
             drafts=tuple(self._draft(index) for index in self.drafts),
             sample_offsets=ints(self.offsets) if self.drafts else ints(),
             moves=moves,
+            adapter_loads=adapters.take_loads() if adapters is not None else (),
+            adapter_evictions=adapters.take_evicted() if adapters is not None else (),
         )
 
     def _draft(self, index: int) -> Draft:

@@ -45,6 +45,14 @@ class WaitingQueue:
         group.returns = True
         self._push(group)
 
+    def lay_aside(self) -> Group:
+        """The first group leaves the line for a moment: those behind it may be looked at."""
+        return self.pop()
+
+    def take_up(self, group: Group) -> None:
+        """One that was laid aside stands where it stood."""
+        self._push(group)
+
     def peek(self) -> Group | None:
         while self._heap and self._heap[0][2].order in self._removed:
             self._removed.discard(heapq.heappop(self._heap)[2].order)

@@ -11,6 +11,7 @@ from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import Step
 from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
+from quire.scheduler.adapter_line import LOOK_AHEAD, AdapterLine, Readiness
 from quire.scheduler.batching.policy import choose_batching
 from quire.scheduler.demand import blocks_promised, blocks_to_resume
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
@@ -55,16 +56,18 @@ class Scheduler:
         drafter: Drafter | None = None,
         preemption: Preemption | None = None,
         clock: Clock = time.monotonic,
+        adapters: AdapterLine | None = None,
     ) -> None:
         max_num_seqs, self._max_num_batched_tokens = config.limits
         self._max_prompt_chunk = config.max_prompt_chunk or self._max_num_batched_tokens
         self.batching = choose_batching(config, clock)
         self.memory = memory
         self._drafter = drafter  # None: nobody speculates
+        self._adapters = adapters  # None: no request has one
         self.preemption = preemption or Preemption(config.preemption_mode)
         self._admits_new = config.admit_after == "resumed"  # else once all who were preempted have finished
         self._preempted: set[str] = set()  # requests that were, and have not finished
-        self.waiting = make_queue(config)
+        self.waiting = make_queue(config, by_adapter=adapters is not None)
         self.running: list[Sequence] = []  # in the schedule's order
         self.ended = EndedRows()  # rows that a static batch keeps until its last sequence ends
         self.watchers: list[Callable[[Planned], None]] = []  # told of every step as it is planned
@@ -173,7 +176,7 @@ class Scheduler:
         self.waiting.charge(plan.receivers)
         if self.ended:
             self.ended.compute(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
-        step = plan.step(self.memory.moves.take())
+        step = plan.step(self.memory.moves.take(), self._adapters)
         for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
             sequence.num_computed += num_tokens
         for sequence in plan.receivers:
@@ -277,6 +280,7 @@ class Scheduler:
     # ------------------------------------------------------------------ admission
 
     def _admit(self, plan: Plan, budget: int) -> None:
+        parked: list[Group] = []  # whose adapter is on its way: others may go first
         promised = None  # blocks that running prompts will still take; counted only if someone waits
         room = self.batching.room(self.waiting, idle=not self.running and not self.ended)
         while budget > 0 and room > 0:
@@ -284,27 +288,45 @@ class Scheduler:
             spoken_for = sum(g.num_rows_to_come for g in self._forking.values())
             if group is None or group.num_rows > len(self._free_rows) - spoken_for:
                 self._close_batch()
-                return
+                break
             if self._preempted and not (group.returns or self._admits_new):
-                return
-            if not group.is_swapped and self.preemption.waits_for_shelf(group.live[0], self.memory):
-                return
+                break
             if promised is None:
                 promised = blocks_promised(self.memory, self.running, self._forking.values())
-            admit = self._swap_in_group if group.is_swapped else self._admit_group
-            admitted = admit(group, plan, budget, promised)
+            ready = Readiness.READY
+            if self._adapters is not None:
+                ready = self._adapters.ready(group, promised + self._num_spare(), alone=not plan.sequences)
+            if ready is Readiness.NO_ROOM or len(parked) == LOOK_AHEAD:
+                break
+            if ready is not Readiness.READY:
+                self.waiting.lay_aside()
+                parked += [group] if ready is Readiness.LOADING else []
+                continue
+            if not group.is_swapped and self.preemption.waits_for_shelf(group.live[0], self.memory):
+                break
+            with self.memory.adapter_pages.holding(group.request.adapter):
+                admit = self._swap_in_group if group.is_swapped else self._admit_group
+                admitted = admit(group, plan, budget, promised)
             if admitted is None:
                 self._close_batch()
-                return
+                break
             self.batching.admitted()
             room -= 1
             budget -= admitted
             came = [s for s in group.live if s.phase is Phase.RUNNING]
             promised += blocks_promised(self.memory, came, [group])
+        if self._adapters is not None:
+            promised = blocks_promised(self.memory, self.running, self._forking.values())
+            self._adapters.look_ahead(self.waiting, parked, promised + self._num_spare())
+        for group in parked:
+            self.waiting.take_up(group)
+
+    def _num_spare(self) -> int:
+        """Blocks that an admission leaves, so that decodes can go on a while."""
+        return max(1, self.memory.num_blocks // 100) if self.running else 0
 
     def _has_room(self, needed: int, promised: int) -> bool:
-        spare = max(1, self.memory.num_blocks // 100) if self.running else 0  # so decodes can go on a while
-        return needed + promised + spare <= self.memory.num_free
+        return needed + promised + self._num_spare() <= self.memory.num_free
 
     def _swap_in_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
         """Brings back all of the group or nothing. It advances in the next step: its blocks travel during this one."""
@@ -315,10 +337,10 @@ class Scheduler:
         self.waiting.pop()
         self.stats.num_swaps_in += 1
         num_full = sum(s.num_computed // self.memory.block_size for s in swapped)
-        self.preemption.returned(self.memory.swap.back(swapped), num_full)
         for sequence in swapped:
             sequence.phase = Phase.RUNNING
             self._enter_row(sequence, plan)
+        self.preemption.returned(self.memory.swap.back(swapped), num_full)
         if group.is_beams or group.num_rows_to_come:
             self._forking[group.request.request_id] = group
         return 0
@@ -361,7 +383,7 @@ class Scheduler:
     # ------------------------------------------------------------------ rows, samples, forks
 
     def _enter_row(self, sequence: Sequence, plan: Plan) -> None:
-        sequence.row = self._free_rows.pop()
+        sequence.row = self._take_row(sequence)
         plan.starts.append(sequence)
         running = self.running
         rank = self._groups[sequence.request.request_id].rank
@@ -370,8 +392,16 @@ class Scheduler:
             position -= 1
         running.insert(position, sequence)
 
+    def _take_row(self, sequence: Sequence) -> int:
+        """A row for as long as the sequence runs; its adapter stays in its pages as long."""
+        if sequence.request.adapter is not None:
+            self.memory.adapter_pages.acquire(sequence.request.adapter)
+        return self._free_rows.pop()
+
     def _leave_row(self, sequence: Sequence) -> None:
         if sequence.row >= 0:
+            if sequence.request.adapter is not None:
+                self.memory.adapter_pages.release(sequence.request.adapter)
             self._free_rows.append(sequence.row)
             self.running.remove(sequence)
             sequence.row = -1
@@ -423,7 +453,7 @@ class Scheduler:
             self.memory.fork(parent, child, parent.num_computed)
             child.phase, child.num_preemptions = parent.phase, parent.num_preemptions
             if parent.row >= 0:
-                child.row = self._free_rows.pop()
+                child.row = self._take_row(child)
             beams.append(child)
         for beam, (_, token_id, score) in zip(beams, branches, strict=True):
             beam.token_ids.append(token_id)

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.errors import QuireError
 from quire.observe.logs import get_logger
+from quire.server.adapters import adapters_router
 from quire.server.admin import admin_router
 from quire.server.caller import caller_of
 from quire.server.chat import chat_router
@@ -38,6 +39,7 @@ ROUTERS = (
     tokens_router,
     health_router,
     admin_router,
+    adapters_router,
 )
 
 

@@ -1,5 +1,6 @@
 """Metrics in Prometheus's text format, under the names that dashboards for other engines use."""
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -99,6 +100,9 @@ class _Collector(Collector):
                     families[name] = family(PREFIX + name, help, labels=["model_name"])
                 families[name].add_metric([_model_name(engine)], value)
         yield from families.values()
+        for engine in self._engines:
+            if isinstance(engine, EngineClient) and engine.adapters.enabled:
+                yield _adapter_requests(engine)
 
     def _counted(self, name: str, metric: dict[str, Any]) -> Family:
         series = metric["series"]
@@ -138,6 +142,8 @@ def _engine_values(engine: Engine) -> Iterator[Value]:
     yield from _running_values(engine.figures)
     if isinstance(engine, EngineClient):
         yield from _pool_values(engine.figures, engine.ready)
+        if engine.adapters.enabled:
+            yield from _adapter_values(engine.figures)
     if engine.ready is not None:
         yield from _limits(engine.ready)
 
@@ -203,6 +209,43 @@ def _host_values(figures: Figures, ready: Ready | None) -> Iterator[Value]:
         figures.offload_disk_blocks * size,
         "Disk space of evicted blocks.",
     )
+
+
+def _adapter_values(figures: Figures) -> Iterator[Value]:
+    found = figures.adapters
+    on_kv = figures.num_blocks_used - found.num_blocks_in_use
+    yield "gauge", "pool_blocks_kv", on_kv, "Blocks in use by K and V."
+    yield "gauge", "pool_blocks_lora", found.num_blocks, "Blocks that hold adapters, idle ones included."
+    yield "gauge", "pool_blocks_lora_in_use", found.num_blocks_in_use, "Blocks of adapters that run now."
+    yield "gauge", "lora_adapters_in_pages", found.num_in_pages, "Adapters in the pool."
+    yield "gauge", "lora_adapters_running", found.num_in_use, "Adapters that run now."
+    yield (
+        "gauge",
+        "lora_adapters_on_host",
+        found.num_on_host,
+        "Adapters read from disk and kept in host memory.",
+    )
+    yield "gauge", "lora_host_bytes", found.host_bytes, "What they take there."
+    yield "counter", "lora_reads_total", found.num_reads, "Adapters read from disk."
+    yield "counter", "lora_failures_total", found.num_failures, "Adapters that could not be read."
+    yield "counter", "lora_loads_total", found.num_loads, "Adapters copied into pages."
+    yield "counter", "lora_evictions_total", found.num_evictions, "Idle adapters whose pages were taken."
+    yield "counter", "lora_uses_total", found.num_uses, "Sequences that began with an adapter."
+    hits = max(0, found.num_uses - found.num_loads) / max(1, found.num_uses)
+    yield "gauge", "lora_hit_rate", hits, "Share of uses whose adapter lay in pages already."
+
+
+def _adapter_requests(engine: EngineClient) -> GaugeMetricFamily:
+    """Who runs with what, in labels; the value is the time."""
+    labels = ["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+    family = GaugeMetricFamily(
+        f"{PREFIX}lora_requests_info", "Adapters of running and waiting requests.", labels=labels
+    )
+    found = engine.figures.adapters
+    most = engine.adapters.max_adapters or (engine.ready.max_num_seqs if engine.ready is not None else 0)
+    names = [_model_name(engine), str(most), ",".join(found.running), ",".join(found.waiting)]
+    family.add_metric(names, time.time())
+    return family
 
 
 def _limits(ready: AnyReady) -> Iterator[Value]:

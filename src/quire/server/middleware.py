@@ -27,7 +27,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 OPEN_PATHS = frozenset(
     {"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect"}
 )
-ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/check_integrity"})
+ADMIN_PATHS = frozenset(
+    {"/reset_prefix_cache", "/check_integrity", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+)
 
 
 class Doorman:

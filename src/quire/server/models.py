@@ -20,6 +20,7 @@ def models_router(service: Service) -> APIRouter:
         if service.encoders.main is None:
             model = service.model
             data = [_described(name, model) for name in model.names]
+            data += [_described(name, model, model.names[0]) for name in service.client.adapters.names()]
         data += [_described(encoder.names[0], encoder) for encoder in service.encoders.all]
         found: ModelList = {"object": "list", "data": data}
         return JsonReply(found)
@@ -28,13 +29,18 @@ def models_router(service: Service) -> APIRouter:
     async def retrieve_model(model_id: str) -> Response:
         if service.encoders.knows(model_id):
             return JsonReply(_described(model_id, service.encoders.find(model_id)))
-        return JsonReply(_described(model_id, service.model_named(model_id)))
+        model = service.model_named(model_id)
+        is_adapter = service.adapter_named(model_id) is not None
+        return JsonReply(_described(model_id, model, model.names[0] if is_adapter else None))
 
     return router
 
 
-def _described(name: str, model: ServedModel | ServedEncoder) -> Model:
+def _described(name: str, model: ServedModel | ServedEncoder, parent: str | None = None) -> Model:
+    """`parent`: the model that an adapter of this name belongs to."""
     found: Model = {"id": name, "object": "model", "created": model.created, "owned_by": "quire"}
     if model.ready is not None:
         found["max_model_len"] = model.ready.max_model_len
+    if parent is not None:
+        found["parent"] = parent
     return found

@@ -107,7 +107,7 @@ class Service:
     def model_named(self, name: str | None) -> ServedModel:
         """The model that a request names; any, if it names none."""
         model = self.model
-        if name is not None and name not in model.names:
+        if name is not None and name not in model.names and not self.client.adapters.knows(name):
             if self.encoders.knows(name):
                 raise InvalidRequest(f"{name} makes embeddings and no text: use /v1/embeddings", "model")
             raise ApiError(
@@ -117,6 +117,10 @@ class Service:
                 code="model_not_found",
             )
         return model
+
+    def adapter_named(self, name: str | None) -> str | None:
+        """The adapter that a request names instead of the model, if it does."""
+        return None if name is None or name in self.model.names else name
 
     async def encoder_named(self, name: str | None) -> ServedEncoder:
         """The embedding model that a request names, started if need be."""
@@ -178,6 +182,7 @@ class Service:
                 priority=body.priority or 0,
                 cache_salt=self._salt(caller, body.cache_salt),
                 tenant=caller.key or body.user or "",
+                adapter=self.adapter_named(body.model),
             )
             for position, prompt in enumerate(fitted)
         ]

@@ -140,3 +140,11 @@ def test_chats_repeat_their_history(real_data, setup):
     assert not drawn.is_real
     assert "stand-in" in drawn.source
     assert drawn.repeated_share > 0.2
+
+
+def test_adapters_are_batched_and_merged_and_unified_memory_has_no_gaps(setup, tmp_path):
+    finding = found("adapters", setup, tmp_path)
+    assert held(finding, "no external fragmentation")
+    served = finding.results["served"]
+    assert {one["mode"] for one in served} == {"base", "batched", "merge"}
+    assert all(one["loads"] > 0 for one in served if one["mode"] != "base")

@@ -28,6 +28,7 @@ EXPERIMENTS = {
     ),
     "preempt": Listed("quire.bench.lab.preempt", "when memory runs out: swapping against computing again"),
     "prefix": Listed("quire.bench.lab.prefix", "what remembering prompts saves: a system prompt, chats"),
+    "adapters": Listed("quire.bench.lab.adapters", "many adapters: batched together, or merged one by one"),
     "batched": Listed(
         "quire.bench.lab.batched", "requests that fit at once, by how memory is given (simulated)"
     ),

@@ -10,6 +10,7 @@
 #include "../embedding/cpu.cpp"
 #include "../full_attention/cpu.cpp"
 #include "../int8_linear/cpu.cpp"
+#include "../lora/cpu.cpp"
 #include "../norm/cpu.cpp"
 #include "../pages/cpu.cpp"
 #include "../rotary/cpu.cpp"
@@ -32,6 +33,7 @@ const NamedOperation operations[] = {
     {"linear", linear},
     {"linear_silu_mul", linear_silu_mul},
     {"log_softmax_gather", log_softmax_gather},
+    {"lora_add", lora_add},
     {"paged_attention", paged_attention},
     {"peaks", peaks},
     {"rms_norm", rms_norm},

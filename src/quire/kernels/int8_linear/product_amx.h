@@ -4,8 +4,8 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-// Below this many rows the tiles are mostly empty and VNNI is as quick.
-constexpr int64_t kFewestTileRows = 9;
+// Below this many rows VNNI is as quick. From here on weights are what costs, and tiles, mostly empty, read them best.
+constexpr int64_t kFewestTileRows = 4;
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 64;  // of a row: 64 columns of x, or 16 channels by 4 columns of weight
 

@@ -18,6 +18,14 @@ def tenant_of(request: Request) -> str:
     return request.tenant
 
 
+def adapter_of(request: Request) -> str:
+    return request.adapter or ""
+
+
+def tenant_and_adapter_of(request: Request) -> str:
+    return f"{request.tenant}\0{request.adapter or ''}"
+
+
 @dataclass(slots=True)
 class _Share:
     served: float = 0.0  # weighted tokens
@@ -63,6 +71,29 @@ class FairQueue(WaitingQueue):
     def put_back(self, group: Group) -> None:
         group.returns = True
         heapq.heappush(self._returned, (group.rank, group))
+        self._enter(group)
+
+    def lay_aside(self) -> Group:
+        """Nothing is served yet, so nothing is charged."""
+        group = self.peek()
+        if group is None:
+            raise IndexError("lay aside from an empty queue")
+        if self._returned:
+            heapq.heappop(self._returned)
+        else:
+            heapq.heappop(self._share(group.request).waiting)
+        self._leave(group)
+        return group
+
+    def take_up(self, group: Group) -> None:
+        if group.returns:
+            heapq.heappush(self._returned, (group.rank, group))
+        else:
+            share = self._share(group.request)
+            heapq.heappush(share.waiting, (group.order, group))
+            if not share.listed:  # it keeps its account: it never stopped waiting
+                share.listed = True
+                heapq.heappush(self._line, (share.served, next(self._ties), self._share_of(group.request)))
         self._enter(group)
 
     def peek(self) -> Group | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from quire.core.config import SchedulerConfig
 from quire.scheduler.group import Group
 from quire.scheduler.order import fcfs, priority, shortest
-from quire.scheduler.order.fair import FairQueue
+from quire.scheduler.order.fair import FairQueue, adapter_of, tenant_and_adapter_of, tenant_of
 from quire.scheduler.queue import WaitingQueue
 
 RANKS: dict[str, Callable[[Group], float]] = {
@@ -15,7 +15,11 @@ RANKS: dict[str, Callable[[Group], float]] = {
 }
 
 
-def make_queue(config: SchedulerConfig) -> WaitingQueue:
+def make_queue(config: SchedulerConfig, by_adapter: bool = False) -> WaitingQueue:
+    """`by_adapter`: requests may have adapters, which share fairly; within one it is first come, first served."""
     if config.schedule == "fair":
-        return FairQueue(config.max_queue_requests, config.max_queue_tokens)
+        share_of = tenant_and_adapter_of if by_adapter else tenant_of
+        return FairQueue(config.max_queue_requests, config.max_queue_tokens, share_of)
+    if by_adapter and config.schedule == "fcfs":
+        return FairQueue(config.max_queue_requests, config.max_queue_tokens, adapter_of)
     return WaitingQueue(config.max_queue_requests, config.max_queue_tokens, RANKS[config.schedule])

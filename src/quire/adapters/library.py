@@ -1,0 +1,327 @@
+"""Library: every adapter that may be asked for, by name; those in use lie in host memory, the others on disk."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.adapters.peft import CONFIG, WEIGHTS, PackedAdapter, Reader, read_config
+from quire.adapters.settings import read_settings
+from quire.adapters.sites import Sites
+from quire.core.errors import AdapterError
+
+NAMED = 5  # known adapters that an error names
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """How much of host memory copies may take. One copy is always allowed."""
+
+    num_bytes: int
+    num_adapters: int | None = None
+
+
+@dataclass(slots=True)
+class LibraryStats:
+    num_loads: int = 0  # from disk to host memory
+    load_seconds: float = 0.0
+    num_failures: int = 0
+    num_dropped: int = 0  # host copies that made room for others
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One content under a name. A changed or reloaded adapter is another entry with a key of its own."""
+
+    key: str
+    name: str
+    folder: Path | None  # None: given from memory, and always there
+    signature: tuple[int, ...] = ()  # of the files, to see that they changed
+    packed: PackedAdapter | None = None
+    content: str | None = None  # known once it was loaded
+    num_blocks: int | None = None
+    rank: int = 0
+    error: AdapterError | None = None
+    loading: Future[PackedAdapter] | None = None
+    num_users: int = 0  # requests that are not done
+    retired: bool = field(default=False)  # its name means something else by now, or nothing
+
+
+class Library:
+    """Used by the engine's thread alone; files are read in threads of its own."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        limits: HostLimits,
+        folder: Path | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        self._reader = reader
+        self._limits = limits
+        self._folder = folder.resolve() if folder is not None else None
+        self._names: dict[str, Entry] = {}
+        self._entries: dict[str, Entry] = {}  # by key
+        self._held: OrderedDict[str, Entry] = (
+            OrderedDict()
+        )  # with a host copy from disk, least recently used first
+        self._held_bytes = 0
+        self._num_made = 0
+        self._threads = ThreadPoolExecutor(
+            num_threads,
+            thread_name_prefix="quire-adapters",
+            initializer=partial(torch.set_num_threads, 1)
+            if num_threads > 1
+            else None,  # each does its own work
+        )
+        self._max_loading = 2 * num_threads
+        self._loading: set[str] = set()
+        self._retired: list[str] = []  # keys that nobody uses any more
+        self.stats = LibraryStats()
+
+    # ------------------------------------------------------------------ names
+
+    def names(self) -> list[str]:
+        """Every name that can be asked for, those of the folder included."""
+        found = dict.fromkeys(self._names)
+        if self._folder is not None:
+            with os.scandir(self._folder) as entries:
+                inside = sorted(e.name for e in entries if os.path.exists(os.path.join(e.path, CONFIG)))
+            found |= dict.fromkeys(inside)
+        return list(found)
+
+    def register(self, name: str, folder: Path) -> None:
+        """Names a folder without reading it yet."""
+        if not folder.is_dir():
+            raise AdapterError(f"adapter {name!r}: there is no folder {folder}")
+        self._set(name, Entry(self._new_key(name), name, folder, _signature(folder)))
+
+    def load(self, name: str, path: str) -> None:
+        """As `register`, from a path that someone sent: read at once, and only from inside the allowed folder."""
+        if self._folder is None:
+            raise AdapterError(
+                "adapters can be loaded at run time only from a folder that lora_dir names: set it",
+                "lora_path",
+            )
+        folder = Path(path)
+        folder = (folder if folder.is_absolute() else self._folder / folder).resolve()
+        if not folder.is_relative_to(self._folder) or folder == self._folder:
+            raise AdapterError(
+                f"{path} is outside the folder that adapters may be loaded from: see lora_dir", "lora_path"
+            )
+        if not folder.is_dir():
+            raise AdapterError(f"adapter {name!r}: there is no folder {path}", "lora_path")
+        entry = Entry(self._new_key(name), name, folder, _signature(folder))
+        self._keep(entry, self._reader.read_folder(name, folder))
+        self._set(name, entry)
+
+    def add(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        """From memory: checked and packed at once, never written to disk, kept until it is removed."""
+        packed = self._reader.read_tensors(name, tensors, config)
+        entry = Entry(self._new_key(name), name, None)
+        self._note(entry, packed)
+        entry.packed = packed
+        self._set(name, entry)
+
+    def remove(self, name: str) -> None:
+        """Requests that run with it go on; new ones do not find it."""
+        entry = self._names.pop(name, None)
+        if entry is None:
+            raise AdapterError(self._unknown(name), "lora_name")
+        self._retire(entry)
+
+    def resolve(self, name: str) -> str:
+        """The key of what the name means now. AdapterError if it is unknown or cannot be served."""
+        entry = self._names.get(name)
+        if entry is None:
+            entry = self._find(name)
+        elif entry.folder is not None:
+            signature = _signature(entry.folder)
+            if signature and signature != entry.signature:  # another content by now
+                entry = Entry(self._new_key(name), name, entry.folder, signature)
+                self._set(name, entry)
+        if entry.error is not None:
+            raise entry.error
+        return entry.key
+
+    def name_of(self, key: str) -> str:
+        return self._entries[key].name
+
+    def targets(self, count: int) -> set[str]:
+        """Modules that some of the known adapters add to, as their configs say; for what is prepared at start."""
+        found: set[str] = set()
+        for entry in list(self._names.values())[:count]:
+            if entry.folder is not None:
+                try:
+                    found.update(
+                        read_settings(entry.name, read_config(entry.name, entry.folder)).target_modules
+                    )
+                except AdapterError:
+                    continue
+        return found
+
+    # ------------------------------------------------------------------ requests
+
+    def begin(self, key: str) -> None:
+        self._entries[key].num_users += 1
+
+    def end(self, key: str) -> None:
+        entry = self._entries[key]
+        entry.num_users -= 1
+        if entry.retired and not entry.num_users:
+            self._drop(entry)
+
+    # ------------------------------------------------------------------ host copies
+
+    def want(self, key: str) -> PackedAdapter | None:
+        """The host copy, or None while it is being read. AdapterError if that failed."""
+        entry = self._entries[key]
+        if entry.packed is not None:
+            if entry.folder is not None:
+                self._held.move_to_end(key)
+            return entry.packed
+        if entry.error is not None:
+            raise entry.error
+        if entry.loading is None:
+            if len(self._loading) < self._max_loading and entry.folder is not None:
+                self._loading.add(key)
+                entry.loading = self._threads.submit(self._reader.read_folder, entry.name, entry.folder)
+            return None
+        if not entry.loading.done():
+            return None
+        return self._take(entry)
+
+    def content(self, key: str) -> str:
+        """What the adapter computes, as a hash; known once it was loaded."""
+        return self._entries[key].content or ""
+
+    def loading(self) -> list[Future[PackedAdapter]]:
+        """What is being read."""
+        futures = (self._entries[key].loading for key in self._loading if key in self._entries)
+        return [future for future in futures if future is not None]
+
+    def take_retired(self) -> list[str]:
+        """Keys that nobody will ask for again."""
+        retired, self._retired = self._retired, []
+        return retired
+
+    @property
+    def sites(self) -> Sites:
+        """Where adapters of this model can be attached."""
+        return self._reader.sites
+
+    @property
+    def num_names(self) -> int:
+        return len(self._names)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _take(self, entry: Entry) -> PackedAdapter:
+        assert entry.loading is not None
+        loading, entry.loading = entry.loading, None
+        self._loading.discard(entry.key)
+        try:
+            packed = loading.result()
+            if entry.content is not None and packed.content != entry.content:
+                raise AdapterError(
+                    f"adapter {entry.name!r} changed on disk while it was being served: send the request again"
+                )
+        except AdapterError as error:
+            entry.error = error
+        except Exception as error:
+            entry.error = AdapterError(f"adapter {entry.name!r} cannot be read: {error!r}")
+        if entry.error is not None:
+            self.stats.num_failures += 1
+            raise entry.error
+        self._keep(entry, packed)
+        return packed
+
+    def _keep(self, entry: Entry, packed: PackedAdapter) -> None:
+        self._note(entry, packed)
+        entry.packed = packed
+        self._held[entry.key] = entry
+        self._held_bytes += packed.num_bytes
+        self.stats.num_loads += 1
+        most = self._limits.num_adapters
+        while len(self._held) > 1 and (
+            self._held_bytes > self._limits.num_bytes or (most is not None and len(self._held) > most)
+        ):
+            self._let_go(next(iter(self._held.values())))
+            self.stats.num_dropped += 1
+
+    @staticmethod
+    def _note(entry: Entry, packed: PackedAdapter) -> None:
+        entry.content, entry.num_blocks, entry.rank = packed.content, packed.num_blocks, packed.rank
+
+    def _let_go(self, entry: Entry) -> None:
+        if entry.key in self._held and entry.packed is not None:
+            del self._held[entry.key]
+            self._held_bytes -= entry.packed.num_bytes
+        entry.packed = None
+
+    # ------------------------------------------------------------------ entries
+
+    def _set(self, name: str, entry: Entry) -> None:
+        before = self._names.get(name)
+        self._names[name] = entry
+        self._entries[entry.key] = entry
+        if before is not None:
+            self._retire(before)
+
+    def _retire(self, entry: Entry) -> None:
+        entry.retired = True
+        if not entry.num_users:
+            self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        self._let_go(entry)
+        self._loading.discard(entry.key)
+        self._entries.pop(entry.key, None)
+        self._retired.append(entry.key)
+
+    def _find(self, name: str) -> Entry:
+        """In the folder of adapters, whose entries are known only once they are asked for."""
+        if self._folder is not None and name not in (".", "..") and "/" not in name and "\0" not in name:
+            folder = self._folder / name
+            if (folder / CONFIG).is_file() and folder.resolve().is_relative_to(self._folder):
+                entry = Entry(self._new_key(name), name, folder, _signature(folder))
+                self._set(name, entry)
+                return entry
+        raise AdapterError(self._unknown(name))
+
+    def _unknown(self, name: str) -> str:
+        known = list(self._names)
+        some = ", ".join(known[:NAMED]) + (", …" if len(known) > NAMED else "")
+        return f"there is no adapter {name!r}" + (f": known are {some}" if known else "")
+
+    def _new_key(self, name: str) -> str:
+        self._num_made += 1
+        return f"{name}@{self._num_made}"
+
+
+def _signature(folder: Path) -> tuple[int, ...]:
+    """Changes when the files do; empty if they are not there."""
+    found: list[int] = []
+    for name in (CONFIG, WEIGHTS):
+        try:
+            status = os.stat(folder / name)
+        except OSError:
+            return ()
+        found += (status.st_mtime_ns, status.st_size, status.st_ino)
+    return tuple(found)

@@ -1,0 +1,140 @@
+"""Packing: an adapter's matrices cut into tiles of a few ranks, which lie in blocks and never cross one."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.errors import AdapterError
+
+TILE_RANKS = 16  # ranks in one piece, where so many fit a block
+MAX_TILES = 32  # of a matrix
+ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What a block offers to adapters."""
+
+    num_bytes: int
+    dtype: torch.dtype  # of adapters' weights
+    block_size: int  # in tokens, for messages
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_bytes // self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """One site's weights, as they came."""
+
+    site: int
+    name: str
+    a: Tensor  # [rank, inputs]
+    b: Tensor  # [outputs, rank]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Where an adapter's tiles lie, counted in its own blocks. S sites, up to `tiles` tiles each."""
+
+    sites: np.ndarray  # [S] int64, ascending
+    ranks: np.ndarray  # [S] int32
+    tile_ranks: np.ndarray  # [S] int32
+    a_blocks: np.ndarray  # [S, tiles] int32, which of the adapter's blocks
+    a_offsets: np.ndarray  # [S, tiles] int64, in elements
+    b_blocks: np.ndarray  # [S, tiles] int32
+    b_offsets: np.ndarray  # [S, tiles] int64
+    num_blocks: int
+    num_waste: int  # elements of the blocks that hold nothing
+
+
+def plan_tiles(name: str, shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> Tiles:
+    """`shapes`: (site, rank, inputs, outputs) each. First fit; AdapterError where a single rank's row fits no block."""
+    try:
+        return _plan(shapes, block)
+    except _TooWide as wide:
+        raise AdapterError(
+            f"adapter {name!r}: a row of {wide.width} numbers does not fit a block of {block.num_bytes:,} bytes "
+            f"{wide.how}: raise block_size, which is {block.block_size}"
+        ) from None
+
+
+class _TooWide(Exception):
+    def __init__(self, width: int, how: str) -> None:
+        self.width = width
+        self.how = how
+
+
+@lru_cache(maxsize=256)  # adapters of one kind have the same plan
+def _plan(shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> Tiles:
+    num_sites = len(shapes)
+    align = max(1, ALIGNMENT // block.dtype.itemsize)
+    blocks = np.zeros((2, num_sites, MAX_TILES), np.int32)
+    offsets = np.zeros((2, num_sites, MAX_TILES), np.int64)
+    tile_ranks = np.zeros(num_sites, np.int32)
+    used: list[int] = []  # elements of each block
+    first_open = 0
+    for i, (_, rank, num_inputs, num_outputs) in enumerate(shapes):
+        widest = max(num_inputs, num_outputs)
+        in_tile = min(TILE_RANKS, block.num_elements // widest)
+        if in_tile < 1:
+            raise _TooWide(widest, "even alone")
+        if -(-rank // in_tile) > MAX_TILES:
+            raise _TooWide(widest, f"often enough for rank {rank}")
+        tile_ranks[i] = in_tile
+        for which, width in enumerate((num_inputs, num_outputs)):
+            for tile, first in enumerate(range(0, rank, in_tile)):
+                size = -(-min(in_tile, rank - first) * width // align) * align
+                size = min(size, block.num_elements)
+                place = next(
+                    (b for b in range(first_open, len(used)) if used[b] + size <= block.num_elements),
+                    len(used),
+                )
+                if place == len(used):
+                    used.append(0)
+                blocks[which, i, tile], offsets[which, i, tile] = place, used[place]
+                used[place] += size
+                while first_open < len(used) and block.num_elements - used[first_open] < align:
+                    first_open += 1
+    return Tiles(
+        sites=np.array([shape[0] for shape in shapes], np.int64),
+        ranks=np.array([shape[1] for shape in shapes], np.int32),
+        tile_ranks=tile_ranks,
+        a_blocks=blocks[0],
+        a_offsets=offsets[0],
+        b_blocks=blocks[1],
+        b_offsets=offsets[1],
+        num_blocks=len(used),
+        num_waste=len(used) * block.num_elements - sum(r * (i + o) for _, r, i, o in shapes),
+    )
+
+
+def pack(matrices: list[Matrices], tiles: Tiles, block: BlockShape, pin: bool) -> Tensor:
+    """The adapter's blocks [num_blocks, block_bytes] uint8, to be copied as they are. `matrices` as planned."""
+    packed = torch.zeros(tiles.num_blocks, block.num_bytes, dtype=torch.uint8, pin_memory=pin)
+    elements = packed.view(-1).view(block.dtype)
+    for i, one in enumerate(matrices):
+        in_tile = int(tiles.tile_ranks[i])
+        _place(elements, one.a, tiles.a_blocks[i], tiles.a_offsets[i], in_tile, block)
+        _place(elements, one.b.t(), tiles.b_blocks[i], tiles.b_offsets[i], in_tile, block)
+    return packed
+
+
+def _place(
+    elements: Tensor, rows: Tensor, blocks: np.ndarray, offsets: np.ndarray, in_tile: int, block: BlockShape
+) -> None:
+    """Tiles that lie behind each other are copied at once."""
+    rank, width = rows.shape
+    starts = (blocks.astype(np.int64) * block.num_elements + offsets).tolist()
+    first = 0
+    while first < rank:
+        last, start = min(first + in_tile, rank), starts[first // in_tile]
+        while last < rank and starts[last // in_tile] == start + (last - first) * width:
+            last = min(last + in_tile, rank)
+        elements[start : start + (last - first) * width].view(last - first, width).copy_(rows[first:last])
+        first = last

@@ -1,0 +1,123 @@
+"""Adapters: what the engine keeps of them. Names come in, keys go on; whoever ends gives its adapter back."""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.adapters.library import Library
+from quire.memory.interface import Memory
+from quire.scheduler.adapter_line import AdapterLine
+from quire.scheduler.merge_line import MergeLine
+
+NAMES_SECONDS = 0.5  # how old the names among the figures may be
+MAX_NAMES = 100
+LOADING_WAIT = 0.005  # seconds that an engine with nothing else to do waits for a file at a time
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFigures:
+    """Gauges and counters as they stand; all zero where adapters are off."""
+
+    num_names: int = 0  # that were named or asked for so far
+    num_in_pages: int = 0
+    num_in_use: int = 0
+    num_blocks: int = 0  # of the pool, idle adapters included
+    num_blocks_in_use: int = 0
+    num_on_host: int = 0
+    host_bytes: int = 0
+    num_reads: int = 0  # from disk; this and all below only grow
+    num_failures: int = 0
+    num_loads: int = 0  # from host memory into pages
+    num_evictions: int = 0
+    num_uses: int = 0  # rows that began with an adapter
+    running: tuple[str, ...] = ()  # names
+    waiting: tuple[str, ...] = ()
+
+
+class Adapters:
+    """One engine's adapters. `line` is what the scheduler asks."""
+
+    def __init__(
+        self, library: Library, memory: Memory, max_adapters: int | None = None, merge: bool = False
+    ) -> None:
+        self.library = library
+        self.line = (MergeLine if merge else AdapterLine)(library, memory, max_adapters)
+        self._pages = memory.adapter_pages
+        self._keys: dict[str, str] = {}  # by request
+        self._named_at = 0.0
+        self._last_names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+    def arrive(self, request_id: str, name: str) -> str:
+        """The key of the adapter that the request will run with. AdapterError if there is none."""
+        key = self.library.resolve(name)
+        self.library.begin(key)
+        self._keys[request_id] = key
+        return key
+
+    def end(self, request_id: str) -> None:
+        key = self._keys.pop(request_id, None)
+        if key is not None:
+            self.library.end(key)
+            self._drop_retired()
+
+    def add(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        self.library.add(name, tensors, config)
+        self._drop_retired()
+
+    def load(self, name: str, path: str) -> None:
+        self.library.load(name, path)
+        self._drop_retired()
+
+    def remove(self, name: str) -> None:
+        self.library.remove(name)
+        self._drop_retired()
+
+    def wait(self) -> None:
+        """Nothing can run before a file is read: a moment of patience."""
+        loading = self.library.loading()
+        if loading:
+            wait(loading, timeout=LOADING_WAIT, return_when=FIRST_COMPLETED)
+
+    def figures(self) -> AdapterFigures:
+        pages, library = self._pages, self.library
+        running, waiting = self._names()
+        return AdapterFigures(
+            num_names=library.num_names,
+            num_in_pages=pages.num_resident,
+            num_in_use=pages.num_in_use,
+            num_blocks=pages.num_blocks,
+            num_blocks_in_use=pages.num_blocks_in_use,
+            num_on_host=library.num_held,
+            host_bytes=library.held_bytes,
+            num_reads=library.stats.num_loads,
+            num_failures=library.stats.num_failures,
+            num_loads=pages.stats.num_loads,
+            num_evictions=pages.stats.num_evictions,
+            num_uses=pages.stats.num_queries,
+            running=running,
+            waiting=waiting,
+        )
+
+    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Some names of adapters that run and that are waited for; looked up now and then, not at every step."""
+        now = time.monotonic()
+        if now - self._named_at > NAMES_SECONDS or not self._keys:
+            self._named_at = now
+            running = set(self._pages.in_use())
+            asked = set(self._keys.values())
+            self._last_names = self._some(asked & running), self._some(asked - running)
+        return self._last_names
+
+    def _some(self, keys: set[str]) -> tuple[str, ...]:
+        return tuple(sorted({self.library.name_of(key) for key in keys})[:MAX_NAMES])
+
+    def close(self) -> None:
+        self.library.close()
+
+    def _drop_retired(self) -> None:
+        for key in self.library.take_retired():
+            self._pages.drop(key)

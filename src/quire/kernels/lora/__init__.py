@@ -1,0 +1,1 @@
+"""Adapters: low-rank additions to products, a different one for each line."""

@@ -1,0 +1,68 @@
+"""Low-rank additions by native code. Promises are those of the reference; a line's bits depend on that line alone."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels import native
+from quire.kernels.lora.records import MAX_PARTS, LoraSegments, LoraTables
+
+
+def add(
+    x: Tensor,
+    y: Tensor,
+    tables: LoraTables,
+    segments: LoraSegments,
+    first_site: int,
+    bounds: tuple[int, ...],
+) -> Tensor:
+    """y[:, part] += scale * (x @ A.T) @ B for every part (site first_site + p), each line with its own adapter."""
+    native.check_floats(x, y)
+    source = (x.data_ptr(), x.stride(0), 0, 0, 0, x.shape[1])
+    _call(source, x, y, tables, segments, first_site, bounds)
+    return y
+
+
+def add_embedded(
+    ids: Tensor,
+    y: Tensor,
+    tables: LoraTables,
+    segments: LoraSegments,
+    site: int,
+    num_ids: int,
+    first_id: int = 0,
+) -> Tensor:
+    """y += scale * A[:, first_id + id] @ B."""
+    wide = ids.dtype is torch.int64
+    native.check_integers(None if wide else ids, ids if wide else None)
+    native.check_floats(y)
+    source = (0, 0, ids.data_ptr(), int(wide), first_id, num_ids)
+    _call(source, ids, y, tables, segments, site, (0, y.shape[1]))
+    return y
+
+
+def _call(
+    source: tuple[int, ...],
+    lines: Tensor,
+    y: Tensor,
+    tables: LoraTables,
+    segments: LoraSegments,
+    first_site: int,
+    bounds: tuple[int, ...],
+) -> None:
+    places = (tables.tile_a, tables.tile_b, tables.ranks, tables.tile_ranks, tables.scales)
+    chosen = (segments.order, segments.slots, segments.starts)
+    native.check_integers(None, tables.tile_a)
+    for tensor in (tables.ranks, tables.tile_ranks, *chosen):
+        native.check_integers(tensor, None)
+    padded = bounds + (bounds[-1],) * (MAX_PARTS + 1 - len(bounds))
+    native.call(
+        "lora_add",
+        (
+            *source, y.data_ptr(), y.stride(0),
+            tables.weights.data_ptr(), native.DTYPE_CODES[tables.weights.dtype],
+            *(tensor.data_ptr() for tensor in places), tables.ranks.shape[1], tables.tile_a.shape[2],
+            *(tensor.data_ptr() for tensor in chosen), segments.slots.shape[0],
+            first_site, len(bounds) - 1, *padded,
+        ),
+        (lines, y, tables.weights, *places, *chosen),
+    )  # fmt: skip

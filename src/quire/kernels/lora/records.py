@@ -1,0 +1,59 @@
+"""What the kernels of adapters read: where weights lie, and which lines of a batch use which adapter."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_TILE_RANKS = 16  # ranks whose weights lie in one piece, at most
+MAX_TILES = 32  # of one matrix: ranks up to 512
+MAX_PARTS = 3  # projections that one fused matrix holds, at most: q | k | v
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTables:
+    """The adapters that may run, one slot each; a site is a matrix of the model that adapters can add to.
+
+    At a site an adapter has A [rank, inputs] and B, transposed, [rank, outputs]. Both are cut into tiles of
+    `tile_ranks` ranks (the last may have fewer), each dense and in one block: rank i is line i % tile_ranks of tile
+    i // tile_ranks. All tensors live as long as the engine, so that a recorded pass finds them where they were.
+    """
+
+    weights: Tensor  # [elements] the pool, seen in the adapters' number type
+    tile_a: Tensor  # [slots, sites, tiles] int64, first element of a tile
+    tile_b: Tensor  # [slots, sites, tiles] int64
+    ranks: Tensor  # [slots, sites] int32; 0: this adapter adds nothing here
+    tile_ranks: Tensor  # [slots, sites] int32, at most MAX_TILE_RANKS
+    scales: Tensor  # [slots, sites] float32
+
+    @classmethod
+    def empty(
+        cls, weights: Tensor, num_slots: int, num_sites: int, num_tiles: int = MAX_TILES
+    ) -> "LoraTables":
+        """Tables in which no slot has anything, on the device of `weights`."""
+        shape = (num_slots, num_sites)
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=weights.device)
+
+        return cls(
+            weights,
+            zeros(*shape, num_tiles, dtype=torch.int64),
+            zeros(*shape, num_tiles, dtype=torch.int64),
+            zeros(*shape, dtype=torch.int32),
+            zeros(*shape, dtype=torch.int32),
+            zeros(*shape, dtype=torch.float32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSegments:
+    """Lines of x, those of one adapter side by side, in segments of at most `max_lines`.
+
+    There may be more segments than are used: a slot of -1 says that nothing is added, and so does an empty segment.
+    """
+
+    order: Tensor  # [T] int32, lines of x
+    slots: Tensor  # [G] int32
+    starts: Tensor  # [G + 1] int32, into order
+    max_lines: int

@@ -1,0 +1,73 @@
+"""Low-rank additions in plain torch."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from quire.kernels.lora.records import LoraSegments, LoraTables
+
+
+def add(
+    x: Tensor,  # [T, inputs]
+    y: Tensor,  # [T, outputs]; added to in place
+    tables: LoraTables,
+    segments: LoraSegments,
+    first_site: int,
+    bounds: tuple[int, ...],  # part p of a fused projection is columns bounds[p] … bounds[p + 1] - 1 of y
+) -> Tensor:
+    """y[:, part] += scale * (x @ A.T) @ B for every part (site first_site + p), each line with its own adapter.
+
+    Sums are float32. Lines of no segment, and lines whose adapter has nothing at a site, keep their bits.
+    """
+    for slot, lines in _segments(segments):
+        for part, (first, last) in enumerate(pairwise(bounds)):
+            site = first_site + part
+            a, b = matrices(tables, slot, site, x.shape[1], last - first)
+            _add_lines(y, lines, first, x[lines].float() @ a.t(), b, float(tables.scales[slot, site]))
+    return y
+
+
+def add_embedded(
+    ids: Tensor,  # [T] ints
+    y: Tensor,  # [T, outputs]; added to in place
+    tables: LoraTables,
+    segments: LoraSegments,
+    site: int,
+    num_ids: int,  # how many columns A has
+    first_id: int = 0,  # the column of id 0
+) -> Tensor:
+    """y += scale * A[:, first_id + id] @ B: as `add` for lines that are one where their id is, and zero elsewhere."""
+    for slot, lines in _segments(segments):
+        a, b = matrices(tables, slot, site, num_ids, y.shape[1])
+        _add_lines(y, lines, 0, a.t()[ids[lines].long() + first_id], b, float(tables.scales[slot, site]))
+    return y
+
+
+def matrices(
+    tables: LoraTables, slot: int, site: int, num_inputs: int, num_outputs: int
+) -> tuple[Tensor, Tensor]:
+    """An adapter's A [rank, inputs] and B [rank, outputs] at one site, in float32."""
+    rank, tile_ranks = int(tables.ranks[slot, site]), int(tables.tile_ranks[slot, site])
+    found = []
+    for starts, width in ((tables.tile_a, num_inputs), (tables.tile_b, num_outputs)):
+        tiles = [torch.empty(0, width, device=tables.weights.device)]
+        for tile, first in enumerate(range(0, rank, tile_ranks or 1)):
+            count, start = min(tile_ranks, rank - first), int(starts[slot, site, tile])
+            tiles.append(tables.weights[start : start + count * width].view(count, width).float())
+        found.append(torch.cat(tiles))
+    return found[0], found[1]
+
+
+def _segments(segments: LoraSegments) -> Iterator[tuple[int, Tensor]]:
+    starts = segments.starts.tolist()
+    for index, slot in enumerate(segments.slots.tolist()):
+        if slot >= 0 and starts[index] < starts[index + 1]:
+            yield slot, segments.order[starts[index] : starts[index + 1]].long()
+
+
+def _add_lines(y: Tensor, lines: Tensor, first: int, inner: Tensor, b: Tensor, scale: float) -> None:
+    if len(b):
+        columns = slice(first, first + b.shape[1])
+        y[lines, columns] = (y[lines, columns].float() + scale * (inner @ b)).to(y.dtype)

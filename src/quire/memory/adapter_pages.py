@@ -1,0 +1,154 @@
+"""AdapterPages: adapters' weights in blocks of the same pool as K and V. Ids only."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from quire.memory.blocks import BlockPool
+
+
+@dataclass(slots=True)
+class AdapterPageStats:
+    num_queries: int = 0  # rows that began with an adapter
+    num_loads: int = 0  # host memory to pages
+    num_evictions: int = 0
+
+
+class AdapterPages:
+    """Which adapter lies in which blocks.
+
+    One in use holds a reference to each of its blocks. An idle one's blocks are free, at the end of the free list with
+    their content, exactly as a finished sequence's: whoever needs a block takes the least recently used one, of K and V
+    or of an adapter. The first block that is taken ends the adapter; until then it comes back as a prefix hit does.
+    """
+
+    def __init__(self, pool: BlockPool, take: Callable[[], int]) -> None:
+        self._pool = pool
+        self._take = take  # a free block, forgotten by whoever knew its content
+        self._blocks: dict[str, list[int]] = {}
+        self._users: dict[str, int] = {}  # rows
+        self._owner: dict[int, str] = {}
+        self._salts: dict[str, str] = {}
+        self._num_in_use = 0  # blocks
+        self.evicted: list[str] = []  # since the last step
+        self.stats = AdapterPageStats()
+
+    def is_resident(self, key: str) -> bool:
+        return key in self._blocks
+
+    def has_room(self, num_blocks: int, reserved: int) -> bool:
+        """Whether so many blocks can be had while `reserved` stay free."""
+        return num_blocks + reserved <= self._pool.num_free
+
+    def has_spare_room(self, num_blocks: int, reserved: int) -> bool:
+        """The same without ending an idle adapter: fetching one before its time must not cost another."""
+        idle = len(self._owner) - self._num_in_use
+        return num_blocks + reserved + idle <= self._pool.num_free
+
+    def can_ever_hold(self, num_blocks: int, others: int) -> bool:
+        """Whether an adapter of so many blocks could run beside `others` blocks of K and V, with nothing else there."""
+        return num_blocks + others <= self._pool.num_blocks
+
+    def load(self, key: str, num_blocks: int, salt: str) -> list[int]:
+        """Blocks for an adapter that is not resident; it is idle then. The caller checked `has_room`."""
+        blocks = [self._take() for _ in range(num_blocks)]
+        self._blocks[key] = blocks
+        self._salts[key] = salt
+        self._owner.update(dict.fromkeys(blocks, key))
+        self.stats.num_loads += 1
+        self._free(blocks)
+        return blocks
+
+    @contextmanager
+    def holding(self, key: str | None) -> Iterator[None]:
+        """Keeps a resident adapter's pages while it is decided whether someone may run with it."""
+        if key is None:
+            yield
+            return
+        self.acquire(key)
+        self.stats.num_queries -= 1
+        yield
+        self.release(key)
+
+    def acquire(self, key: str) -> None:
+        """One more row runs with it."""
+        users = self._users.get(key, 0)
+        self.stats.num_queries += 1
+        if not users:
+            self._num_in_use += len(self._blocks[key])
+            for block in self._blocks[key]:
+                self._pool.share(block)
+        self._users[key] = users + 1
+
+    def release(self, key: str) -> None:
+        users = self._users[key] - 1
+        if users:
+            self._users[key] = users
+        else:
+            del self._users[key]
+            self._num_in_use -= len(self._blocks[key])
+            self._free(self._blocks[key])
+
+    def taken(self, block: int) -> None:
+        """Someone was given this block: if it was an idle adapter's, that one is gone."""
+        key = self._owner.get(block)
+        if key is not None:
+            self._forget(key)
+            self.stats.num_evictions += 1
+
+    def drop(self, key: str) -> None:
+        """Nobody will ask for it again."""
+        if key in self._blocks and key not in self._users:
+            self._forget(key)
+        self._salts.pop(key, None)
+
+    def salt(self, key: str) -> str:
+        """What the adapter computes, as a hash: keeps its K and V apart from all others'."""
+        return self._salts.get(key, key)
+
+    def take_evicted(self) -> tuple[str, ...]:
+        evicted, self.evicted = tuple(self.evicted), []
+        return evicted
+
+    @property
+    def num_resident(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_in_use(self) -> int:
+        return len(self._users)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that hold adapters, idle ones included."""
+        return len(self._owner)
+
+    @property
+    def num_blocks_in_use(self) -> int:
+        return self._num_in_use
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of free memory that no adapter could use because it lies in pieces: none, since any block will do."""
+        return 0.0
+
+    def in_use(self) -> list[str]:
+        return list(self._users)
+
+    def count_references(self, counts: list[int]) -> None:
+        """Adds what it holds; raises RuntimeError if its own books disagree."""
+        for key in self._users:
+            for block in self._blocks[key]:
+                counts[block] += 1
+        owned = {block: key for key, blocks in self._blocks.items() for block in blocks}
+        if owned != self._owner:
+            raise RuntimeError("adapters' blocks disagree with their owners")
+
+    def _free(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._pool.release(block, keep=True)
+
+    def _forget(self, key: str) -> None:
+        for block in self._blocks.pop(key):
+            del self._owner[block]
+        self.evicted.append(key)

@@ -1,0 +1,318 @@
+"""AdapterSlots: adapters in pages as kernels find them, and which line of a batch runs with which."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.adapters.packing import MAX_TILES
+from quire.adapters.peft import PackedAdapter
+from quire.core.adapters import AdapterLoad
+from quire.core.ints import Ints
+from quire.core.step import Step
+from quire.kernels.lora.records import LoraSegments, LoraTables
+from quire.layers.linear import HEAD
+from quire.layers.lora import LoraBatch, LoraSite, group_lines, max_segments, segment_lines
+from quire.layers.pool import Pool
+
+HostCopyOf = Callable[[str], PackedAdapter | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A load with the host copy that it needs."""
+
+    load: AdapterLoad
+    packed: PackedAdapter
+
+
+@dataclass(slots=True)
+class _Resident:
+    """An adapter in pages: its line of the tables, to be written where a slot takes it."""
+
+    sites: np.ndarray  # [S]
+    tile_a: np.ndarray  # [S, tiles] int64
+    tile_b: np.ndarray  # [S, tiles] int64
+    ranks: np.ndarray  # [S] int32
+    tile_ranks: np.ndarray  # [S] int32
+    scales: np.ndarray  # [S] float32
+    kinds: int
+    copied: torch.cuda.Event | None  # a copy that the main stream has not waited for yet
+
+
+class SegmentBuffer:
+    """Segments in persistent memory, so that a recorded pass finds them where they were."""
+
+    def __init__(self, max_lines: int, max_slots: int, device: torch.device, invariant: bool = False) -> None:
+        self._max_slots = max_slots
+        self._invariant = invariant
+        self._device = device
+        most = max_segments(max_lines, max_slots, segment_lines(1))
+        self._order = torch.zeros(max_lines, dtype=torch.int32)
+        self._slots = torch.full((most,), -1, dtype=torch.int32)
+        self._starts = torch.zeros(most + 1, dtype=torch.int32)
+        if device.type == "cuda":
+            self._order, self._slots, self._starts = (
+                t.to(device) for t in (self._order, self._slots, self._starts)
+            )
+
+    def fill(self, line_slots: np.ndarray, num_lines: int | None = None) -> LoraSegments:
+        """line_slots [T]: slots, -1 for none. As many segments as a batch of `num_lines` lines (T or more) may have."""
+        size = len(line_slots) if num_lines is None else num_lines
+        longest = segment_lines(size, self._invariant)
+        grouped = group_lines(line_slots, longest)
+        count = max_segments(size, self._max_slots, longest)
+        found = len(grouped.slots)
+        packed = np.full(len(line_slots) + 2 * count + 1, -1, np.int32)
+        packed[: len(line_slots)] = grouped.order
+        packed[len(line_slots) : len(line_slots) + found] = grouped.slots
+        starts = packed[len(line_slots) + count :]
+        starts[: found + 1] = grouped.starts
+        starts[found + 1 :] = grouped.starts[-1]
+        sent = torch.from_numpy(packed)
+        if self._device.type == "cuda":
+            sent = sent.pin_memory().to(self._device, non_blocking=True)
+        self._order[: len(line_slots)].copy_(sent[: len(line_slots)])
+        self._slots[:count].copy_(sent[len(line_slots) : len(line_slots) + count])
+        self._starts[: count + 1].copy_(sent[len(line_slots) + count :])
+        return self.view(size)
+
+    def view(self, num_lines: int) -> LoraSegments:
+        """What `fill` writes for so many lines; for a pass that is recorded."""
+        longest = segment_lines(num_lines, self._invariant)
+        count = max_segments(num_lines, self._max_slots, longest)
+        return LoraSegments(self._order[:num_lines], self._slots[:count], self._starts[: count + 1], longest)
+
+
+class AdapterSlots:
+    """One slot for each adapter that some row runs with; there are as many as rows, so one is always free."""
+
+    def __init__(
+        self,
+        sites: tuple[LoraSite, ...],
+        pool: Pool,
+        dtype: torch.dtype,
+        max_rows: int,
+        max_lines: int,
+        host_copy: HostCopyOf,
+        kinds: int = 0,
+        recordable: bool = False,
+        invariant: bool = False,
+    ) -> None:
+        self._pool = pool
+        self._device = device = pool.data.device
+        self._host_copy = host_copy
+        self._site_kinds = np.array([site.kind for site in sites], np.int64)
+        self._head_kinds = sum(1 << site.kind for site in sites if site.name == HEAD)
+        self._block_elements = pool.layout.block_bytes // dtype.itemsize
+        lines = (max_rows, len(sites))
+        self.tables = LoraTables(
+            weights=pool.elements(dtype),
+            tile_a=torch.zeros(*lines, MAX_TILES, dtype=torch.int64, device=device),
+            tile_b=torch.zeros(*lines, MAX_TILES, dtype=torch.int64, device=device),
+            ranks=torch.zeros(lines, dtype=torch.int32, device=device),
+            tile_ranks=torch.zeros(lines, dtype=torch.int32, device=device),
+            scales=torch.zeros(lines, dtype=torch.float32, device=device),
+        )
+        self._resident: dict[str, _Resident] = {}
+        self._slot_of: dict[str, int] = {}
+        self._key_of: list[str | None] = [None] * max_rows
+        self._last_used = np.zeros(max_rows, np.int64)  # of each slot, in row starts
+        self._num_starts = 0
+        self._rows_in = np.zeros(max_rows, np.int64)  # rows that point at each slot
+        self.row_slots = np.full(max_rows, -1, np.int32)
+        self.kinds = kinds  # of layers that any adapter so far adds to: what a recorded pass must call
+        self.recordable = recordable  # the kernel is a native operation, or one that a graph can hold
+        self._invariant = invariant  # a line's bits must not depend on its neighbours
+        self._tokens = SegmentBuffer(max_lines, max_rows, device, invariant)
+        self._wanted = SegmentBuffer(max_lines + max_rows, max_rows, device, invariant)
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None  # where loads are copied
+        self._pretends = False
+
+    # ------------------------------------------------------------------ what a step changes
+
+    def fetch(self, step: Step) -> tuple[Fetched, ...]:
+        """The host copies that the step's loads need, taken while they are sure to be there."""
+        found = []
+        for load in step.adapter_loads:
+            packed = self._host_copy(load.key)
+            if packed is None:
+                raise RuntimeError(f"adapter {load.key} was to be loaded and is not in host memory")
+            found.append(Fetched(load, packed))
+        return tuple(found)
+
+    def apply(self, step: Step, fetched: tuple[Fetched, ...]) -> None:
+        """Evictions, loads, then rows that start."""
+        for key in step.adapter_evictions:
+            self._evict(key)
+        if fetched:
+            self._load(fetched)
+        began = {self._start(start.row, start.adapter) for start in step.starts}
+        self._write_lines(sorted(slot for slot in began if slot >= 0))
+
+    def _evict(self, key: str) -> None:
+        resident = self._resident.pop(key, None)
+        if resident is not None:
+            self._wait_for(resident)  # its pages are about to be written by someone else
+        slot = self._slot_of.pop(key, None)
+        if slot is not None:
+            self._key_of[slot] = None
+            self._last_used[slot] = 0
+
+    def _load(self, fetched: tuple[Fetched, ...]) -> None:
+        for one in fetched:
+            self._evict(one.load.key)
+        if self.side is None:
+            self._copy(fetched)
+            copied = None
+        else:  # the step in flight may still read these pages; this one and what follows does not, but by `_start`
+            self.side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self.side):
+                self._copy(fetched)
+            copied = self.side.record_event()
+        for one in fetched:
+            resident = self._placed(one, copied)
+            self._resident[one.load.key] = resident
+            self.kinds |= resident.kinds
+
+    def _copy(self, fetched: tuple[Fetched, ...]) -> None:
+        for one in fetched:
+            for first, last, block in _runs(one.load.block_ids):
+                pages = self._pool.data[block : block + last - first]
+                pages.copy_(one.packed.blocks[first:last], non_blocking=True)
+
+    def _placed(self, one: Fetched, copied: torch.cuda.Event | None) -> _Resident:
+        tiles = one.packed.tiles
+        firsts = np.asarray(one.load.block_ids, np.int64) * self._block_elements
+        return _Resident(
+            tiles.sites,
+            firsts[tiles.a_blocks] + tiles.a_offsets,
+            firsts[tiles.b_blocks] + tiles.b_offsets,
+            tiles.ranks,
+            tiles.tile_ranks,
+            np.array(one.packed.scales, np.float32),
+            sum(1 << kind for kind in set(self._site_kinds[tiles.sites].tolist())),
+            copied,
+        )
+
+    def _wait_for(self, resident: _Resident) -> None:
+        if resident.copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(resident.copied)
+            resident.copied = None
+
+    # ------------------------------------------------------------------ rows and slots
+
+    def _start(self, row: int, key: str | None) -> int:
+        """The slot whose line must be written for this row; -1 if none."""
+        before = self.row_slots[row]
+        if before >= 0:
+            self._rows_in[before] -= 1
+        if key is None:
+            self.row_slots[row] = -1
+            return -1
+        self._num_starts += 1
+        slot = self._slot_of.get(key)
+        is_new = slot is None
+        if slot is None:
+            slot = self._claim(key)
+        self._last_used[slot] = self._num_starts
+        self._rows_in[slot] += 1
+        self.row_slots[row] = slot
+        return slot if is_new else -1
+
+    def _claim(self, key: str) -> int:
+        """The slot that was used longest ago of those that no row points at."""
+        unused = np.flatnonzero(self._rows_in == 0)
+        slot = int(unused[np.argmin(self._last_used[unused])])
+        previous = self._key_of[slot]
+        if previous is not None:
+            del self._slot_of[previous]
+        self._key_of[slot] = key
+        self._slot_of[key] = slot
+        self._wait_for(self._resident[key])
+        return slot
+
+    def _write_lines(self, slots: list[int]) -> None:
+        if not slots:
+            return
+        tables, num_sites = self.tables, len(self._site_kinds)
+        offsets = np.zeros((2, len(slots), num_sites, MAX_TILES), np.int64)
+        numbers = np.zeros((2, len(slots), num_sites), np.int32)
+        scales = np.zeros((len(slots), num_sites), np.float32)
+        for i, slot in enumerate(slots):
+            resident = self._resident[self._key_of[slot] or ""]
+            offsets[0, i, resident.sites] = resident.tile_a
+            offsets[1, i, resident.sites] = resident.tile_b
+            numbers[0, i, resident.sites] = resident.ranks
+            numbers[1, i, resident.sites] = resident.tile_ranks
+            scales[i, resident.sites] = resident.scales
+        where = self._sent(np.array(slots, np.int64))
+        for table, lines in (
+            (tables.tile_a, offsets[0]),
+            (tables.tile_b, offsets[1]),
+            (tables.ranks, numbers[0]),
+            (tables.tile_ranks, numbers[1]),
+            (tables.scales, scales),
+        ):
+            table.index_copy_(0, where, self._sent(lines))
+
+    def _sent(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.side is None else tensor.pin_memory().to(self._device, non_blocking=True)
+
+    # ------------------------------------------------------------------ batches
+
+    def runs_in(self, rows: np.ndarray) -> bool:
+        """Whether any of these rows has an adapter."""
+        return bool((self._slots(rows) >= 0).any())
+
+    def of_tokens(self, token_rows: np.ndarray, num_lines: int | None = None) -> LoraBatch:
+        """token_rows [T]: whose token each line is. With `num_lines` as for a recorded pass of so many lines."""
+        return self._batch(self._tokens.fill(self._slots(token_rows), num_lines))
+
+    def of_wanted(self, token_rows: np.ndarray, num_lines: int | None = None) -> LoraBatch:
+        """As `of_tokens`, for the lines whose logits are wanted."""
+        return self._batch(self._wanted.fill(self._slots(token_rows), num_lines))
+
+    def recorded_tokens(self, num_lines: int) -> LoraBatch:
+        """What `of_tokens` fills for so many lines."""
+        return self._batch(self._tokens.view(num_lines))
+
+    def recorded_wanted(self, num_lines: int) -> LoraBatch:
+        return self._batch(self._wanted.view(num_lines))
+
+    def of_head(self, token_rows: np.ndarray) -> LoraBatch | None:
+        """For lines of the output head; None where no adapter so far adds to it."""
+        if not self.adds_to_head or not self.runs_in(token_rows):
+            return None
+        buffer = SegmentBuffer(len(token_rows), len(self.row_slots), self._device, self._invariant)
+        return self._batch(buffer.fill(self._slots(token_rows)))
+
+    @property
+    def adds_to_head(self) -> bool:
+        return bool(self.kinds & self._head_kinds)
+
+    @contextmanager
+    def pretending(self) -> Iterator[None]:
+        """Every row runs with an adapter that adds nothing: so kernels are compiled before a request needs them."""
+        self._pretends = True
+        yield
+        self._pretends = False
+
+    def _slots(self, rows: np.ndarray) -> np.ndarray:
+        return np.zeros(len(rows), np.int32) if self._pretends else self.row_slots[rows]
+
+    def _batch(self, segments: LoraSegments) -> LoraBatch:
+        return LoraBatch(self.tables, segments, self.kinds)
+
+
+def _runs(block_ids: Ints) -> Iterator[tuple[int, int, int]]:
+    """Blocks that lie side by side: (first, last, block id of the first), first … last - 1 being indices."""
+    first = 0
+    for i in range(1, len(block_ids) + 1):
+        if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1:
+            yield first, i, block_ids[first]
+            first = i

@@ -1,0 +1,40 @@
+"""MergeLine: one adapter at a time, merged into the model. What running any mix together is measured against."""
+
+from quire.core.errors import AdapterError
+from quire.scheduler.adapter_line import AdapterLine, Readiness
+from quire.scheduler.group import Group
+
+MERGE_TURN = 64  # requests that may begin with one adapter before those of another have their turn
+
+
+class MergeLine(AdapterLine):
+    """Requests of the merged adapter run together, the others wait until they have ended. Takes no pages."""
+
+    governs_all = True
+    _merged: str | None = None
+    _num_begun = 0
+
+    def prepare(self, group: Group, reserved: int, alone: bool = False, early: bool = False) -> Readiness:
+        """As AdapterLine's, for requests without an adapter too: they need the model unmerged."""
+        key = group.request.adapter
+        if early:
+            return Readiness.NO_ROOM
+        if key != self._merged and not alone:
+            return Readiness.LOADING if self._num_begun < MERGE_TURN else Readiness.NO_ROOM
+        if key == self._merged and self._num_begun >= MERGE_TURN and not alone:
+            return Readiness.NO_ROOM
+        if key is not None and not self._pages.is_resident(key):
+            try:
+                copy = self._copies.want(key)
+            except AdapterError as error:
+                self.failed.append((group, error))
+                return Readiness.FAILED
+            if copy is None:
+                return Readiness.LOADING
+            self._pages.load(key, 0, copy.content)
+        elif key is not None and key != self._merged and self._copies.want(key) is None:
+            return Readiness.LOADING  # its host copy was given up
+        if key != self._merged:
+            self._merged, self._num_begun = key, 0
+        self._num_begun += 1
+        return Readiness.READY

@@ -1,0 +1,73 @@
+"""Tokens and probabilities are those of the base with the adapter merged by PEFT, on every architecture."""
+
+import warnings
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from tests.models.checkpoints import VARIANTS, save
+
+peft = pytest.importorskip("peft", reason="PEFT is what adapters are compared with")
+
+LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OPT = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
+CASES = {
+    "llama": {"target_modules": [*LLAMA, "lm_head", "embed_tokens"], "r": 7, "rank_pattern": {"q_proj": 20}},
+    "llama-with-biases": {
+        "target_modules": LLAMA,
+        "r": 33,
+        "use_rslora": True,
+        "alpha_pattern": {"up_proj": 3},
+    },
+    "llama-tied": {"target_modules": ["q_proj", "v_proj"], "r": 16},
+    "mistral-window": {"target_modules": LLAMA, "r": 4, "layers_to_transform": [0, 2]},
+    "qwen2": {"target_modules": LLAMA, "r": 8},
+    "qwen3": {"target_modules": LLAMA, "r": 8},
+    "opt": {"target_modules": OPT, "r": 8},
+    "opt-350m": {"target_modules": [*OPT, "project_in", "project_out"], "r": 3},
+    "opt-gelu-untied": {"target_modules": [*OPT, "lm_head", "embed_tokens"], "r": 1},
+    "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "r": 8},
+    "gpt2-unscaled-untied": {"target_modules": ["c_attn", "lm_head"], "r": 8},
+}
+PROMPTS = [[1, 5, 9, 13, 17, 21], [40, 3]]
+
+
+@pytest.mark.parametrize("variant", CASES)
+def test_tokens_and_probabilities_are_those_of_the_merged_model(variant, tmp_path):
+    base = save(tmp_path / "base", VARIANTS[variant]())
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(
+            base, peft.LoraConfig(lora_alpha=2, init_lora_weights=False, **CASES[variant])
+        )
+        adapted.save_pretrained(tmp_path / "adapter")
+        merged = adapted.merge_and_unload().eval()
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+    settings = {
+        "dtype": "float32",
+        "quantization": "none",
+        "device": "cpu",
+        "num_blocks": 100,
+        "use_tqdm": False,
+    }
+    with LLM(str(tmp_path / "base"), lora_modules={"mine": str(tmp_path / "adapter")}, **settings) as llm:
+        inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        outputs = llm.generate(inputs, sampling, adapter="mine", use_tqdm=False)
+        llm.engine.check_integrity()
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        answer = output.outputs[0]
+        token_ids = [*prompt, *answer.token_ids]
+        with torch.inference_mode():
+            logprobs = merged(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+        assert logprobs[len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer.token_ids)
+        found = [entry for entry in [*output.prompt_logprobs, *answer.logprobs] if entry is not None]
+        for position, entry in enumerate(found, start=1):
+            expected = float(logprobs[position - 1, token_ids[position]])
+            assert _logprob(entry, token_ids[position]) == pytest.approx(expected, abs=2e-4)
+
+
+def _logprob(entry, token_id: int) -> float:
+    found = entry[token_id] if isinstance(entry, dict) else entry
+    return found.logprob

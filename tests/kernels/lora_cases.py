@@ -1,0 +1,84 @@
+"""Adapters for the kernel tests: tiles scattered over a pool of not-a-numbers, lines drawn at random."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.lora.records import LoraSegments, LoraTables
+from quire.layers.lora import group_lines
+
+GAP = 16  # elements of nothing between two tiles
+
+
+@dataclass(frozen=True, slots=True)
+class LoraCase:
+    """A fused projection with an adapter per slot; `dense` is what each line should add."""
+
+    x: Tensor  # [T, inputs]
+    y: Tensor  # [T, outputs]
+    tables: LoraTables
+    segments: LoraSegments
+    first_site: int
+    bounds: tuple[int, ...]
+
+    def arguments(self) -> tuple[object, ...]:
+        return (self.tables, self.segments, self.first_site, self.bounds)
+
+
+def lora_tables(
+    ranks: list[list[int]],  # of each slot at each site; -r: r ranks, cut into tiles of 5
+    num_inputs: int,
+    widths: list[int],
+    dtype: torch.dtype,
+    num_tiles: int = 32,
+) -> LoraTables:
+    """Site 0 is empty everywhere; site 1 + p is part p."""
+    pieces: list[Tensor] = [torch.full((GAP,), float("nan"), dtype=dtype)]
+    tables = LoraTables.empty(torch.empty(0), len(ranks), 1 + len(widths), num_tiles)
+    used = GAP
+    for slot, parts in enumerate(ranks):
+        for site, (signed, width) in enumerate(zip(parts, widths, strict=True), start=1):
+            rank, tile_ranks = abs(signed), 5 if signed < 0 else 16
+            tables.ranks[slot, site], tables.tile_ranks[slot, site] = rank, tile_ranks
+            tables.scales[slot, site] = 0.5 + slot
+            for starts, length in ((tables.tile_a, num_inputs), (tables.tile_b, width)):
+                for tile, first in enumerate(range(0, rank, tile_ranks)):
+                    size = min(tile_ranks, rank - first) * length
+                    pad = GAP + -size % 8
+                    starts[slot, site, tile] = used
+                    pieces += [
+                        torch.randn(size).div(length**0.5).to(dtype),
+                        pieces[0].new_full((pad,), float("nan")),
+                    ]
+                    used += size + pad
+    weights = torch.cat(pieces)
+    return LoraTables(weights, *(getattr(tables, name) for name in LoraTables.__slots__[1:]))
+
+
+def lora_segments(line_slots: list[int], max_lines: int = 16, unused: int = 0) -> LoraSegments:
+    """Segments of these lines, and `unused` more with nothing in them."""
+    grouped = group_lines(np.array(line_slots, np.int32), max_lines)
+    slots = np.append(grouped.slots, np.full(unused, -1, np.int32)).astype(np.int32)
+    starts = np.append(grouped.starts, np.full(unused, grouped.starts[-1])).astype(np.int32)
+    return LoraSegments(
+        torch.from_numpy(grouped.order), torch.from_numpy(slots), torch.from_numpy(starts), max_lines
+    )
+
+
+def lora_case(
+    line_slots: list[int],
+    ranks: list[list[int]],
+    num_inputs: int,
+    widths: list[int],
+    dtype: torch.dtype = torch.float32,
+    weights_dtype: torch.dtype | None = None,
+    max_lines: int = 16,
+    unused: int = 3,
+) -> LoraCase:
+    tables = lora_tables(ranks, num_inputs, widths, weights_dtype or dtype)
+    x = torch.randn(len(line_slots), num_inputs + 8).to(dtype)[:, :num_inputs]
+    y = torch.randn(len(line_slots), sum(widths)).to(dtype)
+    bounds = (0, *np.cumsum(widths).tolist())
+    return LoraCase(x, y, tables, lora_segments(line_slots, max_lines, unused), 1, bounds)
