@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,13 @@ def run(setup: Setup) -> Finding:
                 one.attention = min(one.attention, step.least_seconds(each))
                 bar()
         del steps, step  # their pools are large
-        for _ in range(rounds):
-            for one in found:
-                bar.note(f"requests, blocks of {one.block_size}")
-                with opened(setup, **_settings(one.block_size)) as bench:
+        with ExitStack() as stack:
+            benches = [stack.enter_context(opened(setup, **_settings(size))) for size in sizes]
+            for bench in benches:
+                warm_up(bench)
+            for _ in range(rounds):
+                for one, bench in zip(found, benches, strict=True):
+                    bar.note(f"requests, blocks of {one.block_size}")
                     _serve(bench, lengths, one, bar)
     return _finding(setup, found, shape, count, rounds, words)
 
@@ -70,7 +74,6 @@ def _lengths(count: int, seed: int) -> list[Lengths]:
 
 
 def _serve(bench: Bench, lengths: list[Lengths], one: Measured, bar: Callable[[], None]) -> None:
-    warm_up(bench)
     watched = bench.serve(bench.requests(lengths), bar)
     latency = sum(times.last_token / times.num_output_tokens for times in watched.requests) / len(lengths)
     one.latency, one.seconds = min(one.latency, latency), min(one.seconds, watched.seconds)
