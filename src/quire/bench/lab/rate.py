@@ -1,6 +1,7 @@
 """`rate`: normalised latency against request rate, for every way to give memory and to form batches."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -74,16 +75,16 @@ def _enough(one: Workload, policy: str) -> Sequence[Lengths]:
 
 
 def _wide_jobs(setup: Setup, settings: Mapping[str, Any], alpaca: Workload) -> list[CurveJob]:
-    lengths = alpaca.lengths[: setup.pick(120, 240, 1500)]
+    alpaca = replace(alpaca, lengths=alpaca.lengths[: setup.pick(160, 240, 3000)])  # more than fit at once
     return [
         CurveJob(
             alpaca.name,
             policy,
-            Run({**settings, **POLICIES[policy]}, lengths, 1.0, setup.seed, method, width),
+            Run({**settings, **POLICIES[policy]}, alpaca.lengths, 1.0, setup.seed, method, width),
             (),
         )
         for method in METHODS
-        for width in setup.pick(WIDTHS[1:2], WIDTHS, WIDTHS)
+        for width in setup.pick(WIDTHS[2:], WIDTHS, WIDTHS)
         for policy in WIDE
     ]
 
@@ -124,6 +125,7 @@ def _finding(
             "sustained: requests that are served per second while the queue is never empty; at a higher rate it grows "
             "without end, so this is where each curve's wall stands",
             f"{', '.join(SLOW)} are given a third of the requests: they hold so few at once",
+            "samples and beams: where hardly more requests come than paging holds at once, its rate is a lower bound",
             "Poisson arrivals; beyond the wall latency depends on how long the run is: --size thorough is steeper",
             "published: figures 12, 14 and 17 of the PagedAttention paper, whose ShareGPT requests have 161 tokens in "
             "and 338 out",
