@@ -13,6 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Without a GPU, kernels in Triton run in its interpreter. It reads this as it is imported, and others import it too.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Timing on a shared machine says nothing about a test; CI must give the same answer twice.
 hypothesis.settings.register_profile("quick", deadline=None, derandomize=bool(os.environ.get("CI")))

@@ -1,14 +1,10 @@
-"""Kernels in Triton run in its interpreter here. Read when a kernel is defined, so set before any is imported."""
+"""Kernels in Triton run in its interpreter here (tests/conftest.py)."""
 
 import os
 
 import pytest
-import torch
 
 from quire.kernels import registry
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)
