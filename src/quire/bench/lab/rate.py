@@ -42,9 +42,9 @@ WIDE = ("paged", "pow2")  # policies that several sequences per request are comp
 def run(setup: Setup) -> Finding:
     settings = simulated_settings(setup, PAPER)
     counts = {
-        "sharegpt": setup.pick(120, 240, 3600),
-        "alpaca": setup.pick(400, 600, 7200),
-        "chatbot": setup.pick(50, 120, 1800),
+        "sharegpt": setup.pick(120, 160, 3600),
+        "alpaca": setup.pick(400, 450, 7200),
+        "chatbot": setup.pick(50, 70, 1800),
     }
     workloads = [workload(name, setup.data, count, setup.seed) for name, count in counts.items()]
     jobs = [
@@ -75,7 +75,7 @@ def _enough(one: Workload, policy: str) -> Sequence[Lengths]:
 
 
 def _wide_jobs(setup: Setup, settings: Mapping[str, Any], alpaca: Workload) -> list[CurveJob]:
-    alpaca = replace(alpaca, lengths=alpaca.lengths[: setup.pick(160, 240, 3000)])  # more than fit at once
+    alpaca = replace(alpaca, lengths=alpaca.lengths[: setup.pick(160, 160, 3000)])  # more than fit at once
     return [
         CurveJob(
             alpaca.name,
