@@ -1,7 +1,6 @@
 """`rate`: normalised latency against request rate, for every way to give memory and to form batches."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -75,12 +74,19 @@ def _enough(one: Workload, policy: str) -> Sequence[Lengths]:
 
 
 def _wide_jobs(setup: Setup, settings: Mapping[str, Any], alpaca: Workload) -> list[CurveJob]:
-    alpaca = replace(alpaca, lengths=alpaca.lengths[: setup.pick(160, 160, 3000)])  # more than fit at once
+    counts = {2: 320, 4: setup.pick(160, 160, 3000), 6: setup.pick(160, 160, 3000)}  # more than fit at once
     return [
         CurveJob(
             alpaca.name,
             policy,
-            Run({**settings, **POLICIES[policy]}, alpaca.lengths, 1.0, setup.seed, method, width),
+            Run(
+                {**settings, **POLICIES[policy]},
+                alpaca.lengths[: counts[width]],
+                1.0,
+                setup.seed,
+                method,
+                width,
+            ),
             (),
         )
         for method in METHODS
