@@ -196,7 +196,7 @@ def basis(settings: Mapping[str, Any]) -> list[str]:
     return [
         f"simulated: {settings['model']} on {device.in_words}; scheduler and memory are real, times are charged",
         error,
-        "nothing was tuned to the published figures: where they differ, they differ",
+        "no cost factor was fitted to a published figure: where they differ, they differ",
     ]
 
 
