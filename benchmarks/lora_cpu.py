@@ -13,8 +13,11 @@ import random
 import resource
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
+
+from quire.bench.machine import describe_machine
 
 RANKS = (4, 8, 16, 32, 64)
 LAYERS, HIDDEN, KEYS = 30, 576, 192  # of the built-in model
@@ -23,11 +26,9 @@ WIDTHS = {"q": (HIDDEN, HIDDEN), "k": (HIDDEN, KEYS), "v": (HIDDEN, KEYS), "o": 
 
 def main() -> None:
     options = _options()
-    if options.folder is not None:
-        print(json.dumps(_run(options, Path(options.folder)), indent=1))
-        return
     with tempfile.TemporaryDirectory() as folder:
-        found = _run(options, Path(folder))
+        found = _run(options, Path(options.folder or folder))
+    found = {"date": date.today().isoformat(), "machine": describe_machine(), **found}
     if options.output:
         Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
