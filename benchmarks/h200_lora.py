@@ -60,10 +60,12 @@ def main(words: list[str] | None = None) -> None:
                 write_adapters(adapters, workloads.SHAPES[options.shape], max(map(_count, some)))
                 print(f"wrote adapters in {time.perf_counter() - began:.1f} s", flush=True)
             done = subprocess.run([*command, "--began", repr(time.time())], check=False)
-            if done.returncode or not result.exists():
+            if done.returncode:
                 print(f"{some}: ended with {done.returncode}", flush=True)
+            if not result.exists():
                 continue
             rows += json.loads(result.read_text())
+            result.unlink()
             if options.output:
                 Path(options.output).write_text(json.dumps(rows, indent=1) + "\n")
     _compare(rows)

@@ -22,7 +22,7 @@ _NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "seed": (int, "the same seed gives the same tokens"),
     "n": (int, "answers per prompt"),
     "best_of": (int, "sequences to generate; the n most likely are returned"),
-    "length_penalty": (float, "of beams: above 1 favours longer answers"),
+    "length_penalty": (float, "of beams: above 0 favours longer answers, below 0 shorter ones"),
     "logprobs": (int, "with --json or --output: log probabilities of each token and this many others"),
     "prompt_logprobs": (int, "likewise for the prompt's tokens"),
 }
