@@ -73,6 +73,7 @@ class Library:
             OrderedDict()
         )  # with a host copy from disk, least recently used first
         self._held_bytes = 0
+        self._needed: dict[str, int] = {}  # copies that a step is about to make, and how often
         self._num_made = 0
         self._threads = ThreadPoolExecutor(
             num_threads,
@@ -198,6 +199,15 @@ class Library:
             return None
         return self._take(entry)
 
+    def hold(self, key: str) -> None:
+        """The copy in host memory stays until it is let go, whatever the limits say."""
+        self._needed[key] = self._needed.get(key, 0) + 1
+
+    def let_go(self, key: str) -> None:
+        count = self._needed.pop(key, 0) - 1
+        if count > 0:
+            self._needed[key] = count
+
     def content(self, key: str) -> str:
         """What the adapter computes, as a hash; known once it was loaded."""
         return self._entries[key].content or ""
@@ -259,11 +269,12 @@ class Library:
         self._held_bytes += packed.num_bytes
         self.stats.num_loads += 1
         most = self._limits.num_adapters
-        while len(self._held) > 1 and (
-            self._held_bytes > self._limits.num_bytes or (most is not None and len(self._held) > most)
-        ):
-            self._let_go(next(iter(self._held.values())))
-            self.stats.num_dropped += 1
+        for other in list(self._held.values()):
+            if self._held_bytes <= self._limits.num_bytes and (most is None or len(self._held) <= most):
+                break
+            if other is not entry and other.key not in self._needed:
+                self._let_go(other)
+                self.stats.num_dropped += 1
 
     @staticmethod
     def _note(entry: Entry, packed: PackedAdapter) -> None:

@@ -23,6 +23,7 @@ from quire.layers.pool import Pool
 from quire.memory.interface import Memory
 from quire.memory.separate_pages import SeparatePages
 from quire.models.model import Model
+from quire.models.streamed import is_streamed
 from quire.runner.adapters import AdapterSlots
 from quire.runner.merged import MergedAdapter, MergeSite
 from quire.runner.runner import RunnerLimits
@@ -86,6 +87,10 @@ def _build(
         raise ConfigError(
             f"blocks of {pool.layout.block_bytes} bytes cannot hold adapters, which need a multiple of {ALIGNMENT}: "
             "raise block_size"
+        )
+    if config.lora_mode == "merge" and is_streamed(model):
+        raise ConfigError(
+            "lora_mode='merge' changes weights in place, and these stream: leave out the offloading of weights"
         )
     merging = _merge_sites(model) if config.lora_mode == "merge" else None
     kernel = factory.kernel("lora")

@@ -53,7 +53,7 @@ class Door:
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             seed=self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1),
-            max_len=self._max_len(len(prompt_token_ids), sampling),
+            max_len=self._max_len(len(prompt_token_ids), sampling, adapter is not None),
             stop_token_ids=stop_token_ids,
             arrival=self._clock(),
             priority=priority,
@@ -102,14 +102,17 @@ class Door:
                         name,
                     )
 
-    def _max_len(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+    def _max_len(self, num_prompt_tokens: int, sampling: SamplingParams, has_adapter: bool) -> int:
         limit = self.limits.max_model_len
         if sampling.max_tokens is not None:
             return min(num_prompt_tokens + sampling.max_tokens, limit)
         # nobody asked for a length, so the pool may set it: n sequences share the prompt's full blocks
         memory = self._memory
         shared = num_prompt_tokens // memory.block_size
-        own_blocks = (memory.num_blocks - self.num_pinned - shared) // sampling.num_sequences
+        available = memory.num_blocks - self.num_pinned
+        if has_adapter:  # whose pages come out of the same pool, and whose size is not known yet
+            available //= 2
+        own_blocks = max(0, available - shared) // sampling.num_sequences
         return max(num_prompt_tokens + 1, min(limit, (shared + own_blocks) * memory.block_size + 1))
 
     def _check_pool(self, request: Request) -> None:

@@ -36,6 +36,10 @@ class AdapterPages:
     def is_resident(self, key: str) -> bool:
         return key in self._blocks
 
+    def size_of(self, key: str) -> int:
+        """Blocks of a resident adapter."""
+        return len(self._blocks[key])
+
     def has_room(self, num_blocks: int, reserved: int) -> bool:
         """Whether so many blocks can be had while `reserved` stay free."""
         return num_blocks + reserved <= self._pool.num_free

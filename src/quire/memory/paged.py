@@ -202,8 +202,10 @@ class PagedMemory:
         for block in child.block_ids:
             self.pool.share(block)
         child.num_computed = num_computed
-        child.num_indexed = parent.num_indexed
-        child.block_hashes = list(parent.block_hashes)
+        # Beyond what they share their tokens differ, and with them what the blocks are called.
+        shared = num_computed // self.block_size
+        child.num_indexed = min(parent.num_indexed, shared)
+        child.block_hashes = parent.block_hashes[:shared]
 
     def release(self, sequence: Sequence) -> None:
         """Gives everything back. Later blocks go first: a prefix is worth more than its end."""

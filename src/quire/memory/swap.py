@@ -52,8 +52,10 @@ class SwapSpace:
         held = {block for s in sequences for block in self._computed(s)}
         if len(held) > self.hosts.num_free or not held:
             return False
-        if not held.isdisjoint(self._moves.in_blocks):
-            return False  # they are only just coming back: there is nothing to read yet
+        if (
+            self._moves.in_blocks
+        ):  # what only just comes back cannot be read, and the host blocks it leaves not written
+            return False
         host_of: dict[int, int] = {}
         for sequence in sequences:
             for block in self._computed(sequence):

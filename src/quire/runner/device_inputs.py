@@ -102,7 +102,8 @@ class DeviceInputs:
         rows = np.asarray(step.rows, np.int32)
         computed = np.asarray(step.num_computed, np.int32)
         counts = np.asarray(step.num_tokens, np.int32)
-        if len(step.sample_sources) != len(rows) or int(counts.max()) > 1:
+        sources = np.asarray(step.sample_sources, np.int64)
+        if int(counts.max()) > 1 or not np.array_equal(sources, np.arange(len(rows))):
             return None
         if scored_rows(self._settings, rows, computed, counts):
             return None

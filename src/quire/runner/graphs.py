@@ -133,7 +133,8 @@ class Graphs:
 
     def _capture(self, kind: Kind, size: int, adapted: bool = False) -> _Captured:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Another thread may wait for a copy meanwhile: that is none of this capture's business.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             hidden = self._model(self._batch(kind, size, adapted), self._pool)
         kinds = self._kinds(adapted)
         if kinds:  # a new kind of adapter came: passes without it are of no use any more

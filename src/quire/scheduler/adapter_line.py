@@ -31,6 +31,12 @@ class HostCopies(Protocol):
         """None while it is being read; AdapterError if it cannot be."""
         ...
 
+    def hold(self, key: str) -> None:
+        """It must not be given up: a step is about to copy it."""
+        ...
+
+    def let_go(self, key: str) -> None: ...
+
 
 class Readiness(Enum):
     READY = "ready"  # its weights are in pages before the step runs
@@ -52,6 +58,7 @@ class AdapterLine:
         self._pages = memory.adapter_pages
         self._max_adapters = max_adapters
         self._loads: dict[str, AdapterLoad] = {}  # that no step has carried yet
+        self._taken: list[str] = []  # by the newest step
         self.failed: list[tuple[Group, AdapterError]] = []  # left the queue; for the engine to end
 
     def ready(self, group: Group, reserved: int, alone: bool) -> Readiness:
@@ -74,20 +81,22 @@ class AdapterLine:
             and key not in pages.in_use()
         ):
             return Readiness.NO_ROOM
-        if not pages.is_resident(key):
-            try:
-                copy = self._copies.want(key)
-                if copy is None:
-                    return Readiness.LOADING
-                self._check(group, copy)
-            except AdapterError as error:
-                self.failed.append((group, error))
-                return Readiness.FAILED
+        resident = pages.is_resident(key)
+        try:
+            copy = None if resident else self._copies.want(key)
+            if copy is None and not resident:
+                return Readiness.LOADING
+            self._check(group, pages.size_of(key) if copy is None else copy.num_blocks)
+        except AdapterError as error:
+            self.failed.append((group, error))
+            return Readiness.FAILED
+        if copy is not None:
             has_room = pages.has_spare_room if early else pages.has_room
             if not has_room(copy.num_blocks, reserved):
                 return Readiness.NO_ROOM
             blocks = pages.load(key, copy.num_blocks, copy.content)
             self._loads[key] = AdapterLoad(key, ints(blocks))
+            self._copies.hold(key)
         return Readiness.LOADING if key in self._loads and not alone else Readiness.READY
 
     def look_ahead(self, waiting: WaitingQueue, parked: list[Group], reserved: int) -> None:
@@ -106,6 +115,9 @@ class AdapterLine:
     def take_loads(self) -> tuple[AdapterLoad, ...]:
         """Those that the next step carries; what was evicted again meanwhile is not loaded at all."""
         loads = tuple(load for key, load in self._loads.items() if self._pages.is_resident(key))
+        for key in self._taken:  # their step was launched before this one was planned
+            self._copies.let_go(key)
+        self._taken = list(self._loads)
         self._loads.clear()
         return loads
 
@@ -117,11 +129,11 @@ class AdapterLine:
         failed, self.failed = self.failed, []
         return failed
 
-    def _check(self, group: Group, copy: HostCopy) -> None:
+    def _check(self, group: Group, num_blocks: int) -> None:
         memory = self._memory
         needed = memory.blocks_at_most(group.request) + memory.num_held
-        if not self._pages.can_ever_hold(copy.num_blocks, needed):
+        if not self._pages.can_ever_hold(num_blocks, needed):
             raise AdapterError(
-                f"adapter and request may need {copy.num_blocks} + {needed} blocks, and the pool has "
+                f"adapter and request may need {num_blocks} + {needed} blocks, and the pool has "
                 f"{memory.num_blocks}: lower max_tokens, or raise kv_cache_memory_bytes"
             )

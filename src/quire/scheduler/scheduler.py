@@ -233,6 +233,7 @@ class Scheduler:
         group = self._groups[victim.request.request_id]
         first = next((s for s in group.live if s in plan.sequences), group.live[0])
         freed = plan.drop_from(first)
+        plan.starts = [s for s in plan.starts if s not in group.live]
         origins = plan.delta.take_back(group.live)
         running = [s for s in group.live if s.phase is Phase.RUNNING]
         swapped = self._swap_out(running, origins)
@@ -295,8 +296,12 @@ class Scheduler:
                 promised = blocks_promised(self.memory, self.running, self._forking.values())
             ready = Readiness.READY
             if self._adapters is not None:
-                ready = self._adapters.ready(group, promised + self._num_spare(), alone=not plan.sequences)
-            if ready is Readiness.NO_ROOM or len(parked) == LOOK_AHEAD:
+                alone = not plan.sequences and not (self._adapters.governs_all and self.running)
+                ready = self._adapters.ready(group, promised + self._num_spare(), alone)
+            if ready is Readiness.NO_ROOM:
+                self._close_batch()
+                break
+            if len(parked) == LOOK_AHEAD:
                 break
             if ready is not Readiness.READY:
                 self.waiting.lay_aside()
@@ -417,6 +422,8 @@ class Scheduler:
 
     def _give_back(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
+            if sequence.request.adapter is not None:
+                self.memory.adapter_pages.release(sequence.request.adapter)
             self._free_rows.append(sequence.row)
             sequence.row = -1
             self.memory.release(sequence)

@@ -55,9 +55,7 @@ class SamplingFields(RequestBody):
 
     use_beam_search: bool | None = Field(None, description="best_of beams, at most 32; not with stream.")
     best_of: Int | None = Field(None, description="Sequences to make, or beams; the n best are returned.")
-    length_penalty: float | None = Field(
-        None, description="Of beams: above 0 favours longer ones."
-    )
+    length_penalty: float | None = Field(None, description="Of beams: above 0 favours longer ones.")
     early_stopping: bool | Literal["never"] | None = Field(None, description="Of beams.")
 
     structured_outputs: dict[str, Any] | None = Field(
