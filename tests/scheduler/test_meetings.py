@@ -13,8 +13,9 @@ from quire.core.sampling import SamplingParams
 from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_line import AdapterLine
 from quire.scheduler.plan import Plan
+from quire.scheduler.planned import Planned
 from quire.scheduler.preemption import Preemption
-from quire.scheduler.scheduler import Planned, Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 
 def _request(name: str, prompt: range, n: int, max_tokens: int, adapter: str | None = None) -> Request:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from quire.core.request import FinishReason, Phase, Request
 from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
 from quire.engine.hypotheses import Candidate, Hypotheses, Hypothesis, Token
-from quire.scheduler.scheduler import Planned, Scheduler
+from quire.scheduler.planned import Planned
+from quire.scheduler.scheduler import Scheduler
 
 
 class _Search:

@@ -6,7 +6,8 @@ from quire.engine.beams import BeamSearches
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.errors import GrammarError
-from quire.scheduler.scheduler import Planned, Scheduler
+from quire.scheduler.planned import Planned
+from quire.scheduler.scheduler import Scheduler
 from quire.speculate.acceptance import accepted_nodes
 
 

@@ -20,8 +20,9 @@ from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
 from quire.memory.interface import Memory
 from quire.sampling.records import TokenMask
+from quire.scheduler.planned import Planned
 from quire.scheduler.preemption import Preemption
-from quire.scheduler.scheduler import Planned, Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 READING_WAIT = 0.002  # seconds that it waits for blocks from the disk at a time
 PIN = "pin"  # the request that computes a pinned prefix

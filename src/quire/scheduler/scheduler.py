@@ -2,13 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from quire.core.clock import Clock
 from quire.core.config import SchedulerConfig
 from quire.core.draft import TokenTree
 from quire.core.request import FinishReason, Phase, Request, Sequence
-from quire.core.step import Step
 from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_line import LOOK_AHEAD, AdapterLine, Readiness
@@ -19,25 +17,8 @@ from quire.scheduler.ended import EndedRows
 from quire.scheduler.group import Group
 from quire.scheduler.order.policy import make_queue
 from quire.scheduler.plan import Plan
+from quire.scheduler.planned import Planned, SchedulerStats
 from quire.scheduler.preemption import Preemption
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_swaps_out: int = 0  # of these, requests whose blocks went to host memory
-    num_swaps_in: int = 0
-    num_admissions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A step, and who is in it: what commit needs once the result is there."""
-
-    step: Step
-    sequences: list[Sequence]  # as step.rows
-    receivers: list[Sequence]  # as step.sample_rows
 
 
 class Scheduler:

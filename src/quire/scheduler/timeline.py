@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from quire.core.clock import Clock
 from quire.core.request import Phase, Sequence
-from quire.scheduler.scheduler import Planned, Scheduler
+from quire.scheduler.planned import Planned
+from quire.scheduler.scheduler import Scheduler
 
 PROMPT, DECODE, ENDED, HELD = "prompt", "decode", "ended", "held"
 
