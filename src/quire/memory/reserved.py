@@ -59,6 +59,7 @@ class ReservedMemory:
 
     block_size = 1
     reserves = True
+    num_held = 0  # nothing is kept for good
 
     def __init__(self, num_blocks: int, reservation: str, max_model_len: int) -> None:
         self.pool = RunPool(num_blocks)
@@ -115,8 +116,6 @@ class ReservedMemory:
         self._reserved[id(leader.request)] = _Reserved({leader: runs[0]}, runs[:0:-1])
         leader.block_ids = runs[0].ids()
         return True
-
-    num_held = 0
 
     def hold(self, request: Request) -> int:
         """Nothing: what is reserved is never found again."""
