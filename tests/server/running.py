@@ -42,7 +42,8 @@ class RunningServer:
         self.lines: list[str] = []
         self.url = ""
         self._serving = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -59,6 +60,16 @@ class RunningServer:
         assert self._serving.wait(60), "the server did not start"
         assert self.url, "the server ended: " + "\n".join(self.lines[-5:])
         return self
+
+    def wait_for_line(self, *words: str, seconds: float = 10.0) -> str:
+        """The first line of the log that has these words. An answer may be here before the line about it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for line in list(self.lines):
+                if all(word in line for word in words):
+                    return line
+            assert time.monotonic() < deadline, f"no line with {words}: " + "\n".join(self.lines[-5:])
+            time.sleep(0.02)
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "any", "max_retries": 0, **options})
@@ -118,7 +129,10 @@ class RunningServer:
         return int(found[0])
 
     def wait_exit(self, seconds: float = 20.0) -> int:
-        return self.process.wait(seconds)
+        """With the whole log read."""
+        code = self.process.wait(seconds)
+        self._reader.join(seconds)
+        return code
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -148,7 +148,7 @@ def test_request_ids_go_in_and_out(server: RunningServer):
     body = {"prompt": "a", "max_tokens": 1}
     named = server.post("/v1/completions", json=body, headers={"X-Request-Id": "my-id.1"})
     assert named.headers["X-Request-Id"] == "my-id.1"
-    assert any("my-id.1" in line and "status=200" in line for line in server.lines)
+    server.wait_for_line("my-id.1", "status=200")
     for bad in ("x" * 200, "a b", "a\tb"):
         given = server.post("/v1/completions", json=body, headers={"X-Request-Id": bad}).headers[
             "X-Request-Id"

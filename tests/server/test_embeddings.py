@@ -71,7 +71,7 @@ def test_the_built_in_model_starts_when_it_is_first_named(
     for one in found.data:
         assert len(one.embedding) == 384
         assert math.isclose(math.fsum(x * x for x in one.embedding), 1, rel_tol=1e-5)
-    assert any("starting an embedding engine" in line for line in embedding.lines)
+    embedding.wait_for_line("starting an embedding engine")
     assert client.models.retrieve(MINILM).id == MINILM
 
 

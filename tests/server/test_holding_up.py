@@ -214,8 +214,8 @@ def test_a_killed_engine_costs_its_requests_and_nothing_else(start_server: Start
     pool = server.wait_idle()
     assert (pool["status"], pool["requests_open"]) == ("ok", 0)
     assert server.metric("engine_restarts_total") == 1
-    killed = [line for line in server.lines if "killed by SIGKILL" in line and "starting it again" in line]
-    assert len(killed) == 1
+    killed = server.wait_for_line("killed by SIGKILL", "starting it again")
+    assert server.lines.count(killed) == 1
 
 
 @pytest.mark.e2e

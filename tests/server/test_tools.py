@@ -241,7 +241,7 @@ def test_a_schema_that_no_grammar_can_hold_is_a_400_about_the_tools(server: Runn
 def test_a_server_for_other_formats_reads_thoughts_and_llamas_calls(start_server):
     flags = ("--reasoning-parser", "qwen3", "--tool-call-parser", "llama3_json", "--enable-auto-tool-choice")
     server = start_server(*flags)
-    assert any("llama3_json (as asked)" in line and "qwen3" in line for line in server.lines)
+    server.wait_for_line("llama3_json (as asked)", "qwen3")
     client = server.client()
     call = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
     text = f"<think>\nThe user wants to know.\n</think>\n\n{call}; {call}"

@@ -119,6 +119,17 @@ def test_a_first_step_and_a_disturbed_one_count_little() -> None:
     assert costs.seconds(4) < 0.015
 
 
+def test_a_machine_that_slows_down_slows_the_sizes_that_are_seldom_seen() -> None:
+    costs = StepCosts()
+    for _ in range(8):
+        costs.note(1, 1.0)
+        costs.note(8, 1.5)
+    for _ in range(40):
+        costs.note(1, 2.0)
+    assert costs.seconds(1) == pytest.approx(2.0, rel=0.05)
+    assert 1.2 < costs.seconds(8) / costs.seconds(1) < 1.6  # no sudden bargain
+
+
 def test_a_size_that_is_not_seen_again_is_forgotten() -> None:
     costs = StepCosts()
     for _ in range(3):

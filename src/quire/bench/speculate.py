@@ -53,7 +53,8 @@ class Compared:
 
     @property
     def speedup(self) -> float:
-        return statistics.median(self.speculating) / statistics.median(self.plain)
+        """The median of the rounds' own: within a round the engines take turns, so a slow minute hits both."""
+        return statistics.median(fast / slow for fast, slow in zip(self.speculating, self.plain, strict=True))
 
 
 def run_speculate(
@@ -64,7 +65,7 @@ def run_speculate(
     plan: SpeculatePlan,
     chains: Built | None = None,
 ) -> BenchReport:
-    """Rounds alternate, and so does who goes first, so that a disturbance hits all alike."""
+    """The same requests to each engine, in turns, so that a disturbance hits all alike."""
     benches = [Bench(built, plan.seed) for built in (plain, speculating, chains) if built is not None]
     if benches[0].tokenizer is None or template is None:
         raise ConfigError("this benchmark needs a model with a tokenizer and a chat template")
@@ -90,17 +91,26 @@ def _compare(name: str, benches: list[Bench], requests: list[list[BenchRequest]]
     rates: tuple[list[float], list[float], list[float]] = [], [], []
     expected, *found = (_answers(bench, requests) for bench in benches)  # and warms all up
     drafted, accepted = speculation.stats.num_draft_tokens, speculation.stats.num_accepted_tokens
-    for index in range(rounds):
-        order = range(len(benches))
-        for which in order if index % 2 == 0 else reversed(order):
-            runs = [benches[which].serve(batch) for batch in requests]
-            seconds = sum(run.seconds for run in runs)
-            rates[which].append(sum(run.num_output_tokens for run in runs) / seconds)
+    for _ in range(rounds):
+        for which, rate in enumerate(_round(benches, requests)):
+            rates[which].append(rate)
     stats = speculation.stats
     same = all(answers == expected for answers in found)
     return Compared(
         name, *rates, stats.num_draft_tokens - drafted, stats.num_accepted_tokens - accepted, same
     )
+
+
+def _round(benches: list[Bench], requests: list[list[BenchRequest]]) -> list[float]:
+    """Tokens per second of each engine. They take turns batch by batch, and each comes first as often."""
+    seconds, tokens = [0.0] * len(benches), [0] * len(benches)
+    for turn, batch in enumerate(requests * 2):
+        order = range(len(benches))
+        for which in order if (turn + turn // len(requests)) % 2 == 0 else reversed(order):
+            run = benches[which].serve(batch)
+            seconds[which] += run.seconds
+            tokens[which] += run.num_output_tokens
+    return [count / spent for count, spent in zip(tokens, seconds, strict=True)]
 
 
 def _answers(bench: Bench, requests: list[list[BenchRequest]]) -> dict[tuple[str, int], list[int]]:

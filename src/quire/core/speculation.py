@@ -13,6 +13,7 @@ METHODS = ("ngram", "draft_model")
 ACCEPTANCES = ("coupled", "rejection")
 MAX_DRAFT = 32  # tokens; nothing is accepted that far often enough to pay
 MAX_WIDTH = 16  # branches of a tree
+LOOKED_UP = 15  # tokens of a draft that is only looked up, which costs nothing: with the last token a whole tile of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,10 @@ def parse_speculative(given: str | Mapping[str, Any]) -> SpeculativeConfig:
             raise ConfigError(f"speculative_config: unknown name {name!r}{hint}")
     if "method" not in given:
         raise ConfigError(f"speculative_config has no method: choose one of {', '.join(METHODS)}")
-    return SpeculativeConfig(**given)
+    usual: dict[str, Any] = {}
+    if given["method"] == "ngram" and given.get("tree_width", 1) == 1:
+        usual["num_speculative_tokens"] = LOOKED_UP
+    return SpeculativeConfig(**{**usual, **given})
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from quire.scheduler.planned import Planned
 from quire.speculate.adapt import (
     FIRST_AGREEMENT,
     FIRST_RESCUE,
+    FIRST_STRONG,
     FORGETTING,
     Shape,
     agreement_after,
@@ -26,6 +27,8 @@ WAITING_GAIN = 0.1  # of the batch's tokens: what is lost when a step is planned
 AGREEMENT_STEPS = 32  # shapes are worked out for so many values of it, and kept for so many steps
 SHAPES_KEPT = 16
 BATCH_GAIN = 0.3  # where several wait, and each new size of a step is recorded before it is quick
+FIRST_COVERED_ON = 0.8  # how often a guess follows a guess, of a sequence that nothing is known of
+FIRST_COVERED_ANEW = 0.1  # and how often one follows a token that was not guessed
 PROBED_EVERY = 64  # positions between drafts that are tried though they did not pay
 
 
@@ -66,16 +69,30 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class _Estimate:
-    of_strong: float = FIRST_AGREEMENT  # how often drafts are right: of the better kind
+    of_strong: float = FIRST_STRONG  # how often drafts are right: of the better kind
     of_weak: float = FIRST_AGREEMENT
     is_strong: bool = True  # which kind is next
-    coverage: float = 1.0  # how often there is a draft at all
+    covered_on: float = FIRST_COVERED_ON  # how often there is a draft: where the last token was guessed
+    covered_anew: float = FIRST_COVERED_ANEW  # where it was not
     rescue: float = FIRST_RESCUE  # how often another branch of a tree is right where the first is not
     guess: int | None = None  # for the token that comes next, compared when it is there
 
     @property
     def agreement(self) -> float:
         return self.of_strong if self.is_strong else self.of_weak
+
+    @property
+    def coverage(self) -> float:
+        return self.covered_anew if self.guess is None else self.covered_on
+
+    def note_guess(self, guess: int | None) -> None:
+        """For the next token, after the one that the last guess was for."""
+        found = FORGETTING * (float(guess is not None) - self.coverage)
+        if self.guess is None:
+            self.covered_anew += found
+        else:
+            self.covered_on += found
+        self.guess = guess
 
     def note(self, num_right: int, is_wrong: bool) -> None:
         after = agreement_after(self.agreement, num_right, is_wrong)
@@ -214,10 +231,8 @@ class Speculation:
             is_right = sequence.token_ids[-1] == estimate.guess
             estimate.note(int(is_right), not is_right)
         if self._proposer.guesses:
-            estimate.guess = self._proposer.guess(sequence)
-            has_guess = float(estimate.guess is not None)
+            estimate.note_guess(self._proposer.guess(sequence))
             estimate.is_strong = self._proposer.is_strong(sequence)
-            estimate.coverage += FORGETTING * (has_guess - estimate.coverage)
 
     def forget(self, request_id: str) -> None:
         self._estimates.pop(request_id, None)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 GAIN = 1.05  # a draft must promise at least so much: what it promises is an estimate
 FIRST_AGREEMENT = 0.5  # of a sequence that nothing is known of
+FIRST_STRONG = 0.8  # the same, of drafts of the better kind
 FIRST_RESCUE = 0.2  # of one other branch, where the first went wrong
 FORGETTING = 0.2  # how much the newest token counts
 

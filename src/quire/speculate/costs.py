@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 NEWEST = 0.25  # how much the newest measurement counts
+SHARED = (
+    0.75  # of a change: how much of it is the machine's pace, which sizes that are seldom seen have as well
+)
 OUTLIER = 2.0  # a step that took longer than so many times the usual was disturbed, and counts as that
 LEAST = 1e-6  # seconds, so that rates are numbers
 STALE = 512  # steps after which a size that was not seen again is forgotten
@@ -11,15 +14,20 @@ FIRST_SLOPE = 0.1  # of a step's fixed cost, per token, until two sizes are know
 
 @dataclass(slots=True)
 class _Known:
-    seconds: float
+    work: float  # seconds at the pace of 1
     seen: int  # when, in steps
     is_first: bool  # a size's first step is recorded, and slower than those that follow
 
 
 class StepCosts:
-    """Steps whose tokens are all sampled: decodes and verified drafts. Their cost follows the number of tokens."""
+    """Steps whose tokens are all sampled: decodes and verified drafts. Their cost follows the number of tokens.
+
+    A busy machine slows all sizes, but only plain steps are seen all the time: were each size to remember its own
+    seconds, drafts would look cheap whenever the machine slows down.
+    """
 
     def __init__(self) -> None:
+        self._pace = 1.0
         self._known: dict[int, _Known] = {}
         self.num_steps = 0
         self._sizes: list[int] | None = None  # sorted, once asked for
@@ -29,13 +37,16 @@ class StepCosts:
         seconds = max(seconds, LEAST)
         known = self._known.get(num_tokens)
         if known is None:
-            self._known[num_tokens] = _Known(seconds, self.num_steps, True)
+            self._known[num_tokens] = _Known(seconds / self._pace, self.num_steps, True)
             self._sizes = None
             return
+        work = seconds / self._pace
         if known.is_first:
-            known.seconds, known.is_first = min(seconds, known.seconds), False
+            known.work, known.is_first = min(work, known.work), False
         else:
-            known.seconds += NEWEST * (min(seconds, OUTLIER * known.seconds) - known.seconds)
+            change = 1.0 + NEWEST * (min(work / known.work, OUTLIER) - 1.0)
+            self._pace *= change**SHARED
+            known.work *= change ** (1.0 - SHARED)
         known.seen = self.num_steps
 
     def seconds(self, num_tokens: int) -> float:
@@ -43,14 +54,17 @@ class StepCosts:
         sizes = self._fresh_sizes()
         if not sizes:
             return 1.0 + FIRST_SLOPE * num_tokens
+        return self._pace * self._work(sizes, num_tokens)
+
+    def _work(self, sizes: list[int], num_tokens: int) -> float:
         below = max((size for size in sizes if size <= num_tokens), default=None)
         above = min((size for size in sizes if size >= num_tokens), default=None)
         if below is None or above is None:
             nearest = above if below is None else below
             assert nearest is not None
             slope = self._slope(sizes)
-            return self._known[nearest].seconds * (1.0 + slope * num_tokens) / (1.0 + slope * nearest)
-        low, high = self._known[below].seconds, self._known[above].seconds
+            return self._known[nearest].work * (1.0 + slope * num_tokens) / (1.0 + slope * nearest)
+        low, high = self._known[below].work, self._known[above].work
         if below == above:
             return low
         return low + (high - low) * (num_tokens - below) / (above - below)
@@ -69,7 +83,7 @@ class StepCosts:
         first, last = sizes[0], sizes[-1]
         if first == last:
             return FIRST_SLOPE
-        low, high = self._known[first].seconds, self._known[last].seconds
+        low, high = self._known[first].work, self._known[last].work
         each = max(0.0, high - low) / (last - first)
         fixed = low - each * first
         return each / fixed if fixed > 0.01 * low else 100.0

@@ -10,11 +10,14 @@ namespace quire {
 namespace QUIRE_ISA {
 
 constexpr int64_t kBlockTokens = 32;      // queries of a prompt that share widened tiles, times the group
+constexpr int64_t kFewestTokens = 4;      // the same, where more would leave a thread without work
+constexpr int64_t kManyItems = 4;         // per thread: with so many, an uneven end costs little
 constexpr int64_t kFewestWideRows = 12;   // query rows from which widening a tile pays
 constexpr int64_t kLargestHeadDim = 1024;
 constexpr int64_t kWorkAlone = 1 << 14;   // scores below which one thread does it all
 
-// `part` is a block of query tokens when wide, a segment of positions when narrow.
+// `part` is a block of query tokens when wide, a segment of positions when narrow. `wide` is how many tokens a block has,
+// 0: the item is narrow.
 struct AttentionItem {
     int32_t row, kv_head, part, wide;
     int64_t states;  // where a narrow item's states start, in floats
@@ -38,6 +41,19 @@ inline bool is_wide(const AttentionProblem& p, int64_t row) {
     return num_queries * p.group() >= kFewestWideRows || (num_queries > 0 && p.tree_start(first) >= 0);
 }
 
+// How many queries of a request share widened tiles: fewer, in parts of one size, where the items of all would not come
+// out even over the threads. A draft of one request with three KV heads is three items, which keep two threads as busy as
+// four would.
+inline int64_t block_tokens_of(const AttentionProblem& p, int64_t queries, int64_t num_requests) {
+    const int64_t blocks = (queries + kBlockTokens - 1) / kBlockTokens, threads = num_threads();
+    const int64_t items = blocks * p.num_kv_heads * num_requests;
+    if (items >= kManyItems * threads) return kBlockTokens;
+    int64_t split = 1;
+    while (items * split % threads != 0) ++split;
+    const int64_t even = (queries + blocks * split - 1) / (blocks * split);
+    return even > kFewestTokens ? even : kFewestTokens;
+}
+
 inline AttentionPlan make_plan(const AttentionProblem& p, int64_t num_requests) {
     const int64_t state_floats = State::floats(p.padded_dim());
     int64_t num_items = 0, num_state_floats = 0, num_scores = 0;
@@ -45,7 +61,8 @@ inline AttentionPlan make_plan(const AttentionProblem& p, int64_t num_requests) 
         const int64_t queries = p.query_starts[row + 1] - p.query_starts[row];
         const int64_t segments = segments_of(p.context_lens[row]);
         const bool wide = is_wide(p, row);
-        num_items += p.num_kv_heads * (wide ? (queries + kBlockTokens - 1) / kBlockTokens : segments);
+        const int64_t block = block_tokens_of(p, queries, num_requests);
+        num_items += p.num_kv_heads * (wide ? (queries + block - 1) / block : segments);
         num_state_floats += wide ? 0 : p.num_heads * queries * segments * state_floats;
         num_scores += p.num_heads * queries * p.context_lens[row];
     }
@@ -59,12 +76,13 @@ inline AttentionPlan make_plan(const AttentionProblem& p, int64_t num_requests) 
         const int64_t queries = p.query_starts[row + 1] - p.query_starts[row];
         const bool wide = is_wide(p, row);
         if (queries == 0) continue;
-        const int64_t parts = wide ? (queries + kBlockTokens - 1) / kBlockTokens : segments_of(p.context_lens[row]);
+        const int64_t block = block_tokens_of(p, queries, num_requests);
+        const int64_t parts = wide ? (queries + block - 1) / block : segments_of(p.context_lens[row]);
         // The last queries see the most: they go first, so that the end of the job is even.
         for (int64_t part = parts - 1; part >= 0; --part) {
             for (int64_t head = 0; head < p.num_kv_heads; ++head) {
                 plan.items[plan.num_items++] = {static_cast<int32_t>(row), static_cast<int32_t>(head),
-                                                static_cast<int32_t>(part), wide ? 1 : 0,
+                                                static_cast<int32_t>(part), wide ? static_cast<int32_t>(block) : 0,
                                                 states + (part * p.num_kv_heads + head) * queries * p.group() *
                                                              state_floats};
             }
@@ -153,8 +171,8 @@ template <class Element>
 inline void run_wide(const AttentionProblem& p, const AttentionItem& item) {
     const int64_t start_token = p.query_starts[item.row], padded_dim = p.padded_dim();
     const int64_t queries = p.query_starts[item.row + 1] - start_token;
-    const int64_t first = item.part * kBlockTokens;
-    const int64_t tokens = queries - first < kBlockTokens ? queries - first : kBlockTokens;
+    const int64_t first = static_cast<int64_t>(item.part) * item.wide;
+    const int64_t tokens = queries - first < item.wide ? queries - first : item.wide;
     const int64_t num_rows = tokens * p.group();
     const int64_t padded_rows = (num_rows + kWideRows - 1) / kWideRows * kWideRows;
     const WideScratch scratch(padded_rows, padded_dim);
