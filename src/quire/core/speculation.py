@@ -13,7 +13,7 @@ METHODS = ("ngram", "draft_model")
 ACCEPTANCES = ("coupled", "rejection")
 MAX_DRAFT = 32  # tokens; nothing is accepted that far often enough to pay
 MAX_WIDTH = 16  # branches of a tree
-LOOKED_UP = 15  # tokens of a draft that is only looked up, which costs nothing: with the last token a whole tile of rows
+LOOKED_UP = 15  # tokens of a draft that costs nothing to make: with the last token a whole tile of rows
 
 
 @dataclass(frozen=True, slots=True)
