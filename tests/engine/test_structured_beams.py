@@ -5,16 +5,24 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
+from quire import LLM
 from quire.core.config import SchedulerConfig
 from quire.core.ints import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import BeamCandidates, BeamSet
 from quire.core.structured import StructuredOutput
+from quire.engine import build as building
 from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
+from quire.engine.structured import StructuredOutputs
 from quire.grammar.compiler import Compiler
+from quire.grammar.errors import GrammarError
+from quire.grammar.vocabulary import Vocabulary
 from quire.memory.paged import PagedMemory
+from quire.runner.device_runner import DeviceRunner
+from quire.runner.runner import Runner
 from tests.engine.test_structured import (
     END,
     FORMS,
@@ -25,6 +33,7 @@ from tests.engine.test_structured import (
     expected,
     run,
 )
+from tests.models.checkpoints import VARIANTS, VOCAB, save
 
 GROWING = StructuredOutput.regex("[ab]{2,}")  # whole after two, and never beyond growing
 
@@ -71,7 +80,10 @@ def make_engine(compiler, in_flight: int, num_blocks: int, max_tokens: int) -> E
     return Engine(config, Limits(SIZE, 64, 12, (END,)), memory, runner, 0, lambda: compiler)
 
 
-def expected_beams(compiler, prompt: list[int], asked: SamplingParams) -> list[tuple[list[int], str]]:
+def expected_beams(
+    compiler, prompt: list[int], asked: SamplingParams, scores_of=token_scores, num_words=VOCABULARY.num_words,
+    ends=(END,),
+) -> list[tuple[list[int], str]]:  # fmt: skip
     """Every candidate's text is matched from its beginning; nothing is forked."""
     width, penalty = asked.num_sequences, asked.length_penalty
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
@@ -81,14 +93,14 @@ def expected_beams(compiler, prompt: list[int], asked: SamplingParams) -> list[t
         for score, output in beams:
             matcher = compiler.submit(asked.structured).result().matcher()
             matcher.advance(output)
-            bits = np.zeros(VOCABULARY.num_words, np.uint32)
+            bits = np.zeros(num_words, np.uint32)
             matcher.fill(bits)
-            scores = token_scores([*prompt, *output])
+            scores = scores_of([*prompt, *output])
             found += [(score + scores[token], [*output, int(token)]) for token in allowed_in(bits)]
-        found = sorted(found, key=lambda one: -one[0])[: 2 * width]
+        found = sorted(found, key=lambda one: -one[0])[: max(2, 1 + len(ends)) * width]
         beams = []
         for place, (score, output) in enumerate(found):
-            stops = output[-1] == END
+            stops = output[-1] in ends
             if not stops:
                 matcher = compiler.submit(asked.structured).result().matcher()
                 matcher.advance(output)
@@ -132,6 +144,30 @@ def test_the_hypotheses_are_those_of_a_search_written_out(compiler, in_flight, n
     assert {reason for _, reason in wanted.values()} == {"stop", "length"}
 
 
+@pytest.mark.parametrize("runner", [Runner, DeviceRunner])
+def test_a_models_beams_are_those_of_a_search_written_out(tmp_path, monkeypatch, runner):
+    model = save(tmp_path, VARIANTS["llama"]())
+    monkeypatch.setattr(building, "Runner", runner)
+    letters = [bytes([31 + token]) for token in range(VOCAB)]
+
+    def scores_of(context: list[int]) -> list[float]:
+        with torch.inference_mode():
+            return model(torch.tensor([context])).logits[0, -1].log_softmax(-1).tolist()
+
+    with LLM(str(tmp_path), dtype="float32", quantization="none", use_tqdm=False) as llm:
+        ends = llm.engine.limits.eos_token_ids
+        vocabulary = Vocabulary(letters, frozenset(ends), ends)
+        compiler = Compiler(lambda: vocabulary)
+        monkeypatch.setattr(llm.engine._structured, "_make_compiler", lambda: compiler)
+        for form in (StructuredOutput.regex("[a-f]{2,5}(x|yz)"), StructuredOutput.regex("(ab?|c)+")):
+            prompts = [[5, 9, 33, 40], [7] * 3]
+            asked = SamplingParams(n=4, use_beam_search=True, max_tokens=7, structured=form)
+            for prompt, result in zip(prompts, llm.generate(prompts, asked, use_tqdm=False), strict=True):
+                wanted = expected_beams(compiler, prompt, asked, scores_of, vocabulary.num_words, ends)
+                assert [(one.token_ids, one.finish_reason) for one in result.outputs] == wanted
+                assert all(one.token_ids for one in result.outputs)
+
+
 def test_a_whole_text_ends_at_once_whatever_min_tokens_and_ignore_eos_say(compiler):
     engine = make_engine(compiler, 1, 64, 64)
     for i, settings in enumerate(({"min_tokens": 9}, {"ignore_eos": True})):
@@ -145,9 +181,6 @@ def test_a_whole_text_ends_at_once_whatever_min_tokens_and_ignore_eos_say(compil
 
 
 def test_a_grammar_that_passes_its_bounds_fails_its_request_alone(compiler, monkeypatch):
-    from quire.engine.structured import StructuredOutputs
-    from quire.grammar.errors import GrammarError
-
     def too_much(self, beam, token_id):
         raise GrammarError("too much")
 
