@@ -23,7 +23,7 @@ def contiguous_attention(
     scale: float,
     out: Tensor,  # [T, Hq * D]
 ) -> Tensor:
-    """Causal attention of each row over its own tokens: in `out`, of which other tokens are left alone, or in new memory.
+    """Causal attention of each row over its own tokens: in `out`, whose other tokens are left alone, or in new memory.
 
     Prompts of one length that are all there is go through in one call, and what it returns is the result: `out` is not
     written, which saves a copy of every token.
@@ -31,12 +31,14 @@ def contiguous_attention(
     num_tokens, num_heads, head_dim = q.shape
     lengths = {end - first for first, end in rows}
     if len(lengths) == 1 and len(rows) * min(lengths) == num_tokens > 0:
-        together = (tensor.unflatten(0, (len(rows), -1)) for tensor in (q, k, v))
-        return _attend(*together, scale).reshape(num_tokens, num_heads * head_dim)
+        together = (len(rows), -1)
+        result = _attend(q.unflatten(0, together), k.unflatten(0, together), v.unflatten(0, together), scale)
+        return result.reshape(num_tokens, num_heads * head_dim)
     results = out.view(out.shape[0], num_heads, head_dim)
     for first, end in rows:
         if end > first:
-            results[first:end] = _attend(*(tensor[None, first:end] for tensor in (q, k, v)), scale)[0]
+            of_row = (None, slice(first, end))
+            results[first:end] = _attend(q[of_row], k[of_row], v[of_row], scale)[0]
     return out
 
 
