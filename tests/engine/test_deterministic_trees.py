@@ -9,6 +9,7 @@ import torch
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
+from quire.engine.engine import Engine
 from quire.kernels import registry
 from quire.models import loading
 from quire.quant import choice
@@ -33,6 +34,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(registry._ALTERNATIVES, operation, (("triton", "cpu"),))
     monkeypatch.setattr(choice, "FullPrecision", lambda dtype, device, _: FullPrecision(dtype, device, True))
     monkeypatch.setattr(building, "Runner", PaddingRunner)
+    monkeypatch.setattr(PaddingRunner, "warm_up", lambda self, seconds: 0)
     small = loading._random_tensors  # matrices too small for attention's last bits to show in a logprob
     monkeypatch.setattr(
         loading,
@@ -41,16 +43,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _answers(
-    folder: Path, shape: Shape, known: dict[tuple[tuple[int, ...], int], list[int]]
-) -> tuple[list[list[int]], list[list[tuple]], int]:
-    """Tokens, logprobs as they are, and how many drafted tokens were accepted."""
-    config = EngineConfig.of(
-        model=str(folder), load_format="dummy", dtype="float32", device="cpu", block_size=4, deterministic=True,
-        speculative_config=TREES,
-    )  # fmt: skip
-    engine = building.build(config).engine
-    engine.speculation.propose_with(SyntheticProposer(known, SHAPE["vocab_size"], 0.3, 1.0, seed=2), shape)
+def _answers(engine: Engine) -> tuple[list[list[int]], list[list[tuple]]]:
+    """Tokens, and logprobs as they are."""
     for index, prompt in enumerate(PROMPTS):
         engine.add(str(index), list(prompt), SAMPLING)
     tokens: list[list[int]] = [[] for _ in PROMPTS]
@@ -62,15 +56,22 @@ def _answers(
                 (entry.logprob, entry.top_ids, entry.top_logprobs) for entry in update.logprobs
             ]
     engine.check_integrity()
-    engine.close()
-    return tokens, scores, engine.draft_stats.num_accepted_tokens
+    return tokens, scores
 
 
 def test_trees_give_the_bits_of_plain_decoding(tmp_path: Path, as_on_a_gpu: None) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 1}))
-    tokens, scores, _ = _answers(tmp_path, Shape(0), {})
-    known = {(prompt, 0): answer for prompt, answer in zip(PROMPTS, tokens, strict=True)}
-    again, again_scores, accepted = _answers(tmp_path, Shape(2, 3), known)
-    assert accepted > 3  # most of them in branches that are not the first
-    assert again == tokens
-    assert again_scores == scores
+    config = EngineConfig.of(
+        model=str(tmp_path), load_format="dummy", dtype="float32", device="cpu", block_size=4, deterministic=True,
+        speculative_config=TREES, max_num_seqs=16, enable_prefix_caching=False,
+    )  # fmt: skip
+    engine = building.build(config).engine
+    assert engine.speculation is not None
+    engine.speculation.propose_with(SyntheticProposer({}, SHAPE["vocab_size"], 0.0), Shape(0))
+    plain = _answers(engine)
+    known = {(prompt, 0): answer for prompt, answer in zip(PROMPTS, plain[0], strict=True)}
+    proposer = SyntheticProposer(known, SHAPE["vocab_size"], 0.3, 1.0, seed=2)
+    engine.speculation.propose_with(proposer, Shape(2, 3))
+    assert _answers(engine) == plain
+    assert engine.draft_stats.num_accepted_tokens > 3  # most of them in branches that are not the first
+    engine.close()
