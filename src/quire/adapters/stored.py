@@ -130,7 +130,7 @@ def _stored(entry: Mapping[str, Any]) -> Stored:
 
 
 def _fill(file: Any, data: Tensor) -> None:
-    view, done = memoryview(data.numpy()), 0
+    view, done = memoryview(data.numpy()), 0  # type: ignore[arg-type]  # an array is a buffer
     while done < len(view):
         count = file.readinto(view[done:])
         if not count:

@@ -22,8 +22,9 @@ class LoraTables:
 
     At a site an adapter has A [rank, inputs] and B, transposed, [rank, outputs]. Both are cut into tiles of
     `tile_ranks` ranks (the last may have fewer), each dense and in one block: rank i is line i % tile_ranks of tile
-    i // tile_ranks. Weights of one byte are multiples of a number that each rank has of its own, A's scale times B's: a
-    float32 per rank, behind its tile of A (`scales_offset`). All tensors live as long as the engine, so that a recorded pass finds them where they were.
+    i // tile_ranks. Weights of one byte are multiples of a number that each rank has of its own, A's scale times B's:
+    a float32 per rank, behind its tile of A (`scales_offset`). All tensors live as long as the engine, so that a
+    recorded pass finds them where they were.
     """
 
     weights: Tensor  # [elements] the pool, seen in the adapters' number type

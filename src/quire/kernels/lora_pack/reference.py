@@ -10,9 +10,9 @@ from quire.kernels.lora_pack.records import LARGEST_BYTE, SMALLEST_PEAK, SOURCES
 def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> int:
     """Writes all tiles: A as it is, B transposed, as `dtype`. What lies between tiles is left as it was.
 
-    `source`, `target`: [bytes] uint8. The answer is -1, or 2 * site for an A and 2 * site + 1 for a B with a number that
-    is not finite in `dtype`, the first of them; the target is of no use then. In int8 every rank has a scale of its own,
-    so that its largest number is 127.
+    `source`, `target`: [bytes] uint8. The answer is -1, or 2 * site for an A and 2 * site + 1 for a B with a number
+    that is not finite in `dtype`, the first of them; the target is of no use then. In int8 every rank has a scale of
+    its own, so that its largest number is 127.
     """
     elements = target.view(dtype)
     for site, numbers in enumerate(places.sites.tolist()):
