@@ -3,7 +3,7 @@
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,9 @@ class Library:
         limits: HostLimits,
         folder: Path | None = None,
         num_threads: int = 1,
+        disk: Executor | None = None,
     ) -> None:
+        """`disk` reads files in the place of threads."""
         self._reader = reader
         self._limits = limits
         self._folder = folder.resolve() if folder is not None else None
@@ -75,7 +77,7 @@ class Library:
         self._held_bytes = 0
         self._needed: dict[str, int] = {}  # copies that a step is about to make, and how often
         self._num_made = 0
-        self._threads = ThreadPoolExecutor(
+        self._threads = disk or ThreadPoolExecutor(
             num_threads,
             thread_name_prefix="quire-adapters",
             initializer=partial(torch.set_num_threads, 1)
