@@ -90,13 +90,13 @@ def simulate_adapters(setup: Setup) -> tuple[list[Simulated], dict[str, Any], tu
     Merging has more than it can do from the first second on and takes the longest to simulate: it gets fewer requests.
     """
     settings = simulated_settings(setup, BASE)
-    counts = setup.pick((40, 20), (600, 150), (1200, 600))
-    jobs = [Job(case, settings, counts[case.mode in MERGING], setup.seed) for case in _cases(setup.size)]
+    counts = setup.pick((30, 10), (600, 150), (1200, 600))
+    jobs = [Job(case, settings, counts[case.mode in MERGING], setup.seed) for case in cases(setup.size)]
     with setup.progress(len(jobs), "simulated runs") as bar:
         return side_by_side(setup, simulate, jobs, bar), settings, counts
 
 
-def _cases(size: Size) -> Iterator[Case]:
+def cases(size: Size) -> Iterator[Case]:
     counts = COUNTS[1::2] if size is Size.QUICK else COUNTS
     mixes = (MIXED,) if size is Size.QUICK else (ONE_RANK, MIXED)
     for ranks in mixes:
