@@ -9,7 +9,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
-from quire.engine.simulated_adapters import DISK_BANDWIDTH
+from quire.engine.simulated_adapters import DISK_BANDWIDTH, READS_AT_ONCE
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANKS = (64, 32, 16, 8)
@@ -100,6 +100,23 @@ def test_folders_need_their_config_only_and_reading_them_passes_time(tmp_path):
     served(cold, ["f0", "f1", "f2", None])
     assert cold.clock() - first < first
     assert cold.adapters.figures().num_reads == 3
+
+
+def test_reads_whose_requests_were_aborted_do_not_keep_others_from_reading(tmp_path):
+    count = 2 * READS_AT_ONCE + 1
+    for index in range(count):
+        (tmp_path / f"f{index}").mkdir()
+        (tmp_path / f"f{index}" / "adapter_config.json").write_text(json.dumps(adapter(8)))
+    engine = built(lora_dir=str(tmp_path))
+    for index in range(count - 1):
+        engine.add(f"gone {index}", [7], SamplingParams(max_tokens=1), adapter=f"f{index}")
+    engine.scheduler.schedule()  # all of them are asked for, and none is there yet
+    for index in range(count - 1):
+        engine.abort(f"gone {index}")
+    engine.clock.advance_to(60.0)
+    tokens, errors = served(engine, [f"f{count - 1}"])
+    assert len(tokens["0"]) == 30
+    assert not errors
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -193,6 +194,8 @@ class Library:
         if entry.error is not None:
             raise entry.error
         if entry.loading is None:
+            if len(self._loading) >= self._max_loading:
+                self._take_forgotten()
             if len(self._loading) < self._max_loading and entry.folder is not None:
                 self._loading.add(key)
                 entry.loading = self._threads.submit(self._reader.read_folder, entry.name, entry.folder)
@@ -243,6 +246,14 @@ class Library:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _take_forgotten(self) -> None:
+        """Reads that are done and that nobody asks for any more, since their requests were aborted: others may read."""
+        for key in list(self._loading):
+            entry = self._entries[key]
+            if entry.loading is not None and entry.loading.done():
+                with suppress(AdapterError):  # whoever asks next is told
+                    self._take(entry)
 
     def _take(self, entry: Entry) -> PackedAdapter:
         assert entry.loading is not None

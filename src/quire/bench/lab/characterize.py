@@ -28,6 +28,13 @@ BASE: dict[str, Any] = {
     "enable_prefix_caching": False,
 }
 
+BOUND = (
+    f"what bounds paging's gain: the same memory holds about {POSITIONS / (INPUT + 32):.1f} (32 out) to "
+    f"{POSITIONS / (INPUT + 256):.1f} (256 out) times as many requests as where {POSITIONS:,} positions are reserved "
+    "for each; prompts cost the same arithmetic either way, and every request of a larger batch reads its own K and V: "
+    "most is gained where memory holds few requests and weights are most of what a step reads"
+)
+
 
 def run(setup: Setup) -> Finding:
     settings = simulated_settings(setup, BASE)
@@ -93,11 +100,7 @@ def _finding(setup: Setup, settings: Mapping[str, Any], found: list[Measured], n
             *basis(settings),
             "without paging: memory reserved to the model's 2,048 positions; dynamic: batches of 16 over it and a "
             "window of 50 ms; none: one request at a time",
-            "what bounds paging's gain: the same memory holds about "
-            f"{POSITIONS / (INPUT + 32):.1f} (32 out) to {POSITIONS / (INPUT + 256):.1f} (256 out) times as many "
-            f"requests as where {POSITIONS:,} positions are reserved for each; prompts cost the same arithmetic either way, and "
-            "every request of a larger batch reads its own K and V: most is gained where memory holds few requests and "
-            "weights are most of what a step reads",
+            BOUND,
             *(f"{find_device(one).in_words}" for one in DEVICES),
             "several devices: weights, KV and products split evenly; two ring all-reduces per layer at the link's data "
             "sheet rate and 10 µs each, which is an assumption",
