@@ -102,6 +102,14 @@ def test_folders_need_their_config_only_and_reading_them_passes_time(tmp_path):
     assert cold.adapters.figures().num_reads == 3
 
 
+@pytest.mark.parametrize("lora_memory", ["unified", "separate"])
+def test_adapters_that_wait_for_room_do_not_evict_each_other(lora_memory):
+    """Forty adapters, of which a few fit, for a hundred requests: one comes for a request, not at every step."""
+    engine = built(40, num_blocks=400, lora_memory=lora_memory)
+    served(engine, [f"a{(7 * i) % 40}" for i in range(100)])
+    assert engine.memory.adapter_pages.stats.num_loads <= 2 * 100
+
+
 def test_reads_whose_requests_were_aborted_do_not_keep_others_from_reading(tmp_path):
     count = 2 * READS_AT_ONCE + 1
     for index in range(count):
