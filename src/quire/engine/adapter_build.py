@@ -92,7 +92,7 @@ def _build(
         raise ConfigError(
             "lora_mode='merge' changes weights in place, and these stream: leave out the offloading of weights"
         )
-    merging = _merge_sites(model) if config.lora_mode == "merge" else None
+    merging = merge_sites(model) if config.lora_mode == "merge" else None
     kernel = factory.kernel("lora")
     sites = install_sites(model.loaders(), kernel)
     if merging is not None:
@@ -130,7 +130,7 @@ def _build(
     return BuiltAdapters(library, slots)
 
 
-def _merge_sites(model: Model) -> dict[str, MergeSite]:
+def merge_sites(model: Model) -> dict[str, MergeSite]:
     """By name, those whose weights are the layer's own: a tied head's are the embedding's."""
     found: dict[str, MergeSite] = {}
     for tensor, loader in model.loaders().items():
