@@ -1,6 +1,7 @@
 """Every alternative of every operation, on every instruction set, agrees with the reference."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -187,6 +188,21 @@ def test_attention_agrees_over_several_segments(kernel: Kernel, window: int) -> 
     torch.testing.assert_close(
         actual, reference.paged_attention(*case.arguments(window)), rtol=2e-5, atol=2e-5
     )
+
+
+@_parametrize("attention", ("cpu",))
+def test_attention_passes_over_rows_without_queries(kernel: Kernel) -> None:
+    """As padding leaves them: first, between the others and last."""
+    native, reference = kernel
+    case = random_case(Shape(6, 2, 24), [20, 33], [1, 7])
+    case = replace(
+        case,
+        query_starts=torch.tensor([0, 0, 1, 1, 8, 8], dtype=torch.int32),
+        context_lens=torch.tensor([0, 20, 9, 33, 0], dtype=torch.int32),
+        block_tables=case.block_tables[[0, 0, 0, 1, 0]],
+    )
+    actual = native.paged_attention(*case.arguments())
+    torch.testing.assert_close(actual, reference.paged_attention(*case.arguments()), rtol=2e-5, atol=2e-5)
 
 
 @_parametrize("trees")

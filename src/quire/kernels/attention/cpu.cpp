@@ -45,6 +45,7 @@ inline bool is_wide(const AttentionProblem& p, int64_t row) {
 // out even over the threads. A draft of one request with three KV heads is three items, which keep two threads as busy as
 // four would.
 inline int64_t block_tokens_of(const AttentionProblem& p, int64_t queries, int64_t num_requests) {
+    if (queries == 0) return kBlockTokens;  // a padded row: there is nothing to divide
     const int64_t blocks = (queries + kBlockTokens - 1) / kBlockTokens, threads = num_threads();
     const int64_t items = blocks * p.num_kv_heads * num_requests;
     if (items >= kManyItems * threads) return kBlockTokens;
