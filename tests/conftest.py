@@ -61,6 +61,12 @@ def shared() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def run_slow(pytestconfig: pytest.Config) -> bool:
+    """Whether every case must run, also where a few show the same."""
+    return bool(pytestconfig.getoption("--run-slow"))
+
+
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty QUIRE_CACHE for this test alone; other tests use the real one, and the model in it."""
