@@ -1,13 +1,14 @@
 """The benchmarks measure what they say, and say where it was measured."""
 
 import json
+import math
 
 import pytest
 
 from quire.bench.drive import Bench, plain_token_ids
 from quire.bench.latency import LatencyPlan, run_latency
 from quire.bench.lengths import Lengths, fixed
-from quire.bench.report import percentile, summary, write_json
+from quire.bench.report import BenchReport, percentile, summary, write_json
 from quire.bench.throughput import ThroughputPlan, run_throughput
 from quire.core.errors import ConfigError
 from quire.text.tokenizer import Tokenizer
@@ -36,6 +37,12 @@ def test_throughput_counts_every_token(tiny_built, tmp_path):
     record = json.loads((tmp_path / "out.json").read_text())
     assert {"date", "machine", "versions", "settings", "results", "kernels"} <= set(record)
     assert record["settings"]["decided"]["pool_tokens"] == 1024
+
+
+def test_a_record_holds_only_what_json_can():
+    report = BenchReport("test", {"rate": math.inf}, {"seconds": [math.nan, 1.5]}, [])
+    record = json.loads(report.as_json(), parse_constant=pytest.fail)
+    assert (record["settings"], record["results"]) == ({"rate": "inf"}, {"seconds": [None, 1.5]})
 
 
 def test_preemptions_of_a_small_pool_are_counted(tiny_built):

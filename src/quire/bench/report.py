@@ -1,6 +1,7 @@
 """A benchmark's report: JSON with everything that a figure needs to be believed, and a table to read."""
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,11 +39,22 @@ class BenchReport:
             "settings": self.settings,
             "results": self.results,
         }
-        return json.dumps(record, indent=2)
+        return json.dumps(_plain(record), indent=2, allow_nan=False)
 
     def as_text(self) -> str:
         table = aligned([[name, value] for name, value in self.rows])
         return "\n".join([f"{self.benchmark}", table, *self.notes])
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: no number there is infinite ("inf", as users write a rate) or not a number (null)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
 
 
 def write_json(report: BenchReport, path: str) -> None:

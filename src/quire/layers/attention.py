@@ -75,7 +75,8 @@ class Attention:
         fresh = () if self._window else batch.fresh
         if fresh:
             keys, values = heads[:, self._num_heads :].chunk(2, dim=1)
-            contiguous_attention(queries, keys, values, [(s.first, s.last) for s in fresh], self._scale, out)
+            spans = [(span.first, span.last) for span in fresh]
+            out = contiguous_attention(queries, keys, values, spans, self._scale, out)
         if len(fresh) < batch.context_lens.shape[0]:
             self._attention.paged_attention(
                 queries,

@@ -31,7 +31,7 @@ class _Buffer:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._tensor = torch.zeros(shape, dtype=dtype)
-        self._device = device
+        self._device = None if device.type == "cpu" else device
         self.array = self._tensor.numpy()
 
     def put(self, values: np.ndarray) -> Tensor:
@@ -40,7 +40,8 @@ class _Buffer:
 
     def first(self, count: int) -> Tensor:
         """What is there, on the device: on the CPU the same memory, elsewhere a copy."""
-        return self._tensor[:count].to(self._device)
+        found = self._tensor[:count]
+        return found if self._device is None else found.to(self._device)
 
 
 class Assembler:

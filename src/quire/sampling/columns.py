@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import IntFlag
 
 import numpy as np
 
@@ -14,8 +13,11 @@ NO_LOGPROBS = -1
 ANY_TOKEN = -1  # fills the front of shorter prefixes in RowEdits.prefixes
 
 
-class RowFlag(IntFlag):
-    """Which stages a row needs. A step gathers these first, and runs no stage that no row needs."""
+class RowFlag:
+    """Which stages a row needs. A step gathers these first, and runs no stage that no row needs.
+
+    Plain integers: an array and a member of an enumeration take NumPy several times as long, a few times every step.
+    """
 
     SAMPLED = 1  # temperature above zero
     PENALISED = 2
@@ -115,7 +117,7 @@ class SamplingColumns:
 
 
 def _row_flags(sampling: SamplingParams, edits: RowEdits | None) -> int:
-    flags = RowFlag(0)
+    flags = 0
     if not sampling.greedy:
         flags |= RowFlag.SAMPLED
     if sampling.penalised:
@@ -133,7 +135,7 @@ def _row_flags(sampling: SamplingParams, edits: RowEdits | None) -> int:
             flags |= RowFlag.ALLOWED
         if len(edits.stop_ids):
             flags |= RowFlag.MIN_TOKENS
-    return int(flags)
+    return flags
 
 
 def _row_edits(sampling: SamplingParams, stop_token_ids: Iterable[int], vocab_size: int) -> RowEdits | None:

@@ -114,12 +114,13 @@ def _finding(
     counts = [one.num_sequences for one in found]
     seconds = [one.seconds for one in found]
     line = fit_line(counts, seconds, [1 / value for value in seconds])
-    measured_knee = line.intercept / line.slope if line.slope > 0 else float("inf")
+    measured_knee = line.intercept / line.slope if line.slope > 0 else None  # None: beyond what was measured
     reading, computing = machine.step_floor(weights, 1)
     ideal_knee = reading / computing
     best = max(found, key=lambda one: one.tokens_per_second)
+    free, bound = _knee_in_words(measured_knee, counts[-1])
     take_away = (
-        f"Decoding stops being bound by memory at about {measured_knee:.0f} sequences here: one sequence gets "
+        f"{bound}: one sequence gets "
         f"{found[0].tokens_per_second:.0f} tokens/s, {best.num_sequences} together get "
         f"{best.tokens_per_second:,.0f}. From {in_bytes(machine.read_rate)}/s and "
         f"{machine.compute_rate / 1e9:,.0f} GOP/s alone it would be {ideal_knee:.0f}."
@@ -146,7 +147,7 @@ def _finding(
     picture = Picture(
         "roofline",
         "What bounds decoding",
-        f"Up to about {measured_knee:.0f} sequences a larger batch is nearly free: its weights are read anyway.",
+        f"{free} a larger batch is nearly free: its weights are read anyway.",
         lambda figure: _draw(figure, machine, weights, found, line, measured_knee),
     )
     share = reading / found[0].seconds
@@ -181,6 +182,19 @@ def _finding(
     )
 
 
+def _knee_in_words(knee: float | None, largest: int) -> tuple[str, str]:
+    """How far a larger batch is free, and where it stops being so."""
+    if knee is None:
+        return (
+            "In every batch measured here",
+            f"Up to {largest} sequences decoding stays bound by memory here",
+        )
+    return (
+        f"Up to about {knee:.0f} sequences",
+        f"Decoding stops being bound by memory at about {knee:.0f} sequences here",
+    )
+
+
 def _table(machine: Machine, weights: WeightShape, found: list[Decoded]) -> Table:
     rows = []
     for one in found:
@@ -198,7 +212,7 @@ def _table(machine: Machine, weights: WeightShape, found: list[Decoded]) -> Tabl
 
 
 def _draw(
-    figure: Any, machine: Machine, weights: WeightShape, found: list[Decoded], line: Line, knee: float
+    figure: Any, machine: Machine, weights: WeightShape, found: list[Decoded], line: Line, knee: float | None
 ) -> None:
     left, right = figure.subplots(1, 2)
     counts = [one.num_sequences for one in found]
@@ -220,7 +234,7 @@ def _draw(
     for axis in (left, right):
         plain_log(axis, "x")
         plain_log(axis, "y")
-        if counts[0] <= knee <= counts[-1]:
+        if knee is not None and counts[0] <= knee <= counts[-1]:
             axis.axvline(knee, color=look(3).color, linewidth=1.2, label=f"knee: {knee:.0f} sequences")
         axis.set_xticks(counts, [str(n) for n in counts])
         axis.minorticks_off()

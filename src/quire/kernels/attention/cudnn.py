@@ -23,21 +23,31 @@ def contiguous_attention(
     scale: float,
     out: Tensor,  # [T, Hq * D]
 ) -> Tensor:
-    """Writes causal attention of each row over its own tokens into `out`; leaves other tokens alone."""
-    num_heads, head_dim = q.shape[1:]
+    """Causal attention of each row over its own tokens: in `out`, whose other tokens are left alone, or in new memory.
+
+    Prompts of one length that are all there is go through in one call, and what it returns is the result: `out` is not
+    written, which saves a copy of every token.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    lengths = {end - first for first, end in rows}
+    if len(lengths) == 1 and len(rows) * min(lengths) == num_tokens > 0:
+        together = (len(rows), -1)
+        result = _attend(q.unflatten(0, together), k.unflatten(0, together), v.unflatten(0, together), scale)
+        return result.reshape(num_tokens, num_heads * head_dim)
     results = out.view(out.shape[0], num_heads, head_dim)
     for first, end in rows:
-        if end <= first:
-            continue
-        results[first:end] = _attend(q[first:end], k[first:end], v[first:end], scale)
+        if end > first:
+            of_row = (None, slice(first, end))
+            results[first:end] = _attend(q[of_row], k[of_row], v[of_row], scale)[0]
     return out
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    """[B, T, H, D] each; the result as well."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     # Nothing to prefer where PyTorch has one backend.
     preferred = sdpa_kernel(GPU_BACKENDS, set_priority=True) if q.device.type == "cuda" else nullcontext()
     with preferred:
         result = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    return result[0].transpose(0, 1)
+    return result.transpose(1, 2)

@@ -1,0 +1,203 @@
+"""Whether a GPU gives the CPU's tokens, feature by feature: `python benchmarks/gpu_check.py [--output FILE]`.
+
+Tiny random models in float32, so that a different order of sums changes no token; every line is one way to run the same
+requests (greedy, drawn with a seed, several samples). Run it on every new chip and after every change of a kernel. With
+`--device cpu` the script checks itself. The exit status is the number of lines that differ.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire import LLM, SamplingParams
+
+MODEL_LEN, VOCABULARY = 512, 1000
+NUM_PROMPTS = 12
+TREES = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "tree_width": 3, "adaptive": false}'
+CHAINS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": false}'
+WAYS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "without graphs": {"enforce_eager": True},
+    "blocks of 1": {"block_size": 1},
+    "blocks of 128": {"block_size": 128},
+    "prompts in small chunks": {"max_num_batched_tokens": 32},
+    "drafted chains": {"speculative_config": CHAINS},
+    "drafted trees": {"speculative_config": TREES},
+    "a small pool, computed again": {"num_blocks": 24, "preemption_mode": "recompute"},
+    "a small pool, swapped": {"num_blocks": 24, "preemption_mode": "swap", "swap_space": 0.1},
+    "weights streamed from the host": {"cpu_offload_gb": 0.004},
+    "deterministic": {"deterministic": True},
+}
+RANKS = (1, 8, 17, 64)
+
+Answers = list[list[list[int]]]  # request, sample, token
+
+
+def save_model(name: str, folder: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    size: dict[str, Any] = {
+        "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2048,
+    }  # fmt: skip
+    if name == "llama":
+        config: Any = LlamaConfig(
+            **size, intermediate_size=512, num_key_value_heads=2, head_dim=64, initializer_range=0.2,
+            bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder)
+    else:
+        OPTForCausalLM(OPTConfig(**size, ffn_dim=512, word_embed_proj_dim=256, init_std=0.2)).save_pretrained(
+            folder
+        )
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts = [[(7 * i + 3 * j) % 37 + 10 for j in range(5 + 11 * i)] for i in range(NUM_PROMPTS)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    drawn = greedy.changed(temperature=0.9, top_p=0.9, n=3)
+    return prompts, [greedy if i % 3 else drawn.changed(seed=i) for i in range(NUM_PROMPTS)]
+
+
+class Checker:
+    def __init__(self, folder: str, device: str) -> None:
+        self._folder, self._device = folder, device
+
+    def engine(self, device: str | None = None, **settings: Any) -> LLM:
+        sizes = {} if "num_blocks" in settings else {"kv_cache_memory_bytes": 100 << 20}
+        return LLM(
+            self._folder, dtype="float32", quantization="none", device=device or self._device, use_tqdm=False,
+            max_model_len=MODEL_LEN, **sizes, **settings,
+        )  # fmt: skip
+
+    def answers(self, device: str | None = None, **settings: Any) -> Answers:
+        with self.engine(device, **settings) as llm:
+            return tokens_of(llm.generate(*requests(), use_tqdm=False))
+
+    def beams(self, device: str | None = None) -> Answers:
+        with self.engine(device) as llm:
+            return tokens_of(llm.beam_search(requests()[0][:4], beam_width=4, max_tokens=12))
+
+    def with_adapters(self, device: str | None = None) -> Answers:
+        """Adapters of several ranks and none in one batch, from memory."""
+        with self.engine(device, enable_lora=True) as llm:
+            for rank in RANKS:
+                llm.add_adapter(f"rank-{rank}", *random_adapter(rank))
+            prompts, samplings = requests()
+            names = [None, *(f"rank-{rank}" for rank in RANKS)]
+            chosen = [names[i % len(names)] for i in range(len(prompts))]
+            return tokens_of(llm.generate(prompts, samplings, adapter=chosen, use_tqdm=False))
+
+    def found_again(self) -> Answers:
+        """Prompts that were evicted to host memory and come back, asked for twice."""
+        with self.engine(num_blocks=40, kv_offload_gb=0.1) as llm:
+            first = tokens_of(llm.generate(*requests(), use_tqdm=False))
+            again = tokens_of(llm.generate(*requests(), use_tqdm=False))
+            return again if first == again else [*first, *again]
+
+
+def tokens_of(results: list[Any]) -> Answers:
+    return [[list(output.token_ids) for output in one.outputs] for one in results]
+
+
+def random_adapter(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rank)
+    shapes = {"q_proj": (256, 256), "k_proj": (256, 128), "v_proj": (256, 128), "o_proj": (256, 256)}
+    tensors = {}
+    for layer in range(3):
+        for name, (columns, lines) in shapes.items():
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) * 0.1
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(lines, rank, generator=generator) * 0.1
+    return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(shapes)}
+
+
+def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Callable[[], bool]]:
+    wanted = checker.answers("cpu")
+    found: dict[str, Callable[[], bool]] = {
+        name: lambda settings=settings: checker.answers(**settings) == wanted
+        for name, settings in WAYS.items()
+    }
+    found["beams"] = lambda: checker.beams() == checker.beams("cpu")
+    found["evicted prompts come back"] = lambda: checker.found_again() == wanted
+    if is_llama:
+        found["adapters"] = lambda: checker.with_adapters() == checker.with_adapters("cpu")
+    plain: list[Answers] = []
+
+    def drafts_do_not_show(config: str) -> bool:
+        if not plain:
+            plain.append(checker.answers(deterministic=True))
+        return checker.answers(deterministic=True, speculative_config=config) == plain[0]
+
+    found["deterministic, drafted chains"] = lambda: drafts_do_not_show(CHAINS)
+    found["deterministic, drafted trees"] = lambda: drafts_do_not_show(TREES)
+    if device == "cuda" and is_llama:
+        found["CUDA_VISIBLE_DEVICES by UUID"] = seen_by_uuid
+    return found
+
+
+def seen_by_uuid() -> bool:
+    """A process that is given its GPU by UUID finds it and answers."""
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    command = [sys.executable, __file__, "--only", "as it comes", "--models", "llama"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": uuid}
+    return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", default="llama,opt")
+    parser.add_argument("--only", help="the name of one line")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for model in options.models.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(model, folder)
+            checker = Checker(folder, options.device)
+            for name, check in checks(checker, model == "llama", options.device).items():
+                if options.only in (None, name):
+                    rows.append({"model": model, "check": name, **run(check)})
+                    print(json.dumps(rows[-1]), flush=True)
+    if options.output:
+        name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
+        record = {
+            "date": date.today().isoformat(),
+            "device": name,
+            "torch": torch.__version__,
+            "checks": rows,
+        }
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    sys.exit(sum(not row["same"] for row in rows))
+
+
+def run(check: Callable[[], bool]) -> dict[str, Any]:
+    """An exception is one more way to differ: the other lines are still wanted."""
+    started = time.perf_counter()
+    try:
+        same, error = check(), None
+    except Exception as problem:
+        same, error = False, f"{type(problem).__name__}: {problem}"[:500]
+    return {
+        "same": same,
+        "seconds": round(time.perf_counter() - started, 1),
+        **({"error": error} if error else {}),
+    }
+
+
+if __name__ == "__main__":
+    main()
