@@ -3,7 +3,8 @@
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,9 @@ from quire.adapters.sites import Sites
 from quire.core.errors import AdapterError
 
 NAMED = 5  # known adapters that an error names
+LOADING = (
+    8  # being read at a time, at least: they are asked for once per step, and a step is several reads long
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,9 @@ class Library:
         limits: HostLimits,
         folder: Path | None = None,
         num_threads: int = 1,
+        disk: Executor | None = None,
     ) -> None:
+        """`disk` reads files in the place of threads."""
         self._reader = reader
         self._limits = limits
         self._folder = folder.resolve() if folder is not None else None
@@ -75,14 +81,14 @@ class Library:
         self._held_bytes = 0
         self._needed: dict[str, int] = {}  # copies that a step is about to make, and how often
         self._num_made = 0
-        self._threads = ThreadPoolExecutor(
+        self._threads = disk or ThreadPoolExecutor(
             num_threads,
             thread_name_prefix="quire-adapters",
             initializer=partial(torch.set_num_threads, 1)
             if num_threads > 1
             else None,  # each does its own work
         )
-        self._max_loading = 2 * num_threads
+        self._max_loading = max(2 * num_threads, LOADING)
         self._loading: set[str] = set()
         self._retired: list[str] = []  # keys that nobody uses any more
         self.stats = LibraryStats()
@@ -191,6 +197,8 @@ class Library:
         if entry.error is not None:
             raise entry.error
         if entry.loading is None:
+            if len(self._loading) >= self._max_loading:
+                self._take_forgotten()
             if len(self._loading) < self._max_loading and entry.folder is not None:
                 self._loading.add(key)
                 entry.loading = self._threads.submit(self._reader.read_folder, entry.name, entry.folder)
@@ -241,6 +249,14 @@ class Library:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _take_forgotten(self) -> None:
+        """Reads that are done and that nobody asks for any more, since their requests were aborted: others may read."""
+        for key in list(self._loading):
+            entry = self._entries[key]
+            if entry.loading is not None and entry.loading.done():
+                with suppress(AdapterError):  # whoever asks next is told
+                    self._take(entry)
 
     def _take(self, entry: Entry) -> PackedAdapter:
         assert entry.loading is not None

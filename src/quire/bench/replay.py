@@ -19,6 +19,7 @@ TOKEN = 7  # prompts say nothing: no prefix is looked for, and only their length
 class Arrival:
     at: float  # seconds from the start
     lengths: Lengths
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,8 @@ class Replay:
             self._next += 1
             sampling = self._sampling(one.lengths.num_output_tokens)
             try:
-                self._engine.add(request_id, [TOKEN] * one.lengths.num_prompt_tokens, sampling)
+                prompt = [TOKEN] * one.lengths.num_prompt_tokens
+                self._engine.add(request_id, prompt, sampling, adapter=one.adapter)
             except InvalidRequest:
                 self.found.num_refused += 1
                 self._on_finish()

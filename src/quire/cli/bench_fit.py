@@ -112,6 +112,8 @@ def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured
         "host_link": rates.host_link,
         "source": base.source,
     }
+    if base.lora_fit and not base.derived_from:  # benchmarks/lora_fit.py measured adapters apart
+        record |= {"lora": base.lora.as_dict(), "lora_fit": dict(base.lora_fit)}
     return record, measured
 
 

@@ -92,7 +92,7 @@ def _build(
         raise ConfigError(
             "lora_mode='merge' changes weights in place, and these stream: leave out the offloading of weights"
         )
-    merging = _merge_sites(model) if config.lora_mode == "merge" else None
+    merging = merge_sites(model) if config.lora_mode == "merge" else None
     kernel = factory.kernel("lora")
     sites = install_sites(model.loaders(), kernel)
     if merging is not None:
@@ -130,7 +130,7 @@ def _build(
     return BuiltAdapters(library, slots)
 
 
-def _merge_sites(model: Model) -> dict[str, MergeSite]:
+def merge_sites(model: Model) -> dict[str, MergeSite]:
     """By name, those whose weights are the layer's own: a tied head's are the embedding's."""
     found: dict[str, MergeSite] = {}
     for tensor, loader in model.loaders().items():
@@ -164,8 +164,12 @@ def separate_blocks(config: AdapterConfig, num_blocks: int, block_bytes: int) ->
 
 
 def adapter_dtype(numbers: Numbers) -> torch.dtype:
-    """Adapters are kept as the model computes; beside int8 weights 16 bits are precise enough."""
-    return torch.bfloat16 if numbers.format_name == "int8" else numbers.format.activation_dtype
+    """Adapters are kept as the model computes. Beside int8 weights bytes are precise enough: a step waits for memory,
+    and dozens of adapters are more of it than the model itself. Kernels of GPUs read 16 bits.
+    """
+    if numbers.format_name != "int8":
+        return numbers.format.activation_dtype
+    return torch.int8 if numbers.device.type == "cpu" else torch.bfloat16
 
 
 def _kinds(sites: tuple[LoraSite, ...], targets: set[str]) -> int:

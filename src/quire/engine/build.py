@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from quire.core.errors import ConfigError, QuireError
+from quire.core.errors import QuireError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.engine.adapter_build import build_adapters, separate_blocks, serve_adapters
@@ -207,16 +207,18 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
 
 def _build_simulated(config: EngineConfig, started: float) -> Built:
     """The real scheduler and memory over a runner that only charges time, on a clock of its own."""
-    if config.adapters.enabled:
-        raise ConfigError("adapters run on real devices only: leave device='simulated' or the adapters out")
     source = open_shape(config)
     described = registry.describe(source.config)
     ends = end_token_ids(source, described)
     parts = simulated_parts(config, described, ends)
     size, scheduler = parts.pool, parts.scheduler
+    num_blocks = size.num_blocks - parts.num_apart
     memory = make_memory(
-        config.memory, size.num_blocks, parts.max_model_len, source.fingerprint, parts.num_swap_blocks
+        config.memory, num_blocks, parts.max_model_len, source.fingerprint, parts.num_swap_blocks
     )
+    adapters = None
+    if parts.adapters is not None:
+        adapters = parts.adapters.serve(config, memory, parts.num_apart, parts.clock)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
     make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))
@@ -230,6 +232,7 @@ def _build_simulated(config: EngineConfig, started: float) -> Built:
         make_compiler,
         preemption=preemption,
         clock=parts.clock,
+        adapters=adapters,
     )
     report = Report(
         model=config.model.served_model_name or source.name,

@@ -8,6 +8,7 @@ from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.errors import ConfigError, WeightsError
 from quire.core.layout import BlockLayout
+from quire.engine.adapter_build import separate_blocks
 from quire.engine.resolve import (
     Numbers,
     default_limits,
@@ -15,6 +16,7 @@ from quire.engine.resolve import (
     resolve_numbers,
     resolve_scheduler,
 )
+from quire.engine.simulated_adapters import SizedAdapters, size_adapters
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire.runner.cost_model import CostModel, ModelNumbers
 from quire.runner.devices import SimulatedDevice, find_device
@@ -37,6 +39,8 @@ class SimulatedParts:
     move_seconds: float  # of one of them, one way
     runner: SimulatedRunner
     clock: VirtualClock
+    num_apart: int  # blocks of the pool that are adapters' alone
+    adapters: SizedAdapters | None
 
 
 def open_shape(config: EngineConfig) -> Source:
@@ -68,9 +72,11 @@ def simulated_parts(
     weights = weight_shape(model, numbers.format)
     layout = _layout(model, numbers, config.memory.block_size)
     pool = _pool(config, device, numbers, layout, weights, model, max_model_len)
-    scheduler = resolve_scheduler(config.scheduler, numbers.device, pool.num_blocks)
+    num_apart = separate_blocks(config.adapters, pool.num_blocks, layout.block_bytes)
+    scheduler = resolve_scheduler(config.scheduler, numbers.device, pool.num_blocks - num_apart)
     costs = _costs(model, numbers, weights, layout)
     clock = VirtualClock()
+    adapters = size_adapters(config, model, numbers, device, layout.block_bytes, clock)
     cost = CostModel(device.rates, device.factors, costs, device.ranks)
     return SimulatedParts(
         device=device,
@@ -81,8 +87,12 @@ def simulated_parts(
         max_model_len=max_model_len,
         num_swap_blocks=_num_swap_blocks(config, device, layout),
         move_seconds=cost.move_seconds,
-        runner=SimulatedRunner(cost, clock, model.vocab_size, end_token_ids),
+        runner=SimulatedRunner(
+            cost, clock, model.vocab_size, end_token_ids, adapters.cost if adapters else None
+        ),
         clock=clock,
+        num_apart=num_apart,
+        adapters=adapters,
     )
 
 

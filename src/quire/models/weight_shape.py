@@ -11,6 +11,7 @@ from quire.core.config import ModelConfig
 from quire.kernels import choose
 from quire.layers.factory import LayerFactory
 from quire.models import registry
+from quire.models.model import Model
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.fp8 import Fp8Matrix
 from quire.quant.full import FullMatrix
@@ -29,13 +30,8 @@ class WeightShape:
 
 def weight_shape(model: ModelConfig, number_format: NumberFormat) -> WeightShape:
     """Counts exactly what `parameters()` of the loaded model will hold."""
-    factory = LayerFactory(_Sized(number_format), META, max_position=1)
-    built = registry.build(model, factory)
-    checkpoint_dtype = getattr(torch, model.dtype)
-    loaders = built.loaders()
-    for loader in loaders.values():
-        loader(torch.empty(loader.shape, dtype=checkpoint_dtype, device=META))
-    parameters = built.parameters()
+    built = sized_model(model, number_format)
+    loaders, parameters = built.loaders(), built.parameters()
     num_parameters = sum(math.prod(loader.shape) for loader in loaders.values())
     gathered = _gathered(parameters, model, shares_head=not number_format.compact_tables)
     return WeightShape(
@@ -44,6 +40,15 @@ def weight_shape(model: ModelConfig, number_format: NumberFormat) -> WeightShape
         read_bytes=sum(_bytes(tensor) for name, tensor in parameters.items() if name not in gathered),
         read_parameters=num_parameters - _gathered_once(parameters, gathered, model),
     )
+
+
+def sized_model(model: ModelConfig, number_format: NumberFormat) -> Model:
+    """The model as if it were loaded, with shapes and no content."""
+    built = registry.build(model, LayerFactory(_Sized(number_format), META, max_position=1))
+    checkpoint_dtype = getattr(torch, model.dtype)
+    for loader in built.loaders().values():
+        loader(torch.empty(loader.shape, dtype=checkpoint_dtype, device=META))
+    return built
 
 
 def _gathered(parameters: Mapping[str, Tensor], model: ModelConfig, shares_head: bool) -> set[str]:

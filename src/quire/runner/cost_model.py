@@ -125,7 +125,8 @@ class CostModel:
         self._rates, self._model, self._ranks = rates, model, ranks
         self._factors = tuple(factors.as_dict().values())
 
-    def seconds(self, counts: StepCounts) -> float:
+    def seconds(self, counts: StepCounts, added: float = 0.0, on_link: float = 0.0) -> float:
+        """`added` to the pass by adapters; their pages take the host's link for `on_link` beside it."""
         step, layer, row, start, weights, products, kv, attention, moved, logits = (
             factor * ideal
             for factor, ideal in zip(
@@ -133,8 +134,8 @@ class CostModel:
             )
         )
         device = max(weights, products) + kv + attention + moved + logits
-        charged = step + layer + row + start + device + self._all_reduces(counts)
-        return max(charged, counts.num_moves * self.move_seconds) if counts.num_moves else charged
+        charged = step + layer + row + start + device + self._all_reduces(counts) + added
+        return max(charged, counts.num_moves * self.move_seconds + on_link)
 
     @property
     def move_seconds(self) -> float:

@@ -11,6 +11,7 @@ from quire.core.ints import Ints, ints
 from quire.core.step import Step, StepResult, TokenLogprobs
 from quire.runner.cost_model import CostModel, count_step
 from quire.runner.drawn_beams import FIRST_TOKEN, SHARES, draw_candidates
+from quire.runner.lora_cost import LoraCost
 from quire.sampling.records import TokenMask
 
 STRIDE = 7919  # prime: neighbouring positions of one sequence get tokens far apart
@@ -33,10 +34,16 @@ class SimulatedRunner:
     """
 
     def __init__(
-        self, cost: CostModel, clock: VirtualClock, vocab_size: int, end_token_ids: Iterable[int] = ()
+        self,
+        cost: CostModel,
+        clock: VirtualClock,
+        vocab_size: int,
+        end_token_ids: Iterable[int] = (),
+        adapters: LoraCost | None = None,
     ) -> None:
         self.clock = clock
         self._cost = cost
+        self._adapters = adapters  # None: no request has one
         self._ends = frozenset(end_token_ids)
         self._num_words = max(1, vocab_size - FIRST_TOKEN - len(self._ends))
         self._bases: dict[int, int] = {}  # by row: where its sequence's tokens start
@@ -52,7 +59,7 @@ class SimulatedRunner:
                 self._num_logprobs[start.row] = start.sampling.logprobs
             elif self._num_logprobs:
                 self._num_logprobs.pop(start.row, None)
-        seconds = self._cost.seconds(count_step(step))
+        seconds = self._seconds(step)
         self._free_at = max(self.clock(), self._free_at) + seconds
         self._launched.append(_Launched(step, seconds, self._free_at))
 
@@ -79,6 +86,13 @@ class SimulatedRunner:
 
     def close(self) -> None:
         self._launched.clear()
+
+    def _seconds(self, step: Step) -> float:
+        counts = count_step(step)
+        if self._adapters is None:
+            return self._cost.seconds(counts)
+        adapters = self._adapters.charge(step)
+        return adapters.before + self._cost.seconds(counts, adapters.products, adapters.link)
 
     def _token_ids(self, step: Step) -> Ints:
         bases, num_words, ends = self._bases, self._num_words, self._ends

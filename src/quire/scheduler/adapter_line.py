@@ -91,7 +91,8 @@ class AdapterLine:
             self.failed.append((group, error))
             return Readiness.FAILED
         if copy is not None:
-            has_room = pages.has_spare_room if early else pages.has_room
+            # of those who wait only the first may cost an idle adapter: the next would evict what came for the first
+            has_room = pages.has_spare_room if early or self._loads else pages.has_room
             if not has_room(copy.num_blocks, reserved):
                 return Readiness.NO_ROOM
             blocks = pages.load(key, copy.num_blocks, copy.content)

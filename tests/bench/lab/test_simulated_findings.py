@@ -2,11 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from quire.bench.lab import batched, characterize, rate, trace
-from quire.bench.lab.characterize_grid import Measured, cells
+from quire.bench.lab import adapters, adapters_simulated, batched, characterize, rate, trace
+from quire.bench.lab.characterize_grid import INPUT, Cell, Job, Measured, cells, gains, measure
+from quire.bench.lab.experiment import Size
 from quire.bench.lab.rate_curves import Curve
 from quire.bench.lab.report import write_finding
 from quire.bench.lab.simulated import PAPER, Point, Workload
@@ -80,8 +82,30 @@ def test_characterize_names_what_does_not_fit(setup, tmp_path):
     ]
     finding = characterize._finding(setup, characterize.BASE, found, 60)
     assert finding.checks[0].held
-    assert "does not fit" in written(characterize, finding, tmp_path)
+    text = written(characterize, finding, tmp_path)
+    assert "does not fit" in text
+    assert "At most it gives 2.0 ×" in text
+    assert "published: up to 4 ×" in text
+    assert not any("v100" in gain.in_words for gain in gains(found, "unpaged"))
+    assert {one["over"] for one in finding.results["largest"]} == {"unpaged", "dynamic", "none"}
     assert any(math.isinf(one.cell.rate) for one in found)
+
+
+def test_characterize_gives_paged_and_reserved_memory_the_same_bytes():
+    """Two requests of 2,048 reserved positions fill 256 blocks of 16, where six of the tokens themselves fit."""
+    paged, unpaged = (
+        measure(
+            Job(
+                Cell("blocks", "opt-6.7b", "simulated:a100-40g", batching, 64, math.inf, 256),
+                characterize.BASE,
+                12,
+                0,
+            )
+        )
+        for batching in ("paged", "unpaged")
+    )
+    assert unpaged.mean_running <= 2.0 < paged.mean_running <= 256 * 16 / INPUT
+    assert paged.output_rate > 1.5 * unpaged.output_rate
 
 
 @pytest.mark.parametrize(
@@ -94,3 +118,30 @@ def test_trace_says_up_to_where_the_level_was_held(setup, tmp_path, good, words)
     ]
     loaded = trace.load_trace(setup.data, 20, 0)
     assert words in written(trace, trace._finding(setup, trace.BASE, loaded, levels), tmp_path)
+
+
+ADAPTERS_WORTH = {"unified": 8.0, "separate": 7.0, "merge": 1.0, "merge, static": 0.5}
+
+
+@pytest.mark.parametrize("size", [Size.QUICK, Size.NORMAL])
+def test_adapters_set_their_ratios_beside_the_published_ones(setup, tmp_path, monkeypatch, size):
+    simulated = [
+        adapters_simulated.Simulated(case, ADAPTERS_WORTH[case.mode], 100.0, 0.1, 0.9, 20.0, 10, 0, 0)
+        for case in adapters_simulated.cases(size)
+    ]
+    settings = adapters_simulated.BASE
+    monkeypatch.setattr(adapters, "simulate_adapters", lambda _: (simulated, settings, (600, 150)))
+    finding = adapters.run(replace(setup, size=size, engine={"device": settings["device"]}))
+    assert all(check.held for check in finding.checks)
+    text = written(adapters, finding, tmp_path)
+    for needed in ("16.0  30.4 over PEFT", "up to 4", "fitted on NVIDIA H200", "assumed, not fitted"):
+        assert needed in text
+    assert "served" not in finding.results  # whoever simulates has nothing measured on this machine
+
+
+def test_a_simulated_run_with_adapters_serves_all_and_says_how():
+    case = adapters_simulated.Case("unified", 100, adapters_simulated.MIXED)
+    one = adapters_simulated.simulate(adapters_simulated.Job(case, adapters_simulated.BASE, 12, 0))
+    assert one.attained == 1.0
+    assert one.loads > 1
+    assert one.requests_per_second > 0.0

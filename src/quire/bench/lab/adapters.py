@@ -11,10 +11,13 @@ from typing import Any
 from quire.bench.drive import Bench, BenchRequest
 from quire.bench.lab.adapter_files import draw, write_adapters
 from quire.bench.lab.adapter_memory import ADAPTERS, POOL, REQUEST, SIZES, Fitted, compare_memories
+from quire.bench.lab.adapters_report import simulated_finding
+from quire.bench.lab.adapters_simulated import simulate_adapters
 from quire.bench.lab.engines import in_words, opened, warm_up
 from quire.bench.lab.experiment import Check, Experiment, Finding, Picture, Setup, Table
 from quire.bench.lab.figure import line_style, plain_log
 from quire.bench.lengths import Lengths
+from quire.runner.devices import is_simulated
 
 MIXED = (4, 8, 16, 32, 64)
 SHORT, LONG = 24, 16  # tokens in and out
@@ -45,6 +48,23 @@ class Served:
 
 
 def run(setup: Setup) -> Finding:
+    """On this machine, and on a simulated A100; only there where the user simulates."""
+    simulated = simulated_finding(setup, *simulate_adapters(setup))
+    if is_simulated(str(setup.engine.get("device", ""))):
+        return simulated
+    real = _measured(setup)
+    return Finding(
+        f"{real.take_away} {simulated.take_away}",
+        [*real.tables, *simulated.tables],
+        [*real.pictures, *simulated.pictures],
+        {**real.results, "simulated": simulated.results},
+        {**real.settings, "simulated": simulated.settings},
+        [*real.checks, *simulated.checks],
+        [*real.notes, *simulated.notes],
+    )
+
+
+def _measured(setup: Setup) -> Finding:
     counts = setup.pick((2, 6), (5, 100, 1000), (5, 100, 1000, 2000))
     num_requests = setup.pick(6, 48, 240)
     cases = [Case("base")]

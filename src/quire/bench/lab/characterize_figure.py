@@ -4,17 +4,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from quire.bench.lab.characterize_grid import Measured
+from quire.bench.lab.characterize_grid import INPUT, POSITIONS, Measured, gains
 from quire.bench.lab.experiment import Picture, Table
 from quire.bench.lab.figure import bar_style, line_style
 from quire.bench.lab.simulated import in_rate
 
 WORDS = {"paged": "continuous, paged", "unpaged": "continuous, unpaged", "dynamic": "dynamic", "none": "none"}
+MOST = 6  # gains that the table lists
 LOOKS: dict[str, int | str] = {"paged": "paged", "unpaged": "max", "dynamic": "dynamic", "none": "none"}
 
 
 def tables(found: Sequence[Measured], devices: Sequence[str]) -> list[Table]:
-    return [_grid(found), _devices(found, devices), _blocks(found)]
+    return [_gains(found), _grid(found), _devices(found, devices), _blocks(found)]
 
 
 def pictures(found: Sequence[Measured], model: str) -> list[Picture]:
@@ -33,6 +34,32 @@ def pictures(found: Sequence[Measured], model: str) -> list[Picture]:
             lambda figure: _draw_blocks(figure, found),
         ),
     ]
+
+
+def _gains(found: Sequence[Measured]) -> Table:
+    """Where paging pays most, and what bounds it: how many more requests the same memory holds."""
+    rows = [
+        [
+            gain.in_words,
+            f"{gain.paged.output_rate:,.0f}",
+            f"{gain.other.output_rate:,.0f}",
+            f"{gain.ratio:.2f}",
+            f"{gain.paged.mean_running:.1f}",
+            f"{gain.other.mean_running:.1f}",
+            f"{POSITIONS / (INPUT + gain.paged.cell.num_outputs):.1f}",
+        ]
+        for gain in gains(found, "unpaged")[:MOST]
+    ]
+    head = [
+        "where",
+        "tokens/s, paged",
+        "unpaged",
+        "ratio",
+        "running, paged",
+        "unpaged",
+        "memory allows, about",
+    ]
+    return Table("Where paging pays most (published: up to 4 ×)", head, rows)
 
 
 def _part(found: Sequence[Measured], part: str) -> list[Measured]:
@@ -73,10 +100,18 @@ def _devices(found: Sequence[Measured], devices: Sequence[str]) -> Table:
     models = list(dict.fromkeys(model for model, _, _ in cells))
     rows = []
     for model in models:
-        for batching in ("paged", "unpaged"):
-            ones = [cells[model, device, batching] for device in devices]
-            shown = ["does not fit" if one.fault else f"{one.output_rate:,.0f}" for one in ones]
+        ones = {
+            batching: [cells[model, device, batching] for device in devices]
+            for batching in ("paged", "unpaged")
+        }
+        for batching, line in ones.items():
+            shown = ["does not fit" if one.fault else f"{one.output_rate:,.0f}" for one in line]
             rows.append([model, WORDS[batching], *shown])
+        ratios = [
+            "" if paged.fault or other.fault else f"{paged.output_rate / other.output_rate:.2f}"
+            for paged, other in zip(ones["paged"], ones["unpaged"], strict=True)
+        ]
+        rows.append([model, "ratio", *ratios])
     names = [device.removeprefix("simulated:") for device in devices]
     return Table(
         "Models and devices, 128 out, all at once: tokens per second",
@@ -90,16 +125,25 @@ def _blocks(found: Sequence[Measured]) -> Table:
     rows = [
         [
             f"{one.cell.num_blocks:,}",
-            f"{one.output_rate:,.0f}",
-            f"{1e3 * one.normalised:,.1f}",
-            f"{1e3 * one.per_token:.1f}",
-            f"{one.mean_running:.1f}",
-            f"{one.num_preemptions:,}",
+            WORDS[one.cell.batching],
+            *(
+                ("no request fits", "", "", "", "")
+                if one.fault
+                else (
+                    f"{one.output_rate:,.0f}",
+                    f"{1e3 * one.normalised:,.1f}",
+                    f"{1e3 * one.per_token:.1f}",
+                    f"{one.mean_running:.1f}",
+                    f"{one.num_preemptions:,}",
+                )
+            ),
         ]
         for one in _part(found, "blocks")
     ]
-    head = ["blocks of 16", "tokens/s", "latency, ms per token", "between tokens, ms", "running", "preempted"]
-    return Table("The number of blocks, 128 out, all at once", head, rows, left=0)
+    head = ["blocks of 16", "batching", "tokens/s", "latency, ms per token", "between tokens, ms", "running"]
+    return Table(
+        "The number of blocks, 128 out, all at once: the same memory", [*head, "preempted"], rows, left=2
+    )
 
 
 def _draw_grid(figure: Any, found: Sequence[Measured]) -> None:
@@ -129,16 +173,26 @@ def _draw_grid(figure: Any, found: Sequence[Measured]) -> None:
 
 
 def _draw_blocks(figure: Any, found: Sequence[Measured]) -> None:
-    ones = _part(found, "blocks")
     left, right = figure.subplots(1, 2)
-    blocks = [one.cell.num_blocks for one in ones]
-    left.plot(blocks, [one.output_rate for one in ones], **line_style("paged"))
-    left.set(title="throughput", xlabel="blocks of 16 tokens", ylabel="tokens per second", xscale="log")
-    right.plot(blocks, [1e3 * one.per_token for one in ones], label="between tokens", **line_style(0))
-    right.plot(
-        blocks, [1e3 * one.normalised for one in ones], label="from arrival, per token", **line_style(1)
-    )
-    right.set(
-        title="latency", xlabel="blocks of 16 tokens", ylabel="ms per token", xscale="log", yscale="log"
-    )
+    series = {
+        batching: [one for one in _part(found, "blocks") if one.cell.batching == batching and not one.fault]
+        for batching in ("paged", "unpaged")
+    }
+    for batching, ones in series.items():
+        blocks = [one.cell.num_blocks for one in ones]
+        look = line_style(LOOKS[batching])
+        left.plot(blocks, [one.output_rate for one in ones], label=WORDS[batching], **look)
+        arrived = [1e3 * one.normalised for one in ones]
+        right.plot(blocks, arrived, label=f"from arrival, {batching}", **look)
+        between = [1e3 * one.per_token for one in ones]
+        right.plot(blocks, between, label=f"between tokens, {batching}", **look, alpha=0.45)
+    left.set(title="throughput", xlabel="blocks of 16 tokens", ylabel="tokens per second")
+    right.set(title="latency", xlabel="blocks of 16 tokens", ylabel="ms per token", yscale="log")
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(
+            [one.cell.num_blocks for one in series["paged"]],
+            [f"{one.cell.num_blocks:,}" for one in series["paged"]],
+        )
+    left.legend(loc="upper left")
     right.legend(loc="upper right")

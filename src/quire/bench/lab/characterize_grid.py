@@ -2,8 +2,8 @@
 
 import math
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quire.bench.arrivals import arrival_times
@@ -25,6 +25,8 @@ BATCHING: dict[str, dict[str, Any]] = {
     "none": {"batching": "static", "batch_size": 1, "reservation": "max"},
 }
 BLOCKS = (128, 256, 512, 1024, 2048, 4096)
+BLOCK_SIZE = 16
+POSITIONS = 2048  # of every model: what is reserved for a request without paging
 SERVED_ALONE = 3  # requests that are simulated where none shares a step: all others are the same
 
 
@@ -81,21 +83,56 @@ def cells(size: Size, settings: Mapping[str, Any]) -> Iterator[Cell]:
         Cell("devices", one, where, batching, num_outputs, rate)
         for one in MODELS[:: 2 if size is Size.QUICK else 1]
         for where in DEVICES
-        for num_outputs in (OUTPUTS if everything else (128,))
+        for num_outputs in ((128,) if size is Size.QUICK else OUTPUTS)
         for rate in (RATES if everything else (math.inf,))
         for batching in (BATCHING if everything else ("paged", "unpaged"))
     )
     yield from (
-        Cell("blocks", model, device, "paged", 128, math.inf, num_blocks)
+        Cell("blocks", model, device, batching, 128, math.inf, num_blocks)
         for num_blocks in (BLOCKS[1::2] if size is Size.QUICK else BLOCKS)
+        for batching in ("paged", "unpaged")
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The same requests on the same device, with paging and otherwise."""
+
+    paged: Measured
+    other: Measured
+
+    @property
+    def ratio(self) -> float:
+        """Of tokens per second."""
+        return self.paged.output_rate / self.other.output_rate
+
+    @property
+    def in_words(self) -> str:
+        """Where it was found."""
+        cell = self.paged.cell
+        where = f"{cell.model} on {cell.device.removeprefix('simulated:')}"
+        blocks = "" if cell.num_blocks is None else f", {cell.num_blocks:,} blocks"
+        rate = "all at once" if math.isinf(cell.rate) else f"{cell.rate:g} requests/s"
+        return f"{where}{blocks}, {cell.num_outputs} out, {rate}"
+
+
+def gains(found: Iterable[Measured], over: str) -> list[Gain]:
+    """Of paging over another way to batch, the largest first, wherever both served anything."""
+    served = {one.cell: one for one in found if not one.fault}
+    pairs = [
+        Gain(one, served[other])
+        for cell, one in served.items()
+        if cell.batching == "paged" and (other := replace(cell, batching=over)) in served
+    ]
+    return sorted(pairs, key=lambda gain: -gain.ratio)
 
 
 def measure(job: Job) -> Measured:
     cell = job.cell
     settings = {**job.settings, **BATCHING[cell.batching], "model": cell.model, "device": cell.device}
     if cell.num_blocks is not None:
-        settings["num_blocks"] = cell.num_blocks
+        # memory that is reserved counts tokens: as many of them as the blocks hold
+        settings["num_blocks"] = cell.num_blocks * (1 if cell.batching == "paged" else BLOCK_SIZE)
     lengths = [Lengths(INPUT, cell.num_outputs)] * job.num_requests
     try:
         if cell.batching == "none":

@@ -1,7 +1,8 @@
 """Devices that can be simulated: one JSON file each, with the maker's figures and the fitted factors.
 
 A file has either `factors` and `fit` (what they were fitted on, when, and how well) or `derived_from`, the device whose
-factors it takes: such a device was never measured, and says so.
+factors it takes: such a device was never measured, and says so. `lora` and `lora_fit` are the same for adapters;
+without them adapters' factors are assumed from the others.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 from quire.core.errors import ConfigError
 from quire.runner.cost_model import FACTOR_NAMES, Factors, Rates
+from quire.runner.lora_cost import LORA_FACTOR_NAMES, LoraFactors, assumed_factors
 
 SIMULATED = "simulated"  # a device setting that starts so is one of these
 DEFAULT_DEVICE = "h200"
@@ -32,6 +34,8 @@ class SimulatedDevice:
     factors: Factors
     source: str  # of the maker's figures
     fit: Mapping[str, Any]  # what the factors were fitted on, when, and how well
+    lora: LoraFactors  # of adapters
+    lora_fit: Mapping[str, Any]  # the same of them; empty: they are assumed
     derived_from: str | None = None
     ranks: int = 1
 
@@ -79,9 +83,18 @@ def _device(name: str, record: Mapping[str, Any], basis: Mapping[str, Any], rank
         factors=Factors(**{one: float(basis["factors"][one]) for one in FACTOR_NAMES}),
         source=record["source"],
         fit=basis["fit"],
+        lora=_lora(basis),
+        lora_fit=basis.get("lora_fit", {}),
         derived_from=record.get("derived_from"),
         ranks=ranks,
     )
+
+
+def _lora(basis: Mapping[str, Any]) -> LoraFactors:
+    """Fitted, or what the dense layers' factors suggest."""
+    if "lora" in basis:
+        return LoraFactors(**{one: float(basis["lora"][one]) for one in LORA_FACTOR_NAMES})
+    return assumed_factors(Factors(**{one: float(basis["factors"][one]) for one in FACTOR_NAMES}))
 
 
 def _read(name: str, setting: str) -> dict[str, Any]:

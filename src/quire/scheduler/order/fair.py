@@ -53,8 +53,8 @@ class FairQueue(WaitingQueue):
         super().__init__(max_requests, max_tokens)
         self._share_of = share_of
         self._shares: dict[str, _Share] = {}
-        self._line: list[tuple[float, int, str]] = []  # a heap: (served when it was put there, tie, name)
-        self._ties = itertools.count()
+        # a heap: (served when it was put there, arrival of its oldest, name); whoever is laid aside keeps its place
+        self._line: list[tuple[float, int, str]] = []
         self._returned: list[tuple[tuple[float, int], Group]] = []  # a heap, by rank
         self._last = _Share()  # whose request was the last to be admitted
         self._num_waiting = 0
@@ -93,7 +93,7 @@ class FairQueue(WaitingQueue):
             heapq.heappush(share.waiting, (group.order, group))
             if not share.listed:  # it keeps its account: it never stopped waiting
                 share.listed = True
-                heapq.heappush(self._line, (share.served, next(self._ties), self._share_of(group.request)))
+                heapq.heappush(self._line, (share.served, group.order, self._share_of(group.request)))
         self._enter(group)
 
     def peek(self) -> Group | None:
@@ -110,7 +110,7 @@ class FairQueue(WaitingQueue):
                 share.listed = False
                 heapq.heappop(self._line)
             elif served < share.served:  # it was served since it was put there
-                heapq.heapreplace(self._line, (share.served, next(self._ties), name))
+                heapq.heapreplace(self._line, (share.served, share.waiting[0][0], name))
             else:
                 return share.waiting[0][1]
         return None
@@ -138,7 +138,7 @@ class FairQueue(WaitingQueue):
         if not share.listed:
             share.served = max(share.served, self._least_served())
             share.listed = True
-            heapq.heappush(self._line, (share.served, next(self._ties), self._share_of(group.request)))
+            heapq.heappush(self._line, (share.served, group.order, self._share_of(group.request)))
         heapq.heappush(share.waiting, (group.order, group))
         self._enter(group)
 
