@@ -15,7 +15,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.adapters import Adapters
 from quire.engine.resolve import Numbers
-from quire.kernels.registry import REFERENCE
+from quire.kernels.registry import REFERENCE, choose, load
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraSite
 from quire.layers.lora_sites import install_sites
@@ -103,6 +103,8 @@ def _build(
         Sites([Site(site.name, site.num_inputs, site.num_outputs, site.is_embedding) for site in sites]),
         BlockShape(pool.layout.block_bytes, dtype, pool.layout.block_size),
         config.max_lora_rank,
+        # nothing is compiled for a GPU's host: there are cores to spare, and a start must be quick
+        load("lora_pack", REFERENCE) if on_gpu else choose("lora_pack", numbers.device),
     )
     library = Library(
         reader,

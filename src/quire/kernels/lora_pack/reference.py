@@ -17,16 +17,16 @@ def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> 
     elements = target.view(dtype)
     for site, numbers in enumerate(places.sites.tolist()):
         rank, inputs, outputs, tile_ranks, a_offset, a_code, b_offset, b_code = numbers
-        a = _matrix(source, a_offset, SOURCES[a_code], rank, inputs)
-        b = _matrix(source, b_offset, SOURCES[b_code], outputs, rank).t()
+        written = torch.float32 if dtype is torch.int8 else dtype
+        a = _matrix(source, a_offset, SOURCES[a_code], rank, inputs).to(written)
+        b = _matrix(source, b_offset, SOURCES[b_code], outputs, rank).to(written).t()
         for which, matrix in enumerate((a, b)):
-            written = matrix if dtype is torch.int8 else matrix.to(dtype)
-            if not bool(torch.isfinite(written).all()):
+            if not bool(torch.isfinite(matrix).all()):
                 return 2 * site + which
         starts = places.tile_a[site].tolist(), places.tile_b[site].tolist()
         if dtype is not torch.int8:
-            _place(elements, a.to(dtype), starts[0], tile_ranks)
-            _place(elements, b.to(dtype), starts[1], tile_ranks)
+            _place(elements, a, starts[0], tile_ranks)
+            _place(elements, b, starts[1], tile_ranks)
             continue
         peaks = a.abs().amax(1), b.abs().amax(1)
         largest = torch.full_like(peaks[0], LARGEST_BYTE)
@@ -43,8 +43,10 @@ def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> 
 
 
 def _matrix(source: Tensor, offset: int, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-    piece = source[offset : offset + rows * columns * dtype.itemsize].clone()
-    return piece.view(dtype).view(rows, columns).float()
+    piece = source[offset : offset + rows * columns * dtype.itemsize]
+    if piece.data_ptr() % dtype.itemsize:  # a view needs its alignment
+        piece = piece.clone()
+    return piece.view(dtype).view(rows, columns)
 
 
 def _rounded(lines: Tensor, peaks: Tensor) -> Tensor:
@@ -56,4 +58,4 @@ def _rounded(lines: Tensor, peaks: Tensor) -> Tensor:
 def _place(elements: Tensor, lines: Tensor, starts: list[int], tile_ranks: int) -> None:
     for tile, first in enumerate(range(0, len(lines), tile_ranks)):
         some = lines[first : first + tile_ranks]
-        elements[starts[tile] : starts[tile] + some.numel()] = some.reshape(-1)
+        elements[starts[tile] : starts[tile] + some.numel()].view(some.shape).copy_(some)
