@@ -37,6 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "a small pool, swapped": {"num_blocks": 24, "preemption_mode": "swap", "swap_space": 0.1},
     "weights streamed from the host": {"cpu_offload_gb": 0.004},
     "deterministic": {"deterministic": True},
+    "drafted trees, deterministic": {"speculative_config": TREES, "deterministic": True},
 }
 RANKS = (1, 8, 17, 64)
 

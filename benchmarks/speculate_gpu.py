@@ -4,7 +4,8 @@ Random weights, prefix cache off, greedy, 128 tokens in, `--tokens` out. A draft
 bias makes the target choose one known token everywhere, and the synthetic draft proposes it as often as it is told to,
 at no cost of its own. So the figures are of verification: what a draft of this agreement would gain if it cost nothing.
 Rows are tokens per second, plain and with chains and trees, then beams and `n` samples beside as many plain sequences.
-Kernels for trees are checked first, against the reference and by tokens of a small model in full precision.
+Kernels for trees are checked first, against the reference and by tokens of a small model in full precision; then, bit
+for bit, what `--deterministic` promises (`speculate_fixed`): `--only deterministic` does this part and no other.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import speculate_fixed
 import workloads
 
 PROMPT = 128
@@ -38,12 +40,15 @@ def main() -> None:
     parser.add_argument("--agreements", default="0.6,0.8")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", choices=["deterministic"], help="this part alone, and nothing is timed")
     parser.add_argument("--output", help="JSON file")
     options = parser.parse_args()
     began = time.perf_counter()
-    checked = _check(options.device)
+    checked = {"deterministic": speculate_fixed.check(options.device)}
+    if options.only is None:
+        checked |= _check(options.device)
     print(json.dumps({"checked": checked}), flush=True)
-    rows = _measure(options)
+    rows = _measure(options) if options.only is None else []
     record = {**_facts(options), "checked": checked, "rows": rows, "seconds": time.perf_counter() - began}
     if options.output:
         Path(options.output).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")

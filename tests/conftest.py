@@ -2,6 +2,8 @@
 
 import logging
 import os
+import random
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -17,9 +19,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Timing on a shared machine says nothing about a test; CI must give the same answer twice.
-hypothesis.settings.register_profile("quick", deadline=None, derandomize=bool(os.environ.get("CI")))
-hypothesis.settings.register_profile("slow", deadline=None, max_examples=1000)
+# Timing on a shared machine says nothing about a test, and a run must give the same answer twice: new examples are
+# looked for with --run-slow.
+UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("quick", derandomize=True, **UNTIMED)
+hypothesis.settings.register_profile("slow", max_examples=1000, **UNTIMED)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,6 +63,22 @@ def shared() -> Path:
     if path is None:
         pytest.skip("no shared data: set QUIRE_SHARED, or put the folder `shared` beside the checkout")
     return path
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """A test draws the same numbers whichever ran before it."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+
+
+@pytest.fixture(scope="session")
+def run_slow(pytestconfig: pytest.Config) -> bool:
+    """Whether every case must run, also where a few show the same."""
+    return bool(pytestconfig.getoption("--run-slow"))
 
 
 @pytest.fixture

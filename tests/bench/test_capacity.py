@@ -7,10 +7,18 @@ from quire.bench.capacity import Device, device_of, floor_of, plan_capacity
 from quire.bench.gpus import find_gpu
 from quire.core.config import EngineConfig
 from quire.engine.build import build
+from quire.runner import sizing
 from quire.weights.open import open_source
 from tests.cli.conftest import write_model
 
 HERE = Device("here", False, None, 10e9, 0.0, "test")
+
+
+@pytest.fixture(autouse=True)
+def same_memory(monkeypatch):
+    """Between the plan and the engine others may take some, or give it back."""
+    monkeypatch.setattr(sizing, "available_memory", lambda: 6 << 30)
+
 
 VARIANTS = {
     "llama": {},

@@ -1,8 +1,8 @@
 """The way in: help at once, one line for every error, a traceback only for those who ask."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -24,12 +24,18 @@ def test_help_lists_every_command_without_loading_torch():
 
 
 def test_help_answers_at_once():
+    """By the processor's time, the best of a few: other work on the machine is not ours."""
     best = 9.0
-    for _ in range(5):  # the best of a few: other work on the machine is not ours
-        started = time.perf_counter()
+    for _ in range(3):
+        before = _children_seconds()
         subprocess.run([sys.executable, "-m", "quire", "--help"], capture_output=True, check=True)
-        best = min(best, time.perf_counter() - started)
-    assert best < 0.3
+        best = min(best, _children_seconds() - before)
+    assert best < 0.4  # torch alone would take more than a second
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_the_version_is_the_packages(run):

@@ -19,6 +19,9 @@ class Setting:
     alone: bool = False  # one request after the other, instead of all at once
 
 
+# Of the 80 questions every sixth, two or so of each kind: for settings in which all of them take minutes. Six and the
+# five kinds of seeded requests have no common factor, so these are of all kinds too.
+FEW = slice(None, None, 6)
 TINY = {"num_blocks": 40, "max_num_seqs": 12, "max_num_batched_tokens": 24}  # chunks and preempts
 SETTINGS = [
     Setting("alone", {"max_num_seqs": 1, "enable_prefix_caching": False}, alone=True),

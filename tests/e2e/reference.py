@@ -28,9 +28,10 @@ def reference_model() -> torch.nn.Module:
 
 
 @torch.inference_mode()
-def reference_logits(token_ids: list[int]) -> torch.Tensor:
-    """[len, vocab] float32"""
-    return reference_model()(torch.tensor([token_ids])).logits[0]
+def reference_logits(prompt: list[int], output: list[int]) -> torch.Tensor:
+    """[len(output), vocab] float32: what the reference draws each of these tokens from."""
+    token_ids = torch.tensor([prompt + output])
+    return reference_model()(token_ids, logits_to_keep=len(output) + 1).logits[0, :-1]
 
 
 def greedy_differences(prompt_index: int, prompt: list[int], output: list[int]) -> list[Difference]:
@@ -38,7 +39,7 @@ def greedy_differences(prompt_index: int, prompt: list[int], output: list[int]) 
 
     By induction an output without differences is exactly what the reference would generate.
     """
-    logits = reference_logits(prompt + output)[len(prompt) - 1 : -1]
+    logits = reference_logits(prompt, output)
     best = logits.max(dim=-1).values
     chosen = logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
     wrong = (logits.argmax(dim=-1) != torch.tensor(output)).nonzero().flatten().tolist()

@@ -59,7 +59,7 @@ def test_leaving_the_iterator_frees_the_request(engine):
             break
         await stream.aclose()
         await last(engine, "Hello", GREEDY.changed(max_tokens=1))
-        for _ in range(100):
+        for _ in range(600):
             if not engine._built.engine.has_work:
                 return True
             await asyncio.sleep(0.05)

@@ -87,6 +87,20 @@ def test_several_samples_each_keep_to_the_form(llm):
     assert len(set(texts)) > 1
 
 
+def test_beams_each_keep_to_the_form_and_one_beam_is_greedy(llm):
+    def beams(width: int) -> SamplingParams:
+        return SamplingParams(n=width, use_beam_search=True, max_tokens=80, structured={"json": ANIMAL})
+
+    several, one = llm.generate([PROMPT] * 2, [beams(3), beams(1)], use_tqdm=False)
+    greedy = SamplingParams(temperature=0, max_tokens=80, structured={"json": ANIMAL})
+    (expected,) = llm.generate(PROMPT, greedy, use_tqdm=False)
+    assert one.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert len({output.text for output in several.outputs}) == 3
+    for output in several.outputs:
+        jsonschema.validate(json.loads(output.text), ANIMAL)
+        assert output.finish_reason == "stop"
+
+
 def test_a_form_that_is_cut_off_says_so(llm):
     (result,) = llm.generate(
         PROMPT, SamplingParams(max_tokens=5, structured={"json": ANIMAL}), use_tqdm=False

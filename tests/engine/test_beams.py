@@ -169,7 +169,6 @@ def test_beam_search_is_a_call_of_its_own(checkpoint: tuple[Path, Any]) -> None:
     ({"temperature": 0.7}, "temperature"),
     ({"top_p": 0.9}, "top_p"),
     ({"stop": ["."]}, "stop"),
-    ({"structured": {"regex": "a"}}, "structured"),
     ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
     ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
 ])  # fmt: skip

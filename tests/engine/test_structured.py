@@ -67,7 +67,7 @@ class MaskedPageRunner(PageRunner):
             self.tokens[row][-1] = token
             tokens.append(token)
         assert len(tokens) == len(drawn.token_ids)
-        return StepResult(step.step_id, ints(tokens))
+        return StepResult(step.step_id, ints(tokens), beams=drawn.beams)
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def test_a_catastrophic_regex_is_refused_or_costs_little_per_token(real_compiler
             matcher.advance([int(ids[len(ids) // 2])])
     except GrammarError:
         pass  # it passed a bound, and says so
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60  # what is not bounded takes hours
 
 
 def test_too_many_grammars_at_once_are_refused_for_now(monkeypatch):
@@ -169,5 +169,5 @@ def test_closing_ends_what_is_being_compiled():
     started = time.monotonic()
     compiler.close()
     compiler.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20  # far from what the compiler may take
     assert future.done()

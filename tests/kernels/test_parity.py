@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from quire.kernels import registry
+from quire.kernels.lora_pack.records import A_OFFSET, B_OFFSET
 from tests.kernels.cases import Shape, instruction_set, instruction_sets, random_case
-from tests.kernels.lora_cases import lora_case
+from tests.kernels.lora_cases import lora_case, pack_case
 from tests.kernels.test_trees import check_settling
 
 _tested: set[str] = set()
@@ -254,15 +255,23 @@ def test_blocks_are_copied_as_they_were(kernel: Kernel, targets: list[int]) -> N
     assert torch.equal(pool, other)
 
 
-@_parametrize("sample")
+@_parametrize("sample", ("cpu",))
 @pytest.mark.parametrize("vocabulary", [5, 1000, 49152])
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_sampling_agrees(kernel: Kernel, vocabulary: int, spread: float) -> None:
+    _check_sampling(kernel, vocabulary, spread, torch.arange(24))
+
+
+@_parametrize("sample", ("triton",))
+@pytest.mark.parametrize(("vocabulary", "spread"), [(5, 3.0), (700, 0.1), (700, 3.0)])
+def test_sampling_in_triton_agrees(kernel: Kernel, vocabulary: int, spread: float) -> None:
+    """Three pieces and a bit of 256: the interpreter is slow, and more of them would take the same branches."""
+    _check_sampling(kernel, vocabulary, spread, torch.randperm(24)[:6])
+
+
+def _check_sampling(kernel: Kernel, vocabulary: int, spread: float, chosen: torch.Tensor) -> None:
     native, reference = kernel
     rows = 24
-    chosen = torch.arange(rows)
-    if native.__name__.endswith("triton"):  # the interpreter is slow
-        vocabulary, chosen = min(vocabulary, 1500), torch.randperm(rows)[:6]
     logits = torch.randn(rows, vocabulary) * spread
     logits[:, 3] = logits[:, 1]  # ties
     assert torch.equal(native.argmax(logits), reference.argmax(logits))
@@ -393,10 +402,12 @@ LORA_CASES = {
 
 @_parametrize("lora")
 @pytest.mark.parametrize("case", LORA_CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
 def test_lora_agrees(kernel: Kernel, case: str, dtype: torch.dtype) -> None:
     alternative, reference = kernel
     native = alternative.__name__.endswith("cpu")  # computes in float32, whatever adapters are kept in
+    if not native and dtype is torch.int8:
+        pytest.skip("adapters are kept in bytes on CPUs only")
     made = lora_case(*LORA_CASES[case], dtype=torch.float32 if native else dtype, weights_dtype=dtype)
     expected = reference.add(made.x, made.y.clone(), *made.arguments())
     actual = alternative.add(made.x, made.y.clone(), *made.arguments())
@@ -419,10 +430,36 @@ def test_long_segments_agree_too(kernel: Kernel) -> None:
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 def test_embedding_lora_agrees(kernel: Kernel, ids_dtype: torch.dtype) -> None:
     alternative, reference = kernel
-    made = lora_case([0, 1, -1, 0, 1, 1], [[7], [-33]], 40, [48])
+    native = alternative.__name__.endswith("cpu")
+    kept = torch.int8 if native and ids_dtype is torch.int32 else torch.float32
+    made = lora_case([0, 1, -1, 0, 1, 1], [[7], [-33]], 40, [48], weights_dtype=kept)
     ids = torch.tensor([0, 37, 5, 12, 12, 3], dtype=ids_dtype)
     rest = (made.tables, made.segments, 1, 40, 2)
     expected = reference.add_embedded(ids, made.y.clone(), *rest)
     torch.testing.assert_close(
         alternative.add_embedded(ids, made.y.clone(), *rest), expected, rtol=2e-5, atol=2e-5
     )
+
+
+@_parametrize("lora_pack")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_adapters_are_packed_with_the_bits_of_the_reference(
+    kernel: Kernel, given: torch.dtype, dtype: torch.dtype
+) -> None:
+    native, reference = kernel
+    source, places, size = pack_case(given, dtype)
+    expected, actual = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+    assert reference.pack(source, places, expected, dtype) == -1
+    assert native.pack(source, places, actual, dtype) == -1
+    assert torch.equal(actual, expected)
+    for site, column, number in (
+        (1, A_OFFSET, float("nan")),
+        (2, B_OFFSET, float("inf")),
+        (3, B_OFFSET, 0.0),
+    ):
+        broken, first = source.clone(), int(places.sites[site, column])
+        broken[first : first + given.itemsize] = torch.tensor([number]).to(given).view(torch.uint8)
+        wrong = -1 if number == 0 else 2 * site + (column == B_OFFSET)
+        for one in (native, reference):
+            assert one.pack(broken, places, torch.zeros_like(actual), dtype) == wrong

@@ -15,6 +15,11 @@ from quire.kernels.trees import reference as settling
 from quire.speculate.acceptance import accepted_nodes
 from tests.kernels.cases import PagedCase, Shape, instruction_set, instruction_sets, paged_case, random_case
 
+IN_INTERPRETER = pytest.mark.skipif(
+    "triton" not in registry.alternatives("attention") or torch.cuda.is_available(),
+    reason="needs Triton, in its interpreter and on CPU tensors",
+)
+
 
 def random_parents(count: int, seed: int) -> Ints:
     """Depth first: a node hangs on the one before it or on one of its ancestors."""
@@ -79,8 +84,7 @@ def _mixed_case(shape: Shape) -> tuple[PagedCase, tuple[Tensor, Tensor, Tensor]]
     return case, tree_masks(rows)
 
 
-@pytest.mark.skipif("triton" not in registry.alternatives("attention"), reason="needs Triton")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter, on CPU tensors")
+@IN_INTERPRETER
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window"), [
     (6, 2, 32, 16, 0), (4, 4, 24, 1, 0), (8, 1, 64, 128, 64),
 ])  # fmt: skip
@@ -94,16 +98,55 @@ def test_triton_agrees(heads: int, kv_heads: int, head_dim: int, block_size: int
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.skipif("triton" not in registry.alternatives("attention"), reason="needs Triton")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter, on CPU tensors")
+@IN_INTERPRETER
 def test_triton_refuses_what_it_would_get_wrong() -> None:
     from quire.kernels.attention import triton
 
     case, masks = _mixed_case(Shape(4, 2, 32))
-    with pytest.raises(ValueError, match="leave out tree_width, or deterministic"):
-        triton.paged_attention(*case.arguments(), None, *masks, deterministic=True)
     with pytest.raises(ValueError, match="attention over 30 positions has no trees"):
         triton.paged_attention(*case.arguments(30), None, *masks)
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "base"), [
+    (6, 2, 32, 16, 0, 59), (2, 2, 24, 1, 0, 506), (8, 1, 64, 128, 20, 700), (4, 1, 16, 16, 530, 574),
+    (3, 1, 16, 4, 0, 1),
+])  # fmt: skip
+def test_with_a_deterministic_plan_a_node_has_the_bits_of_a_decode_and_of_a_chain(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int, base: int
+) -> None:
+    """The tree lies across a border of tiles (64 positions) or of chunks (512), or at the very beginning."""
+    from quire.kernels.attention import triton
+
+    torch.manual_seed(5)
+    shape = Shape(heads, kv_heads, head_dim, block_size)
+    parents = ints([-1, 0, 1, 2, 3, 4, 5, 2, 7, 8, 9, -1, 11, 0])
+    context, count = base + len(parents), 1 + len(parents)
+    keys, values = torch.randn(2, context, kv_heads, head_dim)
+    q = torch.randn(count, heads, head_dim) * 2
+    beside = random_parents(3, 1)  # other rows of the step: another tree, a decode, a chain
+    rows = [(count, context, parents), (4, 30, beside), (1, 9, ints()), (5, 40, ints())]
+    others = [torch.randn(length, kv_heads, head_dim) for _, length, _ in rows[1:]]
+    queries = [torch.randn(number, heads, head_dim) for number, _, _ in rows[1:]]
+    case = paged_case(
+        shape, [length for _, length, _ in rows], [number for number, _, _ in rows],
+        [keys, *others], [values, *others], [q, *queries],
+    )  # fmt: skip
+    starts, seen, positions = tree_masks(rows)
+    found = triton.paged_attention(*case.arguments(window), None, starts, seen, positions, deterministic=True)
+    expected = reference.paged_attention(*case.arguments(window), None, starts, seen)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+    for leaf in (10, 12):
+        nodes = [node for node in range(len(parents)) if int(seen[1 + leaf]) >> node & 1]
+        path = [*range(base), *(base + node for node in nodes)]
+        asked = [0, *(1 + node for node in nodes)]
+        for number in (1, len(asked)):  # the leaf alone, then all of its path as a chain
+            alone = paged_case(
+                shape, [len(path)], [number], [keys[path]], [values[path]], [q[asked[-number:]]]
+            )
+            plain = triton.paged_attention(*alone.arguments(window), deterministic=True)
+            assert torch.equal(plain, found[asked[-number:]])
 
 
 @pytest.mark.parametrize("name", ["reference", *registry.alternatives("trees")])

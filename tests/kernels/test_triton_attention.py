@@ -96,7 +96,7 @@ def test_pages_that_neighbours_share_are_read_once_for_several_rows(fused: bool)
         ]
         assert sorted(seen) == list(range(context))
     expected = reference.paged_attention(*case.arguments())
-    for _ in range(2):
+    for _ in range(2 if fused else 1):  # what is reduced at once must leave its counters as they were
         actual = triton.paged_attention(*case.arguments(), plan=plan)
         torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 

@@ -46,7 +46,7 @@ async def collect(stream: Stream) -> list[SequenceUpdate]:
     return found
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
@@ -100,7 +100,7 @@ def test_an_engine_that_is_stopped_under_a_request_is_given_up_and_replaced():
         assert client.ready is not None
         first = client.ready.pid
         await collect(client.submit([Ask("a", [1, 2, 3], LONG.changed(max_tokens=4))]))
-        await asyncio.sleep(2)
+        await asyncio.sleep(2.5)  # longer than it has for a step
         assert client.num_restarts == 0  # one that idles owes nothing
         stream = client.submit([Ask("b", [1, 2, 3], LONG)])
         await stream.updates()
@@ -112,7 +112,7 @@ def test_an_engine_that_is_stopped_under_a_request_is_given_up_and_replaced():
         assert not Path(f"/proc/{first}").exists()
         assert await collect(client.submit([Ask("c", [1, 2], SamplingParams(max_tokens=2))]))
 
-    with_engine(use, engine_timeout=1.0)
+    with_engine(use, engine_timeout=2.0)
 
 
 def test_an_engine_that_is_asked_to_leave_finishes_what_it_has():
@@ -163,7 +163,7 @@ def test_the_engine_ends_with_its_parent_and_its_socket_is_private_and_removed()
     assert os.stat(Path(path).parent).st_mode & 0o777 == 0o700
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()

@@ -1,10 +1,11 @@
 """A stopped engine, a step that does not end, a long step and an idle engine: four things, told apart."""
 
 import os
-import time
+import threading
 from types import SimpleNamespace
 
-from quire.link.heartbeat import BEAT_SECONDS, SAME_STEP, STOPPED_SECONDS, TURNED, Pulse, beat
+from quire.link import heartbeat
+from quire.link.heartbeat import SAME_STEP, STOPPED_SECONDS, TURNED, Pulse, beat
 
 
 def test_only_an_engine_with_work_can_hang():
@@ -31,19 +32,32 @@ def test_a_long_step_has_its_time_and_then_it_hangs():
     assert pulse.trouble(True, 150) is None
 
 
-def test_beats_say_whether_the_loop_went_round_or_waits():
+def test_beats_say_whether_the_loop_went_round_or_waits(monkeypatch):
+    """Each beat is let go by the test: what the loop did before it is then certain."""
     reads, writes = os.pipe()
+    due = threading.Semaphore(0)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(sleep=lambda _seconds: due.acquire()))
     loop = SimpleNamespace(num_turns=0, waits=False)
     beat(writes, loop)
+    said = [os.read(reads, 1)]
+
+    def next_beat() -> None:
+        due.release()
+        said.append(os.read(reads, 1))
+
     try:
-        said = [os.read(reads, 1), os.read(reads, 1)]
+        next_beat()
         loop.num_turns += 1
-        said.append(os.read(reads, 1))
-        said.append(os.read(reads, 1))
+        next_beat()
+        next_beat()
         loop.waits = True
-        said += [os.read(reads, 1), os.read(reads, 1)]
+        next_beat()
+        next_beat()
         assert said == [TURNED, SAME_STEP, TURNED, SAME_STEP, TURNED, TURNED]
     finally:
-        os.close(reads)  # the thread ends at its next beat
-        time.sleep(2 * BEAT_SECONDS)
+        os.close(reads)
+        due.release()  # nobody listens any more: the thread ends
+        for thread in threading.enumerate():
+            if thread.name == "heartbeat":
+                thread.join(30)
         os.close(writes)

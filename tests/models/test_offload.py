@@ -209,7 +209,7 @@ def test_a_model_larger_than_the_limit_keeps_to_it_and_gives_the_same_tokens(tmp
     limit = 120 * 10**6
     arguments = [str(tmp_path), str(limit / (1 << 30)), str(tmp_path / "layers")]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     bounded, whole = json.loads(done.stdout.splitlines()[-1])

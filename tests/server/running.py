@@ -16,6 +16,7 @@ import openai
 MODEL = "SmolLM2-135M-Instruct"
 ADMIN_KEY = "the-operators-key"
 SMALL = ("--kv-cache-memory-bytes", "256M", "--max-num-seqs", "16")
+PATIENCE = 30.0  # for what takes a moment: a busy machine may take many
 
 
 class RunningServer:
@@ -57,11 +58,11 @@ class RunningServer:
         self._serving.set()
 
     def wait_ready(self) -> "RunningServer":
-        assert self._serving.wait(60), "the server did not start"
+        assert self._serving.wait(120), "the server did not start"
         assert self.url, "the server ended: " + "\n".join(self.lines[-5:])
         return self
 
-    def wait_for_line(self, *words: str, seconds: float = 10.0) -> str:
+    def wait_for_line(self, *words: str, seconds: float = PATIENCE) -> str:
         """The first line of the log that has these words. An answer may be here before the line about it."""
         deadline = time.monotonic() + seconds
         while True:
@@ -105,9 +106,10 @@ class RunningServer:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def wait_idle(self, seconds: float = 10.0) -> dict[str, Any]:
-        deadline = time.monotonic() + seconds
-        while (pool := self.pool())["requests_open"] or pool["blocks_used"]:
+    def wait_idle(self, blocks_used: int = 0) -> dict[str, Any]:
+        """Until no request is open and no block but those that are pinned is in use."""
+        deadline = time.monotonic() + PATIENCE
+        while (pool := self.pool())["requests_open"] or pool["blocks_used"] != blocks_used:
             assert time.monotonic() < deadline, pool
             time.sleep(0.02)
         return pool
@@ -122,13 +124,28 @@ class RunningServer:
                 total += float(value)
         return total
 
+    def wait_metric(self, expected: float, name: str, **labels: str) -> None:
+        """A request is counted after its last byte, and the engine's figures come with its next message."""
+        deadline = time.monotonic() + PATIENCE
+        while (found := self.metric(name, **labels)) != expected:
+            assert time.monotonic() < deadline, f"{name} is {found}, not {expected}"
+            time.sleep(0.02)
+
+    def wait_status(self, path: str, status: int) -> httpx.Response:
+        """The first answer with that status."""
+        deadline = time.monotonic() + 2 * PATIENCE  # an engine may have to start first
+        while (response := self.get(path)).status_code != status:
+            assert time.monotonic() < deadline, response.text
+            time.sleep(0.05)
+        return response
+
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         found = [pid for pid in children if "quire.link.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
         assert len(found) == 1
         return int(found[0])
 
-    def wait_exit(self, seconds: float = 20.0) -> int:
+    def wait_exit(self, seconds: float = 2 * PATIENCE) -> int:
         """With the whole log read."""
         code = self.process.wait(seconds)
         self._reader.join(seconds)
@@ -139,7 +156,7 @@ class RunningServer:
             self.process.send_signal(signal.SIGINT)
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(15)
+                self.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -15,7 +15,7 @@ from schemathesis import APIOperation, Case, GenerationMode
 from tests.server.running import RunningServer
 
 EXAMPLES = 8  # for each endpoint, as many again that break its rules
-SECONDS = 25.0  # for all of them together, shared fairly
+SECONDS = 15.0  # for all of them together, shared fairly
 ASKED = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "input": "Hi", "tokens": [1, 2]}
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 

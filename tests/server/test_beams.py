@@ -31,13 +31,22 @@ def test_chats_take_beams_too(server: RunningServer):
     assert len({choice.message.content for choice in answer.choices}) == 3
 
 
+def test_beams_keep_to_a_form(server: RunningServer):
+    cities = [" Rome", " Lisbon", " Paris", " London"]
+    asked = {**ASKED, "n": 3, "guided_choice": cities, "max_tokens": 12}
+    answer = server.post("/v1/completions", json=asked).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts[0] == " Paris"
+    assert set(texts) <= set(cities)
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+
+
 @pytest.mark.parametrize(("wrong", "param"), [
     ({"best_of": 33}, "best_of"),
     ({"best_of": 2, "n": 3}, "best_of"),
     ({"stream": True}, "stream"),
     ({"temperature": 0.5}, "temperature"),
     ({"stop": "."}, "stop"),
-    ({"regex": "a+"}, "regex"),
     ({"early_stopping": "soon"}, "early_stopping"),
     ({"use_beam_search": False, "length_penalty": 2}, "length_penalty"),
 ])  # fmt: skip

@@ -100,15 +100,13 @@ def test_probes_version_and_documents_answer(server: RunningServer):
 
 
 def test_metrics_count_what_happened(server: RunningServer):
-    before = {
-        name: server.metric(name)
-        for name in ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
-    }
+    added = {"prompt_tokens_total": 4, "generation_tokens_total": 10, "request_success_total": 2}
+    server.wait_idle()  # whoever left before is counted by now
+    before = {name: server.metric(name) for name in added}
     server.post("/v1/completions", json={"prompt": "One, two,", "max_tokens": 5, "n": 2, "ignore_eos": True})
-    assert server.metric("prompt_tokens_total") - before["prompt_tokens_total"] == 4
-    assert server.metric("generation_tokens_total") - before["generation_tokens_total"] == 10
-    assert server.metric("request_success_total") - before["request_success_total"] == 2
-    assert server.metric("num_requests_running") == 0
+    for name, count in added.items():
+        server.wait_metric(before[name] + count, name)
+    server.wait_metric(0, "num_requests_running")
     text = server.get("/metrics").text
     for name in (
         "num_requests_running",

@@ -8,7 +8,7 @@ import pytest
 
 from quire.bench.http_client import HttpClient
 from tests.server.load import Question, Tally, ask_for, offline_answers, open_files, resident_bytes
-from tests.server.running import RunningServer
+from tests.server.running import PATIENCE, RunningServer
 
 Start = Callable[..., RunningServer]
 REFUSED = "HTTP 429 queue_full"
@@ -71,7 +71,7 @@ def _soak(
     _check_counters(server, tallies)
     for before, after, leeway in zip(*memory[-2:], LEEWAY_BYTES, strict=True):
         assert after - before < leeway, memory
-    deadline = time.monotonic() + 5  # the last connections are being closed
+    deadline = time.monotonic() + PATIENCE  # the last connections are being closed
     while any(open_files(pid) > before for pid, before in zip(pids, files, strict=True)):
         assert time.monotonic() < deadline, files
         time.sleep(0.05)
@@ -80,10 +80,10 @@ def _soak(
 def _check_counters(server: RunningServer, tallies: list[Tally]) -> None:
     right = sum(tally.right for tally in tallies)
     refused = sum(tally.ends[REFUSED] for tally in tallies)
+    server.wait_metric(refused, "http_requests_total", status="429")
     assert server.metric("http_requests_total", status="200", path="/v1/completions") + server.metric(
         "http_requests_total", status="200", path="/v1/chat/completions"
     ) == float(right)
-    assert server.metric("http_requests_total", status="429") == refused
     assert server.metric("requests_refused_total", reason="queue_full") == refused
     assert server.metric("request_success_total") == right
     assert server.metric("generation_tokens_total") == sum(tally.num_tokens for tally in tallies)

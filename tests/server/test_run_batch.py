@@ -116,7 +116,7 @@ def test_every_line_gets_a_row_and_a_second_run_asks_only_what_is_missing(tmp_pa
 
 @pytest.mark.e2e
 def test_requests_of_an_engine_that_died_are_asked_again(tmp_path: Path):
-    lines = "".join(completion(f"{number}", max_tokens=40, ignore_eos=True) for number in range(12))
+    lines = "".join(completion(f"{number}", max_tokens=100, ignore_eos=True) for number in range(12))
     command = [sys.executable, "-m", "quire", "run-batch", "-i", "-", "-o", "-", *SMALL]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]

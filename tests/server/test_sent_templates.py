@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import time
 
 import pytest
 
@@ -16,8 +15,8 @@ SPECIAL = {"bos_token": "<s>"}
 LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}{% set x = 1 %}{% endfor %}{% endfor %}"
 HARMFUL = {
     "a range past the sandbox's": ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
-    "nested loops": (LOOP, "longer than 0.5 s"),
-    "one endless operation": ("{{ 10 ** (10 ** 10) }}", "longer than 0.5 s"),
+    "nested loops": (LOOP, "longer than 1 s"),
+    "one endless operation": ("{{ 10 ** (10 ** 10) }}", "longer than 1 s"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "a giant string": ("{{ 'a' * 10**9 }}", "memory|longer"),
     "a string past all memory": ("{{ 'a' * 10**15 }}", "memory|longer"),
@@ -37,7 +36,7 @@ HARMFUL = {
 
 def test_templates_that_hang_swell_or_crash_are_refused_with_the_reason_and_honest_ones_go_on() -> None:
     async def run() -> dict[str, str]:
-        templates = SentTemplates(seconds=0.5)
+        templates = SentTemplates(seconds=1.0)
         said = {}
         try:
             for name, (text, _) in HARMFUL.items():
@@ -49,10 +48,10 @@ def test_templates_that_hang_swell_or_crash_are_refused_with_the_reason_and_hone
                 "{{ bos_token }}{{ messages[0].content }} {{ x }}", SPECIAL, HI, variables={"x": 1}
             )
             assert await templates.render(honest) == "<s>Hi 1"
-            started = time.monotonic()
+            kept = list(templates._idle)
             for _ in range(20):
                 await templates.render(honest)
-            assert time.monotonic() - started < 2  # the worker is kept
+            assert templates._idle == kept  # the same worker every time
         finally:
             await templates.close()
         return said
@@ -66,7 +65,7 @@ def test_those_who_wait_behind_slow_templates_are_bounded(monkeypatch: pytest.Mo
     monkeypatch.setattr(sent_templates, "MAX_WAITING", 1)
 
     async def run() -> list[object]:
-        templates = SentTemplates(seconds=0.5)
+        templates = SentTemplates(seconds=1.0)
         try:
             asks = (templates.render(Rendering(LOOP, {}, HI)) for _ in range(5))
             return await asyncio.gather(*asks, return_exceptions=True)

@@ -19,6 +19,7 @@ from quire.adapters.sites import Sites
 from quire.core.errors import AdapterError
 
 NAMED = 5  # known adapters that an error names
+LOADING = 8  # being read at a time, at least: they are asked for once per step, and a step is several reads long
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Library:
             if num_threads > 1
             else None,  # each does its own work
         )
-        self._max_loading = 2 * num_threads
+        self._max_loading = max(2 * num_threads, LOADING)
         self._loading: set[str] = set()
         self._retired: list[str] = []  # keys that nobody uses any more
         self.stats = LibraryStats()

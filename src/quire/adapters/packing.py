@@ -1,13 +1,16 @@
 """Packing: an adapter's matrices cut into tiles of a few ranks, which lie in blocks and never cross one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from quire.adapters.stored import Stored
 from quire.core.errors import AdapterError
+from quire.kernels.lora.records import SCALE_BYTES, scales_offset
+from quire.kernels.lora_pack.records import CODES, Places
 
 TILE_RANKS = 16  # ranks in one piece, where so many fit a block
 MAX_TILES = 32  # of a matrix
@@ -26,6 +29,11 @@ class BlockShape:
     def num_elements(self) -> int:
         return self.num_bytes // self.dtype.itemsize
 
+    @property
+    def scale_elements(self) -> int:
+        """Of each rank, behind its tile of A: bytes are multiples of something."""
+        return SCALE_BYTES if self.dtype is torch.int8 else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
@@ -33,8 +41,8 @@ class Matrices:
 
     site: int
     name: str
-    a: Tensor  # [rank, inputs]
-    b: Tensor  # [outputs, rank]
+    a: Stored  # [rank, inputs]
+    b: Stored  # [outputs, rank]
     scale: float
 
 
@@ -80,7 +88,7 @@ def _plan(shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> T
     used: list[int] = []  # elements of each block
     first_open = 0
     for i, (_, rank, num_inputs, num_outputs) in enumerate(shapes):
-        widest = max(num_inputs, num_outputs)
+        widest = max(num_inputs + block.scale_elements, num_outputs)
         in_tile = min(TILE_RANKS, block.num_elements // widest)
         if in_tile < 1:
             raise _TooWide(widest, "even alone")
@@ -89,8 +97,8 @@ def _plan(shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> T
         tile_ranks[i] = in_tile
         for which, width in enumerate((num_inputs, num_outputs)):
             for tile, first in enumerate(range(0, rank, in_tile)):
-                size = -(-min(in_tile, rank - first) * width // align) * align
-                size = min(size, block.num_elements)
+                size = _tile_elements(min(in_tile, rank - first), width, block, is_a=which == 0)
+                size = min(-(-size // align) * align, block.num_elements)
                 place = next(
                     (b for b in range(first_open, len(used)) if used[b] + size <= block.num_elements),
                     len(used),
@@ -110,31 +118,25 @@ def _plan(shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> T
         b_blocks=blocks[1],
         b_offsets=offsets[1],
         num_blocks=len(used),
-        num_waste=len(used) * block.num_elements - sum(r * (i + o) for _, r, i, o in shapes),
+        num_waste=len(used) * block.num_elements
+        - sum(r * (i + o + block.scale_elements) for _, r, i, o in shapes),
     )
 
 
-def pack(matrices: list[Matrices], tiles: Tiles, block: BlockShape) -> Tensor:
-    """The adapter's blocks [num_blocks, block_bytes] uint8, to be copied as they are. `matrices` as planned."""
-    packed = torch.zeros(tiles.num_blocks, block.num_bytes, dtype=torch.uint8)
-    elements = packed.view(-1).view(block.dtype)
-    for i, one in enumerate(matrices):
-        in_tile = int(tiles.tile_ranks[i])
-        _place(elements, one.a, tiles.a_blocks[i], tiles.a_offsets[i], in_tile, block)
-        _place(elements, one.b.t(), tiles.b_blocks[i], tiles.b_offsets[i], in_tile, block)
-    return packed
+def _tile_elements(ranks: int, width: int, block: BlockShape, is_a: bool) -> int:
+    if not is_a or not block.scale_elements:
+        return ranks * width
+    return scales_offset(ranks, width) + ranks * block.scale_elements
 
 
-def _place(
-    elements: Tensor, rows: Tensor, blocks: np.ndarray, offsets: np.ndarray, in_tile: int, block: BlockShape
-) -> None:
-    """Tiles that lie behind each other are copied at once."""
-    rank, width = rows.shape
-    starts = (blocks.astype(np.int64) * block.num_elements + offsets).tolist()
-    first = 0
-    while first < rank:
-        last, start = min(first + in_tile, rank), starts[first // in_tile]
-        while last < rank and starts[last // in_tile] == start + (last - first) * width:
-            last = min(last + in_tile, rank)
-        elements[start : start + (last - first) * width].view(last - first, width).copy_(rows[first:last])
-        first = last
+def find_places(matrices: Sequence[Matrices], tiles: Tiles, block: BlockShape) -> Places:
+    """Where each matrix comes from and goes to. `matrices` as planned."""
+    sites = torch.tensor([
+        (*m.a.shape, m.b.shape[0], in_tile, m.a.offset, CODES[m.a.dtype], m.b.offset, CODES[m.b.dtype])
+        for m, in_tile in zip(matrices, tiles.tile_ranks.tolist(), strict=True)
+    ], dtype=torch.int64)  # fmt: skip
+    starts = (
+        torch.from_numpy(blocks.astype(np.int64) * block.num_elements + offsets)
+        for blocks, offsets in ((tiles.a_blocks, tiles.a_offsets), (tiles.b_blocks, tiles.b_offsets))
+    )
+    return Places(sites, *starts)

@@ -3,21 +3,28 @@
 import hashlib
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.adapters.packing import BlockShape, Matrices, Tiles, pack, plan_tiles
+from quire.adapters.packing import BlockShape, Matrices, Tiles, find_places, plan_tiles
 from quire.adapters.settings import LoraSettings, check_rank, read_settings
 from quire.adapters.sites import Sites
+from quire.adapters.stored import Stored, find_tensors, gather, read_file, tensors_of
 from quire.core.errors import AdapterError
+from quire.kernels import choose
+from quire.kernels.lora_pack.records import Places
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+MAX_LAYOUTS = 64  # kinds of adapters whose files need not be understood again
 _NAMES = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<which>[AB])(?:\.[^.]+)?(?:\.weight)?$"
 )
@@ -45,36 +52,88 @@ class PackedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything about an adapter but its numbers: the same for all of one kind."""
+
+    matrices: tuple[Matrices, ...]
+    tiles: Tiles
+    places: Places
+    num_bytes: int  # of the line that holds the numbers
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        return tuple(m.scale for m in self.matrices)
+
+    @property
+    def rank(self) -> int:
+        return max(m.a.shape[0] for m in self.matrices)
+
+
+@dataclass(frozen=True, slots=True)
 class Reader:
-    """Turns adapters into blocks for one model."""
+    """Turns adapters into blocks for one model; in any thread."""
 
     sites: Sites
     block: BlockShape
     max_rank: int | None = None
+    kernel: ModuleType = field(default_factory=partial(choose, "lora_pack", "cpu"), compare=False)
+    layouts: OrderedDict[tuple[str, bytes], Layout] = field(default_factory=OrderedDict, compare=False)
 
     def read_folder(self, name: str, folder: Path) -> PackedAdapter:
-        settings = read_settings(name, read_config(name, folder))
-        return self._packed(name, settings, _read_tensors(name, folder / WEIGHTS))
+        config = read_config_text(name, folder)
+        file = read_file(name, folder / WEIGHTS)
+        layout = self.layouts.get((config, file.header))
+        if layout is not None and layout.num_bytes == len(file.data):
+            return self._packed(name, layout, file.data)
+        settings = read_settings(name, parse_config(name, folder, config))
+        found = find_tensors(name, file)
+        if any(one.dtype is torch.float64 or one.offset % one.dtype.itemsize for one in found.values()):
+            return self._from_tensors(name, settings, tensors_of(file, found))
+        layout = self._layout(name, settings, found, len(file.data))
+        self._remember((config, file.header), layout)
+        return self._packed(name, layout, file.data)
 
     def read_tensors(
         self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
     ) -> PackedAdapter:
-        return self._packed(name, read_settings(name, config), tensors)
+        return self._from_tensors(name, read_settings(name, config), tensors)
 
-    def _packed(self, name: str, settings: LoraSettings, tensors: Mapping[str, Tensor]) -> PackedAdapter:
-        matrices = self._matrices(name, settings, tensors)
-        shapes = tuple((m.site, m.a.shape[0], m.a.shape[1], m.b.shape[0]) for m in matrices)
-        tiles = plan_tiles(name, shapes, self.block)
-        blocks = pack(matrices, tiles, self.block)
-        if not bool(torch.isfinite(blocks.view(-1).view(self.block.dtype).sum())):  # quick; then exactly
-            _blame(name, matrices, self.block.dtype)
-        scales = tuple(m.scale for m in matrices)
-        digest = hashlib.sha256(repr((shapes, scales, str(self.block.dtype))).encode())
+    def _from_tensors(
+        self, name: str, settings: LoraSettings, tensors: Mapping[str, Tensor]
+    ) -> PackedAdapter:
+        data, found = gather({key: tensor for key, tensor in tensors.items() if not key.endswith(_BASE)})
+        return self._packed(name, self._layout(name, settings, found, len(data)), data)
+
+    def _remember(self, key: tuple[str, bytes], layout: Layout) -> None:
+        self.layouts[key] = layout
+        while len(self.layouts) > MAX_LAYOUTS:
+            self.layouts.popitem(last=False)
+
+    def _packed(self, name: str, layout: Layout, data: Tensor) -> PackedAdapter:
+        tiles, dtype = layout.tiles, self.block.dtype
+        blocks = torch.zeros(tiles.num_blocks, self.block.num_bytes, dtype=torch.uint8)
+        wrong = self.kernel.pack(data, layout.places, blocks.view(-1), dtype)
+        if wrong >= 0:
+            raise AdapterError(
+                f"adapter {name!r} has numbers that are not finite in {'AB'[wrong % 2]} of "
+                f"{layout.matrices[wrong // 2].name} (as {dtype}): train or save it again"
+            )
+        shapes = _shapes(layout.matrices)
+        digest = hashlib.sha256(repr((shapes, layout.scales, str(dtype))).encode())
         digest.update(blocks.view(-1).numpy())  # type: ignore[arg-type]  # an array is a buffer
-        return PackedAdapter(blocks, tiles, scales, digest.hexdigest(), max(m.a.shape[0] for m in matrices))
+        return PackedAdapter(blocks, tiles, layout.scales, digest.hexdigest(), layout.rank)
 
-    def _matrices(self, name: str, settings: LoraSettings, tensors: Mapping[str, Tensor]) -> list[Matrices]:
-        found: dict[str, dict[str, Tensor]] = {}
+    def _layout(
+        self, name: str, settings: LoraSettings, found: Mapping[str, Stored], num_bytes: int
+    ) -> Layout:
+        matrices = self._matrices(name, settings, found)
+        tiles = plan_tiles(name, _shapes(matrices), self.block)
+        return Layout(matrices, tiles, find_places(matrices, tiles, self.block), num_bytes)
+
+    def _matrices(
+        self, name: str, settings: LoraSettings, tensors: Mapping[str, Stored]
+    ) -> tuple[Matrices, ...]:
+        found: dict[str, dict[str, Stored]] = {}
         for tensor_name, tensor in tensors.items():
             if tensor_name.endswith(_BASE):
                 continue  # the base's own embedding, which PEFT saves beside an adapter of it
@@ -87,9 +146,9 @@ class Reader:
         if not found:
             raise AdapterError(f"adapter {name!r} has no weights")
         matrices = [self._matrix(name, settings, module, pair) for module, pair in found.items()]
-        return sorted(matrices, key=lambda one: one.site)
+        return tuple(sorted(matrices, key=lambda one: one.site))
 
-    def _matrix(self, name: str, settings: LoraSettings, module: str, pair: Mapping[str, Tensor]) -> Matrices:
+    def _matrix(self, name: str, settings: LoraSettings, module: str, pair: Mapping[str, Stored]) -> Matrices:
         index = self.sites.find(module)
         if index is None:
             raise AdapterError(
@@ -99,7 +158,7 @@ class Reader:
         site = self.sites[index]
         kind = "embedding_" if site.is_embedding else ""
         a, b = pair.get("A" + kind), pair.get("B" + kind)
-        if a is None or b is None or len(pair) != 2 or a.dim() != 2 or b.dim() != 2:
+        if a is None or b is None or len(pair) != 2 or len(a.shape) != 2 or len(b.shape) != 2:
             raise AdapterError(
                 f"adapter {name!r} has no pair of matrices A and B for {module}: save it again"
             )
@@ -117,40 +176,31 @@ class Reader:
         return Matrices(index, module, a, b, settings.scale_of(module))
 
 
-def _blame(name: str, matrices: list[Matrices], dtype: torch.dtype) -> None:
-    for one in matrices:
-        for letter, tensor in (("A", one.a), ("B", one.b)):
-            if not bool(torch.isfinite(tensor.to(dtype)).all()):
-                raise AdapterError(
-                    f"adapter {name!r} has numbers that are not finite in {letter} of {one.name} (as {dtype}): "
-                    "train or save it again"
-                )
+def _shapes(matrices: tuple[Matrices, ...]) -> tuple[tuple[int, int, int, int], ...]:
+    return tuple((m.site, m.a.shape[0], m.a.shape[1], m.b.shape[0]) for m in matrices)
 
 
 def read_config(name: str, folder: Path) -> Mapping[str, Any]:
     """adapter_config.json; AdapterError if the folder is no adapter."""
+    return parse_config(name, folder, read_config_text(name, folder))
+
+
+def read_config_text(name: str, folder: Path) -> str:
     try:
-        config = json.loads((folder / CONFIG).read_text())
+        return (folder / CONFIG).read_text()
     except FileNotFoundError:
         raise AdapterError(
             f"adapter {name!r}: {folder} has no {CONFIG}: give the folder that PEFT saved"
         ) from None
     except (OSError, ValueError) as error:
         raise AdapterError(f"adapter {name!r}: {folder / CONFIG} cannot be read ({error})") from error
+
+
+def parse_config(name: str, folder: Path, text: str) -> Mapping[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise AdapterError(f"adapter {name!r}: {folder / CONFIG} cannot be read ({error})") from error
     if not isinstance(config, dict):
         raise AdapterError(f"adapter {name!r}: {folder / CONFIG} is not an object")
     return config
-
-
-def _read_tensors(name: str, path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not path.is_file():
-        raise AdapterError(
-            f"adapter {name!r}: there is no {path.name} in {path.parent}: save it with safe_serialization=True"
-        )
-    try:
-        return load_file(str(path))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise AdapterError(f"adapter {name!r}: {path} cannot be read ({error}): copy it again") from error

@@ -48,11 +48,6 @@ def check_beam_params(sampling: "SamplingParams") -> None:
             raise InvalidRequest(
                 f"{name}={value!r} has no meaning in beam search, which draws nothing: leave it out", name
             )
-    if sampling.structured is not None:
-        raise InvalidRequest(
-            "beam search and a prescribed form do not go together: leave use_beam_search or the form out",
-            sampling.structured.param,
-        )
     if sampling.stop:
         raise InvalidRequest(
             "beams have no text before the end, so stop strings cannot end them: use stop_token_ids", "stop"

@@ -164,8 +164,12 @@ def separate_blocks(config: AdapterConfig, num_blocks: int, block_bytes: int) ->
 
 
 def adapter_dtype(numbers: Numbers) -> torch.dtype:
-    """Adapters are kept as the model computes; beside int8 weights 16 bits are precise enough."""
-    return torch.bfloat16 if numbers.format_name == "int8" else numbers.format.activation_dtype
+    """Adapters are kept as the model computes. Beside int8 weights bytes are precise enough: a step waits for memory,
+    and dozens of adapters are more of it than the model itself. Kernels of GPUs read 16 bits.
+    """
+    if numbers.format_name != "int8":
+        return numbers.format.activation_dtype
+    return torch.int8 if numbers.device.type == "cpu" else torch.bfloat16
 
 
 def _kinds(sites: tuple[LoraSite, ...], targets: set[str]) -> int:

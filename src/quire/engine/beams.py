@@ -1,10 +1,14 @@
 """Beam search at commit: candidates become the next beams, hypotheses and, at the end, updates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from quire.core.request import FinishReason, Phase, Request
+from quire.core.request import Sequence as Beam
 from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
 from quire.engine.hypotheses import Candidate, Hypotheses, Hypothesis, Token
+from quire.engine.structured import StructuredOutputs
+from quire.grammar.errors import GrammarError
 from quire.scheduler.planned import Planned
 from quire.scheduler.scheduler import Scheduler
 
@@ -25,8 +29,15 @@ class BeamSearches:
     beams is among the best of its step, so joining the steps' candidates loses nothing.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        structured: StructuredOutputs,
+        fail: Callable[[Beam, str], list[SequenceUpdate]],  # ends a beam's request
+    ) -> None:
         self._scheduler = scheduler
+        self._structured = structured
+        self._fail = fail
         self._searches: dict[str, _Search] = {}
 
     def forget(self, request_id: str) -> None:
@@ -57,7 +68,10 @@ class BeamSearches:
                     beam, logprobs = beams[index], result.logprobs[index] if result.logprobs else None
                     heard = search.heard[id(beam)]
                     heard.append(Candidate(beam, token_id, score, len(heard) + 1, logprobs))
-            updates += self._go_on(request, search, prompt_logprobs.get(request.request_id, ()))
+            try:
+                updates += self._go_on(request, search, prompt_logprobs.get(request.request_id, ()))
+            except GrammarError as error:
+                updates += self._fail(next(iter(beams.values())), str(error))
         return updates
 
     def _go_on(
@@ -68,6 +82,8 @@ class BeamSearches:
             return []
         joined = [one for beam in beams for one in search.heard[id(beam)]]
         joined.sort(key=lambda one: -one.score)  # stable: ties stay with the better beam, then the lower id
+        if request.sampling.structured is not None:
+            joined = [self._placed(one) for one in joined]
         branches = search.hypotheses.choose(joined, search.tokens)
         if not branches:
             self._scheduler.abort(request.request_id, FinishReason.STOP)
@@ -75,9 +91,18 @@ class BeamSearches:
             return _final(request, search.hypotheses.best, beams[0].num_cached, prompt_logprobs)
         followed = [one.token(search.tokens) for one in branches]
         beams = self._scheduler.branch([(one.beam, one.token_id, one.score) for one in branches])
+        places = [one.place for one in branches if one.place is not None]
+        if places:
+            self._structured.branched(beams, places)
         search.tokens = {id(beam): token for beam, token in zip(beams, followed, strict=True)}
         search.heard = {}
         return []
+
+    def _placed(self, candidate: Candidate) -> Candidate:
+        """With its place in the grammar. An end token has none: it is behind the text."""
+        if candidate.token_id in candidate.beam.request.stop_token_ids:
+            return candidate
+        return replace(candidate, place=self._structured.continued(candidate.beam, candidate.token_id))
 
 
 def _is_current(planned: Planned, index: int) -> bool:

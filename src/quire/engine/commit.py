@@ -21,7 +21,7 @@ class Committer:
         self._speculation = speculation
         self._structured = structured
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
-        self._beams = BeamSearches(scheduler)
+        self._beams = BeamSearches(scheduler, structured, self.fail)
 
     def commit(self, planned: Planned, result: StepResult) -> list[SequenceUpdate]:
         self._collect_prompt_logprobs(planned, result)

@@ -291,7 +291,7 @@ class Engine:
             del self._compiled[0]
         for request, _ in arrivals.failed:
             self._give_back_adapter(request.request_id)
-        self.stats.num_finished += sum(request.sampling.num_sequences for request, _ in arrivals.failed)
+        self.stats.num_finished += sum(request.sampling.num_answers for request, _ in arrivals.failed)
         return [
             SequenceUpdate(
                 request.request_id,
@@ -302,7 +302,7 @@ class Engine:
                 param=fault.param if isinstance(fault, InvalidRequest) else None,
             )
             for request, fault in arrivals.failed
-            for index in range(request.sampling.num_sequences)
+            for index in range(request.sampling.num_answers)
         ]
 
     def _mask(self, planned: Planned) -> list[SequenceUpdate]:

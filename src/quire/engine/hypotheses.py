@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from quire.core.request import FinishReason, Request
 from quire.core.request import Sequence as Beam
 from quire.core.step import TokenLogprobs
+from quire.grammar.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,14 @@ class Candidate:
     score: float  # log probability of the whole output
     rank: int  # of the token among those that could follow this beam
     logprobs: TokenLogprobs | None  # the best tokens at this position, where they were asked for
+    place: Matcher | None = (
+        None  # in the request's grammar, this token included; None: no grammar, or an end token
+    )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a grammar lets nothing follow: an end token could say no more."""
+        return self.place is not None and self.place.is_terminated
 
     def token(self, tokens: Mapping[int, Token | None]) -> Token:
         before = tokens.get(id(self.beam))
@@ -77,7 +86,7 @@ class Hypotheses:
         is_last = length >= request.max_len
         going_on = []
         for place, candidate in enumerate(candidates):
-            stops = candidate.token_id in request.stop_token_ids
+            stops = candidate.token_id in request.stop_token_ids or candidate.is_whole
             if (stops or is_last) and place < self._width:
                 self._add(candidate, candidate.token(tokens), stops)
             elif not (stops or is_last):

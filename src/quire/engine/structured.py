@@ -111,6 +111,17 @@ class StructuredOutputs:
         matcher.advance([token_id])
         return matcher.is_terminated
 
+    def continued(self, beam: Sequence, token_id: int) -> Matcher:
+        """Where the beam would stand with this token; it stays where it is. Raises GrammarError as `completes`."""
+        matcher = self._matcher(beam).fork()
+        matcher.advance([token_id])
+        return matcher
+
+    def branched(self, beams: list[Sequence], places: list[Matcher]) -> None:
+        """These are a request's beams from now on, and where each stands; the places of all others are given up."""
+        running = self._running[beams[0].request.request_id]
+        running.matchers = {beam.index: place for beam, place in zip(beams, places, strict=True)}
+
     def allowed(self, sequence: Sequence, drafted: TokenTree) -> TokenTree:
         """What the grammar lets through of a draft."""
         matcher = self._matcher(sequence)

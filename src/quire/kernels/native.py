@@ -154,6 +154,13 @@ def call(name: str, arguments: tuple[int, ...], tensors: tuple[Tensor | None, ..
         state.tape.record(address, packed, tensors)
 
 
+def call_aside(name: str, arguments: tuple[int, ...]) -> None:
+    """Runs an operation of one thread beside whatever else runs; never part of a tape."""
+    state = loaded()
+    packed = array("q", arguments)
+    state.library.quire_call(state.addresses.get(name) or _find(state, name), packed.buffer_info()[0])
+
+
 def _find(state: NativeState, name: str) -> int:
     address = state.library.quire_operation(state.isa.encode(), name.encode())
     if not address:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention.triton_decode import decode
+from quire.kernels.attention.triton_fixed_tree import fixed_tree
 from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner
 from quire.kernels.attention.triton_prompt import fixed_decode, prompt
 from quire.kernels.attention.triton_step import StepPlanner
@@ -44,7 +45,7 @@ def paged_attention(
     """Causal attention of every request's queries, the last of its context, over its pages.
 
     Rows without context are padding: of an `out` that is given, their part is left as it was. With a deterministic
-    plan, a query's result has the same bits in a decode, in a chunk, alone or in a batch.
+    plan, a query's result has the same bits in a decode, in a chunk, in a tree, alone or in a batch.
     """
     _check(q, k_pages, v_pages, block_tables, query_starts, context_lens)
     num_tokens, num_heads, head_dim = q.shape
@@ -65,7 +66,7 @@ def paged_attention(
     arguments = (q, k_pages, v_pages, block_tables, plan, scale * k_scale * math.log2(math.e), v_scale, out)
     (fixed_decode if plan.chunk else decode)(*arguments)
     if tree_starts is not None and ancestors is not None and positions is not None:
-        tree_prompt(*arguments, tree_starts, ancestors, positions)
+        (fixed_tree if plan.chunk else tree_prompt)(*arguments, tree_starts, ancestors, positions)
     elif max_query_len is None or max_query_len > 1:
         prompt(*arguments)
     return out

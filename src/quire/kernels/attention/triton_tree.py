@@ -1,8 +1,8 @@
 """Attention of rows with several queries where some of them are token trees: tiles of queries, as prompts have.
 
 A tree's nodes lie one behind the other after the row's known tokens; each sees what is before the tree, and of the tree
-the nodes whose bits are set. Sums follow places, not depths, so bits differ from a decode's in their last places: a
-deterministic plan has no trees.
+the nodes whose bits are set. Sums follow places, not depths, so bits differ from a decode's in their last places:
+deterministic plans have a kernel of their own, `triton_fixed_tree`.
 """
 
 import triton
@@ -27,10 +27,10 @@ def tree_prompt(
     scale: float, v_scale: float, out: Tensor, tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
-    if plan.chunk:
-        raise ValueError("a deterministic plan has no trees: leave out tree_width, or deterministic")
     if 0 < plan.window < SHORTEST_WINDOW:
-        raise ValueError(f"attention over {plan.window} positions has no trees: leave out tree_width")
+        raise ValueError(
+            f"attention over {plan.window} positions has no trees: leave out tree_width, or add deterministic"
+        )
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, tuning = k_pages.shape[2], plan.tuning
     grid = min(plan.num_prompt_programs * num_kv_heads, plan.num_multiprocessors * tuning.prompt_programs)

@@ -11,6 +11,7 @@
 #include "../full_attention/cpu.cpp"
 #include "../int8_linear/cpu.cpp"
 #include "../lora/cpu.cpp"
+#include "../lora_pack/cpu.cpp"
 #include "../norm/cpu.cpp"
 #include "../pages/cpu.cpp"
 #include "../rotary/cpu.cpp"
@@ -34,6 +35,7 @@ const NamedOperation operations[] = {
     {"linear_silu_mul", linear_silu_mul},
     {"log_softmax_gather", log_softmax_gather},
     {"lora_add", lora_add},
+    {"lora_pack", lora_pack},
     {"paged_attention", paged_attention},
     {"peaks", peaks},
     {"rms_norm", rms_norm},

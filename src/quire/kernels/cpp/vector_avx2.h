@@ -20,6 +20,11 @@ inline Floats load(const BFloat* source) {
     const __m128i* halves = reinterpret_cast<const __m128i*>(source);
     return {widen(_mm_loadu_si128(halves)), widen(_mm_loadu_si128(halves + 1))};
 }
+inline Floats load(const int8_t* source) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
 inline void store(float* target, Floats a) {
     _mm256_storeu_ps(target, a.low);
     _mm256_storeu_ps(target + 8, a.high);

@@ -16,6 +16,9 @@ inline Floats load(const BFloat* source) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
 }
+inline Floats load(const int8_t* source) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))))};
+}
 inline void store(float* target, Floats a) { _mm512_storeu_ps(target, a.v); }
 inline void store(Half* target, Floats a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));

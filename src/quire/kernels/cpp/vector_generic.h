@@ -41,6 +41,7 @@ inline Floats load(const Half* source) { return each([=](int i) { return float_o
 inline Floats load(const BFloat* source) {
     return each([=](int i) { return float_of_bits(static_cast<uint32_t>(source[i].bits) << 16); });
 }
+inline Floats load(const int8_t* source) { return each([=](int i) { return static_cast<float>(source[i]); }); }
 inline void store(float* target, Floats a) {
     for (int i = 0; i < kLanes; ++i) target[i] = a.lane[i];
 }

@@ -136,7 +136,7 @@ inline void shrink_block(const LoraProblem& p, const int32_t* lines, const Eleme
     for (int64_t k = 0; k < whole; k += kLanes) {
         Floats values[kLines];
         for (int i = 0; i < kLines; ++i) values[i] = load(x[i] + k);
-        if (kLines < kLoraBlock) ahead.ask(kRanks / 2);
+        if (kLines < kLoraBlock) ahead.ask(kRanks * sizeof(Element) / 4);
 #pragma GCC unroll 16
         for (int j = 0; j < kRanks; ++j) {
             const Floats weight = load(row[j] + k);
@@ -169,8 +169,12 @@ template <int kLines, class Element>
 inline void shrink_lines(const LoraProblem& p, const int32_t* lines, const Element* a, int64_t ranks, float* inner,
                          int64_t inner_stride, LoraAhead& ahead) {
     constexpr int kRanks = kLines == 1 ? 16 : kLines == 2 ? 8 : 4;
-    for (int64_t j = 0; j < ranks; j += kRanks) {
+    int64_t j = 0;
+    for (; ranks - j > kRanks / 2; j += kRanks) {
         shrink_block<kLines, kRanks>(p, lines, a + j * p.inputs, ranks - j, inner + j, inner_stride, ahead);
+    }
+    for (; j < ranks; j += 4) {  // small ranks would mostly multiply for nothing
+        shrink_block<kLines, 4>(p, lines, a + j * p.inputs, ranks - j, inner + j, inner_stride, ahead);
     }
 }
 
@@ -199,6 +203,20 @@ inline void shrink_tile(const LoraProblem& p, const LoraPiece& piece, const Elem
     }
 }
 
+// Bytes have a number for each rank behind their tile of A: A's scale times B's.
+template <class Element>
+inline void apply_scales(const LoraProblem&, const LoraPiece&, const Element*, float*) {}
+
+inline void apply_scales(const LoraProblem& p, const LoraPiece& piece, const int8_t* a, float* all_inner) {
+    const LoraTask& task = *piece.task;
+    const int64_t ranks = task.ranks_of(piece.index);
+    const float* scales = reinterpret_cast<const float*>(a + (ranks * p.inputs + 3) / 4 * 4);
+    float* inner = all_inner + task.inner + piece.first_line * task.rank + piece.index * task.tile_ranks;
+    for (int64_t i = 0; i < piece.lines; ++i, inner += task.rank) {
+        for (int64_t j = 0; j < ranks; ++j) inner[j] *= scales[j];
+    }
+}
+
 template <class Element>
 inline void shrink_piece(const LoraProblem& p, const LoraPiece& piece, const LoraPiece& next, float* all_inner) {
     const Element* weights = reinterpret_cast<const Element*>(p.weights);
@@ -207,10 +225,14 @@ inline void shrink_piece(const LoraProblem& p, const LoraPiece& piece, const Lor
     const int64_t ranks = piece.task->ranks_of(piece.index);
     LoraAhead ahead{reinterpret_cast<const char*>(ahead_a),
                     reinterpret_cast<const char*>(ahead_a + next.task->ranks_of(next.index) * p.inputs)};
-    if (piece.lines < kLoraWiden) return shrink_tile(p, piece, a, all_inner, ahead);
-    float* wide = static_cast<float*>(thread_scratch(static_cast<size_t>(ranks * p.inputs) * sizeof(float)));
-    widen_rows(a, p.inputs, ranks, p.inputs, wide);
-    shrink_tile(p, piece, static_cast<const float*>(wide), all_inner, ahead);
+    if (piece.lines < kLoraWiden) {
+        shrink_tile(p, piece, a, all_inner, ahead);
+    } else {
+        float* wide = static_cast<float*>(thread_scratch(static_cast<size_t>(ranks * p.inputs) * sizeof(float)));
+        widen_rows(a, p.inputs, ranks, p.inputs, wide);
+        shrink_tile(p, piece, static_cast<const float*>(wide), all_inner, ahead);
+    }
+    apply_scales(p, piece, a, all_inner);
 }
 
 // A line is one where its id is, and zero elsewhere.
@@ -229,6 +251,7 @@ inline void pick_piece(const LoraProblem& p, const LoraPiece& piece, float* all_
             inner[j] = lanes[0];
         }
     }
+    apply_scales(p, piece, a, all_inner);
 }
 
 // All of B that a piece needs, tile by tile.
@@ -261,7 +284,7 @@ inline void expand_block(const LoraProblem& p, const LoraTask& task, int64_t fir
         const int64_t ranks = task.ranks_of(tile);
         next.open();
         for (int64_t j = 0; j < ranks; ++j, b += task.columns, ++inner) {
-            if (kLines < kLoraBlock) next.ahead.ask(kVectors / 2);
+            if (kLines < kLoraBlock) next.ahead.ask(kVectors * sizeof(Element) / 4);
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
                 const Floats weight = kVectors > 1 ? load(b + v * kLanes) : load_part(b, count);
@@ -392,7 +415,8 @@ inline void lora_add(const int64_t* words) {
         a.integer(21), a.integer(22), {a.integer(23), a.integer(24), a.integer(25), a.integer(26)}};
     if (a.integer(9) == 0) run_lora<float>(problem);
     else if (a.integer(9) == 1) run_lora<Half>(problem);
-    else run_lora<BFloat>(problem);
+    else if (a.integer(9) == 2) run_lora<BFloat>(problem);
+    else run_lora<int8_t>(problem);
 }
 
 }  // namespace QUIRE_ISA

@@ -8,6 +8,12 @@ from torch import Tensor
 MAX_TILE_RANKS = 16  # ranks whose weights lie in one piece, at most
 MAX_TILES = 32  # of one matrix: ranks up to 512
 MAX_PARTS = 3  # projections that one fused matrix holds, at most: q | k | v
+SCALE_BYTES = 4  # of each rank of an adapter in bytes
+
+
+def scales_offset(num_ranks: int, num_inputs: int) -> int:
+    """Where, in a tile of A in bytes, its scales begin."""
+    return -(-num_ranks * num_inputs // SCALE_BYTES) * SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +22,9 @@ class LoraTables:
 
     At a site an adapter has A [rank, inputs] and B, transposed, [rank, outputs]. Both are cut into tiles of
     `tile_ranks` ranks (the last may have fewer), each dense and in one block: rank i is line i % tile_ranks of tile
-    i // tile_ranks. All tensors live as long as the engine, so that a recorded pass finds them where they were.
+    i // tile_ranks. Weights of one byte are multiples of a number that each rank has of its own, A's scale times B's:
+    a float32 per rank, behind its tile of A (`scales_offset`). All tensors live as long as the engine, so that a
+    recorded pass finds them where they were.
     """
 
     weights: Tensor  # [elements] the pool, seen in the adapters' number type

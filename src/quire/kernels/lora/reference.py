@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire.kernels.lora.records import LoraSegments, LoraTables
+from quire.kernels.lora.records import LoraSegments, LoraTables, scales_offset
 
 
 def add(
@@ -50,12 +50,16 @@ def matrices(
 ) -> tuple[Tensor, Tensor]:
     """An adapter's A [rank, inputs] and B [rank, outputs] at one site, in float32."""
     rank, tile_ranks = int(tables.ranks[slot, site]), int(tables.tile_ranks[slot, site])
-    found = []
+    weights, found = tables.weights, []
     for starts, width in ((tables.tile_a, num_inputs), (tables.tile_b, num_outputs)):
-        tiles = [torch.empty(0, width, device=tables.weights.device)]
+        tiles = [torch.empty(0, width, device=weights.device)]
         for tile, first in enumerate(range(0, rank, tile_ranks or 1)):
             count, start = min(tile_ranks, rank - first), int(starts[slot, site, tile])
-            tiles.append(tables.weights[start : start + count * width].view(count, width).float())
+            lines = weights[start : start + count * width].view(count, width).float()
+            if weights.dtype is torch.int8 and starts is tables.tile_a:
+                behind = start + scales_offset(count, width)
+                lines = lines * weights[behind : behind + 4 * count].clone().view(torch.float32)[:, None]
+            tiles.append(lines)
         found.append(torch.cat(tiles))
     return found[0], found[1]
 

@@ -1,0 +1,1 @@
+"""Adapters' matrices into tiles."""
