@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.bench.lab.characterize_grid import INPUT, POSITIONS, Measured, gains
 from quire.bench.lab.experiment import Picture, Table
-from quire.bench.lab.figure import bar_style, line_style
+from quire.bench.lab.figure import bar_style, line_style, plain_log
 from quire.bench.lab.simulated import in_rate
 
 WORDS = {"paged": "continuous, paged", "unpaged": "continuous, unpaged", "dynamic": "dynamic", "none": "none"}
@@ -187,7 +187,8 @@ def _draw_blocks(figure: Any, found: Sequence[Measured]) -> None:
         between = [1e3 * one.per_token for one in ones]
         right.plot(blocks, between, label=f"between tokens, {batching}", **look, alpha=0.45)
     left.set(title="throughput", xlabel="blocks of 16 tokens", ylabel="tokens per second")
-    right.set(title="latency", xlabel="blocks of 16 tokens", ylabel="ms per token", yscale="log")
+    right.set(title="latency", xlabel="blocks of 16 tokens", ylabel="ms per token")
+    plain_log(right, "y")
     for axis in (left, right):
         axis.set_xscale("log", base=2)
         axis.set_xticks(
