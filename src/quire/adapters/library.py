@@ -18,7 +18,9 @@ from quire.adapters.sites import Sites
 from quire.core.errors import AdapterError
 
 NAMED = 5  # known adapters that an error names
-LOADING = 8  # being read at a time, at least: they are asked for once per step, and a step is several reads long
+LOADING = (
+    8  # being read at a time, at least: they are asked for once per step, and a step is several reads long
+)
 
 
 @dataclass(frozen=True, slots=True)
