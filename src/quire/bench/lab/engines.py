@@ -46,7 +46,9 @@ def step_seconds(bench: Bench, num_sequences: int, context: int, num_steps: int)
     For engines without a step in flight: with one, a step that waited for the host returns at once when it is asked.
     """
     engine = bench.engine
-    requests = bench.requests([Lengths(context, num_steps + 4)] * num_sequences)
+    # None may end while others' prompts are still computed, at least one of which every step begins; all are aborted
+    num_outputs = num_steps + 4 + num_sequences
+    requests = bench.requests([Lengths(context, num_outputs)] * num_sequences)
     ids = submit(engine, requests, f"step-{num_sequences}-{time.monotonic_ns()}")
     num_begun: set[str] = set()
     while len(num_begun) < num_sequences:
