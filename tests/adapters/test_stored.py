@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from quire.adapters.packing import BlockShape
 from quire.adapters.peft import Reader
 from quire.adapters.sites import Site, Sites
+from quire.adapters.stored import find_tensors, read_file
 from quire.core.errors import AdapterError
 from quire.kernels.lora.records import LoraTables
 from quire.kernels.lora.reference import matrices
@@ -107,6 +108,15 @@ def test_bytes_keep_every_rank_to_a_part_of_its_largest_number(rank):
         for j in range(rank):
             product, exact = torch.outer(a[j], b[j]), torch.outer(exact_a[j], exact_b[j])
             assert (product - exact).abs().max() <= exact.abs().max() / 120
+
+
+@pytest.mark.parametrize(
+    "header", [b'{"x":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}', b"[" * 200_000]
+)
+def test_a_header_that_no_parser_bears_is_refused(tmp_path, header: bytes) -> None:
+    (tmp_path / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with pytest.raises(AdapterError, match="header is damaged"):
+        find_tensors("a", read_file("a", tmp_path / WEIGHTS))
 
 
 def _parts(folder) -> tuple[dict, bytes]:

@@ -10,6 +10,7 @@ from quire.bench.lengths import Lengths
 from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
+from quire.core.structured import StructuredOutput
 from quire.engine.build import build
 from quire.runner.cost_model import CostModel, Factors, ModelNumbers, Rates, StepCounts
 from quire.runner.devices import device_names, find_device
@@ -102,6 +103,17 @@ def test_a_grammar_is_obeyed(tmp_path):
     sampling = SamplingParams(max_tokens=8, structured={"choice": ["yes", "no"]})
     with llm:
         assert llm.generate("Is it so?", sampling, use_tqdm=False)[0].outputs[0].text in ("yes", "no")
+
+
+def test_beams_obey_a_grammar_too():
+    engine = build(EngineConfig.of(model=None, device="simulated:h200")).engine
+    form = StructuredOutput.regex("[ab]{2,5}")
+    engine.add("b", [5, 6, 7], SamplingParams(n=2, use_beam_search=True, max_tokens=8, structured=form))
+    ended = []
+    while engine.has_work:
+        ended += [(one.finish_reason, one.error) for one in engine.step() if one.finish_reason is not None]
+    assert len(ended) == 2
+    assert all(error is None for _, error in ended)
 
 
 def test_several_ranks_hold_more_and_step_faster():

@@ -10,6 +10,7 @@ from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
 from quire.engine.simulated_adapters import DISK_BANDWIDTH, READS_AT_ONCE
+from quire.kernels import native
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANKS = (64, 32, 16, 8)
@@ -138,3 +139,45 @@ def test_reads_whose_requests_were_aborted_do_not_keep_others_from_reading(tmp_p
 def test_what_a_real_start_refuses_is_refused(settings, reason):
     with pytest.raises(ConfigError, match=reason):
         built(**settings)
+
+
+@pytest.mark.parametrize("memory", ["unified", "separate"])
+@pytest.mark.parametrize(
+    "settings", [{"max_num_seqs": 1}, {"batching": "dynamic", "batch_size": 4, "batch_window_ms": 50}]
+)
+def test_an_adapter_that_came_early_for_another_never_keeps_the_first_out(tmp_path, settings, memory):
+    """The first in line still reads its adapter from disk when the second one's comes in, into the last room."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "adapter_config.json").write_text(json.dumps(adapter(8)))
+    engine = built(lora_dir=str(tmp_path), lora_memory=memory, **settings)
+    pages, short = engine.memory.adapter_pages, SamplingParams(max_tokens=1, ignore_eos=True)
+    engine.adapters.add("host", {}, adapter(8))
+    for index in range(100):  # idle adapters, until room for one more is all that is left
+        engine.adapters.add(f"fill{index}", {}, adapter(8))
+        engine.add(f"f{index}", [5, 6, 7], short, adapter=f"fill{index}")
+        finish(engine)
+        size = engine.adapters.library.want(engine.adapters.library.resolve("host")).num_blocks
+        if not pages.has_spare_room(2 * size, 0):
+            break
+    if "max_num_seqs" in settings:
+        engine.add("long", list(range(5, 605)), short)
+        engine.step()
+    for name in ("disk", "host"):
+        engine.add(name, [5, 6, len(name)], SamplingParams(max_tokens=4, ignore_eos=True), adapter=name)
+    finish(engine)
+    engine.check_integrity()
+
+
+def finish(engine, most=3000):
+    for _ in range(most):
+        if not engine.has_work:
+            return
+        engine.step()
+    pytest.fail("the engine goes round and round")
+
+
+def test_sizes_need_no_native_code(monkeypatch):
+    asked = []
+    monkeypatch.setattr(native, "available", lambda: asked.append(1) or True)
+    built(2)
+    assert not asked

@@ -94,7 +94,15 @@ def find_tensors(name: str, file: WeightsFile) -> dict[str, Stored]:
         found = {tensor: _stored(entry) for tensor, entry in entries.items()}
         ends = [entry["data_offsets"][1] for entry in entries.values()]
         fits = all(one.offset + one.num_bytes == end for one, end in zip(found.values(), ends, strict=True))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise _unreadable(name, file.path, f"its header is damaged: {error!r}") from error
     if not fits or max(ends, default=0) != len(file.data):
         raise _unreadable(name, file.path, "cut short, or longer than its header says")

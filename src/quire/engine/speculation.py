@@ -76,6 +76,7 @@ class _Estimate:
     covered_anew: float = FIRST_COVERED_ANEW  # where it was not
     rescue: float = FIRST_RESCUE  # how often another branch of a tree is right where the first is not
     guess: int | None = None  # for the token that comes next, compared when it is there
+    was_drafted: bool = False  # the last tokens were, so that there was a guess though none is noted
 
     @property
     def agreement(self) -> float:
@@ -83,16 +84,16 @@ class _Estimate:
 
     @property
     def coverage(self) -> float:
-        return self.covered_anew if self.guess is None else self.covered_on
+        return self.covered_on if self.guess is not None or self.was_drafted else self.covered_anew
 
     def note_guess(self, guess: int | None) -> None:
         """For the next token, after the one that the last guess was for."""
         found = FORGETTING * (float(guess is not None) - self.coverage)
-        if self.guess is None:
-            self.covered_anew += found
-        else:
+        if self.guess is not None or self.was_drafted:
             self.covered_on += found
-        self.guess = guess
+        else:
+            self.covered_anew += found
+        self.guess, self.was_drafted = guess, False
 
     def note(self, num_right: int, is_wrong: bool) -> None:
         after = agreement_after(self.agreement, num_right, is_wrong)
@@ -136,9 +137,10 @@ class Speculation:
             shape = self._shape(sequence, num_running, most)
             if shape.length:
                 estimate = self._estimate(sequence)
+                coverage = estimate.coverage if self._proposer.guesses else 1.0  # a model always has a draft
                 expected = expected_of_tree(estimate.agreement, estimate.rescue, shape)
-                gained += estimate.coverage * (expected - 1.0)
-                drafted += estimate.coverage * shape.num_tokens
+                gained += coverage * (expected - 1.0)
+                drafted += coverage * shape.num_tokens
         if not self._config.adaptive or not gained:
             return gained > 0.0
         seconds = self._costs.seconds
@@ -204,7 +206,7 @@ class Speculation:
         self.stats.num_draft_tokens += len(tree)
         self.stats.num_accepted_tokens += len(accepted)
         estimate = self._estimate(sequence)
-        estimate.guess = None
+        estimate.guess, estimate.was_drafted = None, True
         main = tree.main
         num_right = sum(1 for node in accepted if node < main)
         estimate.note(num_right, num_right < main)
@@ -219,7 +221,7 @@ class Speculation:
             self._costs.note(step.total_tokens, seconds)
             if self._costs.num_steps % SHAPES_KEPT == 0:
                 self._shapes.clear()
-        if len(planned.receivers) >= self._limit > 1:
+        if len(planned.sequences) >= self._limit > 1:
             return
         for sequence in dict.fromkeys(planned.receivers):
             if sequence.finish_reason is None:
@@ -246,6 +248,8 @@ class Speculation:
         estimate = of_request.get(sequence.index)
         if estimate is None:
             estimate = of_request[sequence.index] = _Estimate()
+            if not self._proposer.guesses:  # all drafts are of one kind
+                estimate.of_strong = FIRST_AGREEMENT
         return estimate
 
 

@@ -152,6 +152,9 @@ class EngineLoop:
             change(self._engine.adapters)
         except AdapterError as refusal:
             error = str(refusal)
+        except Exception as fault:  # an adapter that the engine trips over is that adapter's fault alone
+            log.exception("an adapter could not be changed")
+            error = f"{type(fault).__name__}: {fault}"
         self._channel.send(Done(call_id, self.figures(), error))
 
     def _refuse(self, message: Add, kind: str, reason: str, param: str | None = None) -> None:

@@ -44,6 +44,10 @@ class AdapterPages:
         """Whether so many blocks can be had while `reserved` stay free."""
         return num_blocks + reserved <= self._pool.num_free
 
+    def has_room_beside(self, num_blocks: int, reserved: int, on_way: int) -> bool:
+        """The same, and `on_way` blocks of idle adapters that were just loaded are not to be had."""
+        return self.has_room(num_blocks, reserved + on_way)
+
     def has_spare_room(self, num_blocks: int, reserved: int) -> bool:
         """The same without ending an idle adapter: fetching one before its time must not cost another."""
         idle = len(self._owner) - self._num_in_use

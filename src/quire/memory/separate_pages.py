@@ -29,6 +29,10 @@ class SeparatePages(AdapterPages):
             self.stats.num_evictions += 1
         return True
 
+    def has_room_beside(self, num_blocks: int, reserved: int, on_way: int) -> bool:
+        """Which run would be given up is not known beforehand, so none is."""
+        return self.has_spare_room(num_blocks, reserved)
+
     def has_spare_room(self, num_blocks: int, reserved: int) -> bool:
         return self._has_run(num_blocks)
 

@@ -68,7 +68,7 @@ class SegmentBuffer:
         asked = line_slots.tobytes(), size
         if asked == self._filled:  # decodes: the same rows as a step before
             return self.view(size)
-        self._filled = asked
+        self._filled = None  # until all of it is there
         longest = segment_lines(size, self._invariant)
         grouped = group_lines(line_slots, longest)
         count = max_segments(size, self._max_slots, longest)
@@ -85,6 +85,7 @@ class SegmentBuffer:
         self._order[: len(line_slots)].copy_(sent[: len(line_slots)])
         self._slots[:count].copy_(sent[len(line_slots) : len(line_slots) + count])
         self._starts[: count + 1].copy_(sent[len(line_slots) + count :])
+        self._filled = asked
         return self.view(size)
 
     def view(self, num_lines: int) -> LoraSegments:

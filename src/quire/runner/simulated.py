@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.core.clock import VirtualClock
 from quire.core.ints import Ints, ints
-from quire.core.step import Step, StepResult, TokenLogprobs
+from quire.core.step import BeamCandidates, BeamSet, Step, StepResult, TokenLogprobs
 from quire.runner.cost_model import CostModel, count_step
 from quire.runner.drawn_beams import FIRST_TOKEN, SHARES, draw_candidates
 from quire.runner.lora_cost import LoraCost
@@ -81,8 +81,12 @@ class SimulatedRunner:
             logprobs=self._logprobs(step, token_ids) if self._num_logprobs else (),
             failed=failed,
             seconds=launched.seconds,
-            beams=tuple(draw_candidates(one, SHARES, self._random) for one in step.beams),
+            beams=tuple(self._candidates(one, launched.mask) for one in step.beams),
         )
+
+    def _candidates(self, beams: BeamSet, mask: TokenMask | None) -> BeamCandidates:
+        drawn = draw_candidates(beams, SHARES, self._random)
+        return drawn if mask is None else _obeying(drawn, mask)
 
     def close(self) -> None:
         self._launched.clear()
@@ -140,3 +144,21 @@ def _obey(mask: TokenMask, token_ids: Ints) -> tuple[int, ...]:
         word = int(words[allowed[0]])
         token_ids[index] = int(allowed[0]) * 32 + (word & -word).bit_length() - 1
     return tuple(failed)
+
+
+def _obeying(drawn: BeamCandidates, mask: TokenMask) -> BeamCandidates:
+    """A masked beam's j-th candidate takes the j-th token that its grammar allows; there are no more than those."""
+    allowed = {
+        index: np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        for index, words in zip(mask.indices.tolist(), mask.bits, strict=True)
+    }
+    kept: list[tuple[int, int, float]] = []
+    for sample, token_id, score in zip(drawn.samples, drawn.token_ids, drawn.scores, strict=True):
+        place, tokens = token_id - FIRST_TOKEN, allowed.get(sample)
+        if tokens is None:
+            kept.append((sample, token_id, score))
+        elif place < len(tokens):
+            kept.append((sample, int(tokens[place]), score))
+    return BeamCandidates(
+        ints(one[0] for one in kept), ints(one[1] for one in kept), tuple(one[2] for one in kept)
+    )

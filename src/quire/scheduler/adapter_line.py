@@ -91,14 +91,25 @@ class AdapterLine:
             self.failed.append((group, error))
             return Readiness.FAILED
         if copy is not None:
-            # of those who wait only the first may cost an idle adapter: the next would evict what came for the first
-            has_room = pages.has_spare_room if early or self._loads else pages.has_room
-            if not has_room(copy.num_blocks, reserved):
+            if not self._has_room(copy.num_blocks, reserved, alone, early):
                 return Readiness.NO_ROOM
             blocks = pages.load(key, copy.num_blocks, copy.content)
             self._loads[key] = AdapterLoad(key, ints(blocks))
             self._copies.hold(key)
         return Readiness.LOADING if key in self._loads and not alone else Readiness.READY
+
+    def _has_room(self, num_blocks: int, reserved: int, alone: bool, early: bool) -> bool:
+        """Of those who wait only the first may cost an idle adapter, and not one that is on its way for another: they
+        would evict each other. Where nothing else would run it may, or nothing ever would.
+        """
+        pages = self._pages
+        if early:
+            return pages.has_spare_room(num_blocks, reserved)
+        if alone or not self._loads:
+            return pages.has_room(num_blocks, reserved)
+        in_use = pages.in_use()
+        on_way = [load for key, load in self._loads.items() if key not in in_use and pages.is_resident(key)]
+        return pages.has_room_beside(num_blocks, reserved, sum(len(load.block_ids) for load in on_way))
 
     def look_ahead(self, waiting: WaitingQueue, parked: list[Group], reserved: int) -> None:
         """Adapters of those next in line come in while this step runs. Groups are moved to `parked`."""
