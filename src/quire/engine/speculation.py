@@ -76,7 +76,6 @@ class _Estimate:
     covered_anew: float = FIRST_COVERED_ANEW  # where it was not
     rescue: float = FIRST_RESCUE  # how often another branch of a tree is right where the first is not
     guess: int | None = None  # for the token that comes next, compared when it is there
-    was_drafted: bool = False  # the last tokens were, so that there was a guess though none is noted
 
     @property
     def agreement(self) -> float:
@@ -84,16 +83,18 @@ class _Estimate:
 
     @property
     def coverage(self) -> float:
-        return self.covered_on if self.guess is not None or self.was_drafted else self.covered_anew
+        return self.covered_anew if self.guess is None else self.covered_on
 
     def note_guess(self, guess: int | None) -> None:
-        """For the next token, after the one that the last guess was for."""
+        """For the next token, after the one that the last guess was for. After a draft it counts as one that comes
+        anew: text that repeated what was there soon does so again.
+        """
         found = FORGETTING * (float(guess is not None) - self.coverage)
-        if self.guess is not None or self.was_drafted:
-            self.covered_on += found
-        else:
+        if self.guess is None:
             self.covered_anew += found
-        self.guess, self.was_drafted = guess, False
+        else:
+            self.covered_on += found
+        self.guess = guess
 
     def note(self, num_right: int, is_wrong: bool) -> None:
         after = agreement_after(self.agreement, num_right, is_wrong)
@@ -206,7 +207,7 @@ class Speculation:
         self.stats.num_draft_tokens += len(tree)
         self.stats.num_accepted_tokens += len(accepted)
         estimate = self._estimate(sequence)
-        estimate.guess, estimate.was_drafted = None, True
+        estimate.guess = None
         main = tree.main
         num_right = sum(1 for node in accepted if node < main)
         estimate.note(num_right, num_right < main)
