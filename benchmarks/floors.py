@@ -87,6 +87,10 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file")
     parser.add_argument("--beside", help="a file of benchmarks/h200.py")
     options = parser.parse_args()
+    if options.beside and not Path(options.beside).is_file():
+        parser.error(
+            f"--beside {options.beside}: there is no such file; benchmarks/h200.py --output writes one"
+        )
     rows = [floor(shape, case) for shape, cases in workloads.ROWS.items() for case in cases]
     measured: dict[tuple[str, str], dict[str, Any]] = {}
     if options.beside:

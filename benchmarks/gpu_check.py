@@ -37,7 +37,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "a small pool, swapped": {"num_blocks": 24, "preemption_mode": "swap", "swap_space": 0.1},
     "weights streamed from the host": {"cpu_offload_gb": 0.004},
     "deterministic": {"deterministic": True},
-    "drafted trees, deterministic": {"speculative_config": TREES, "deterministic": True},
 }
 RANKS = (1, 8, 17, 64)
 
@@ -165,6 +164,8 @@ def main() -> None:
     parser.add_argument("--only", help="the name of one line")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here: run it on one, or try the script itself with --device cpu")
     rows: list[dict[str, Any]] = []
     for model in options.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -174,6 +175,8 @@ def main() -> None:
                 if options.only in (None, name):
                     rows.append({"model": model, "check": name, **run(check)})
                     print(json.dumps(rows[-1]), flush=True)
+    if not rows:
+        parser.error(f"--only {options.only!r} is no line of these models: leave it out to see all names")
     if options.output:
         name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
         record = {
