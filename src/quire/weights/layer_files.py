@@ -25,6 +25,7 @@ logger = get_logger(__name__)
 VERSION = 1  # raise it when the files change their form or meaning
 FIRST_BYTE = 4096  # of the layer; the description comes before
 AT_A_TIME = 16 << 20  # bytes per system call and per piece of the checksum
+CHECKED_AT_A_TIME = 1 << 20  # bytes of memory that checking a file takes
 MARGIN = 64 << 20  # a disk is not filled to its last byte
 
 
@@ -128,9 +129,9 @@ class LayerFiles:
                 header = json.loads(file.read(FIRST_BYTE))
                 wanted = [VERSION, self.key, layer, path.stat().st_size - FIRST_BYTE]
                 found = [header.get(name) for name in ("version", "key", "layer", "num_bytes")]
-                checksum = 0
-                while data := file.read(AT_A_TIME):
-                    checksum = zlib.crc32(data, checksum)
+                checksum, data = 0, memoryview(bytearray(CHECKED_AT_A_TIME))
+                while count := file.readinto(data):
+                    checksum = zlib.crc32(data[:count], checksum)
             parts: list[list[Any]] = header["parts"]
         except (OSError, ValueError, KeyError, AttributeError) as error:
             logger.warning("%s cannot be read and is made again: %s", path, error)
