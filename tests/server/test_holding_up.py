@@ -247,3 +247,24 @@ def test_a_start_that_cannot_work_is_one_line():
         assert last.startswith("quire: error: ")
         assert said in last
         assert "Traceback" not in ended[flags]
+
+
+@pytest.mark.e2e
+def test_ctrl_c_while_the_engine_starts_is_an_orderly_end():
+    """A terminal sends it to the whole group: the engine, which may still import, must not hear it."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "quire", "serve", "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert server.stderr is not None
+    try:
+        assert "loading" in server.stderr.readline()
+        time.sleep(1.0)  # the engine's interpreter is up, and has long to import
+        os.killpg(server.pid, signal.SIGINT)
+        said = server.communicate(timeout=60)[1]
+    finally:
+        server.kill()
+    assert server.returncode in (0, 130)  # it listens already, or does not yet
+    assert "Traceback" not in said

@@ -209,6 +209,7 @@ async def _spawn(config: EngineConfig, path: str, pipe: int) -> asyncio.subproce
         *(sys.executable, "-m", "quire.link.worker", path, str(pipe)),
         stdin=asyncio.subprocess.PIPE,
         pass_fds=(pipe,),
+        start_new_session=True,  # a terminal's ctrl-C is for the parent, also while the engine still imports
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead already: its exit code will say
