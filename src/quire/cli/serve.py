@@ -77,12 +77,17 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
 
 
 def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """From all three places together."""
-    keys = [key for key in arguments.api_key or () if key]
+    """From all three places together. A key that is empty is refused: it would leave the server open unseen."""
+    keys = [key.strip() for key in arguments.api_key or ()]
+    if not all(keys):
+        raise ConfigError("--api-key is empty: give a key, or leave it out to let anyone ask")
     if arguments.api_key_file is not None:
         keys += read_key_file(arguments.api_key_file)
-    keys += [key for key in os.environ.get("QUIRE_API_KEY", "").split(",") if key]
-    return tuple(dict.fromkeys(keys))
+    named = os.environ.get("QUIRE_API_KEY", "")
+    found = [key.strip() for key in named.split(",") if key.strip()]
+    if named and not found:
+        raise ConfigError("QUIRE_API_KEY holds no key: give one, or unset it to let anyone ask")
+    return tuple(dict.fromkeys(keys + found))
 
 
 def _add_network(group: Any) -> None:
