@@ -187,7 +187,8 @@ def test_a_file_of_flags(tmp_path, monkeypatch, name, without_yaml):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("blok-size: 32", "'blok-size' is no flag of quire test"),
+        ("blok-size: 32", "'blok-size' is no flag of quire test: did you mean --block-size?"),
+        ("num_gpu_blocks_override: 3", "is no flag of quire test: use --num-blocks"),
         ("block-size: many", "block-size: invalid int value: 'many'"),
         ("block-size: [1, 2]", r"block-size is \[1, 2\]: write one number or text"),
         ("enforce-eager: 3", "enforce-eager is 3: write true or false"),
@@ -201,6 +202,12 @@ def test_a_wrong_file_of_flags_names_what_is_wrong(tmp_path, text, expected):
     path.write_text(text)
     with pytest.raises(ConfigError, match=expected):
         settings("--config", str(path))
+
+
+def test_what_a_flag_takes_as_json_is_a_mapping_in_a_file(tmp_path):
+    path = tmp_path / "flags.yaml"
+    path.write_text("speculative-config: {method: ngram}")
+    assert json.loads(settings("--config", str(path))["speculative_config"]) == {"method": "ngram"}
 
 
 def test_a_file_that_is_not_there():

@@ -55,7 +55,10 @@ def test_no_command_shows_the_help_and_is_an_error(run):
         (["gen"], "'gen' is no command: did you mean generate?"),
         (["frobnicate"], "'frobnicate' is no command: choose one of serve, chat"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
-        (["env", "--jsn"], "quire env: error: unrecognized arguments: --jsn (see quire env --help)"),
+        (
+            ["env", "--jsn"],
+            "quire env: error: unrecognized arguments: --jsn: did you mean --json? (see quire env --help)",
+        ),
         (["generate", "--block-size", "many"], "argument --block-size: invalid int value: 'many'"),
         (["generate", "--kv-cache-memory-bytes", "2XB"], "'2XB' is no size: write 2GiB, 512M"),
         (

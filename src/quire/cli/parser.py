@@ -1,10 +1,13 @@
 """Parser: argparse with one-line errors and `--config FILE`, whose values lie below the flags."""
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from quire.cli.config_file import read_config_file
+from quire.cli.other_flags import advice
 from quire.core.errors import ConfigError
 
 
@@ -33,6 +36,17 @@ class Parser(argparse.ArgumentParser):
                 break
         return self.parse_args(words)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+        """As argparse does, but what is not known is answered with what was meant, perhaps."""
+        words = list(args if args is not None else sys.argv[1:])
+        found, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            known = self._taker(words)._option_string_actions
+            hints = (advice(word, known) for word in unknown if word.startswith("-"))
+            hint = next((hint for hint in hints if hint), None)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f": {hint}" if hint else ""))
+        return found
+
     def _take_file(self, words: Sequence[str]) -> None:
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         finder.add_argument("--config")
@@ -44,7 +58,8 @@ class Parser(argparse.ArgumentParser):
             taker = self._taker(words)
             action = taker._option_string_actions.get(f"--{key.replace('_', '-')}")
             if action is None or action.dest in ("help", "config"):
-                raise ConfigError(f"{path}: {key!r} is no flag of {taker.prog}: see {taker.prog} --help")
+                hint = advice(f"--{key}", taker._option_string_actions) or f"see {taker.prog} --help"
+                raise ConfigError(f"{path}: {key!r} is no flag of {taker.prog}: {hint}")
             taker.set_defaults(**{action.dest: self._converted(path, key, action, value)})
 
     def _taker(self, words: Sequence[str]) -> argparse.ArgumentParser:
@@ -66,6 +81,8 @@ class Parser(argparse.ArgumentParser):
         return self._single(path, key, action, value)
 
     def _single(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:
+        if isinstance(value, dict) and action.dest == "speculative_config":
+            value = json.dumps(value)  # what the flag takes as JSON is a mapping in a file
         if isinstance(value, (dict, list, bool)):
             raise ConfigError(f"{path}: {key} is {value!r}: write one number or text")
         if value is None:
