@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from quire.adapters.packing import BlockShape
 from quire.adapters.peft import Reader
 from quire.adapters.settings import read_settings
 from quire.adapters.sites import Site, Sites
-from quire.core.errors import AdapterError
+from quire.core.adapters import AdapterConfig
+from quire.core.errors import AdapterError, ConfigError
+from quire.link.adapters import NamedAdapters
 from tests.adapters.making import WIDTHS, config, random_tensors, write
 
 SITES = Sites(
@@ -137,6 +140,18 @@ def test_unknown_names_and_paths_outside_are_refused(library, tmp_path):
     assert library.resolve("mine")
     with pytest.raises(AdapterError, match="lora_dir"):
         Library(READER, HostLimits(10**9)).load("mine", str(outside))
+
+
+def test_a_folder_that_is_not_there_is_said_at_start_and_one_that_goes_later_is_empty(library, tmp_path):
+    with pytest.raises(ConfigError, match="lora_dir: there is no folder"):
+        Library(READER, HostLimits(10**9), tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(AdapterError, match="has no adapter_config.json"):
+        library.register("mine", tmp_path / "empty")
+    named = NamedAdapters(AdapterConfig(lora_dir=str(tmp_path / "many")))
+    assert named.names() == library.names()
+    shutil.rmtree(tmp_path / "many")
+    assert named.names() == library.names() == []
 
 
 def test_a_changed_adapter_is_another_and_an_unloaded_one_is_gone(library, tmp_path):

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.adapters.peft import CONFIG, WEIGHTS, PackedAdapter, Reader, read_config
 from quire.adapters.settings import read_settings
 from quire.adapters.sites import Sites
-from quire.core.errors import AdapterError
+from quire.core.errors import AdapterError, ConfigError
 
 NAMED = 5  # known adapters that an error names
 LOADING = (
@@ -70,8 +70,10 @@ class Library:
         disk: Executor | None = None,
     ) -> None:
         """`disk` reads files in the place of threads."""
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"lora_dir: there is no folder {folder}: make it, or check the path")
         self._reader = reader
-        self._limits = limits
+        self.limits = limits
         self._folder = folder.resolve() if folder is not None else None
         self._names: dict[str, Entry] = {}
         self._entries: dict[str, Entry] = {}  # by key
@@ -99,15 +101,17 @@ class Library:
         """Every name that can be asked for, those of the folder included."""
         found = dict.fromkeys(self._names)
         if self._folder is not None:
-            with os.scandir(self._folder) as entries:
+            with suppress(OSError), os.scandir(self._folder) as entries:  # it may be gone by now
                 inside = sorted(e.name for e in entries if os.path.exists(os.path.join(e.path, CONFIG)))
-            found |= dict.fromkeys(inside)
+                found |= dict.fromkeys(inside)
         return list(found)
 
     def register(self, name: str, folder: Path) -> None:
         """Names a folder without reading it yet."""
         if not folder.is_dir():
             raise AdapterError(f"adapter {name!r}: there is no folder {folder}")
+        if not (folder / CONFIG).is_file():
+            raise AdapterError(f"adapter {name!r}: {folder} has no {CONFIG}: give a folder that PEFT saved")
         self._set(name, Entry(self._new_key(name), name, folder, _signature(folder)))
 
     def load(self, name: str, path: str) -> None:
@@ -284,9 +288,9 @@ class Library:
         self._held[entry.key] = entry
         self._held_bytes += packed.num_bytes
         self.stats.num_loads += 1
-        most = self._limits.num_adapters
+        most = self.limits.num_adapters
         for other in list(self._held.values()):
-            if self._held_bytes <= self._limits.num_bytes and (most is None or len(self._held) <= most):
+            if self._held_bytes <= self.limits.num_bytes and (most is None or len(self._held) <= most):
                 break
             if other is not entry and other.key not in self._needed:
                 self._let_go(other)

@@ -74,6 +74,18 @@ def serve_adapters(
     return Adapters(built.library, memory, config.max_loras, merge=config.lora_mode == "merge")
 
 
+def adapter_lines(config: AdapterConfig, built: BuiltAdapters | None, max_num_seqs: int) -> tuple[str, ...]:
+    """What the start says of adapters."""
+    if built is None:
+        return ()
+    where = f", those of {config.lora_dir} among them" if config.lora_dir is not None else ""
+    at_once = min(config.max_loras or max_num_seqs, max_num_seqs)
+    return (
+        f"adapters  {len(built.library.names()):,} known{where}; {at_once} at once, copies of up to "
+        f"{built.library.limits.num_bytes / 1e6:,.0f} MB in host memory",
+    )
+
+
 def _build(
     config: AdapterConfig,
     model: Model,

@@ -11,7 +11,7 @@ from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, Scheduler
 from quire.core.errors import QuireError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
-from quire.engine.adapter_build import build_adapters, separate_blocks, serve_adapters
+from quire.engine.adapter_build import adapter_lines, build_adapters, separate_blocks, serve_adapters
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
@@ -77,6 +77,7 @@ class Report:
     offload: tuple[str, ...] = ()  # which weights stream and what that costs, in lines
     streaming: Streaming | None = None  # the same as figures; None: all weights stay
     pinned: tuple[PinnedPrefix, ...] = ()
+    adapters: tuple[str, ...] = ()  # how many may be asked for, and their limits, in words
 
     def lines(self) -> list[str]:
         numbers, pool = self.numbers, self.pool
@@ -98,6 +99,7 @@ class Report:
             *self.host,
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
+            *self.adapters,
             *(prefix.line for prefix in self.pinned),
             *([f"drafts    {self.speculation}"] if self.speculation else []),
             *([f"policies  {self.policies}"] if self.policies else []),
@@ -186,6 +188,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         host=(*host.lines, *evicted),
         offload=offload_lines(config, numbers, loaded.streaming),
         streaming=loaded.streaming,
+        adapters=adapter_lines(config.adapters, adapted, max_num_seqs),
     )
     make_compiler = partial(Compiler, partial(model_vocabulary, options, source, limits))
     make_speculation = None

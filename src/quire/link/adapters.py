@@ -1,6 +1,7 @@
 """NamedAdapters: which adapters a request may name, as this side of the link knows it."""
 
 import os
+from contextlib import suppress
 
 from quire.core.adapters import AdapterConfig
 
@@ -28,9 +29,9 @@ class NamedAdapters:
         found = dict.fromkeys(name for name in self._named if name not in self._unloaded)
         found |= dict.fromkeys(self._loaded)
         if self._folder is not None:
-            with os.scandir(self._folder) as entries:
+            with suppress(OSError), os.scandir(self._folder) as entries:  # it may be gone by now
                 inside = sorted(entry.name for entry in entries)
-            found |= dict.fromkeys(name for name in inside if self._lies_in(self._folder, name))
+                found |= dict.fromkeys(name for name in inside if self._lies_in(self._folder, name))
         return list(found)
 
     def loaded(self, name: str, path: str) -> None:
