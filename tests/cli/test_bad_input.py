@@ -48,6 +48,12 @@ def test_the_other_prompts_are_served(run, tiny):
     ] == [3, "token id 300", 3]
 
 
+def test_a_key_that_is_empty_does_not_leave_a_server_open(run, monkeypatch):
+    assert "--api-key is empty" in run("serve", "--api-key", "").error
+    monkeypatch.setenv("QUIRE_API_KEY", " ,")
+    assert "QUIRE_API_KEY holds no key" in run("serve").error
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -66,6 +72,11 @@ def test_the_other_prompts_are_served(run, tiny):
         (("--device", "cuda"), "no GPU here"),
         (("--system", "brief"), "--system has no place in a plain prompt: add --chat"),
         (("--output", "/no/such/folder/x.jsonl"), "--output /no/such/folder/x.jsonl: cannot be written"),
+        (("--output", "/"), "--output /: cannot be written"),
+        (("--num-blocks", "99999999999"), "lower kv_cache_memory_bytes or num_blocks"),
+        (("--scheduling-policy", "fair"), "use --schedule "),
+        (("--gpu-memory-utilisation", "1"), "did you mean --gpu-memory-utilization?"),
+        (("--max_model_len", "64"), "write --max-model-len "),
     ],
 )
 def test_a_setting_that_cannot_be(run, tiny, words, expected):

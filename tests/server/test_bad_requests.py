@@ -138,7 +138,9 @@ def test_a_body_without_its_content_type_is_told_so(server: RunningServer):
 
 def test_unknown_models_paths_and_methods_are_named(server: RunningServer):
     assert server.chat_error(404, model="gpt-17")["code"] == "model_not_found"
-    assert server.error("/v1/nothing", 404)["code"] == "not_found"
+    nothing = server.error("/v1/nothing", 404)
+    assert nothing["code"] == "not_found"
+    assert "no /v1/nothing here: GET /docs" in nothing["message"]
     assert server.error("/v1/models", 405)["code"] == "method_not_allowed"
     with pytest.raises(openai.NotFoundError):
         server.client().chat.completions.create(model="gpt-17", messages=HI)

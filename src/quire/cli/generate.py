@@ -143,8 +143,8 @@ def _opened(path: str | None) -> Iterator[TextIO | None]:
         yield None
         return
     try:
-        Path(path).touch()
+        file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise InvalidRequest(f"--output {path}: cannot be written ({error})") from error
-    with Path(path).open("w", encoding="utf-8") as file:
+    with file:
         yield file

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.core.layout import BlockLayout
 from quire.kernels import huge_pages
 
@@ -38,5 +39,11 @@ class Pool:
 def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
     """Zeroed bytes. On the CPU they are mapped, so a page costs memory only once it is written."""
     if device.type == "cpu":
-        return huge_pages.zeros(num_blocks, block_bytes, dtype=torch.uint8)
+        try:
+            return huge_pages.zeros(num_blocks, block_bytes, dtype=torch.uint8)
+        except (OSError, OverflowError) as error:
+            size = f"{num_blocks * block_bytes / 1e9:,.1f} GB"
+            raise ConfigError(
+                f"a pool of {size} is more than this machine can give ({error}): lower kv_cache_memory_bytes or num_blocks"
+            ) from error
     return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)

@@ -88,8 +88,13 @@ async def _on_http(request: Request, error: Exception) -> Response:
     cause = error.__cause__
     if isinstance(cause, ApiError):  # raised while the body was read
         return error_reply_for(request.scope, cause)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    found = ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+    code, said = None, str(error.detail)
+    if error.status_code == 404:
+        code, said = "not_found", f"there is no {request.url.path} here: GET /docs shows what there is"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        code, said = "method_not_allowed", f"{request.url.path} does not take {request.method}: use {allowed}"
+    found = ApiError(error.status_code, said, code=code, headers=error.headers)
     return error_reply_for(request.scope, found)
 
 
