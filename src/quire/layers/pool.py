@@ -44,6 +44,7 @@ def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
         except (OSError, OverflowError) as error:
             size = f"{num_blocks * block_bytes / 1e9:,.1f} GB"
             raise ConfigError(
-                f"a pool of {size} is more than this machine can give ({error}): lower kv_cache_memory_bytes or num_blocks"
+                f"a pool of {size} is more than this machine can give ({error}): "
+                "lower kv_cache_memory_bytes or num_blocks"
             ) from error
     return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
