@@ -146,3 +146,13 @@ def test_a_batch_of_which_nothing_could_run_has_another_exit_code(tmp_path: Path
 def test_a_batch_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["run-batch", "-i", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 2
     assert "none.jsonl: cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
+def test_the_input_is_never_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    asked = tmp_path / "in.jsonl"
+    asked.write_text("{}\n")
+    (tmp_path / "link.jsonl").symlink_to(asked)
+    for flag in ("--overwrite", "--resume"):
+        assert main(["run-batch", "-i", str(asked), "-o", str(tmp_path / "link.jsonl"), flag]) == 2
+        assert "is the input, which would be lost" in capsys.readouterr().err
+    assert asked.read_text() == "{}\n"

@@ -17,7 +17,7 @@ from quire.link.messages import AnyReady
 from quire.llm.progress import load_progress
 from quire.observe import logs
 from quire.server.batch import Tally, run_batch
-from quire.server.batch_files import RowFile, count_lines, open_input
+from quire.server.batch_files import RowFile, count_lines, is_same_file, open_input
 
 NOTHING_RAN = 2
 _NOT_HERE = ("max_queue_requests", "max_queue_tokens")  # --max-concurrency bounds what waits
@@ -53,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-concurrency is {arguments.max_concurrency}: give at least 1")
     config = EngineConfig.of(**engine_settings(arguments))
     lines, total = open_input(arguments.input_file), count_lines(arguments.input_file)
+    if is_same_file(arguments.input_file, arguments.output_file):
+        raise ConfigError(f"-o {arguments.output_file}: is the input, which would be lost: choose another file")
     rows = RowFile(arguments.output_file, resume=arguments.resume, overwrite=arguments.overwrite)
     try:
         tally = _run(arguments, config, lines, rows, total)

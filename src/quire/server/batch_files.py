@@ -29,6 +29,13 @@ def count_lines(path: str) -> int | None:
         return sum(1 for line in file if line.strip())
 
 
+def is_same_file(one: str, other: str) -> bool:
+    """Also through a link or another spelling. Standard input and output are never one file here."""
+    if STREAM in (one, other) or not Path(other).expanduser().exists():
+        return False
+    return Path(one).expanduser().samefile(Path(other).expanduser())
+
+
 class RowFile:
     """Rows are appended with one write each: whenever the program ends, every row in the file is whole."""
 
