@@ -144,7 +144,9 @@ async def _warm_up(client: HttpClient, plan: ServePlan, model: str | None) -> No
     for _ in range(plan.num_warm_ups):
         outcome = await make_call(client, call, plan.timeout)
         if outcome.error is not None:
-            raise QuireError(f"the first request to {plan.base_url}{plan.endpoint} failed: {outcome.error}")
+            hint = ": give --api-key" if outcome.error.startswith("HTTP 401") else ""
+            where = f"{plan.base_url}{plan.endpoint}"
+            raise QuireError(f"the first request to {where} failed: {outcome.error}{hint}")
 
 
 def _cpu_seconds() -> float:

@@ -96,7 +96,7 @@ def _finding(
         "blocksize",
         "Block size: attention against waste",
         f"Small blocks cost attention time ({one.attention / usual.attention:.1f} × at 1), large ones memory, so that "
-        f"fewer requests run ({large.mean_running:.0f} instead of {usual.mean_running:.0f}).",
+        f"fewer requests run ({large.mean_running:.1f} instead of {usual.mean_running:.1f}).",
         lambda figure: _draw(figure, found),
         height=3.9,
     )
