@@ -54,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = EngineConfig.of(**engine_settings(arguments))
     lines, total = open_input(arguments.input_file), count_lines(arguments.input_file)
     if is_same_file(arguments.input_file, arguments.output_file):
-        raise ConfigError(f"-o {arguments.output_file}: is the input, which would be lost: choose another file")
+        raise ConfigError(
+            f"-o {arguments.output_file}: is the input, which would be lost: choose another file"
+        )
     rows = RowFile(arguments.output_file, resume=arguments.resume, overwrite=arguments.overwrite)
     try:
         tally = _run(arguments, config, lines, rows, total)
