@@ -103,10 +103,10 @@ def _read(path: str) -> list[Lengths]:
             output = _column(path, reader.fieldnames or (), OUTPUT_COLUMNS)
             rows = [_row(path, number, row[prompt], row[output]) for number, row in enumerate(reader, 2)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"--lengths-csv {path}: cannot be read ({error})") from error
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
     rows = [row for row in rows if row.num_prompt_tokens > 0 and row.num_output_tokens > 0]
     if not rows:
-        raise ConfigError(f"--lengths-csv {path}: holds no request with a prompt and an answer")
+        raise ConfigError(f"{path}: holds no request with a prompt and an answer")
     return rows
 
 
@@ -115,18 +115,14 @@ def _column(path: str, columns: Sequence[str], known: Sequence[str]) -> str:
         for column in columns:
             if column.strip().lower() == name:
                 return column
-    raise ConfigError(
-        f"--lengths-csv {path}: has the columns {', '.join(columns)}, but none of {', '.join(known)}"
-    )
+    raise ConfigError(f"{path}: has the columns {', '.join(columns)}, but none of {', '.join(known)}")
 
 
 def _row(path: str, number: int, prompt: str, output: str) -> Lengths:
     try:
         return Lengths(int(float(prompt)), int(float(output)))
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"--lengths-csv {path} line {number}: {prompt!r}, {output!r} are no two numbers"
-        ) from error
+        raise ConfigError(f"{path} line {number}: {prompt!r}, {output!r} are no two numbers") from error
 
 
 def _checked(lengths: Lengths, what: str) -> Lengths:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -34,13 +33,8 @@ class Parser(argparse.ArgumentParser):
             if word == "--config" or word.startswith("--config="):
                 self._take_file(words)
                 break
-        return self.parse_args(words)
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
-        """As argparse does, but what is not known is answered with what was meant, perhaps."""
-        words = list(args if args is not None else sys.argv[1:])
-        found, unknown = self.parse_known_args(words, namespace)
-        if unknown:
+        found, unknown = self.parse_known_args(words)
+        if unknown:  # answered with what was meant, perhaps
             known = self._taker(words)._option_string_actions
             hints = (advice(word, known) for word in unknown if word.startswith("-"))
             hint = next((hint for hint in hints if hint), None)
