@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from quire.bench.lab.figure import plain_log
 from quire.bench.serve import Round, Served
 from quire.core.errors import ConfigError
 
@@ -40,7 +41,8 @@ def _sweep(left: Any, right: Any, rounds: Sequence[dict[str, Any]]) -> None:
     for axis, keys in ((left, ("normalised_ms", "tpot_ms")), (right, ("ttft_ms", "e2e_ms"))):
         for key in keys:
             axis.plot(reached, [one[key].get("mean") for one in drawn], marker="o", label=f"{key[:-3]}, mean")
-        axis.set(xlabel="requests per second, answered", ylabel="ms", yscale="log")
+        axis.set(xlabel="requests per second, answered", ylabel="ms")
+        plain_log(axis, "y")
         axis.legend()
 
 

@@ -164,7 +164,8 @@ def _draw_grid(figure: Any, found: Sequence[Measured]) -> None:
             )
         axis.set_xticks(range(len(outputs)), [str(one) for one in outputs])
         title = "all at once" if math.isinf(rate) else f"{rate:g} requests per second"
-        axis.set(title=title, xlabel="output tokens", yscale="log")
+        axis.set(title=title, xlabel="output tokens")
+        plain_log(axis, "y")
         axis.grid(axis="x", visible=False)
         if rate == rates[0]:
             axis.set_ylabel("tokens per second")

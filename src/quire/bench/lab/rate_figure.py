@@ -3,7 +3,7 @@
 from typing import Any
 
 from quire.bench.lab.experiment import Picture, Table
-from quire.bench.lab.figure import GREY, bar_style, line_style
+from quire.bench.lab.figure import GREY, bar_style, line_style, plain_log
 from quire.bench.lab.rate_curves import FRACTIONS, Curve, ratio
 from quire.bench.lab.simulated import BATCH_SIZE
 
@@ -100,7 +100,8 @@ def _draw(figure: Any, plain: dict[str, Curves]) -> None:
             style = line_style(LOOKS.get(policy, policy))
             axis.plot(rates, [point.normalised for point in one.points], label=LABELS[policy], **style)
             axis.axvline(one.sustained, color=style["color"], linewidth=0.7, alpha=0.6)
-        axis.set(title=name, xlabel="requests per second", xscale="log", yscale="log")
+        axis.set(title=name, xlabel="requests per second", xscale="log")
+        plain_log(axis, "y")
         shown = [one for one in TICKS if axis.get_xlim()[0] <= one <= axis.get_xlim()[1]]
         axis.set_xticks(shown, [f"{one:g}" for one in shown])
         axis.set_xticks([], minor=True)

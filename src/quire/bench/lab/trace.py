@@ -9,7 +9,7 @@ from typing import Any
 from quire.bench.arrivals import arrival_times, replayed
 from quire.bench.lab.data import DataFolder
 from quire.bench.lab.experiment import Check, Experiment, Finding, Picture, Setup, Table
-from quire.bench.lab.figure import GREY, line_style
+from quire.bench.lab.figure import GREY, line_style, plain_log
 from quire.bench.lab.simulated import basis, build_simulated, side_by_side, simulated_settings
 from quire.bench.lengths import Lengths, LogNormal
 from quire.bench.replay import Arrival, Replay, Served
@@ -207,7 +207,8 @@ def _draw(figure: Any, levels: list[Level]) -> None:
     right.plot(speeds, [one.first_p99 for one in levels], label="first token, p99", **line_style(1))
     right.plot(speeds, [one.first_median for one in levels], label="first token, median", **line_style(0))
     right.axhline(FIRST_TOKEN, color=GREY, linewidth=0.8, linestyle=":")
-    right.set(title="time to the first token", xlabel="speed of the trace, ×", ylabel="seconds", yscale="log")
+    right.set(title="time to the first token", xlabel="speed of the trace, ×", ylabel="seconds")
+    plain_log(right, "y")
     right.legend(loc="upper left")
 
 
