@@ -1,6 +1,8 @@
 """Random adapters for a model of these tests, without PEFT: quick, and of any shape."""
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,38 @@ def write_model(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA_SHAPE))
     return folder
+
+
+class HeldAdapter:
+    """An adapter whose config is a pipe: whoever reads it waits, as for a slow disk, until it is let go."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: as `write` left it."""
+        self._pipe = folder / "adapter_config.json"
+        self._text = self._pipe.read_bytes()
+        self._pipe.unlink()
+        os.mkfifo(self._pipe)
+        self._end: int | None = None
+
+    def wait_for_reader(self, seconds: float = 30.0) -> None:
+        """Until someone reads it, and waits."""
+        deadline = time.monotonic() + seconds
+        while self._end is None:
+            try:
+                self._end = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:  # nobody reads
+                assert time.monotonic() < deadline, "nobody reads the adapter"
+                time.sleep(0.005)
+
+    def let_go(self) -> None:
+        """The reader gets what the file would hold. The next one waits again."""
+        self.wait_for_reader()
+        assert self._end is not None
+        os.write(self._end, self._text)
+        self.drop()
+
+    def drop(self) -> None:
+        """The reader gets nothing more."""
+        if self._end is not None:
+            os.close(self._end)
+        self._end = None
