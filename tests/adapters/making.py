@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,20 @@ class HeldAdapter:
                 time.sleep(0.005)
 
     def let_go(self) -> None:
-        """The reader gets what the file would hold. The next one waits again."""
+        """The reader gets what the file would hold, and it is a file from now on."""
         self.wait_for_reader()
         assert self._end is not None
         os.write(self._end, self._text)
+        whole = self._pipe.with_name("whole")
+        whole.write_bytes(self._text)
+        whole.rename(self._pipe)
         self.drop()
 
     def drop(self) -> None:
-        """The reader gets nothing more."""
+        """The reader, if there is one, gets nothing more."""
+        if self._end is None and self._pipe.is_fifo():
+            with suppress(OSError):
+                self._end = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
         if self._end is not None:
             os.close(self._end)
         self._end = None

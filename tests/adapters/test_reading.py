@@ -138,7 +138,9 @@ def test_unknown_names_and_paths_outside_are_refused(library, tmp_path):
         Library(READER, HostLimits(10**9)).folder_at("mine", str(outside))
 
 
-def test_what_is_prepared_has_no_name_before_it_is_published_and_leaves_nothing_when_discarded(library, tmp_path):
+def test_what_is_prepared_has_no_name_before_it_is_published_and_leaves_nothing_when_discarded(
+    library, tmp_path
+):
     kept, dropped = (library.prepare("mine", tmp_path / "many" / name) for name in ("a3", "a4"))
     with pytest.raises(AdapterError, match="no adapter"):
         library.resolve("mine")
