@@ -89,15 +89,22 @@ class Checker:
         with self.engine(device) as llm:
             return tokens_of(llm.beam_search(requests()[0][:4], beam_width=4, max_tokens=12))
 
-    def with_adapters(self, device: str | None = None) -> Answers:
-        """Adapters of several ranks and none in one batch, from memory."""
-        with self.engine(device, enable_lora=True) as llm:
-            for rank in RANKS:
+    def with_adapters(self, device: str | None = None, **settings: Any) -> Answers:
+        """Adapters of several ranks and none in one batch, from memory or, with `lora_dir`, from files."""
+        with self.engine(device, enable_lora=True, **settings) as llm:
+            for rank in RANKS if "lora_dir" not in settings else ():
                 llm.add_adapter(f"rank-{rank}", *random_adapter(rank))
             prompts, samplings = requests()
             names = [None, *(f"rank-{rank}" for rank in RANKS)]
             chosen = [names[i % len(names)] for i in range(len(prompts))]
             return tokens_of(llm.generate(prompts, samplings, adapter=chosen, use_tqdm=False))
+
+    def with_adapter_files(self) -> Answers:
+        """Into a pool so small that they evict each other, told apart without a hash."""
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in RANKS:
+                save_adapter(Path(folder, f"rank-{rank}"), rank)
+            return self.with_adapters(lora_dir=folder, num_blocks=60, enable_prefix_caching=False)
 
     def found_again(self) -> Answers:
         """Prompts that were evicted to host memory and come back, asked for twice."""
@@ -123,6 +130,15 @@ def random_adapter(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(shapes)}
 
 
+def save_adapter(folder: Path, rank: int) -> None:
+    from safetensors.torch import save_file
+
+    tensors, config = random_adapter(rank)
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
 def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Callable[[], bool]]:
     wanted = checker.answers("cpu")
     found: dict[str, Callable[[], bool]] = {
@@ -133,6 +149,7 @@ def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Callable[
     found["evicted prompts come back"] = lambda: checker.found_again() == wanted
     if is_llama:
         found["adapters"] = lambda: checker.with_adapters() == checker.with_adapters("cpu")
+        found["adapters from files"] = lambda: checker.with_adapter_files() == checker.with_adapters("cpu")
     plain: list[Answers] = []
 
     def drafts_do_not_show(config: str) -> bool:

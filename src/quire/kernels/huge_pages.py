@@ -23,7 +23,7 @@ class Regions:
 
     def take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
         """(mapping, offset) of `num_bytes` zeroed bytes that nobody else has."""
-        if num_bytes >= REGION // 2:
+        if is_alone(num_bytes):
             return _map(num_bytes), 0
         with self._lock:
             if self._region is None or self._used + num_bytes > REGION:
@@ -34,6 +34,11 @@ class Regions:
 
 
 _regions = Regions()
+
+
+def is_alone(num_bytes: int) -> bool:
+    """Whether a tensor of so many bytes shares its pages with no other."""
+    return num_bytes >= REGION // 2
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "int8_linear": (("cpu", "cpu"),),
     "invariant_linear": (("triton", "cuda"),),
     "lora": (("cpu", "cpu"), ("triton", "cuda")),
-    "lora_pack": (("cpu", "cpu"),),
+    "lora_pack": (("cpu", "cpu"), ("host", "cuda")),
     "narrow_linear": (("triton", "cuda"),),
     "norm": (("cpu", "cpu"), ("triton", "cuda")),
     "pages": (("cpu", "cpu"), ("triton", "cuda")),
@@ -66,6 +66,8 @@ def choose(operation: str, device: str | torch.device) -> ModuleType:
 def _can_run(alternative: str) -> bool:
     if alternative == "cpu":
         return native.available()
+    if alternative == "host":
+        return True
     return importlib.util.find_spec("triton") is not None and (
         torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     )
