@@ -10,6 +10,7 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 REGION = 32 << 20
+SMALLEST_ALONE = REGION // 2  # bytes
 ALIGNMENT = 64
 
 
@@ -38,7 +39,7 @@ _regions = Regions()
 
 def is_alone(num_bytes: int) -> bool:
     """Whether a tensor of so many bytes shares its pages with no other."""
-    return num_bytes >= REGION // 2
+    return num_bytes >= SMALLEST_ALONE
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:

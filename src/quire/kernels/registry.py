@@ -33,6 +33,11 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+def forces_reference() -> bool:
+    """Whether the user asked for plain torch."""
+    return os.environ.get("QUIRE_KERNELS", "") == REFERENCE
+
+
 def operations() -> tuple[str, ...]:
     """Names of all operations."""
     return tuple(_ALTERNATIVES)
@@ -56,7 +61,7 @@ def choose(operation: str, device: str | torch.device) -> ModuleType:
     The answer may be kept: call this when a layer is built, not when it runs.
     """
     kind = torch.device(device).type
-    if os.environ.get("QUIRE_KERNELS", "") != REFERENCE:
+    if not forces_reference():
         for name, alternative_kind in _ALTERNATIVES.get(operation, ()):
             if alternative_kind == kind and _can_run(name):
                 return load(operation, name)
