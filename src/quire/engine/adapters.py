@@ -72,7 +72,7 @@ class Adapters:
         self._drop_retired()
 
     def load(self, name: str, path: str) -> Future[None]:
-        """As AdapterLoads.start. `step` after step it is looked after; see `finish_loads`."""
+        """Ends in a later step, when requests can name it, or with AdapterError. A path that is not allowed raises now."""
         return self._loads.start(name, path)
 
     def restore(self, name: str, path: str) -> None:
