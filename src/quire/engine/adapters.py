@@ -72,7 +72,7 @@ class Adapters:
         self._drop_retired()
 
     def load(self, name: str, path: str) -> Future[None]:
-        """Ends in a later step, when requests can name it, or with AdapterError. A path that is not allowed raises now."""
+        """Ends in a later step: requests can name it, or AdapterError. A path that is not allowed raises at once."""
         return self._loads.start(name, path)
 
     def restore(self, name: str, path: str) -> None:
