@@ -476,6 +476,8 @@ def main() -> None:
         "--output", type=Path, default=Path(os.environ.get("OUT", ".")) / "attention_gpu.json"
     )
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here: run it on one")
     torch.manual_seed(0)
     for name in arguments.sections.split(","):
         begin, compiled = time.perf_counter(), num_compiled()

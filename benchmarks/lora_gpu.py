@@ -327,6 +327,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=80.0, help="no new tuning is tried after so long")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
+    if not options.dry and not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here: run it on one, or try the script itself with --dry")
     torch.manual_seed(0)
     device = torch.device("cpu" if options.dry and not torch.cuda.is_available() else "cuda")
     report = Report(device, options.dry, time.perf_counter() + options.seconds)

@@ -330,6 +330,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="also other tile sizes for the sampling kernel")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here: run it on one")
     torch.manual_seed(int(time.time()))
     report, started = Report(), time.perf_counter()
     parts = {

@@ -43,6 +43,12 @@ def main() -> None:
     parser.add_argument("--only", choices=["deterministic"], help="this part alone, and nothing is timed")
     parser.add_argument("--output", help="JSON file")
     options = parser.parse_args()
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "PyTorch sees no GPU here: run it on one, or try the script itself with --device cpu --shape tiny"
+        )
     began = time.perf_counter()
     checked: dict[str, Any] = {"deterministic": speculate_fixed.check(options.device)}
     if options.only is None:

@@ -54,7 +54,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="the smallest batches only, to try the script")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "PyTorch sees no GPU here: run it on one, or try the script itself with --device cpu --small"
+        )
+    return options
 
 
 def _measure(options: argparse.Namespace) -> dict[str, object]:

@@ -157,6 +157,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1024)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here: run it on one, or try the script itself with --device cpu")
     device = torch.device(options.device)
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=16)
     options = parser.parse_args()
+    if not options.tiny and not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here: run it on one, or try the script itself with --tiny")
     began = time.perf_counter()
     found: dict[str, Any] = {"date": date.today().isoformat(), "torch": torch.__version__}
     found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
