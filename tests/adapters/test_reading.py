@@ -161,7 +161,7 @@ def test_a_folder_that_is_not_there_is_said_at_start_and_one_that_goes_later_is_
         Library(READER, HostLimits(10**9), tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(AdapterError, match="has no adapter_config"):
-        library.register("mine", tmp_path / "empty")
+        library.register_named({"mine": str(tmp_path / "empty")})
     named = NamedAdapters(AdapterConfig(lora_dir=str(tmp_path / "many")))
     assert named.names() == library.names()
     shutil.rmtree(tmp_path / "many")

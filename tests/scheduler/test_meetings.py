@@ -153,7 +153,6 @@ class _Reader:
 
 
 def test_a_copy_that_a_step_is_about_to_make_outlasts_the_limits(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
     library = Library(_Reader(), HostLimits(1 << 30, 1), None, 1)  # type: ignore[arg-type]
     keys = []
     for name in "AB":

@@ -105,12 +105,17 @@ class Library:
                 found |= dict.fromkeys(inside)
         return list(found)
 
+    def register_named(self, modules: Mapping[str, str]) -> None:
+        """Those of the config: a folder that holds no adapter is said at start, before anyone asks for it."""
+        for name, path in modules.items():
+            if Path(path).is_dir() and not (Path(path) / CONFIG).exists():
+                raise AdapterError(f"adapter {name!r}: {path} has no {CONFIG}: give a folder that PEFT saved")
+            self.register(name, Path(path))
+
     def register(self, name: str, folder: Path) -> None:
         """Names a folder without reading it yet."""
         if not folder.is_dir():
             raise AdapterError(f"adapter {name!r}: there is no folder {folder}")
-        if not (folder / CONFIG).is_file():
-            raise AdapterError(f"adapter {name!r}: {folder} has no {CONFIG}: give a folder that PEFT saved")
         self._set(name, Entry(self._new_key(name), name, folder, _signature(folder)))
 
     def folder_at(self, name: str, path: str) -> Path:

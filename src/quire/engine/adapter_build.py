@@ -126,8 +126,7 @@ def _build(
         Path(config.lora_dir) if config.lora_dir is not None else None,
         min(GPU_THREADS, os.cpu_count() or 1) if on_gpu else CPU_THREADS,
     )
-    for name, folder in config.modules().items():
-        library.register(name, Path(folder))
+    library.register_named(config.modules())
     if merging is not None:
         return BuiltAdapters(
             library, MergedAdapter(tuple(merging[site.name] for site in sites), dtype, library.want)

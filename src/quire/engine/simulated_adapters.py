@@ -135,8 +135,7 @@ def size_adapters(
         READS_AT_ONCE,
         VirtualDisk(clock),
     )
-    for name, folder in options.modules().items():
-        library.register(name, Path(folder))
+    library.register_named(options.modules())
     cost = LoraCost(
         device.rates,
         device.lora,
