@@ -53,9 +53,7 @@ def _compile(only: str, each: bool, arch: int, jobs: int) -> int:
     if not kernels:
         print(f"no kernel has {only!r} in its name: there are {', '.join(known)}", file=sys.stderr)
         return NOTHING_DONE
-    variants = [
-        one for one in record_all(arch, [launch_models, launch_operations]) if one.kernel in kernels
-    ]
+    variants = [one for one in record_all(arch, [launch_models, launch_operations]) if one.kernel in kernels]
     print(f"{len(variants)} variants of {len(kernels)} kernels for sm_{arch}", flush=True)
     left = {name: sum(one.kernel == name for one in variants) for name in kernels}
     limit = SHARED_KIB[arch] * 1024

@@ -30,7 +30,9 @@ class Compiled:
     variant: Variant
     error: str = ""  # the compiler's words; empty where it had none
     registers: int = 0  # of a thread
-    spill_stores: int = 0  # bytes of code that moves what does not fit the registers, as the assembler counts it
+    spill_stores: int = (
+        0  # bytes of code that moves what does not fit the registers, as the assembler counts it
+    )
     spill_loads: int = 0
     shared: int = 0  # bytes of a program
     seconds: float = 0.0  # of a processor, the assembler's included: others may be at work here

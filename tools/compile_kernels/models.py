@@ -22,6 +22,7 @@ from tools.compile_kernels.record import Recorder
 
 META = torch.device("meta")
 MAX_ROWS, MAX_TOKENS, MAX_CONTEXT, NUM_BLOCKS = 256, 8192, 8192, 4096
+ROTATED = 16  # positions that have angles: these are computed, and no kernel is compiled for their number
 
 
 def _llama(hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
@@ -97,6 +98,7 @@ SETTINGS = (
     Setting("llama-70b", deterministic=True),
     Setting("llama-2-7b"),
     Setting("smollm-135m", trees=True, adapters=True),
+    Setting("smollm-135m", "float32"),
     Setting("smollm-135m", "float32", deterministic=True, trees=True),
     Setting("heads-of-80", "float16", trees=True),
     Setting("heads-of-256", trees=True),
@@ -130,7 +132,7 @@ class _Served:
         numbers = choose_format(
             META, setting.dtype, setting.quantization, deterministic=setting.deterministic
         )
-        factory = LayerFactory(numbers, META, MAX_CONTEXT)
+        factory = LayerFactory(numbers, META, ROTATED)
         self._dtype = numbers.activation_dtype
         self._model: Model = build(config, factory)
         for loader in self._model.loaders().values():
@@ -194,4 +196,3 @@ class _Served:
 def ints(*shape: int) -> Tensor:
     """int32, on no device."""
     return torch.empty(shape, dtype=torch.int32, device=META)
-

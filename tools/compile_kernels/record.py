@@ -127,7 +127,7 @@ def _called(function: JITFunction) -> Iterator[JITFunction]:
 
 
 def _words(function: JITFunction, compile: dict[str, Any]) -> str:
-    """"*bf16 HEAD_DIM=128 …": the first pointer's type, all constants, and what the launch asked for."""
+    """ "*bf16 HEAD_DIM=128 …": the first pointer's type, all constants, and what the launch asked for."""
     names = [parameter.name for parameter in function.params]
     types = [kind for kind in compile["signature"].values() if str(kind).startswith("*")]
     constants = [
