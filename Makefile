@@ -27,6 +27,8 @@ ifneq ($(filter true 1,$(CI)),)
   INSTALL_ARGS += --no-color --progress-bar off
   PYTEST_ARGS += --color=no
 endif
+# Real servers, clocks and memory on a machine that others use: what fails is tried once more, and named as "RERUN".
+PYTEST_ARGS += --reruns 1 --reruns-delay 2 -raR
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

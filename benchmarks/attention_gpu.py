@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quire.kernels.attention import triton as attention
 from quire.kernels.attention import triton_contiguous, triton_decode, triton_plan, triton_prompt
+from quire.kernels.attention.cudnn import contiguous_attention
 from quire.kernels.attention.triton import Tuning
 from quire.kernels.attention.tuning import TUNINGS
 
@@ -63,6 +64,8 @@ def check() -> None:
                        f"{str(heads.dtype)[6:]}", window=window, variant=name, error=found,
                        ok=found < LIMITS[heads.dtype])  # fmt: skip
     check_contiguous(make_case(Heads(), contexts, queries))
+    check_fresh([1024, 1024])
+    check_fresh([1024, 1476])
     check_graph()
     check_bits()
 
@@ -81,6 +84,25 @@ def check_contiguous(case: Case) -> None:
         error=error(out, expected),
         ok=error(out, expected) < 1e-2,
     )
+
+
+def check_fresh(lengths: list[int]) -> None:
+    """Prompts without a cached prefix, by the library's attention: in one call where they are equally long."""
+    case = make_case(Heads(), lengths, lengths)
+    rows, spans = [], []
+    for row, length in enumerate(lengths):
+        spans.append((sum(lengths[:row]), sum(lengths[: row + 1])))
+        at = torch.arange(length, device=DEVICE)
+        blocks = case.block_tables[row].long()[at // case.heads.block_size]
+        rows.append([pages[blocks, at % case.heads.block_size] for pages in case.pages(0)])
+    keys, values = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    heads = torch.cat((case.q, keys, values), 1)  # views of one tensor, as a layer has them
+    q, k, v = heads.split([case.heads.num_heads, case.heads.kv_heads, case.heads.kv_heads], 1)
+    expected = reference(case)
+    out = torch.full_like(expected, float("nan"), dtype=case.heads.dtype)
+    found = error(contiguous_attention(q, k, v, spans, case.arguments(0)[-1], out), expected)
+    ok = found < LIMITS[case.heads.dtype]
+    record("check", what=f"fresh {lengths}", variant="library", error=found, ok=ok)
 
 
 def check_graph() -> None:

@@ -6,13 +6,16 @@ requests (greedy, drawn with a seed, several samples). Run it on every new chip 
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
 RANKS = (1, 8, 17, 64)
 
 Answers = list[list[list[int]]]  # request, sample, token
+Check = Callable[[], tuple[Answers, Answers]]  # what was found, what is right
 
 
 def save_model(name: str, folder: str) -> None:
@@ -75,6 +79,7 @@ class Checker:
         self._folder, self._device = folder, device
 
     def engine(self, device: str | None = None, **settings: Any) -> LLM:
+        gc.collect()  # the engine before has given its memory back
         sizes = {} if "num_blocks" in settings else {"kv_cache_memory_bytes": 100 << 20}
         return LLM(
             self._folder, dtype="float32", quantization="none", device=device or self._device, use_tqdm=False,
@@ -89,15 +94,22 @@ class Checker:
         with self.engine(device) as llm:
             return tokens_of(llm.beam_search(requests()[0][:4], beam_width=4, max_tokens=12))
 
-    def with_adapters(self, device: str | None = None) -> Answers:
-        """Adapters of several ranks and none in one batch, from memory."""
-        with self.engine(device, enable_lora=True) as llm:
-            for rank in RANKS:
+    def with_adapters(self, device: str | None = None, **settings: Any) -> Answers:
+        """Adapters of several ranks and none in one batch, from memory or, with `lora_dir`, from files."""
+        with self.engine(device, enable_lora=True, **settings) as llm:
+            for rank in RANKS if "lora_dir" not in settings else ():
                 llm.add_adapter(f"rank-{rank}", *random_adapter(rank))
             prompts, samplings = requests()
             names = [None, *(f"rank-{rank}" for rank in RANKS)]
             chosen = [names[i % len(names)] for i in range(len(prompts))]
             return tokens_of(llm.generate(prompts, samplings, adapter=chosen, use_tqdm=False))
+
+    def with_adapter_files(self) -> Answers:
+        """Into a pool so small that they evict each other, told apart without a hash."""
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in RANKS:
+                save_adapter(Path(folder, f"rank-{rank}"), rank)
+            return self.with_adapters(lora_dir=folder, num_blocks=60, enable_prefix_caching=False)
 
     def found_again(self) -> Answers:
         """Prompts that were evicted to host memory and come back, asked for twice."""
@@ -123,22 +135,35 @@ def random_adapter(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(shapes)}
 
 
-def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Callable[[], bool]]:
-    wanted = checker.answers("cpu")
-    found: dict[str, Callable[[], bool]] = {
-        name: lambda settings=settings: checker.answers(**settings) == wanted
+def save_adapter(folder: Path, rank: int) -> None:
+    from safetensors.torch import save_file
+
+    tensors, config = random_adapter(rank)
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Check]:
+    with plain_kernels(device):
+        wanted = checker.answers("cpu")
+        beams = checker.beams("cpu")
+        adapted = checker.with_adapters("cpu") if is_llama else []
+    found: dict[str, Check] = {
+        name: lambda settings=settings: (checker.answers(**settings), wanted)
         for name, settings in WAYS.items()
     }
-    found["beams"] = lambda: checker.beams() == checker.beams("cpu")
-    found["evicted prompts come back"] = lambda: checker.found_again() == wanted
+    found["beams"] = lambda: (checker.beams(), beams)
+    found["evicted prompts come back"] = lambda: (checker.found_again(), wanted)
     if is_llama:
-        found["adapters"] = lambda: checker.with_adapters() == checker.with_adapters("cpu")
+        found["adapters"] = lambda: (checker.with_adapters(), adapted)
+        found["adapters from files"] = lambda: (checker.with_adapter_files(), adapted)
     plain: list[Answers] = []
 
-    def drafts_do_not_show(config: str) -> bool:
+    def drafts_do_not_show(config: str) -> tuple[Answers, Answers]:
         if not plain:
             plain.append(checker.answers(deterministic=True))
-        return checker.answers(deterministic=True, speculative_config=config) == plain[0]
+        return checker.answers(deterministic=True, speculative_config=config), plain[0]
 
     found["deterministic, drafted chains"] = lambda: drafts_do_not_show(CHAINS)
     found["deterministic, drafted trees"] = lambda: drafts_do_not_show(TREES)
@@ -147,12 +172,38 @@ def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Callable[
     return found
 
 
-def seen_by_uuid() -> bool:
+@contextmanager
+def plain_kernels(device: str) -> Iterator[None]:
+    """The CPU's answers from plain torch: beside a GPU nobody should wait for a compiler."""
+    if device == "cuda":
+        os.environ["QUIRE_KERNELS"] = "reference"
+    yield
+    os.environ.pop("QUIRE_KERNELS", None)
+
+
+def seen_by_uuid() -> tuple[Answers, Answers]:
     """A process that is given its GPU by UUID finds it and answers."""
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     command = [sys.executable, __file__, "--only", "as it comes", "--models", "llama"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": uuid}
-    return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode == 0
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
+    return [[[done.returncode]]], [[[0]]]
+
+
+def difference(found: Answers, wanted: Answers) -> str | None:
+    """Where two sets of answers part first; None if they do not."""
+    if len(found) != len(wanted):
+        return f"{len(found)} answers, not {len(wanted)}"
+    for request, (some, others) in enumerate(zip(found, wanted, strict=True)):
+        for sample, (mine, right) in enumerate(zip(some, others, strict=False)):
+            for place, (token, other) in enumerate(zip(mine, right, strict=False)):
+                if token != other:
+                    return f"request {request}, sample {sample}, token {place}: {token}, not {other}"
+        if list(map(len, some)) != list(map(len, others)):
+            return (
+                f"request {request}: answers of {list(map(len, some))} tokens, not {list(map(len, others))}"
+            )
+    return None
 
 
 def main() -> None:
@@ -175,32 +226,32 @@ def main() -> None:
                 if options.only in (None, name):
                     rows.append({"model": model, "check": name, **run(check)})
                     print(json.dumps(rows[-1]), flush=True)
+                    write(rows, options)
+                    if "CUDA error" in (rows[-1]["error"] or ""):
+                        sys.exit("the GPU has failed for this process: what follows was not run")
     if not rows:
         parser.error(f"--only {options.only!r} is no line of these models: leave it out to see all names")
-    if options.output:
-        name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
-        record = {
-            "date": date.today().isoformat(),
-            "device": name,
-            "torch": torch.__version__,
-            "checks": rows,
-        }
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(sum(not row["same"] for row in rows))
 
 
-def run(check: Callable[[], bool]) -> dict[str, Any]:
+def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """After every line: a run that is cut off has said what it found."""
+    if options.output is None:
+        return
+    name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
+    record = {"date": date.today().isoformat(), "device": name, "torch": torch.__version__, "checks": rows}
+    options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def run(check: Check) -> dict[str, Any]:
     """An exception is one more way to differ: the other lines are still wanted."""
     started = time.perf_counter()
     try:
-        same, error = check(), None
+        error = difference(*check())
     except Exception as problem:
-        same, error = False, f"{type(problem).__name__}: {problem}"[:500]
-    return {
-        "same": same,
-        "seconds": round(time.perf_counter() - started, 1),
-        **({"error": error} if error else {}),
-    }
+        traceback.print_exc()
+        error = f"{type(problem).__name__}: {problem}"[:500]
+    return {"same": error is None, "seconds": round(time.perf_counter() - started, 1), "error": error}
 
 
 if __name__ == "__main__":

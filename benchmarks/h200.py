@@ -53,17 +53,28 @@ def _options() -> argparse.Namespace:
 
 def _spawn(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "rows.json")
+        result = part_file(options.output, folder)
         command = [sys.executable, __file__, "--child", shape, "--output", str(result)]
         command += ["--cases", options.cases or ",".join(workloads.ROWS[shape])]
         command += ["--repeats", str(options.repeats), "--settings", _settings(options)]
         if options.profile:
             command += ["--profile", options.profile]
         done = subprocess.run([*command, "--began", repr(time.time())], check=False)
-        if done.returncode or not result.exists():
+        if done.returncode:
             print(f"{shape}: ended with {done.returncode}", flush=True)
-            return []
-        return json.loads(result.read_text())
+        return take_rows(result)
+
+
+def part_file(output: str | None, folder: str) -> Path:
+    """Where a child writes its rows: beside the output, so that a run that is cut off leaves them there."""
+    return Path(f"{output}.part" if output else f"{folder}/rows.json")
+
+
+def take_rows(part: Path) -> list[dict[str, Any]]:
+    """What a child has written, however it ended."""
+    rows = json.loads(part.read_text()) if part.exists() else []
+    part.unlink(missing_ok=True)
+    return rows
 
 
 def _settings(options: argparse.Namespace) -> str:

@@ -19,10 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import workloads
+from h200 import part_file, take_rows
 
 RANKS = (8, 16, 32, 64)
 TOUCHED = 100  # adapters that a skewed case draws from, at most
-DEFAULT = "base,enabled,100,1000,2000skewed"
+DEFAULT = (
+    "base,base,enabled,100,100,1000,2000skewed"  # a second run finds kernels loaded, and adapters in pages
+)
 
 
 def main(words: list[str] | None = None) -> None:
@@ -33,7 +36,7 @@ def main(words: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     cases = options.cases.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        result, adapters = Path(folder, "rows.json"), Path(folder, "adapters")
+        result, adapters = part_file(options.output, folder), Path(folder, "adapters")
         for some in ([c for c in cases if c == "base"], [c for c in cases if c != "base"]):
             if not some:
                 continue
@@ -62,10 +65,7 @@ def main(words: list[str] | None = None) -> None:
             done = subprocess.run([*command, "--began", repr(time.time())], check=False)
             if done.returncode:
                 print(f"{some}: ended with {done.returncode}", flush=True)
-            if not result.exists():
-                continue
-            rows += json.loads(result.read_text())
-            result.unlink()
+            rows += take_rows(result)
             if options.output:
                 Path(options.output).write_text(json.dumps(rows, indent=1) + "\n")
     _compare(rows)
@@ -131,7 +131,7 @@ def _run(options: argparse.Namespace) -> None:
 
     cases = options.cases.split(",")
     settings = {"enable_prefix_caching": False, **json.loads(options.settings)}
-    if cases != ["base"]:
+    if set(cases) != {"base"}:
         settings["lora_dir"] = options.adapters
         settings["lora_modules"] = {
             f"adapter-{i}": f"{options.adapters}/adapter-{i}" for i in range(len(RANKS))

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file")
     options = parser.parse_args()
     began = time.perf_counter()
-    checked = {"deterministic": speculate_fixed.check(options.device)}
+    checked: dict[str, Any] = {"deterministic": speculate_fixed.check(options.device)}
     if options.only is None:
         checked |= _check(options.device)
     print(json.dumps({"checked": checked}), flush=True)
@@ -53,6 +53,7 @@ def main() -> None:
     if options.output:
         Path(options.output).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(record, ensure_ascii=False))
+    sys.exit(len(checked["deterministic"]["failures"]))
 
 
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
@@ -123,11 +124,13 @@ def _case(
 
     prompts = workloads.prompts([(PROMPT, tokens)] * batch, shape["vocab_size"])
     answers = {(tuple(prompt), 0): [WORD] * tokens for prompt in prompts}
-    proposer = SyntheticProposer(answers, shape["vocab_size"], agreement, RESCUE)
     speculation, stats = llm.engine.speculation, llm.engine.stats
-    speculation.propose_with(proposer, Shape(length, width))
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logit_bias={WORD: 100.0})
     for _ in range(2):
+        proposer = SyntheticProposer(
+            answers, shape["vocab_size"], agreement, RESCUE
+        )  # the same steps both times
+        speculation.propose_with(proposer, Shape(length, width))
         steps = stats.num_steps
         before = speculation.stats.num_accepted_tokens, speculation.stats.num_drafts
         began = time.perf_counter()

@@ -128,3 +128,22 @@ def _parts(folder) -> tuple[dict, bytes]:
 def _write(folder, header, data: bytes) -> None:
     text = json.dumps(header).encode()
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_without_hashes_a_file_is_told_from_another_by_which_it_is(folder, tmp_path_factory):
+    """Where nothing is kept of what adapters computed; what was read is the same."""
+    hashed, plain = (Reader(SITES, BlockShape(4096, torch.float32, 16), hashed=one) for one in (True, False))
+    save_file(random_tensors(1, 5), folder / WEIGHTS)
+    first = plain.read_folder("a", folder)
+    assert torch.equal(first.blocks, hashed.read_folder("a", folder).blocks)
+    assert plain.read_folder("a", folder).content == first.content
+    other = tmp_path_factory.mktemp("other")
+    (other / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
+    (other / WEIGHTS).hardlink_to(folder / WEIGHTS)  # the same numbers under another name
+    assert plain.read_folder("b", other).content == first.content
+    save_file(random_tensors(2, 5), folder / "new")
+    (folder / "new").replace(folder / WEIGHTS)
+    assert plain.read_folder("a", folder).content != first.content
+    tensors = random_tensors(1, 5)
+    from_memory = [plain.read_tensors("c", one, config(5)).content for one in (tensors, random_tensors(2, 5))]
+    assert from_memory[0] == plain.read_tensors("c", tensors, config(5)).content != from_memory[1]

@@ -441,7 +441,7 @@ def test_embedding_lora_agrees(kernel: Kernel, ids_dtype: torch.dtype) -> None:
     )
 
 
-@_parametrize("lora_pack")
+@_parametrize("lora_pack", ("cpu", "host"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_adapters_are_packed_with_the_bits_of_the_reference(

@@ -34,6 +34,9 @@ class _Event:
     def synchronize(self) -> None:
         self.waited = True
 
+    def query(self) -> bool:
+        return self.waited
+
 
 def test_only_bytes_whose_copy_was_made_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     staging = Staging(64, pin=False)
@@ -49,3 +52,16 @@ def test_only_bytes_whose_copy_was_made_are_written_again(monkeypatch: pytest.Mo
     wide = torch.zeros(1, 40, dtype=torch.uint8)
     staging.copy(torch.zeros_like(wide), wide)  # behind the newest: over the next three
     assert [event.waited for event in _Event.made] == [True, True, True, True, False, False]
+
+
+def test_copies_that_were_made_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small pieces of a large memory: none is looked through again."""
+    staging = Staging(1 << 20, pin=False)
+    staging._pinned = True
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(_Event, "made", [])
+    source = torch.zeros(1, 16, dtype=torch.uint8)
+    for _ in range(100):
+        staging.copy(torch.zeros_like(source), source)
+        _Event.made[-1].waited = True
+    assert len(staging._pieces) <= 1

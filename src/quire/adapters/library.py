@@ -19,9 +19,8 @@ from quire.adapters.sites import Sites
 from quire.core.errors import AdapterError
 
 NAMED = 5  # known adapters that an error names
-LOADING = (
-    8  # being read at a time, at least: they are asked for once per step, and a step is several reads long
-)
+# Being read at a time, at least and for each thread: they are asked for once per step, which is several reads long.
+LOADING, LOADING_PER_THREAD = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class Library:
             if num_threads > 1
             else None,  # each does its own work
         )
-        self._max_loading = max(2 * num_threads, LOADING)
+        self._max_loading = max(LOADING_PER_THREAD * num_threads, LOADING)
         self._loading: set[str] = set()
         self._retired: list[str] = []  # keys that nobody uses any more
         self.stats = LibraryStats()

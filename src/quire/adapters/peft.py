@@ -19,7 +19,7 @@ from quire.adapters.settings import LoraSettings, check_rank, read_settings
 from quire.adapters.sites import Sites
 from quire.adapters.stored import Stored, find_tensors, gather, read_file, tensors_of
 from quire.core.errors import AdapterError
-from quire.kernels import choose
+from quire.kernels import choose, huge_pages
 from quire.kernels.lora_pack.records import Places
 
 CONFIG = "adapter_config.json"
@@ -39,7 +39,7 @@ class PackedAdapter:
     blocks: Tensor  # [num_blocks, block_bytes] uint8
     tiles: Tiles
     scales: tuple[float, ...]  # [S]
-    content: str  # a hash of everything that it computes
+    content: str  # a hash of everything that it computes, or of which file it is: see Reader.hashed
     rank: int  # its largest
 
     @property
@@ -76,6 +76,9 @@ class Reader:
     sites: Sites
     block: BlockShape
     max_rank: int | None = None
+    hashed: bool = (
+        True  # False: nobody keeps what an adapter computed, so a file need not be told by its numbers
+    )
     kernel: ModuleType = field(default_factory=partial(choose, "lora_pack", "cpu"), compare=False)
     layouts: OrderedDict[tuple[str, bytes], Layout] = field(default_factory=OrderedDict, compare=False)
 
@@ -84,14 +87,14 @@ class Reader:
         file = read_file(name, folder / WEIGHTS)
         layout = self.layouts.get((config, file.header))
         if layout is not None and layout.num_bytes == len(file.data):
-            return self._packed(name, layout, file.data)
+            return self._packed(name, layout, file.data, file.identity)
         settings = read_settings(name, parse_config(name, folder, config))
         found = find_tensors(name, file)
         if any(one.dtype is torch.float64 or one.offset % one.dtype.itemsize for one in found.values()):
             return self._from_tensors(name, settings, tensors_of(file, found))
         layout = self._layout(name, settings, found, len(file.data))
         self._remember((config, file.header), layout)
-        return self._packed(name, layout, file.data)
+        return self._packed(name, layout, file.data, file.identity)
 
     def read_tensors(
         self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
@@ -109,9 +112,11 @@ class Reader:
         while len(self.layouts) > MAX_LAYOUTS:
             self.layouts.popitem(last=False)
 
-    def _packed(self, name: str, layout: Layout, data: Tensor) -> PackedAdapter:
+    def _packed(
+        self, name: str, layout: Layout, data: Tensor, identity: bytes | None = None
+    ) -> PackedAdapter:
         tiles, dtype = layout.tiles, self.block.dtype
-        blocks = torch.zeros(tiles.num_blocks, self.block.num_bytes, dtype=torch.uint8)
+        blocks = _new_blocks(tiles.num_blocks, self.block.num_bytes)
         wrong = self.kernel.pack(data, layout.places, blocks.view(-1), dtype)
         if wrong >= 0:
             raise AdapterError(
@@ -120,7 +125,8 @@ class Reader:
             )
         shapes = _shapes(layout.matrices)
         digest = hashlib.sha256(repr((shapes, layout.scales, str(dtype))).encode())
-        digest.update(blocks.view(-1).numpy())  # type: ignore[arg-type]  # an array is a buffer
+        # Hashing takes longer than reading and packing together.
+        digest.update(blocks.view(-1).numpy() if self.hashed or identity is None else identity)  # type: ignore[arg-type]
         return PackedAdapter(blocks, tiles, layout.scales, digest.hexdigest(), layout.rank)
 
     def _layout(
@@ -174,6 +180,13 @@ class Reader:
             )
         check_rank(name, module, rank, self.max_rank)
         return Matrices(index, module, a, b, settings.scale_of(module))
+
+
+def _new_blocks(count: int, num_bytes: int) -> Tensor:
+    """Zeros, in huge pages that they have to themselves: others would come back only with all that is in them."""
+    if huge_pages.is_alone(count * num_bytes):
+        return huge_pages.zeros(count, num_bytes, dtype=torch.uint8)
+    return torch.zeros(count, num_bytes, dtype=torch.uint8)
 
 
 def _shapes(matrices: tuple[Matrices, ...]) -> tuple[tuple[int, int, int, int], ...]:

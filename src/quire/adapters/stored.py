@@ -46,6 +46,7 @@ class WeightsFile:
     path: Path
     header: bytes  # names, types, shapes and places, as JSON
     data: Tensor  # [bytes] uint8
+    identity: bytes  # of what was opened: another file has another, and so has this one once it is written to
 
 
 class _Memory(threading.local):
@@ -73,7 +74,8 @@ def read_file(name: str, path: Path) -> WeightsFile:
         )
     try:
         with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            size = status.st_size
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if length > min(size - 8, LARGEST_HEADER):
@@ -83,7 +85,7 @@ def read_file(name: str, path: Path) -> WeightsFile:
             _fill(file, data)
     except (OSError, EOFError) as error:
         raise _unreadable(name, path, error) from error
-    return WeightsFile(path, header, data)
+    return WeightsFile(path, header, data, _identity(status))
 
 
 def find_tensors(name: str, file: WeightsFile) -> dict[str, Stored]:
@@ -127,6 +129,10 @@ def gather(tensors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Stored]]:
         pieces += [piece, piece.new_zeros(-len(piece) % ALIGNMENT)]
         used += len(piece) + len(pieces[-1])
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8), found
+
+
+def _identity(status: os.stat_result) -> bytes:
+    return repr((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)).encode()
 
 
 def _stored(entry: Mapping[str, Any]) -> Stored:

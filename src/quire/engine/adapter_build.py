@@ -15,7 +15,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.adapters import Adapters
 from quire.engine.resolve import Numbers
-from quire.kernels.registry import REFERENCE, choose, load
+from quire.kernels.registry import REFERENCE, choose
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraSite
 from quire.layers.lora_sites import install_sites
@@ -32,7 +32,7 @@ from quire.runner.swap import PageMover
 
 HOST_LIMIT = 16 * 2**30  # bytes of host copies, where nobody set a limit
 PEEKED = 16  # named adapters whose configs are looked at before graphs are captured
-GPU_THREADS, CPU_THREADS = 8, 1  # that read adapters
+GPU_THREADS, CPU_THREADS = 12, 1  # that read adapters: a GPU's host has cores to spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ def build_adapters(
         return None
     if config.memory.reservation != "paged":
         raise ConfigError(f"adapters need pages, not reservation={config.memory.reservation!r}: choose paged")
-    return _build(config.adapters, model, factory, pool, numbers, limits)
+    hashed = config.memory.enable_prefix_caching
+    return _build(config.adapters, model, factory, pool, numbers, limits, hashed)
 
 
 def serve_adapters(
@@ -81,6 +82,7 @@ def _build(
     pool: Pool,
     numbers: Numbers,
     limits: RunnerLimits,
+    hashed: bool,
 ) -> BuiltAdapters:
     """Named adapters are only looked for, not read: a start is no longer for a thousand of them."""
     if pool.layout.block_bytes % ALIGNMENT:
@@ -103,8 +105,8 @@ def _build(
         Sites([Site(site.name, site.num_inputs, site.num_outputs, site.is_embedding) for site in sites]),
         BlockShape(pool.layout.block_bytes, dtype, pool.layout.block_size),
         config.max_lora_rank,
-        # nothing is compiled for a GPU's host: there are cores to spare, and a start must be quick
-        load("lora_pack", REFERENCE) if on_gpu else choose("lora_pack", numbers.device),
+        hashed,
+        choose("lora_pack", numbers.device),
     )
     library = Library(
         reader,

@@ -33,6 +33,7 @@ from quire.engine.speculation import Speculation
 from quire.engine.vocabulary import model_vocabulary
 from quire.grammar.compiler import Compiler
 from quire.kernels import native
+from quire.kernels.registry import forces_reference
 from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
 from quire.memory.choose import make_memory
@@ -326,7 +327,7 @@ def set_threads(asked: int | None, numbers: Numbers) -> int:
     num_threads = asked or native.default_num_threads()
     if numbers.device.type != "cpu":
         return num_threads
-    has_native = native.available()
+    has_native = not forces_reference() and native.available()
     if has_native:
         native.set_num_threads(num_threads)
     torch.set_num_threads(1 if has_native and numbers.format.native else num_threads)

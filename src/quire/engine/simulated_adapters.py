@@ -126,7 +126,7 @@ def size_adapters(
         Sites([Site(site.name, site.num_inputs, site.num_outputs, site.is_embedding) for site in sites]),
         BlockShape(block_bytes, dtype, config.memory.block_size),
         options.max_lora_rank,
-        load("lora_pack", REFERENCE),
+        kernel=load("lora_pack", REFERENCE),
     )
     library = Library(
         reader,

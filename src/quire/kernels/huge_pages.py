@@ -10,6 +10,7 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 REGION = 32 << 20
+SMALLEST_ALONE = REGION // 2  # bytes
 ALIGNMENT = 64
 
 
@@ -23,7 +24,7 @@ class Regions:
 
     def take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
         """(mapping, offset) of `num_bytes` zeroed bytes that nobody else has."""
-        if num_bytes >= REGION // 2:
+        if is_alone(num_bytes):
             return _map(num_bytes), 0
         with self._lock:
             if self._region is None or self._used + num_bytes > REGION:
@@ -34,6 +35,11 @@ class Regions:
 
 
 _regions = Regions()
+
+
+def is_alone(num_bytes: int) -> bool:
+    """Whether a tensor of so many bytes shares its pages with no other."""
+    return num_bytes >= SMALLEST_ALONE
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:

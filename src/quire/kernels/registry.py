@@ -23,7 +23,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "int8_linear": (("cpu", "cpu"),),
     "invariant_linear": (("triton", "cuda"),),
     "lora": (("cpu", "cpu"), ("triton", "cuda")),
-    "lora_pack": (("cpu", "cpu"),),
+    "lora_pack": (("cpu", "cpu"), ("host", "cuda")),
     "narrow_linear": (("triton", "cuda"),),
     "norm": (("cpu", "cpu"), ("triton", "cuda")),
     "pages": (("cpu", "cpu"), ("triton", "cuda")),
@@ -31,6 +31,11 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "sample": (("cpu", "cpu"), ("triton", "cuda")),
     "trees": (("triton", "cuda"),),
 }
+
+
+def forces_reference() -> bool:
+    """Whether the user asked for plain torch."""
+    return os.environ.get("QUIRE_KERNELS", "") == REFERENCE
 
 
 def operations() -> tuple[str, ...]:
@@ -56,7 +61,7 @@ def choose(operation: str, device: str | torch.device) -> ModuleType:
     The answer may be kept: call this when a layer is built, not when it runs.
     """
     kind = torch.device(device).type
-    if os.environ.get("QUIRE_KERNELS", "") != REFERENCE:
+    if not forces_reference():
         for name, alternative_kind in _ALTERNATIVES.get(operation, ()):
             if alternative_kind == kind and _can_run(name):
                 return load(operation, name)
@@ -66,6 +71,8 @@ def choose(operation: str, device: str | torch.device) -> ModuleType:
 def _can_run(alternative: str) -> bool:
     if alternative == "cpu":
         return native.available()
+    if alternative == "host":
+        return True
     return importlib.util.find_spec("triton") is not None and (
         torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     )

@@ -13,7 +13,9 @@ class PinnedMemory:
     """Pinned once and as a whole, in huge pages: registering page by page would take most of a start."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.bytes: Tensor = huge_pages.zeros(num_bytes, dtype=torch.uint8)  # [num_bytes]
+        # in a mapping of its own: a page cannot be pinned twice, and small pieces share theirs with others
+        alone = max(num_bytes, huge_pages.SMALLEST_ALONE)
+        self.bytes: Tensor = huge_pages.zeros(alone, dtype=torch.uint8)[:num_bytes]
         if device.type != "cuda":
             return
         self.bytes.zero_()  # by many threads: the pages are there before the driver asks for them one by one

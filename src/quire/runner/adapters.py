@@ -277,7 +277,11 @@ class AdapterSlots:
 
     def _sent(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if self.side is None else tensor.pin_memory().to(self._device, non_blocking=True)
+        if self._staging is None:
+            return tensor
+        sent = torch.empty_like(tensor, device=self._device)
+        self._staging.copy(_one_line(sent), _one_line(tensor))
+        return sent
 
     # ------------------------------------------------------------------ batches
 
@@ -323,6 +327,11 @@ class AdapterSlots:
 
     def _batch(self, segments: LoraSegments) -> LoraBatch:
         return LoraBatch(self.tables, segments, self.kinds)
+
+
+def _one_line(tensor: Tensor) -> Tensor:
+    """[1, bytes] uint8"""
+    return tensor.view(-1).view(torch.uint8).unsqueeze(0)
 
 
 def _runs(block_ids: Ints) -> Iterator[tuple[int, int, int]]:

@@ -46,6 +46,7 @@ class Staging:
         """So many bytes whose last copy was made."""
         if num_bytes > len(self._memory):
             raise ValueError(f"{num_bytes} bytes do not fit a staging memory of {len(self._memory)}")
+        self._forget_copied()
         first = self._next if self._next + num_bytes <= len(self._memory) else 0
         last = first + num_bytes
         # Pieces lie in the order of their copies: whatever is older than one that overlaps is done as well.
@@ -55,3 +56,8 @@ class Staging:
                 oldest.copied.synchronize()
         self._next = last
         return self._memory[first:last]
+
+    def _forget_copied(self) -> None:
+        """Pieces whose copies were made: many small ones would be looked through for every new one."""
+        while self._pieces and (copied := self._pieces[0].copied) is not None and copied.query():
+            self._pieces.popleft()

@@ -18,8 +18,8 @@ def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> 
     for site, numbers in enumerate(places.sites.tolist()):
         rank, inputs, outputs, tile_ranks, a_offset, a_code, b_offset, b_code = numbers
         written = torch.float32 if dtype is torch.int8 else dtype
-        a = _matrix(source, a_offset, SOURCES[a_code], rank, inputs).to(written)
-        b = _matrix(source, b_offset, SOURCES[b_code], outputs, rank).to(written).t()
+        a = matrix_at(source, a_offset, SOURCES[a_code], rank, inputs).to(written)
+        b = matrix_at(source, b_offset, SOURCES[b_code], outputs, rank).to(written).t()
         for which, matrix in enumerate((a, b)):
             if not bool(torch.isfinite(matrix).all()):
                 return 2 * site + which
@@ -42,7 +42,8 @@ def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> 
     return -1
 
 
-def _matrix(source: Tensor, offset: int, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+def matrix_at(source: Tensor, offset: int, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    """[rows, columns] at a byte of the source; a view if it is aligned."""
     piece = source[offset : offset + rows * columns * dtype.itemsize]
     if piece.data_ptr() % dtype.itemsize:  # a view needs its alignment
         piece = piece.clone()
