@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     if importlib.util.find_spec("triton") is None:
         print("Triton is not installed: pip install triton", file=sys.stderr)
         return NOTHING_DONE
-    os.environ.pop("TRITON_INTERPRET", None)  # it would make functions of all kernels
+    for name in ("TRITON_INTERPRET", "QUIRE_KERNELS"):  # with these there would be nothing to compile
+        os.environ.pop(name, None)
     return _compile(options.only, options.each, options.arch, options.jobs)
 
 

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from tools.compile_kernels.record import AbsentDevice, Variant, resolve
 
 WORDS_KEPT = 2000  # characters of a compiler's complaint
-_DIED = "the compiler died: see its last words above, or run this kernel alone with --only"
+_DIED = "the compiler took its process down without a word: make the case smaller until it speaks"
 _SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 
