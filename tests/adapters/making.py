@@ -1,6 +1,9 @@
 """Random adapters for a model of these tests, without PEFT: quick, and of any shape."""
 
 import json
+import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +71,44 @@ def write_model(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA_SHAPE))
     return folder
+
+
+class HeldAdapter:
+    """An adapter whose config is a pipe: whoever reads it waits, as for a slow disk, until it is let go."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: as `write` left it."""
+        self._pipe = folder / "adapter_config.json"
+        self._text = self._pipe.read_bytes()
+        self._pipe.unlink()
+        os.mkfifo(self._pipe)
+        self._end: int | None = None
+
+    def wait_for_reader(self, seconds: float = 30.0) -> None:
+        """Until someone reads it, and waits."""
+        deadline = time.monotonic() + seconds
+        while self._end is None:
+            try:
+                self._end = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:  # nobody reads
+                assert time.monotonic() < deadline, "nobody reads the adapter"
+                time.sleep(0.005)
+
+    def let_go(self) -> None:
+        """The reader gets what the file would hold, and it is a file from now on."""
+        self.wait_for_reader()
+        assert self._end is not None
+        os.write(self._end, self._text)
+        whole = self._pipe.with_name("whole")
+        whole.write_bytes(self._text)
+        whole.rename(self._pipe)
+        self.drop()
+
+    def drop(self) -> None:
+        """The reader, if there is one, gets nothing more."""
+        if self._end is None and self._pipe.is_fifo():
+            with suppress(OSError):
+                self._end = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+        if self._end is not None:
+            os.close(self._end)
+        self._end = None

@@ -132,11 +132,25 @@ def test_unknown_names_and_paths_outside_are_refused(library, tmp_path):
             library.resolve(name)
     for path in (str(outside), "../outside", "a0/../../outside", "link"):
         with pytest.raises(AdapterError, match="outside"):
-            library.load("mine", path)
-    library.load("mine", "a3")
-    assert library.resolve("mine")
+            library.folder_at("mine", path)
+    assert library.folder_at("mine", "a3") == tmp_path / "many" / "a3"
     with pytest.raises(AdapterError, match="lora_dir"):
-        Library(READER, HostLimits(10**9)).load("mine", str(outside))
+        Library(READER, HostLimits(10**9)).folder_at("mine", str(outside))
+
+
+def test_what_is_prepared_has_no_name_before_it_is_published_and_leaves_nothing_when_discarded(
+    library, tmp_path
+):
+    kept, dropped = (library.prepare("mine", tmp_path / "many" / name) for name in ("a3", "a4"))
+    with pytest.raises(AdapterError, match="no adapter"):
+        library.resolve("mine")
+    for key in (kept, dropped):
+        assert _wait(library, key).rank == 4
+    library.publish(kept)
+    assert library.resolve("mine") == kept
+    library.discard(dropped)
+    assert library.take_retired() == [dropped]
+    assert (library.resolve("mine"), library.num_held) == (kept, 1)
 
 
 def test_a_changed_adapter_is_another_and_an_unloaded_one_is_gone(library, tmp_path):

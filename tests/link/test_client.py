@@ -15,6 +15,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, WeightsError
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
+from quire.link import supervise
 from quire.link.admission import Ask, Bounds
 from quire.link.client import EngineClient
 from quire.link.stream import Stream
@@ -139,6 +140,32 @@ def test_a_model_that_cannot_be_loaded_is_one_clear_error_of_its_own_kind():
         finally:
             await client.close()
 
+    asyncio.run(run())
+
+
+LINGERING = """
+import sys, time
+from quire.link.channel import WorkerChannel
+from quire.link.messages import Failed
+WorkerChannel(sys.argv[1]).send(Failed("WeightsError", "its last words"))
+time.sleep(600)
+"""
+
+
+def test_an_engine_that_said_why_it_stops_and_does_not_end_is_killed(monkeypatch):
+    """A thread of it may wait for a file for ever."""
+
+    async def spawn(_config: EngineConfig, path: str, _pipe: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", LINGERING, path)
+
+    async def run() -> None:
+        client = EngineClient(EngineConfig.of(), Bounds(8))
+        with pytest.raises(WeightsError, match="its last words"):
+            await client.start()
+        await client.close()
+
+    monkeypatch.setattr(supervise, "_spawn", spawn)
+    monkeypatch.setattr(supervise, "CLOSE_SECONDS", 0.1)
     asyncio.run(run())
 
 

@@ -14,7 +14,7 @@ from tests.server.running import ADMIN_KEY, MODEL
 OPERATOR = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
-def _write(folder: Path, seed: int, **changes: object) -> Path:
+def write_adapter(folder: Path, seed: int, **changes: object) -> Path:
     """A strong random adapter for the built-in model's q projections."""
     folder.mkdir(parents=True)
     config = {
@@ -38,10 +38,10 @@ def _write(folder: Path, seed: int, **changes: object) -> Path:
 
 @pytest.fixture
 def adapted(start_server, tmp_path):
-    one = _write(tmp_path / "apart" / "one", 1)
+    one = write_adapter(tmp_path / "apart" / "one", 1)
     for seed, name in enumerate(("lazy", "spare"), start=2):
-        _write(tmp_path / "many" / name, seed)
-    _write(tmp_path / "many" / "dora", 9, use_dora=True)
+        write_adapter(tmp_path / "many" / name, seed)
+    write_adapter(tmp_path / "many" / "dora", 9, use_dora=True)
     return start_server("--lora-modules", f"one={one}", "--lora-dir", str(tmp_path / "many"))
 
 

@@ -109,8 +109,8 @@ class Library:
             raise AdapterError(f"adapter {name!r}: there is no folder {folder}")
         self._set(name, Entry(self._new_key(name), name, folder, _signature(folder)))
 
-    def load(self, name: str, path: str) -> None:
-        """As `register`, from a path that someone sent: read at once, and only from inside the allowed folder."""
+    def folder_at(self, name: str, path: str) -> Path:
+        """The folder that a path means which someone sent. AdapterError unless it lies inside the allowed one."""
         if self._folder is None:
             raise AdapterError(
                 "adapters can be loaded at run time only from a folder that lora_dir names: set it",
@@ -124,9 +124,22 @@ class Library:
             )
         if not folder.is_dir():
             raise AdapterError(f"adapter {name!r}: there is no folder {path}", "lora_path")
+        return folder
+
+    def prepare(self, name: str, folder: Path) -> str:
+        """The key of what the folder holds, for `want` to read. The name does not mean it before `publish`."""
         entry = Entry(self._new_key(name), name, folder, _signature(folder))
-        self._keep(entry, self._reader.read_folder(name, folder))
-        self._set(name, entry)
+        self._entries[entry.key] = entry
+        return entry.key
+
+    def publish(self, key: str) -> None:
+        """From now on the name means what was prepared under this key."""
+        entry = self._entries[key]
+        self._set(entry.name, entry)
+
+    def discard(self, key: str) -> None:
+        """What was prepared is not wanted any more."""
+        self._retire(self._entries[key])
 
     def add(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         """From memory: checked and packed at once, never written to disk, kept until it is removed."""
@@ -317,6 +330,8 @@ class Library:
 
     def _drop(self, entry: Entry) -> None:
         self._let_go(entry)
+        if entry.loading is not None:
+            entry.loading.cancel()  # nobody will take it; one that has begun cannot be stopped
         self._loading.discard(entry.key)
         self._entries.pop(entry.key, None)
         self._retired.append(entry.key)

@@ -86,7 +86,7 @@ def _plan(shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> T
     offsets = np.zeros((2, num_sites, MAX_TILES), np.int64)
     tile_ranks = np.zeros(num_sites, np.int32)
     used: list[int] = []  # elements of each block
-    first_open = 0
+    first_fits: dict[int, int] = {}  # by size: no block before this one will ever have room again
     for i, (_, rank, num_inputs, num_outputs) in enumerate(shapes):
         widest = max(num_inputs + block.scale_elements, num_outputs)
         in_tile = min(TILE_RANKS, block.num_elements // widest)
@@ -99,16 +99,14 @@ def _plan(shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> T
             for tile, first in enumerate(range(0, rank, in_tile)):
                 size = _tile_elements(min(in_tile, rank - first), width, block, is_a=which == 0)
                 size = min(-(-size // align) * align, block.num_elements)
-                place = next(
-                    (b for b in range(first_open, len(used)) if used[b] + size <= block.num_elements),
-                    len(used),
-                )
+                place = first_fits.get(size, 0)
+                while place < len(used) and used[place] + size > block.num_elements:
+                    place += 1
+                first_fits[size] = place
                 if place == len(used):
                     used.append(0)
                 blocks[which, i, tile], offsets[which, i, tile] = place, used[place]
                 used[place] += size
-                while first_open < len(used) and block.num_elements - used[first_open] < align:
-                    first_open += 1
     return Tiles(
         sites=np.array([shape[0] for shape in shapes], np.int64),
         ranks=np.array([shape[1] for shape in shapes], np.int32),

@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from quire.adapters.library import Library
+from quire.core.errors import AdapterError
+from quire.engine.adapter_loads import AdapterLoads
 from quire.memory.interface import Memory
 from quire.scheduler.adapter_line import AdapterLine
 from quire.scheduler.merge_line import MergeLine
@@ -46,6 +48,7 @@ class Adapters:
     ) -> None:
         self.library = library
         self.line = (MergeLine if merge else AdapterLine)(library, memory, max_adapters)
+        self._loads = AdapterLoads(library)
         self._pages = memory.adapter_pages
         self._keys: dict[str, str] = {}  # by request
         self._named_at = 0.0
@@ -68,13 +71,35 @@ class Adapters:
         self.library.add(name, tensors, config)
         self._drop_retired()
 
-    def load(self, name: str, path: str) -> None:
-        self.library.load(name, path)
+    def load(self, name: str, path: str) -> Future[None]:
+        """Ends in a later step: requests can name it, or AdapterError. A path that is not allowed raises at once."""
+        return self._loads.start(name, path)
+
+    def restore(self, name: str, path: str) -> None:
+        """As `load`, for one that was loaded before: its name is known at once, and who names it waits for its file."""
+        self.library.register(name, self.library.folder_at(name, path))
         self._drop_retired()
 
     def remove(self, name: str) -> None:
-        self.library.remove(name)
+        """What is being loaded under that name is given up too."""
+        given_up = self._loads.cancel(name)
+        try:
+            self.library.remove(name)
+        except AdapterError:
+            if not given_up:
+                raise
         self._drop_retired()
+
+    @property
+    def are_loading(self) -> bool:
+        """Whether someone waits for a load."""
+        return self._loads.num_waiting > 0
+
+    def finish_loads(self) -> None:
+        """Tells those whose adapters were read, or could not be."""
+        if self._loads.num_waiting:
+            self._loads.look()
+            self._drop_retired()
 
     def wait(self) -> None:
         """Nothing can run before a file is read: a moment of patience."""
@@ -116,6 +141,7 @@ class Adapters:
         return tuple(sorted({self.library.name_of(key) for key in keys})[:MAX_NAMES])
 
     def close(self) -> None:
+        self._loads.close()
         self.library.close()
 
     def _drop_retired(self) -> None:

@@ -176,7 +176,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight or self.num_compiling)
+        loading = self.adapters is not None and self.adapters.are_loading
+        return self.scheduler.has_work or bool(self._in_flight or self.num_compiling) or loading
 
     @property
     def num_compiling(self) -> int:
@@ -198,6 +199,7 @@ class Engine:
             updates += self._fail_adapters(self.adapters)
             if planned is None and not self._in_flight:
                 self.adapters.wait()
+            self.adapters.finish_loads()
         if planned is not None:
             try:
                 self._runner.launch(planned.step)

@@ -52,6 +52,8 @@ def _state() -> NativeState | None:
     library.quire_operation.restype = ctypes.c_void_p
     library.quire_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.quire_call.restype = None
+    library.quire_call_aside.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.quire_call_aside.restype = None
     library.quire_replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.quire_replay.restype = None
     library.quire_set_num_threads.argtypes = [ctypes.c_int]
@@ -155,10 +157,10 @@ def call(name: str, arguments: tuple[int, ...], tensors: tuple[Tensor | None, ..
 
 
 def call_aside(name: str, arguments: tuple[int, ...]) -> None:
-    """Runs an operation of one thread beside whatever else runs; never part of a tape."""
+    """Runs an operation of one thread beside whatever else runs, which does not wait for it; never part of a tape."""
     state = loaded()
     packed = array("q", arguments)
-    state.library.quire_call(state.addresses.get(name) or _find(state, name), packed.buffer_info()[0])
+    state.library.quire_call_aside(state.addresses.get(name) or _find(state, name), packed.buffer_info()[0])
 
 
 def _find(state: NativeState, name: str) -> int:

@@ -42,12 +42,13 @@ class NamedAdapters:
         if name in self._named:
             self._unloaded.add(name)
 
-    def changes(self) -> list[tuple[str, ...]]:
-        """What a new engine must be told: ("load", name, path) and ("unload", name)."""
-        return [
-            *(("load", name, path) for name, path in self._loaded.items()),
-            *(("unload", name) for name in self._unloaded),
-        ]
+    def loaded_paths(self) -> list[tuple[str, str]]:
+        """Names and paths that a new engine must be told."""
+        return list(self._loaded.items())
+
+    def unloaded_names(self) -> list[str]:
+        """Named in the config, which a new engine reads again."""
+        return list(self._unloaded)
 
     @staticmethod
     def _lies_in(folder: str, name: str) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest
@@ -24,6 +25,7 @@ from quire.link.messages import (
     Ready,
     Refused,
     ResetPrefixCache,
+    RestoreAdapter,
     Stop,
     UnloadAdapter,
     Updates,
@@ -53,6 +55,7 @@ class EngineClient(EngineProcess[SequenceUpdate]):
         self.adapters = NamedAdapters(config.adapters)
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Done]] = {}
+        self._changes: dict[int, Callable[[], None]] = {}  # by call: what its success means on this side
 
     async def start(self) -> Ready:
         """Returns when the engine can serve; raises one clear line if it never will."""
@@ -108,31 +111,48 @@ class EngineClient(EngineProcess[SequenceUpdate]):
         return (await self._call(AskFigures)).figures
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Raises InvalidRequest with the reason if it cannot be served."""
-        done = await self._call(LoadAdapter, name, path)
+        """Returns when requests can name it. Raises InvalidRequest with the reason if it cannot be served."""
+        change = partial(self.adapters.loaded, name, path)
+        done = await self._call(LoadAdapter, name, path, change=change, seconds=None)
         if done.error is not None:
             raise InvalidRequest(done.error, "lora_path")
-        self.adapters.loaded(name, path)
 
     async def unload_adapter(self, name: str) -> None:
-        """Requests that run with it go on."""
-        done = await self._call(UnloadAdapter, name)
+        """Requests that run with it go on; a load of it that is under way is given up."""
+        done = await self._call(UnloadAdapter, name, change=partial(self.adapters.unloaded, name))
         if done.error is not None:
             raise InvalidRequest(done.error, "lora_name")
-        self.adapters.unloaded(name)
 
-    async def _call(self, kind: Callable[..., Call], *arguments: str) -> Done:
+    async def _call(
+        self,
+        kind: Callable[..., Call],
+        *arguments: str,
+        change: Callable[[], None] | None = None,
+        seconds: float | None = CALL_SECONDS,
+    ) -> Done:
+        """`change` happens if the call succeeds, in the order of the engine's answers, whether or not its caller still
+        waits. `seconds`: None where it takes as long as it takes.
+        """
         if self._channel is None:
             raise EngineDead(f"{self.status}: try again in some seconds")
         call_id = next(self._call_ids)
         answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        if change is not None:
+            self._changes[call_id] = change
         self._channel.send(kind(call_id, *arguments))
         try:
-            return await asyncio.wait_for(answer, CALL_SECONDS)
+            return await asyncio.wait_for(answer, seconds)
         except TimeoutError:
-            raise EngineDead(f"the engine gave no answer within {CALL_SECONDS:.0f} s") from None
+            raise EngineDead(f"the engine gave no answer within {seconds:.0f} s") from None
         finally:
             del self._calls[call_id]
+
+    def fail_open(self, fault: Exception) -> int:
+        """As for streams, and for operators' calls too."""
+        waiting = [answer for answer in self._calls.values() if not answer.done()]
+        for answer in waiting:
+            answer.set_exception(fault)
+        return super().fail_open(fault) + len(waiting)
 
     # ------------------------------------------------------------------ what the supervisor tells
 
@@ -140,14 +160,14 @@ class EngineClient(EngineProcess[SequenceUpdate]):
         assert isinstance(ready, Ready)
         self.ready = ready
         super().engine_up(ready, channel)
-        for kind, *arguments in self.adapters.changes():  # what operators asked of the engine before this one
-            channel.send((LoadAdapter if kind == "load" else UnloadAdapter)(next(self._call_ids), *arguments))
+        for name, path in self.adapters.loaded_paths():  # what operators asked of the engine before this one
+            channel.send(RestoreAdapter(name, path))
+        for name in self.adapters.unloaded_names():
+            channel.send(UnloadAdapter(next(self._call_ids), name))
 
     def engine_down(self, fault: EngineDead) -> None:
         super().engine_down(fault)
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(fault)
+        self._changes.clear()
 
     def engine_says(self, message: FromEngine) -> None:
         match message:
@@ -155,8 +175,11 @@ class EngineClient(EngineProcess[SequenceUpdate]):
                 self._take(message)
             case Refused():
                 self._refused(message)
-            case Done(call_id, figures):
+            case Done(call_id, figures, error):
                 self.figures = figures
+                change = self._changes.pop(call_id, None)
+                if change is not None and error is None:
+                    change()
                 answer = self._calls.get(call_id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)

@@ -1,14 +1,15 @@
 """EngineLoop: the engine process at work. Obeys what came in, steps, says what happened: one message per step."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
-from quire.core.errors import AdapterError, InvalidRequest, QueueFull
+from quire.core.errors import InvalidRequest, QueueFull
 from quire.core.request import Sequence
 from quire.core.step import SequenceUpdate
 from quire.engine.adapters import Adapters
 from quire.engine.engine import Engine
+from quire.link.adapter_calls import AdapterCalls
 from quire.link.channel import WorkerChannel
 from quire.link.messages import (
     Abort,
@@ -22,6 +23,7 @@ from quire.link.messages import (
     LoadAdapter,
     Refused,
     ResetPrefixCache,
+    RestoreAdapter,
     Shutdown,
     Stop,
     ToEngine,
@@ -50,6 +52,7 @@ class EngineLoop:
         self._channel = channel
         self._leaving = leaving
         self._queue = QueueClock()
+        self._adapter_calls = AdapterCalls(engine.adapters, self._answer)
         self._told = Figures()
         self._checked = True  # nothing has run since the pool was last recounted
         self.num_turns = 0  # this and `waits` are for heartbeats, read from another thread
@@ -109,15 +112,17 @@ class EngineLoop:
                 engine.stop(request_id, index)
             case ResetPrefixCache(call_id):
                 engine.memory.reset_prefix_index()
-                self._channel.send(Done(call_id, self.figures()))
+                self._answer(call_id)
             case CheckIntegrity(call_id):
-                self._channel.send(Done(call_id, self.figures(), self._integrity()))
+                self._answer(call_id, self._integrity())
             case LoadAdapter(call_id, name, path):
-                self._change_adapters(call_id, lambda adapters: adapters.load(name, path))
+                self._adapter_calls.load(call_id, name, path)
             case UnloadAdapter(call_id, name):
-                self._change_adapters(call_id, lambda adapters: adapters.remove(name))
+                self._adapter_calls.unload(call_id, name)
+            case RestoreAdapter(name, path):
+                self._adapter_calls.restore(name, path)
             case AskFigures(call_id):
-                self._channel.send(Done(call_id, self.figures()))
+                self._answer(call_id)
 
     def _add(self, message: Add) -> None:
         if self._leaving.asked:
@@ -143,18 +148,7 @@ class EngineLoop:
         else:
             self._queue.enter(message.request_id)
 
-    def _change_adapters(self, call_id: int, change: Callable[[Adapters], None]) -> None:
-        """An operator's call about adapters; what is wrong with one is said, and all else goes on."""
-        error = None
-        try:
-            if self._engine.adapters is None:
-                raise AdapterError("adapters are off: start with --enable-lora, --lora-modules or --lora-dir")
-            change(self._engine.adapters)
-        except AdapterError as refusal:
-            error = str(refusal)
-        except Exception as fault:  # an adapter that the engine trips over is that adapter's fault alone
-            log.exception("an adapter could not be changed")
-            error = f"{type(fault).__name__}: {fault}"
+    def _answer(self, call_id: int, error: str | None = None) -> None:
         self._channel.send(Done(call_id, self.figures(), error))
 
     def _refuse(self, message: Add, kind: str, reason: str, param: str | None = None) -> None:

@@ -64,6 +64,8 @@ class AskFigures(_Message, frozen=True):
 
 
 class LoadAdapter(_Message, frozen=True):
+    """Done comes when the adapter was read, however long that takes; steps go on meanwhile."""
+
     call_id: int
     name: str
     path: str  # inside the folder that the engine allows
@@ -72,6 +74,15 @@ class LoadAdapter(_Message, frozen=True):
 class UnloadAdapter(_Message, frozen=True):
     call_id: int
     name: str
+
+
+class RestoreAdapter(_Message, frozen=True):
+    """What operators loaded into the engine before this one: the name is known at once, the file is read when someone
+    asks. Nobody waits for an answer.
+    """
+
+    name: str
+    path: str
 
 
 class Shutdown(_Message, frozen=True):
@@ -88,6 +99,7 @@ ToEngine = (
     | AskFigures
     | LoadAdapter
     | UnloadAdapter
+    | RestoreAdapter
     | Shutdown
 )
 

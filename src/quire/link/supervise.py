@@ -137,6 +137,7 @@ class Supervisor:
         self.num_starts += 1
         receiving = asyncio.create_task(self._receive(channel), name="engine-messages")
         watching = asyncio.create_task(self._kill_when_hung(process, beats), name="engine-watch")
+        lingering = asyncio.create_task(_kill_after_last_words(process, receiving), name="engine-end")
         try:
             await process.wait()
             # Its last words may still be on their way; after them nothing comes.
@@ -149,7 +150,7 @@ class Supervisor:
         finally:
             if process.returncode is None:
                 _signal(process, signal.SIGKILL)
-            for task in (receiving, watching):
+            for task in (receiving, watching, lingering):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
@@ -215,6 +216,13 @@ async def _spawn(config: EngineConfig, path: str, pipe: int) -> asyncio.subproce
         process.stdin.write(framed_config(config))
         await process.stdin.drain()
     return process
+
+
+async def _kill_after_last_words(process: asyncio.subprocess.Process, receiving: asyncio.Task[None]) -> None:
+    """One that said why it stops may still wait for a file, and whoever waits for it must not wait for that."""
+    await asyncio.wait({receiving})
+    await asyncio.sleep(CLOSE_SECONDS)
+    _signal(process, signal.SIGKILL)
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

@@ -25,7 +25,11 @@ def adapters_router(service: Service) -> APIRouter:
 
     @router.post("/v1/load_lora_adapter", responses=ERRORS)
     async def load_lora_adapter(body: LoadLora) -> Response:
-        """Reads an adapter and serves it under this name. A name that is known already means this one from now on."""
+        """Reads an adapter, beside everything else, and answers when it is served under this name.
+
+        A name that is known already means what it meant until then, and this one from then on.
+        """
+        service.refuse_if_draining()
         if body.lora_name in service.model.names:
             raise InvalidRequest(f"{body.lora_name} is the model itself: choose another name", "lora_name")
         try:
@@ -36,7 +40,7 @@ def adapters_router(service: Service) -> APIRouter:
 
     @router.post("/v1/unload_lora_adapter", responses=ERRORS)
     async def unload_lora_adapter(body: UnloadLora) -> Response:
-        """Forgets an adapter; requests that run with it go on."""
+        """Forgets an adapter, one that is still being loaded too; requests that run with it go on."""
         try:
             await service.client.unload_adapter(body.lora_name)
         except EngineDead as fault:

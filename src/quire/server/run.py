@@ -106,7 +106,7 @@ class DrainingServer(uvicorn.Server):
         log.info("%s: no new requests; up to %g s for the %d under way", name, timeout, num_open)
         deadline = time.monotonic() + timeout
         while (
-            any(engine.num_open for engine in engines)
+            any(engine.has_work for engine in engines)
             and time.monotonic() < deadline
             and self._num_signals < 2
         ):

@@ -106,6 +106,11 @@ void quire_call(void* operation, const int64_t* arguments) {
     reinterpret_cast<quire::Operation>(operation)(arguments);
 }
 
+// Beside whatever else runs: for operations of one thread, which use neither the pool nor the shared scratch memory.
+void quire_call_aside(void* operation, const int64_t* arguments) {
+    reinterpret_cast<quire::Operation>(operation)(arguments);
+}
+
 // Runs (operation, arguments) pairs in order.
 void quire_replay(const int64_t* pairs, int64_t count) {
     std::lock_guard<std::mutex> lock(*quire::one_caller);
