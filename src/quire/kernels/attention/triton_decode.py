@@ -16,6 +16,7 @@ from quire.kernels.attention.triton_tile import (
 )
 
 SUMS_AT_ONCE = 64  # partial sums × heads that a reduction holds in registers
+USUAL_HEAD = 128  # wider heads have fewer of them at once, or the registers would not do
 
 
 def decode(
@@ -33,11 +34,16 @@ def decode(
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=query_lines(group), GROUP_PADDED=padded_power(group),
         HEAD_DIM=head_dim, BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
         TILE=tuning.decode_tile, WINDOW=plan.window, FUSED=tuning.fused_reduction,
-        SUMS=max(2, SUMS_AT_ONCE // padded_power(group)),
+        SUMS=_sums_at_once(group, head_dim),
         num_warps=tuning.decode_warps, num_stages=tuning.decode_stages, maxnreg=tuning.decode_registers,
     )  # fmt: skip
     if not tuning.fused_reduction:
         reduce_pieces(plan, num_heads, head_dim, v_scale, out)
+
+
+def _sums_at_once(group: int, head_dim: int) -> int:
+    """How many pieces of a row the last one adds up in one go."""
+    return max(2, SUMS_AT_ONCE // padded_power(group) // max(1, padded_power(head_dim) // USUAL_HEAD))
 
 
 def reduce_pieces(plan: AttentionPlan, num_heads: int, head_dim: int, v_scale: float, out: Tensor) -> None:

@@ -39,13 +39,15 @@ FITTING_BYTES = 256
 def fitted(tuning: Tuning, head_dim: int, dtype: torch.dtype) -> Tuning:
     """The tuning with tiles that fit shared memory and registers for these heads."""
     excess = max(1, padded_power(head_dim) * dtype.itemsize // FITTING_BYTES)
-    # Full precision has no matrix units: its products are held in registers as they are computed.
-    rows = tuning.prompt_rows // min(excess, 2) // (2 if dtype.itemsize == 4 else 1)
+    # Full precision has no matrix units: its products are held in registers as they are computed, by more threads.
+    is_full = dtype.itemsize == 4
+    rows = tuning.prompt_rows // min(excess, 2) // (2 if is_full else 1)
     return replace(
         tuning,
         decode_tile=max(16, tuning.decode_tile // excess),
         prompt_tile=max(16, tuning.prompt_tile // excess),
         prompt_rows=max(16, rows),
+        prompt_warps=max(tuning.prompt_warps, 8) if is_full else tuning.prompt_warps,
     )
 
 

@@ -1,0 +1,120 @@
+"""Operations around a model's layers: inputs, sampling, pages, trees; and attention's forms that are measured only."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.core.draft import MAX_NODES
+from quire.core.layout import BlockLayout
+from quire.kernels import registry
+from quire.kernels.attention.tuning import Tuning
+from quire.kernels.sample.columns import WORDS
+from quire.layers.pool import Pool
+from tools.compile_kernels.models import MAX_CONTEXT, MAX_ROWS, META, MODELS, NUM_BLOCKS, ints
+from tools.compile_kernels.record import Recorder
+
+VOCABULARIES = sorted({int(model["vocab_size"]) for model in MODELS.values()})
+LAYOUTS = (BlockLayout(32, 16, 8, 128, "bfloat16"), BlockLayout(30, 16, 3, 64, "bfloat16"))
+TOKENS_OF_TREES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Rows' sampling parameters, as the kernels read them."""
+
+    packed: Tensor
+
+
+def launch_operations(recorder: Recorder) -> None:
+    """What a step launches beside the model."""
+    for launch in (_inputs, _sampling, _choices, _pages, _trees, _measured_attention):
+        launch(recorder)
+
+
+def _inputs(recorder: Recorder) -> None:
+    recorder.case = "inputs"
+    kernel: Any = registry.load("inputs", "triton")
+    for block_size in (1, 16, 128):
+        tokens, tables = ints(MAX_ROWS, MAX_CONTEXT), ints(MAX_ROWS, -(-MAX_CONTEXT // block_size))
+        for target in (tokens, tables):
+            kernel.scatter(target, ints(300), ints(300), ints(300))
+        for rows, count in ((1, 1), (64, 64), (3, 2048)):
+            kernel.spread(
+                ints(rows), ints(rows), ints(rows + 1), tokens, tables, block_size, count,
+                ints(count), ints(count), _longs(count), ints(rows), ints(*tables.shape)[:rows],
+            )  # fmt: skip
+
+
+def _sampling(recorder: Recorder) -> None:
+    kernel: Any = registry.load("sample", "triton")
+    for vocabulary in VOCABULARIES:
+        recorder.case = f"sampling from {vocabulary} tokens"
+        columns = _Columns(ints(MAX_ROWS, WORDS))
+        logits = torch.empty(64, vocabulary, device=META)
+        chosen, finite = _longs(64), torch.empty(64, dtype=torch.bool, device=META)
+        for usable in (None, finite):
+            where = (ints(64), ints(64), columns, ints(MAX_ROWS, MAX_CONTEXT))
+            kernel.sample_rows(logits, *where, chosen, finite, usable=usable)
+
+
+def _choices(recorder: Recorder) -> None:
+    """What only some requests ask for: logprobs, ranks, distributions of their own."""
+    kernel: Any = registry.load("sample", "triton")
+    for vocabulary in (128256, 50257):
+        recorder.case = f"logprobs of {vocabulary} tokens"
+        logits = torch.empty(5, vocabulary, device=META)
+        kernel.argmax(logits)
+        kernel.peaks(logits)
+        kernel.log_softmax_gather(logits, _longs(5))
+        kernel.token_ranks(logits, _longs(5))
+        floats = torch.empty(5, device=META)
+        kernel.sample_filtered(logits, floats, ints(5), floats, floats, floats.double())
+
+
+def _pages(recorder: Recorder) -> None:
+    kernel: Any = registry.load("pages", "triton")
+    for layout in LAYOUTS:
+        recorder.case = f"copies of blocks of {layout.block_bytes} bytes"
+        pool = Pool(layout, NUM_BLOCKS, META)
+        for count in (1, 2, 5, 64, 256):
+            kernel.copy_blocks(pool.data, _longs(count), _longs(count))
+
+
+def _trees(recorder: Recorder) -> None:
+    kernel: Any = registry.load("trees", "triton")
+    for layout in LAYOUTS:
+        recorder.case = f"accepted drafts in blocks of {layout.block_bytes} bytes"
+        pool = Pool(layout, NUM_BLOCKS, META)
+        tables = ints(MAX_ROWS, MAX_CONTEXT // layout.block_size)
+        for most in (4, TOKENS_OF_TREES, MAX_NODES - 1):
+            kernel.settle(
+                _longs(3 * most), ints(3, 4), ints(3, 2, most), ints(MAX_ROWS, MAX_CONTEXT), tables,
+                pool.data, layout.block_size, 2 * layout.num_layers,
+            )  # fmt: skip
+
+
+def _measured_attention(recorder: Recorder) -> None:
+    """Sums of pieces by a launch of their own, and K and V in one piece: alternatives that benchmarks time."""
+    kernel: Any = registry.load("attention", "triton")
+    contiguous: Any = registry.load("attention", "triton_contiguous")
+    rows, heads, kv_heads, head_dim, tokens = 8, 32, 8, 128, 4096
+    recorder.case = "attention as benchmarks have it"
+    tuning = Tuning(fused_reduction=False)
+    planner = kernel.AttentionPlanner(
+        rows, heads, kv_heads, head_dim, META, max_tokens=tokens, max_context=tokens, tuning=tuning
+    )
+    pool = Pool(BlockLayout(1, 16, kv_heads, head_dim, "bfloat16"), NUM_BLOCKS, META)
+    q = torch.empty(tokens, heads, head_dim, dtype=torch.bfloat16, device=META)
+    starts, lens, tables = ints(rows + 1), ints(rows), ints(rows, tokens // 16)
+    plan = planner.plan(starts, lens, rows)
+    kernel.paged_attention(q, *pool.layer(0), starts, lens, tables, 0.1, plan=plan)
+    k = torch.empty(tokens, kv_heads, head_dim, dtype=torch.bfloat16, device=META)
+    contiguous.gather(pool.layer(0)[0], tables, lens, ints(rows), tokens, k)
+    out = torch.empty(tokens, heads * head_dim, dtype=torch.bfloat16, device=META)
+    contiguous.contiguous_prompt(q, k, k, ints(rows), plan, 0.1, out)
+
+
+def _longs(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.int64, device=META)
