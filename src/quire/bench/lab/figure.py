@@ -85,7 +85,8 @@ def plain_log(axis: Any, which: str) -> None:
     (axis.set_xscale if which == "x" else axis.set_yscale)("log")
     one = axis.xaxis if which == "x" else axis.yaxis
     low, high = sorted(one.get_view_interval())
-    steps = (1.0, 2.0, 5.0) if high / max(low, 1e-12) < 200 else (1.0,)
+    ratio = high / max(low, 1e-12)
+    steps = (1.0,) if ratio >= 200 else (1.0, 2.0, 5.0) if ratio > 4 else tuple(map(float, range(1, 10)))
     one.set_major_locator(LogLocator(base=10, subs=steps))
     one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     one.set_minor_formatter(NullFormatter())

@@ -327,7 +327,7 @@ def _draw(figure: Any, systems: list[System], kept: list[Kept], replay: ChatTrac
         left.bar([i + 0.4 * series for i in places], times, 0.38, label=words, **bar_style(series))
     left.set_xticks([i + 0.2 for i in places], names)
     left.set(title="time to first token", xlabel="tokens of system prompt", ylabel="milliseconds")
-    left.legend(loc="upper left")
+    left.legend(loc="best")
     middle.bar(places, [one.speedup for one in systems], 0.6, **bar_style(2))
     middle.set_xticks(list(places), names)
     middle.axhline(1, color=GREY, linewidth=0.9)

@@ -239,7 +239,7 @@ def _draw(
         axis.set_xticks(counts, [str(n) for n in counts])
         axis.minorticks_off()
         axis.set_xlabel("sequences in the batch")
-        axis.legend(loc="upper left")
+        axis.legend(loc="best")
     left.set(title="speed", ylabel="tokens per second, all sequences")
     right.set(title="one step", ylabel="milliseconds")
 

@@ -203,13 +203,13 @@ def _draw(figure: Any, levels: list[Level]) -> None:
         left.plot(speeds, [100 * value for value in values], label=words, **line_style(place))
     left.axhline(100 * WANTED, color=GREY, linewidth=0.8, linestyle=":")
     left.set(title="served in time", xlabel="speed of the trace, ×", ylabel="% of requests", ylim=(0, 103))
-    left.legend(loc="lower left")
+    left.legend(loc="best")
     right.plot(speeds, [one.first_p99 for one in levels], label="first token, p99", **line_style(1))
     right.plot(speeds, [one.first_median for one in levels], label="first token, median", **line_style(0))
     right.axhline(FIRST_TOKEN, color=GREY, linewidth=0.8, linestyle=":")
     right.set(title="time to the first token", xlabel="speed of the trace, ×", ylabel="seconds")
     plain_log(right, "y")
-    right.legend(loc="upper left")
+    right.legend(loc="best")
 
 
 EXPERIMENT = Experiment(
