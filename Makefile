@@ -27,8 +27,11 @@ ifneq ($(filter true 1,$(CI)),)
   INSTALL_ARGS += --no-color --progress-bar off
   PYTEST_ARGS += --color=no
 endif
-# Real servers, clocks and memory on a machine that others use: what fails is tried once more, and named as "RERUN".
-PYTEST_ARGS += --reruns 1 --reruns-delay 2 -raR
+# Real servers, clocks and memory on a machine that others use: what fails is run once more, in a process of its own.
+PYTEST = $(PY) -m pytest -m $(1) --durations=10 --durations-min=1 $(PYTEST_ARGS) $(ARGS)
+AGAIN := --last-failed --last-failed-no-failures none
+RUN_TESTS = @$(call PYTEST,$(1)) || { [ $$? -eq 1 ] && echo "== once more, what failed: a fault, even if it passes now" \
+  && $(call PYTEST,$(1)) $(AGAIN); }
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -54,11 +57,11 @@ test: setup check test-quick test-e2e ## set up, then every check and every test
 
 test-quick: setup ## the quick tests only; ARGS="-k word" narrows them
 	@echo "== quick tests"
-	@$(PY) -m pytest -m "not e2e" --durations=10 --durations-min=1 $(PYTEST_ARGS) $(ARGS)
+	$(call RUN_TESTS,"not e2e")
 
 test-e2e: setup ## the end-to-end tests only
 	@echo "== end-to-end tests"
-	@$(PY) -m pytest -m e2e --durations=10 --durations-min=1 $(PYTEST_ARGS) $(ARGS)
+	$(call RUN_TESTS,"e2e")
 
 check: $(STAMPS)/packages ## format, lint, types, import contract, size: what to run before a commit
 	@PY=$(PY) tools/check.sh

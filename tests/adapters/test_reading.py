@@ -156,16 +156,30 @@ def test_what_is_prepared_has_no_name_before_it_is_published_and_leaves_nothing_
     assert (library.resolve("mine"), library.num_held) == (kept, 1)
 
 
-def test_a_folder_that_is_not_there_is_said_at_start_and_one_that_goes_later_is_empty(library, tmp_path):
-    with pytest.raises(ConfigError, match="lora_dir: there is no folder"):
-        Library(READER, HostLimits(10**9), tmp_path / "nowhere")
+def test_a_folder_that_is_not_there_is_said_at_a_first_start(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(AdapterError, match="has no adapter_config"):
-        library.register_named({"mine": str(tmp_path / "empty")})
+    for given, reason in (
+        ({"lora_dir": str(tmp_path / "nowhere")}, "lora_dir: there is no folder"),
+        ({"lora_modules": {"mine": str(tmp_path / "nowhere")}}, "'mine': there is no folder"),
+        ({"lora_modules": {"mine": str(tmp_path / "empty")}}, "has no adapter_config.json"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            AdapterConfig(**given).check_folders()
+    AdapterConfig(lora_dir=str(tmp_path / "empty")).check_folders()
+
+
+def test_a_folder_that_goes_later_stops_nobody_else(library, tmp_path, caplog):
     named = NamedAdapters(AdapterConfig(lora_dir=str(tmp_path / "many")))
     assert named.names() == library.names()
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / "many" / "a1", kept)
     shutil.rmtree(tmp_path / "many")
     assert named.names() == library.names() == []
+    after = Library(READER, HostLimits(10**9), tmp_path / "many")  # as an engine after one that died
+    after.register_named({"gone": str(tmp_path / "many" / "a1"), "kept": str(kept)})
+    assert "'gone': there is no folder" in caplog.text
+    assert after.names() == ["kept"]
+    after.close()
 
 
 def test_a_changed_adapter_is_another_and_an_unloaded_one_is_gone(library, tmp_path):

@@ -48,10 +48,13 @@ def test_the_other_prompts_are_served(run, tiny):
     ] == [3, "token id 300", 3]
 
 
-def test_a_key_that_is_empty_does_not_leave_a_server_open(run, monkeypatch):
+def test_a_key_that_is_empty_does_not_leave_a_server_open(run, monkeypatch, tmp_path):
     assert "--api-key is empty" in run("serve", "--api-key", "").error
-    monkeypatch.setenv("QUIRE_API_KEY", " ,")
-    assert "QUIRE_API_KEY holds no key" in run("serve").error
+    (tmp_path / "settings.yaml").write_text("api-key: [one, null]\n")
+    assert "--api-key is empty" in run("serve", "--config", str(tmp_path / "settings.yaml")).error
+    for nothing in (" ,", ""):
+        monkeypatch.setenv("QUIRE_API_KEY", nothing)
+        assert "QUIRE_API_KEY holds no key" in run("serve").error
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def hold(folder, operators) -> Iterator[Callable[[str], HeldAdapter]]:
 
 
 def test_a_load_that_takes_long_holds_nobody_up_and_is_always_answered(start_server, folder, operators, hold):
-    server = start_server("--lora-dir", str(folder), "--shutdown-timeout", "1")
+    server = start_server("--lora-dir", str(folder), "--shutdown-timeout", "5")
 
     def load(path: str, name: str = "new") -> Future[httpx.Response]:
         body = {"lora_name": name, "lora_path": path}

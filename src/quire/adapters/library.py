@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.adapters.peft import CONFIG, WEIGHTS, PackedAdapter, Reader, read_config
+from quire.adapters.peft import WEIGHTS, PackedAdapter, Reader, read_config
 from quire.adapters.settings import read_settings
 from quire.adapters.sites import Sites
-from quire.core.errors import AdapterError, ConfigError
+from quire.core.adapters import CONFIG_FILE
+from quire.core.errors import AdapterError
+from quire.observe.logs import get_logger
+
+logger = get_logger(__name__)
 
 NAMED = 5  # known adapters that an error names
 # Being read at a time, at least and for each thread: they are asked for once per step, which is several reads long.
@@ -69,8 +73,6 @@ class Library:
         disk: Executor | None = None,
     ) -> None:
         """`disk` reads files in the place of threads."""
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"lora_dir: there is no folder {folder}: make it, or check the path")
         self._reader = reader
         self.limits = limits
         self._folder = folder.resolve() if folder is not None else None
@@ -101,16 +103,17 @@ class Library:
         found = dict.fromkeys(self._names)
         if self._folder is not None:
             with suppress(OSError), os.scandir(self._folder) as entries:  # it may be gone by now
-                inside = sorted(e.name for e in entries if os.path.exists(os.path.join(e.path, CONFIG)))
+                inside = sorted(e.name for e in entries if os.path.exists(os.path.join(e.path, CONFIG_FILE)))
                 found |= dict.fromkeys(inside)
         return list(found)
 
     def register_named(self, modules: Mapping[str, str]) -> None:
-        """Those of the config: a folder that holds no adapter is said at start, before anyone asks for it."""
+        """Those of the config. One that is gone, since an engine before this one was started, stops no other."""
         for name, path in modules.items():
-            if Path(path).is_dir() and not (Path(path) / CONFIG).exists():
-                raise AdapterError(f"adapter {name!r}: {path} has no {CONFIG}: give a folder that PEFT saved")
-            self.register(name, Path(path))
+            try:
+                self.register(name, Path(path))
+            except AdapterError as error:
+                logger.warning("%s: requests that name it are refused", error)
 
     def register(self, name: str, folder: Path) -> None:
         """Names a folder without reading it yet."""
@@ -349,7 +352,7 @@ class Library:
         """In the folder of adapters, whose entries are known only once they are asked for."""
         if self._folder is not None and name not in (".", "..") and "/" not in name and "\0" not in name:
             folder = self._folder / name
-            if (folder / CONFIG).is_file() and folder.resolve().is_relative_to(self._folder):
+            if (folder / CONFIG_FILE).is_file() and folder.resolve().is_relative_to(self._folder):
                 entry = Entry(self._new_key(name), name, folder, _signature(folder))
                 self._set(name, entry)
                 return entry
@@ -368,7 +371,7 @@ class Library:
 def _signature(folder: Path) -> tuple[int, ...]:
     """Changes when the files do; empty if they are not there."""
     found: list[int] = []
-    for name in (CONFIG, WEIGHTS):
+    for name in (CONFIG_FILE, WEIGHTS):
         try:
             status = os.stat(folder / name)
         except OSError:

@@ -18,11 +18,11 @@ from quire.adapters.packing import BlockShape, Matrices, Tiles, find_places, pla
 from quire.adapters.settings import LoraSettings, check_rank, read_settings
 from quire.adapters.sites import Sites
 from quire.adapters.stored import Stored, find_tensors, gather, read_file, tensors_of
+from quire.core.adapters import CONFIG_FILE
 from quire.core.errors import AdapterError
 from quire.kernels import choose, huge_pages
 from quire.kernels.lora_pack.records import Places
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_LAYOUTS = 64  # kinds of adapters whose files need not be understood again
 _NAMES = re.compile(
@@ -200,20 +200,20 @@ def read_config(name: str, folder: Path) -> Mapping[str, Any]:
 
 def read_config_text(name: str, folder: Path) -> str:
     try:
-        return (folder / CONFIG).read_text()
+        return (folder / CONFIG_FILE).read_text()
     except FileNotFoundError:
         raise AdapterError(
-            f"adapter {name!r}: {folder} has no {CONFIG}: give the folder that PEFT saved"
+            f"adapter {name!r}: {folder} has no {CONFIG_FILE}: give the folder that PEFT saved"
         ) from None
     except (OSError, ValueError) as error:
-        raise AdapterError(f"adapter {name!r}: {folder / CONFIG} cannot be read ({error})") from error
+        raise AdapterError(f"adapter {name!r}: {folder / CONFIG_FILE} cannot be read ({error})") from error
 
 
 def parse_config(name: str, folder: Path, text: str) -> Mapping[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise AdapterError(f"adapter {name!r}: {folder / CONFIG} cannot be read ({error})") from error
+        raise AdapterError(f"adapter {name!r}: {folder / CONFIG_FILE} cannot be read ({error})") from error
     if not isinstance(config, dict):
-        raise AdapterError(f"adapter {name!r}: {folder / CONFIG} is not an object")
+        raise AdapterError(f"adapter {name!r}: {folder / CONFIG_FILE} is not an object")
     return config

@@ -132,7 +132,7 @@ def gather(tensors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Stored]]:
 
 
 def _identity(status: os.stat_result) -> bytes:
-    return repr((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)).encode()
+    return repr((status.st_ino, status.st_size, status.st_mtime_ns)).encode()
 
 
 def _stored(entry: Mapping[str, Any]) -> Stored:

@@ -78,14 +78,14 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
 
 def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
     """From all three places together. A key that is empty is refused: it would leave the server open unseen."""
-    keys = [key.strip() for key in arguments.api_key or ()]
+    keys = [(key or "").strip() for key in arguments.api_key or ()]  # a config file may hold null
     if not all(keys):
         raise ConfigError("--api-key is empty: give a key, or leave it out to let anyone ask")
     if arguments.api_key_file is not None:
         keys += read_key_file(arguments.api_key_file)
-    named = os.environ.get("QUIRE_API_KEY", "")
-    found = [key.strip() for key in named.split(",") if key.strip()]
-    if named and not found:
+    named = os.environ.get("QUIRE_API_KEY")
+    found = [key.strip() for key in (named or "").split(",") if key.strip()]
+    if named is not None and not found:
         raise ConfigError("QUIRE_API_KEY holds no key: give one, or unset it to let anyone ask")
     return tuple(dict.fromkeys(keys + found))
 

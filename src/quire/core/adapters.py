@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.core.errors import ConfigError
 from quire.core.ints import Ints
 
 MEMORIES = ("unified", "separate")
 MODES = ("batched", "merge")
+CONFIG_FILE = "adapter_config.json"  # what makes a folder an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,18 @@ class AdapterConfig:
                 raise ConfigError(f"lora_modules names {name!r} twice: give each adapter a name of its own")
             found[name] = path
         return found
+
+    def check_folders(self) -> None:
+        """ConfigError if something that is named is not there. For a first start: one after a fault goes on without."""
+        if self.lora_dir is not None and not Path(self.lora_dir).is_dir():
+            raise ConfigError(f"lora_dir: there is no folder {self.lora_dir}: make it, or check the path")
+        for name, path in self.modules().items():
+            if not Path(path).is_dir():
+                raise ConfigError(f"adapter {name!r}: there is no folder {path}")
+            if not Path(path, CONFIG_FILE).exists():
+                raise ConfigError(
+                    f"adapter {name!r}: {path} has no {CONFIG_FILE}: give a folder that PEFT saved"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class AdapterLoads:
                     continue
                 self._library.publish(load.key)
                 fault = None
-            except AdapterError as error:
+            except Exception as error:  # whatever it is, it ends this load and no other
                 self._library.discard(load.key)
                 fault = error
             line.popleft()
@@ -69,7 +69,7 @@ class AdapterLoads:
         self._lines.clear()
 
 
-def _end(load: _Load, fault: AdapterError | None) -> None:
+def _end(load: _Load, fault: Exception | None) -> None:
     if fault is None:
         load.ended.set_result(None)
     else:

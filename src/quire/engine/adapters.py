@@ -103,7 +103,7 @@ class Adapters:
 
     def wait(self) -> None:
         """Nothing can run before a file is read: a moment of patience."""
-        loading = self.library.loading()
+        loading = [future for future in self.library.loading() if not future.done()]
         if loading:
             wait(loading, timeout=LOADING_WAIT, return_when=FIRST_COMPLETED)
 

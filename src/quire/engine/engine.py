@@ -176,8 +176,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        loading = self.adapters is not None and self.adapters.are_loading
-        return self.scheduler.has_work or bool(self._in_flight or self.num_compiling) or loading
+        return self.has_requests or (self.adapters is not None and self.adapters.are_loading)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether someone waits for an answer, and not only for an adapter to be loaded."""
+        return self.scheduler.has_work or bool(self._in_flight or self.num_compiling)
 
     @property
     def num_compiling(self) -> int:
@@ -192,6 +196,10 @@ class Engine:
     def step(self) -> list[SequenceUpdate]:
         """Launches the next step if there is one and commits the oldest that must be."""
         updates = self._take_compiled() if self.num_compiling else []
+        if (
+            self.adapters is not None
+        ):  # before a step counts on host copies: those that come may push others out
+            self.adapters.finish_loads()
         started = time.perf_counter()
         planned = self.scheduler.schedule()
         self.stats.schedule_seconds += time.perf_counter() - started
@@ -199,7 +207,6 @@ class Engine:
             updates += self._fail_adapters(self.adapters)
             if planned is None and not self._in_flight:
                 self.adapters.wait()
-            self.adapters.finish_loads()
         if planned is not None:
             try:
                 self._runner.launch(planned.step)

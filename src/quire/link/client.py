@@ -52,6 +52,7 @@ class EngineClient(EngineProcess[SequenceUpdate]):
     ) -> None:
         super().__init__(config, bounds, on_progress, engine_timeout)
         self.ready: Ready | None = None  # as the last engine that started said it
+        self._named = config.adapters
         self.adapters = NamedAdapters(config.adapters)
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Done]] = {}
@@ -59,6 +60,7 @@ class EngineClient(EngineProcess[SequenceUpdate]):
 
     async def start(self) -> Ready:
         """Returns when the engine can serve; raises one clear line if it never will."""
+        self._named.check_folders()
         ready = await self._supervisor.start()
         assert isinstance(ready, Ready)
         return ready

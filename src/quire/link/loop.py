@@ -71,7 +71,9 @@ class EngineLoop:
     def _serve_inbox(self) -> bool:
         """Obeys everything that came in; waits while there is nothing to do. False: the end."""
         while True:
-            if self._engine.has_work:
+            # One that was asked to leave ends what it has begun, but waits for no file.
+            engine = self._engine
+            if engine.has_requests if self._leaving.asked else engine.has_work:
                 data = self._channel.receive()
                 if data is None:
                     return True

@@ -39,6 +39,7 @@ from quire.weights.peek import is_encoder
 from quire.weights.source import Source
 
 log = get_logger(__name__)
+CLOSE_SECONDS = 5.0  # for threads that still read files
 PROGRESS_SECONDS = 0.1
 # 1: unforeseen; 2: a setting or a model that cannot work
 FAULT, BAD_SETTING = 1, 2
@@ -92,8 +93,16 @@ def _serve(config: EngineConfig, channel: WorkerChannel, leave: Leave, pipe: int
         channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
         return FAULT
     finally:
+        _end_in_time()
         served.engine.close()
     return 0
+
+
+def _end_in_time() -> None:
+    """A thread may wait for a file that never comes: the process ends all the same, and another can take its place."""
+    timer = threading.Timer(CLOSE_SECONDS, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
 
 
 @dataclass(frozen=True, slots=True)

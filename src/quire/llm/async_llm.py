@@ -28,6 +28,7 @@ class AsyncLLM:
     def __init__(self, model: str | None = None, *, use_tqdm: bool = False, **settings: Any) -> None:
         self.config = EngineConfig.of(model=model, **settings)
         with load_progress(use_tqdm) as progress:
+            self.config.adapters.check_folders()
             self._built = build(self.config, progress)
         self.tokenizer: Tokenizer | None = choose_tokenizer(self.config.model, self._built.source)
         self._ids = itertools.count()

@@ -32,6 +32,7 @@ class LLM:
     def __init__(self, model: str | None = None, *, use_tqdm: bool = True, **settings: Any) -> None:
         self.config = EngineConfig.of(model=model, **settings)
         with load_progress(use_tqdm) as progress:
+            self.config.adapters.check_folders()
             self._built: Built = build(self.config, progress)
         self.engine = self._built.engine
         self.tokenizer: Tokenizer | None = choose_tokenizer(self.config.model, self._built.source)
