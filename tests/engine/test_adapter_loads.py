@@ -21,6 +21,13 @@ from tests.adapters.making import HeldAdapter, random_tensors, write, write_mode
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = [5, 6, 7, 8]
+SETTINGS = {
+    "load_format": "dummy",
+    "dtype": "float32",
+    "device": "cpu",
+    "block_size": 4,
+    "num_blocks": 200,
+}
 
 
 @pytest.fixture
@@ -32,15 +39,8 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture(params=[0, 1])
 def llm(request, tmp_path, folder):
-    settings = {
-        "load_format": "dummy",
-        "dtype": "float32",
-        "device": "cpu",
-        "block_size": 4,
-        "num_blocks": 200,
-    }
     model = str(write_model(tmp_path / "model"))
-    with LLM(model, use_tqdm=False, lora_dir=str(folder), steps_in_flight=request.param, **settings) as made:
+    with LLM(model, use_tqdm=False, lora_dir=str(folder), steps_in_flight=request.param, **SETTINGS) as made:
         yield made
 
 
@@ -169,15 +169,8 @@ def test_loads_that_fail_say_why_and_leave_nothing(llm, folder):
 def test_a_load_that_ends_never_takes_what_the_next_step_merges(tmp_path, folder):
     """Host memory for one copy: the one that comes pushes the other out, and it is read again in time."""
     model = str(write_model(tmp_path / "model"))
-    settings = {
-        "load_format": "dummy",
-        "dtype": "float32",
-        "device": "cpu",
-        "block_size": 4,
-        "num_blocks": 200,
-    }
     with LLM(
-        model, use_tqdm=False, lora_dir=str(folder), lora_mode="merge", max_cpu_loras=1, **settings
+        model, use_tqdm=False, lora_dir=str(folder), lora_mode="merge", max_cpu_loras=1, **SETTINGS
     ) as llm:
         expected, _ = _tokens(llm, "one"), llm.generate({"prompt_token_ids": PROMPT}, GREEDY, use_tqdm=False)
         engine = llm.engine

@@ -78,18 +78,14 @@ class Library:
         self._folder = folder.resolve() if folder is not None else None
         self._names: dict[str, Entry] = {}
         self._entries: dict[str, Entry] = {}  # by key
-        self._held: OrderedDict[str, Entry] = (
-            OrderedDict()
-        )  # with a host copy from disk, least recently used first
+        # With a host copy from disk, least recently used first.
+        self._held: OrderedDict[str, Entry] = OrderedDict()
         self._held_bytes = 0
         self._needed: dict[str, int] = {}  # copies that a step is about to make, and how often
         self._num_made = 0
+        alone = partial(torch.set_num_threads, 1) if num_threads > 1 else None  # each does its own work
         self._threads = disk or ThreadPoolExecutor(
-            num_threads,
-            thread_name_prefix="quire-adapters",
-            initializer=partial(torch.set_num_threads, 1)
-            if num_threads > 1
-            else None,  # each does its own work
+            num_threads, thread_name_prefix="quire-adapters", initializer=alone
         )
         self._max_loading = max(LOADING_PER_THREAD * num_threads, LOADING)
         self._loading: set[str] = set()

@@ -78,9 +78,8 @@ def _joined(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[StepCoun
             continue
         counts = StepCounts(**step["counts"])
         is_decode = counts.num_tokens == counts.num_rows
-        if (
-            is_decode or counts.context_tokens == counts.num_tokens
-        ):  # nothing was computed before: a batch begins
+        # Where nothing was computed before a batch begins.
+        if is_decode or counts.context_tokens == counts.num_tokens:
             found.append((step["what"], [counts], step["seconds"]))
         else:
             what, before, seconds = found[-1]

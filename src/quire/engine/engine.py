@@ -196,10 +196,8 @@ class Engine:
     def step(self) -> list[SequenceUpdate]:
         """Launches the next step if there is one and commits the oldest that must be."""
         updates = self._take_compiled() if self.num_compiling else []
-        if (
-            self.adapters is not None
-        ):  # before a step counts on host copies: those that come may push others out
-            self.adapters.finish_loads()
+        if self.adapters is not None:
+            self.adapters.finish_loads()  # before a step counts on host copies: those that come may push others out
         started = time.perf_counter()
         planned = self.scheduler.schedule()
         self.stats.schedule_seconds += time.perf_counter() - started

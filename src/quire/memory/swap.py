@@ -52,9 +52,8 @@ class SwapSpace:
         held = {block for s in sequences for block in self._computed(s)}
         if len(held) > self.hosts.num_free or not held:
             return False
-        if (
-            self._moves.in_blocks
-        ):  # what only just comes back cannot be read, and the host blocks it leaves not written
+        # What only just comes back cannot be read, and the host blocks it leaves not written.
+        if self._moves.in_blocks:
             return False
         host_of: dict[int, int] = {}
         for sequence in sequences:

@@ -193,9 +193,8 @@ class AdapterSlots:
         for one in fetched:
             for first, last, block in _runs(one.load.block_ids):
                 pages, host = self._pool.data[block : block + last - first], one.packed.blocks[first:last]
-                if (
-                    self._staging is None
-                ):  # by this thread alone: torch's own would be in the way of the pass's
+                if self._staging is None:
+                    # By this thread alone: torch's own would be in the way of the pass's.
                     np.copyto(pages.numpy(), host.numpy())
                 else:
                     self._staging.copy(pages, host)

@@ -122,9 +122,8 @@ def _row_flags(sampling: SamplingParams, edits: RowEdits | None) -> int:
         flags |= RowFlag.SAMPLED
     if sampling.penalised:
         flags |= RowFlag.PENALISED
-    if sampling.logprobs or (
-        sampling.logprobs == 0 and not sampling.use_beam_search
-    ):  # a candidate's own comes anyway
+    # A beam candidate's own comes anyway.
+    if sampling.logprobs or (sampling.logprobs == 0 and not sampling.use_beam_search):
         flags |= RowFlag.LOGPROBS
     if edits is not None:
         if len(edits.bias_ids):

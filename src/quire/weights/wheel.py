@@ -264,10 +264,8 @@ def _alone(path: Path) -> Iterator[None]:
         import fcntl
 
         lock = open(path.with_name(f".{path.name}.lock"), "w")  # noqa: SIM115 - closed below
-    except (
-        ImportError,
-        OSError,
-    ):  # no such locks here: writing by rename keeps two fetches safe, if wasteful
+    except (ImportError, OSError):
+        # No such locks here: writing by rename keeps two fetches safe, if wasteful.
         yield
         return
     with lock:

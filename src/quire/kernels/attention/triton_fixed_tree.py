@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.core.draft import MAX_NODES
-from quire.kernels.attention.triton_plan import TOTAL_STRIDE, AttentionPlan, padded_power
+from quire.kernels.attention.triton_plan import AttentionPlan
 from quire.kernels.attention.triton_prompt import _attend_range
 from quire.kernels.attention.triton_tile import (
     NEGATIVE_INFINITY,
@@ -19,6 +19,7 @@ from quire.kernels.attention.triton_tile import (
     merge,
     visible_keys,
 )
+from quire.kernels.attention.triton_tree import launch_tree
 
 
 def fixed_tree(
@@ -26,22 +27,10 @@ def fixed_tree(
     scale: float, v_scale: float, out: Tensor, tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads, tuning = k_pages.shape[2], plan.tuning
-    grid = min(plan.num_prompt_programs * num_kv_heads, plan.num_multiprocessors * tuning.prompt_programs)
-    if grid == 0:
-        return
     # Tiles and warps are those of prompts: they decide bits.
-    _fixed_tree_kernel[(grid,)](
-        q, k_pages, v_pages, plan.prompt_items, plan.totals[TOTAL_STRIDE:], block_tables, out,
-        tree_starts, ancestors, positions, scale, v_scale,
-        *q.stride()[:2], *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
-        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
-        ROWS=tuning.prompt_rows, TILE=tuning.prompt_tile, WINDOW=plan.window, CHUNK=plan.chunk,
-        NODES=MAX_NODES,
-        num_warps=tuning.prompt_warps,
-        num_stages=tuning.prompt_stages,
+    launch_tree(
+        _fixed_tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out, tree_starts, ancestors,
+        positions, CHUNK=plan.chunk, NODES=MAX_NODES,
     )  # fmt: skip
 
 

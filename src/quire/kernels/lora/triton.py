@@ -101,9 +101,8 @@ def _shrink(
     inputs = x.shape[1]
     chunk = min(tuning.chunk, max(16, triton.next_power_of_2(inputs)))
     most = tuning.splits
-    if (
-        segments.max_lines > FEW_LINES
-    ):  # programs enough for the device, and no more sums to read than that needs
+    # Programs enough for the device, and no more sums to read than that needs.
+    if segments.max_lines > FEW_LINES:
         most = max(1, min(most, BUSY * segments.max_lines // (parts * len(x))))
     steps = triton.cdiv(triton.cdiv(inputs, chunk), most)
     splits = triton.cdiv(inputs, chunk * steps)
