@@ -48,6 +48,10 @@ def test_the_other_prompts_are_served(run, tiny):
     ] == [3, "token id 300", 3]
 
 
+def test_a_prompt_in_the_models_place_is_told_its_own(run):
+    assert "write --prompt before a prompt" in run("generate", "The capital of France is").error
+
+
 def test_a_key_that_is_empty_does_not_leave_a_server_open(run, monkeypatch, tmp_path):
     assert "--api-key is empty" in run("serve", "--api-key", "").error
     (tmp_path / "settings.yaml").write_text("api-key: [one, null]\n")

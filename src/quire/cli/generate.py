@@ -51,6 +51,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.model is not None and " " in arguments.model and not Path(arguments.model).exists():
+        raise InvalidRequest(
+            f"{arguments.model!r} stands where the model does: write --prompt before a prompt"
+        )
     sampling_from(arguments, SamplingParams(max_tokens=DEFAULT_MAX_TOKENS))  # before loading anything
     structured = structured_from(arguments)
     prompts = gather_prompts(arguments.prompt or (), arguments.prompt_file, sys.stdin)
