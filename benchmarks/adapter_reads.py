@@ -24,6 +24,7 @@ from h200_lora import RANKS, write_adapters
 from quire.adapters.packing import BlockShape
 from quire.adapters.peft import Reader
 from quire.adapters.sites import Site, Sites
+from quire.bench.machine import describe_machine, describe_versions
 from quire.kernels.registry import REFERENCE, alternatives, load
 
 SHAPE = "llama8b"
@@ -49,7 +50,13 @@ def main() -> None:
                     flush=True,
                 )
     if options.output:
-        found = {"date": date.today().isoformat(), "shape": SHAPE, "torch": torch.__version__, "rows": rows}
+        found = {
+            "date": date.today().isoformat(),
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "shape": SHAPE,
+            "rows": rows,
+        }
         Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -12,11 +12,12 @@ import json
 import random
 import statistics
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.bench.machine import describe_machine
+from quire.bench.machine import describe_machine, describe_versions
 
 MODES = ("recompute", "swap", "auto")
 BLOCK_SIZE, OUTPUT = 16, 48
@@ -92,10 +93,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    result = {"machine": describe_machine(), **measure(arguments.rounds, arguments.requests)}
+    result = {
+        "date": date.today().isoformat(),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        **measure(arguments.rounds, arguments.requests),
+    }
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k not in ("runs", "machine")}, indent=1))
+    print(json.dumps({k: v for k, v in result.items() if k not in ("runs", "machine", "versions")}, indent=1))
 
 
 if __name__ == "__main__":

@@ -95,6 +95,10 @@ def test_wrong_shapes_foreign_modules_and_nan_are_refused():
         read({**good, "model.norm.weight": torch.ones(48)})
     with pytest.raises(AdapterError, match="no weights"):
         read({})
+    large = Reader(SITES, BlockShape(1 << 16, torch.float32, 16))
+    assert large.read_tensors("wide", random_tensors(0, 512), config(512)).rank == 512
+    with pytest.raises(AdapterError, match="1 to 512 can be served"):
+        read(random_tensors(0, 513), 513)
     with pytest.raises(AdapterError, match="max_lora_rank"):
         Reader(SITES, BLOCK, max_rank=3).read_tensors("odd", good, config(4))
     with pytest.raises(AdapterError, match="block_size"):

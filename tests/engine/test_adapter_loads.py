@@ -57,9 +57,14 @@ def _tokens(llm: LLM, name: str) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-def _finish(engine: Engine) -> None:
+def _finish(engine: Engine) -> list[int]:
+    """What was still asked for, to the end: the tokens that came."""
+    found: list[int] = []
     while engine.has_work:
-        engine.step()
+        for update in engine.step():
+            assert update.error is None, update.error
+            found += update.token_ids
+    return found
 
 
 def _is_clean(engine: Engine) -> bool:
@@ -178,11 +183,8 @@ def test_a_load_that_ends_never_takes_what_the_next_step_merges(tmp_path, folder
         engine.step()
         wait(engine.adapters.library.loading(), timeout=60)
         engine.add("asked", PROMPT, GREEDY, adapter="one")
-        found: list[int] = []
-        while engine.has_work:
-            found += [token for update in engine.step() for token in update.token_ids]
+        assert _finish(engine) == expected
         assert loaded.done()
-        assert found == expected
 
 
 def test_reads_that_nobody_wants_any_more_keep_no_engine_awake(llm, folder, held):
@@ -261,8 +263,7 @@ def test_what_was_loaded_before_has_its_name_at_once(llm, held):
     engine.add("early", PROMPT, GREEDY, adapter="new")
     _until_read(held, engine)
     held.let_go()
-    _finish(engine)
-    assert _tokens(llm, "new") == _tokens(llm, "held")
+    assert _finish(engine) == _tokens(llm, "new") == _tokens(llm, "held")
     with pytest.raises(AdapterError, match="outside"):
         engine.adapters.restore("new", "../model")
 

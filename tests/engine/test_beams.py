@@ -93,6 +93,12 @@ def test_hypotheses_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> N
         ])  # fmt: skip
 
 
+def test_the_widest_search_is_that_of_transformers_too(checkpoint: tuple[Path, Any]) -> None:
+    folder, model = checkpoint
+    with _llm(folder) as llm:
+        _check(llm, model, [_beams(32, 1.0, False)])
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_change_no_hypothesis(checkpoint: tuple[Path, Any], name: str) -> None:
     folder, model = checkpoint

@@ -101,6 +101,15 @@ def test_pages_that_neighbours_share_are_read_once_for_several_rows(fused: bool)
         torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(("head_dim", "block_size"), [(256, 16), (192, 4), (64, 256)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_wide_heads_and_large_blocks_agree(head_dim: int, block_size: int, deterministic: bool) -> None:
+    case = random_case(Shape(2, 1, head_dim, block_size), [130, 40], [1, 20])
+    expected = reference.paged_attention(*case.arguments())
+    actual = triton.paged_attention(*case.arguments(), deterministic=deterministic)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
 def test_padding_is_left_alone() -> None:
     case = random_case(SHAPE, [20, 1, 33], [1, 1, 3])
     case.context_lens[1] = 0

@@ -99,6 +99,15 @@ def test_auto_computes_again_what_the_prefix_index_gives_back_for_nothing():
     assert not preemption.swaps(scheduler.running[1:], memory)
 
 
+def test_blocks_of_the_second_home_are_fetched_where_that_is_quicker_than_computing():
+    memory = PagedMemory(8, 4)
+    for seconds, pays in ((0.39, True), (0.41, False)):
+        preemption = Preemption("auto", seconds)
+        assert preemption.fetching_pays(memory), "nothing is known yet"
+        preemption.speed.note(10, 1.0)  # a block of four tokens takes 0.4 s
+        assert preemption.fetching_pays(memory) == pays
+
+
 def test_the_prompt_speed_is_the_slope_where_steps_differ_in_size():
     speed = PromptSpeed()
     assert speed.token_seconds == 0.0

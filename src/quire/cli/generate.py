@@ -51,10 +51,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.model is not None and " " in arguments.model and not Path(arguments.model).exists():
-        raise InvalidRequest(
-            f"{arguments.model!r} stands where the model does: write --prompt before a prompt"
-        )
+    named = arguments.model_named
+    if named is not None and " " in named and not Path(named).exists():
+        raise InvalidRequest(f"{named!r} stands where the model does: write --prompt before a prompt")
     sampling_from(arguments, SamplingParams(max_tokens=DEFAULT_MAX_TOKENS))  # before loading anything
     structured = structured_from(arguments)
     prompts = gather_prompts(arguments.prompt or (), arguments.prompt_file, sys.stdin)
