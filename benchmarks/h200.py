@@ -164,28 +164,29 @@ def _run_case(llm: Any, shape: str, case: str, profile: str | None) -> dict[str,
 
 def _profile(llm: Any, prompts: list[list[int]], samplings: list[Any], path: Path) -> None:
     """Where the device's time goes in the middle of a case: a table of kernels."""
+    skipped, timed = (4, 8) if samplings[0].max_tokens == 1 else (30, 20)  # prompts alone are soon over
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     engine = llm.engine
     for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         engine.add(f"profile-{index}", prompt, sampling)
-    for _ in range(30):
+    for _ in range(skipped):
         engine.step()
     torch.cuda.synchronize()
     began = time.perf_counter()
-    for _ in range(20):
+    for _ in range(timed):
         engine.step()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        for _ in range(20):
+        for _ in range(timed):
             engine.step()
         torch.cuda.synchronize()
     path.parent.mkdir(parents=True, exist_ok=True)
     averages = seen.key_averages()
     path.write_text(
-        f"20 steps just before these, without a profiler: {1e3 * seconds:.1f} ms\n"
+        f"{timed} steps just before these, without a profiler: {1e3 * seconds:.1f} ms\n"
         + averages.table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60)
         + averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
     )

@@ -60,7 +60,7 @@ def main(words: list[str] | None = None) -> None:
             command += ["--adapters", str(adapters), "--length-scale", str(options.length_scale)]
             if some[0] != "base":
                 began = time.perf_counter()
-                write_adapters(adapters, workloads.SHAPES[options.shape], max(map(_count, some)))
+                write_adapters(adapters, workloads.SHAPES[options.shape], max(len(RANKS), *map(_count, some)))
                 print(f"wrote adapters in {time.perf_counter() - began:.1f} s", flush=True)
             done = subprocess.run([*command, "--began", repr(time.time())], check=False)
             if done.returncode:

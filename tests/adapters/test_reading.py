@@ -31,7 +31,7 @@ READER = Reader(SITES, BLOCK)
 def test_every_row_is_found_again_in_its_tile(rank):
     tensors = random_tensors(rank, rank)
     packed = READER.read_tensors("a", tensors, config(rank))
-    elements, tiles = packed.blocks.view(torch.float32), packed.tiles
+    elements, tiles = packed.data.view(torch.float32), packed.tiles
     for i, site in enumerate(tiles.sites):
         prefix = f"base_model.model.{SITES[int(site)].name}"
         a, b = tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"].t()

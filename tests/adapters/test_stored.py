@@ -94,7 +94,7 @@ def test_bytes_keep_every_rank_to_a_part_of_its_largest_number(rank):
     packed = reader.read_tensors("a", tensors, config(rank))
     tiles, firsts = packed.tiles, np.arange(packed.num_blocks, dtype=np.int64) * 4096
     tables = LoraTables(
-        packed.blocks.view(-1).view(torch.int8),
+        packed.data.view(-1).view(torch.int8),
         torch.from_numpy(firsts[tiles.a_blocks] + tiles.a_offsets)[None],
         torch.from_numpy(firsts[tiles.b_blocks] + tiles.b_offsets)[None],
         torch.from_numpy(tiles.ranks)[None],
@@ -135,7 +135,7 @@ def test_without_hashes_a_file_is_told_from_another_by_which_it_is(folder, tmp_p
     hashed, plain = (Reader(SITES, BlockShape(4096, torch.float32, 16), hashed=one) for one in (True, False))
     save_file(random_tensors(1, 5), folder / WEIGHTS)
     first = plain.read_folder("a", folder)
-    assert torch.equal(first.blocks, hashed.read_folder("a", folder).blocks)
+    assert torch.equal(first.data, hashed.read_folder("a", folder).data)
     assert plain.read_folder("a", folder).content == first.content
     other = tmp_path_factory.mktemp("other")
     (other / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())

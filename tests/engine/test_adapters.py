@@ -1,16 +1,21 @@
 """Any mix of adapters in one batch gives what each would give alone, and nothing of it is ever lost."""
 
 import random
+from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.core.errors import AdapterError
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
+from quire.kernels.registry import alternatives
 from quire.llm.llm import LLM
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
+from quire.runner.staging import Staging
 from tests.adapters.making import WIDTHS, config, random_tensors, write, write_model
 from tests.engine.test_device_runner import PaddingRunner
 
@@ -83,6 +88,21 @@ def test_the_baselines_give_the_same_tokens(model, folder, alone, settings):
         for names in (NAMES, NAMES[::-1], [None] * 6, ["wide"] * 6):
             expected = [alone[name][i] for i, name in enumerate(names)]
             assert _tokens(llm, PROMPTS, names) == expected
+
+
+@pytest.mark.skipif("triton" not in alternatives("lora_pack"), reason="needs Triton")
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_device_that_packs_for_itself_gives_the_same_tokens(model, folder, alone, cached):
+    """As on a GPU: files travel as they are, in pieces through staging memory, and evict each other."""
+    with _llm(model, folder, num_blocks=262, max_num_seqs=18, enable_prefix_caching=cached) as llm:
+        library, slots = llm.engine.adapters.library, llm.engine._runner._adapters
+        library._reader = replace(library._reader, piece_bytes=16 << 10, layouts=OrderedDict())
+        slots._staging = Staging(64 << 10, pin=False, device=torch.device("cpu"))
+        for names in (NAMES, ["wide"] * 6, NAMES[::-1]):
+            assert _tokens(llm, PROMPTS, names) == [alone[name][i] for i, name in enumerate(names)]
+        kept = [entry.packed for entry in library._held.values()]
+        assert len(kept) == 3
+        assert all(packed.pieces for packed in kept)
 
 
 def test_int8_gives_every_row_its_own_bits(tmp_path_factory, folder, model):

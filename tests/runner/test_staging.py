@@ -65,3 +65,25 @@ def test_copies_that_were_made_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
         staging.copy(torch.zeros_like(source), source)
         _Event.made[-1].waited = True
     assert len(staging._pieces) <= 1
+
+
+def test_bytes_are_on_the_device_as_long_as_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging(4096, pin=False, device=torch.device("cpu"))
+    staging._pinned = True
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(_Event, "made", [])
+    for size in (1000, 1024, 7, 900, 1024, 2000):
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8)
+        with staging.sent(source) as there:
+            noted = len(_Event.made)
+            assert torch.equal(there, source)
+            assert (there.data_ptr() - staging._there.data_ptr()) % 256 == 0
+        assert len(_Event.made) == noted + 1  # what comes round to these bytes waits for what was launched
+    assert [event.waited for event in _Event.made] == [True, True, True, True, False, False]
+
+
+def test_many_threads_fill_a_large_piece() -> None:
+    source = torch.randint(0, 255, (1, 40 << 20), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    Staging(64 << 20, pin=False).copy(target, source)
+    assert torch.equal(target, source)

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 NAMED = 5  # known adapters that an error names
 # Being read at a time, at least and for each thread: they are asked for once per step, which is several reads long.
-LOADING, LOADING_PER_THREAD = 8, 4
+LOADING, LOADING_PER_THREAD = 8, 8
 
 
 @dataclass(frozen=True, slots=True)

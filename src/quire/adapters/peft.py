@@ -21,6 +21,7 @@ from quire.adapters.stored import Stored, find_tensors, gather, read_file, tenso
 from quire.core.adapters import CONFIG_FILE
 from quire.core.errors import AdapterError
 from quire.kernels import choose, huge_pages
+from quire.kernels.lora_pack.pieces import Piece, cut, first_wrong
 from quire.kernels.lora_pack.records import Places
 
 WEIGHTS = "adapter_model.safetensors"
@@ -36,11 +37,12 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 class PackedAdapter:
     """An adapter in host memory, ready to be copied into blocks."""
 
-    blocks: Tensor  # [num_blocks, block_bytes] uint8
+    data: Tensor  # [num_blocks, block_bytes] uint8; with `pieces` [bytes], as its file has them
     tiles: Tiles
     scales: tuple[float, ...]  # [S]
     content: str  # a hash of everything that it computes, or of which file it is: see Reader.hashed
     rank: int  # its largest
+    pieces: tuple[Piece, ...] = ()  # for a device that puts numbers into tiles itself
 
     @property
     def num_blocks(self) -> int:
@@ -48,7 +50,7 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        return self.blocks.numel()
+        return self.data.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Layout:
     tiles: Tiles
     places: Places
     num_bytes: int  # of the line that holds the numbers
+    pieces: tuple[Piece, ...]
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -80,11 +83,13 @@ class Reader:
         True  # False: nobody keeps what an adapter computed, so a file need not be told by its numbers
     )
     kernel: ModuleType = field(default_factory=partial(choose, "lora_pack", "cpu"), compare=False)
+    # Bytes that a device takes at once which puts numbers into tiles itself; 0: `kernel` does it here.
+    piece_bytes: int = 0
     layouts: OrderedDict[tuple[str, bytes], Layout] = field(default_factory=OrderedDict, compare=False)
 
     def read_folder(self, name: str, folder: Path) -> PackedAdapter:
         config = read_config_text(name, folder)
-        file = read_file(name, folder / WEIGHTS)
+        file = read_file(name, folder / WEIGHTS, keep=self.piece_bytes > 0)
         layout = self.layouts.get((config, file.header))
         if layout is not None and layout.num_bytes == len(file.data):
             return self._packed(name, layout, file.data, file.identity)
@@ -116,8 +121,11 @@ class Reader:
         self, name: str, layout: Layout, data: Tensor, identity: bytes | None = None
     ) -> PackedAdapter:
         tiles, dtype = layout.tiles, self.block.dtype
-        blocks = _new_blocks(tiles.num_blocks, self.block.num_bytes)
-        wrong = self.kernel.pack(data, layout.places, blocks.view(-1), dtype)
+        if layout.pieces:
+            blocks, wrong = data, first_wrong(data, layout.places, dtype)
+        else:
+            blocks = huge_pages.own_bytes(tiles.num_blocks, self.block.num_bytes)
+            wrong = self.kernel.pack(data, layout.places, blocks.view(-1), dtype)
         if wrong >= 0:
             raise AdapterError(
                 f"adapter {name!r} has numbers that are not finite in {'AB'[wrong % 2]} of "
@@ -125,16 +133,20 @@ class Reader:
             )
         shapes = _shapes(layout.matrices)
         digest = hashlib.sha256(repr((shapes, layout.scales, str(dtype))).encode())
+        if layout.pieces:
+            digest.update(layout.places.sites.numpy())  # type: ignore[arg-type]  # an array is a buffer
         # Hashing takes longer than reading and packing together.
         digest.update(blocks.view(-1).numpy() if self.hashed or identity is None else identity)  # type: ignore[arg-type]
-        return PackedAdapter(blocks, tiles, layout.scales, digest.hexdigest(), layout.rank)
+        return PackedAdapter(blocks, tiles, layout.scales, digest.hexdigest(), layout.rank, layout.pieces)
 
     def _layout(
         self, name: str, settings: LoraSettings, found: Mapping[str, Stored], num_bytes: int
     ) -> Layout:
         matrices = self._matrices(name, settings, found)
         tiles = plan_tiles(name, _shapes(matrices), self.block)
-        return Layout(matrices, tiles, find_places(matrices, tiles, self.block), num_bytes)
+        places = find_places(matrices, tiles, self.block)
+        pieces = cut(places, self.piece_bytes) if self.piece_bytes else ()
+        return Layout(matrices, tiles, places, num_bytes, pieces)
 
     def _matrices(
         self, name: str, settings: LoraSettings, tensors: Mapping[str, Stored]
@@ -180,13 +192,6 @@ class Reader:
             )
         check_rank(name, module, rank, self.max_rank)
         return Matrices(index, module, a, b, settings.scale_of(module))
-
-
-def _new_blocks(count: int, num_bytes: int) -> Tensor:
-    """Zeros, in huge pages that they have to themselves: others would come back only with all that is in them."""
-    if huge_pages.is_alone(count * num_bytes):
-        return huge_pages.zeros(count, num_bytes, dtype=torch.uint8)
-    return torch.zeros(count, num_bytes, dtype=torch.uint8)
 
 
 def _shapes(matrices: tuple[Matrices, ...]) -> tuple[tuple[int, int, int, int], ...]:

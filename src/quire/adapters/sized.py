@@ -24,7 +24,7 @@ Targets = str | tuple[str, ...]
 class SizedReader(Reader):
     """Knows an adapter from its config: rank and targets give shapes, shapes give tiles and pages.
 
-    What it returns has its place in blocks and no content: its `blocks` are on torch's "meta" device. Adapters of one
+    What it returns has its place in blocks and no content: its `data` is on torch's "meta" device. Adapters of one
     kind share everything but their hash, so thousands cost next to nothing.
     """
 

@@ -41,7 +41,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """A safetensors file in memory. `data` is valid until this thread reads the next one."""
+    """A safetensors file in memory. Unless it was to be kept, `data` is valid until this thread reads the next one."""
 
     path: Path
     header: bytes  # names, types, shapes and places, as JSON
@@ -55,9 +55,9 @@ class _Memory(threading.local):
     def __init__(self) -> None:
         self._kept = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, num_bytes: int) -> Tensor:
-        if num_bytes > KEPT:
-            return huge_pages.zeros(num_bytes, dtype=torch.uint8)
+    def take(self, num_bytes: int, keep: bool) -> Tensor:
+        if keep or num_bytes > KEPT:
+            return huge_pages.spare_bytes(num_bytes)
         if num_bytes > len(self._kept):
             self._kept = torch.empty(min(KEPT, 2 * num_bytes), dtype=torch.uint8)
         return self._kept[:num_bytes]
@@ -66,7 +66,7 @@ class _Memory(threading.local):
 _memory = _Memory()
 
 
-def read_file(name: str, path: Path) -> WeightsFile:
+def read_file(name: str, path: Path, keep: bool = False) -> WeightsFile:
     """AdapterError if it is not there or is no safetensors file. Read, not mapped: another writer cannot crash us."""
     if not path.is_file():
         raise AdapterError(
@@ -81,7 +81,7 @@ def read_file(name: str, path: Path) -> WeightsFile:
             if length > min(size - 8, LARGEST_HEADER):
                 raise _unreadable(name, path, "no safetensors file, or cut short")
             header = file.read(length)
-            data = _memory.take(size - 8 - length)
+            data = _memory.take(size - 8 - length, keep)
             _fill(file, data)
     except (OSError, EOFError) as error:
         raise _unreadable(name, path, error) from error

@@ -15,7 +15,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.adapters import Adapters
 from quire.engine.resolve import Numbers
-from quire.kernels.registry import REFERENCE, choose
+from quire.kernels.registry import REFERENCE, choose, forces_reference
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraSite
 from quire.layers.lora_sites import install_sites
@@ -24,7 +24,7 @@ from quire.memory.interface import Memory
 from quire.memory.separate_pages import SeparatePages
 from quire.models.model import Model
 from quire.models.streamed import is_streamed
-from quire.runner.adapters import AdapterSlots
+from quire.runner.adapters import PIECE_BYTES, AdapterSlots
 from quire.runner.merged import MergedAdapter, MergeSite
 from quire.runner.runner import RunnerLimits
 from quire.runner.sizing import free_host_bytes
@@ -119,6 +119,7 @@ def _build(
         config.max_lora_rank,
         hashed,
         choose("lora_pack", numbers.device),
+        PIECE_BYTES if on_gpu and merging is None and not forces_reference() else 0,
     )
     library = Library(
         reader,

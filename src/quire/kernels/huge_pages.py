@@ -4,7 +4,10 @@ looking up addresses costs a fifth of the bandwidth."""
 import math
 import mmap
 import threading
+import weakref
+from collections import deque
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +15,7 @@ HUGE_PAGE = 2 << 20
 REGION = 32 << 20
 SMALLEST_ALONE = REGION // 2  # bytes
 ALIGNMENT = 64
+SPARE_BYTES = 512 << 20  # of mappings that nobody uses, at most
 
 
 class Regions:
@@ -37,6 +41,40 @@ class Regions:
 _regions = Regions()
 
 
+class Spares:
+    """Mappings whose tensors are gone, for the next ones of their size: filling fresh memory takes longer than
+    reading a file into used memory, and many times longer where a virtual machine gives freed memory back to its host.
+
+    Tensors go in any thread and at any time, so nothing here takes a lock.
+    """
+
+    def __init__(self) -> None:
+        self._unused: deque[mmap.mmap] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, tuple(self._unused)))
+
+    def take(self, num_bytes: int) -> mmap.mmap:
+        size = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
+        for mapping in tuple(self._unused):
+            if len(mapping) == size:
+                try:
+                    self._unused.remove(mapping)
+                except ValueError:  # another thread was quicker
+                    continue
+                return mapping
+        return _map(size)
+
+    def give(self, mapping: mmap.mmap) -> None:
+        self._unused.append(mapping)
+        while self.num_bytes > SPARE_BYTES:
+            self._unused.popleft()
+
+
+spares = Spares()
+
+
 def is_alone(num_bytes: int) -> bool:
     """Whether a tensor of so many bytes shares its pages with no other."""
     return num_bytes >= SMALLEST_ALONE
@@ -49,6 +87,23 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
     mapping, offset = _regions.take(count * dtype.itemsize)
     return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def own_bytes(*shape: int) -> Tensor:
+    """Zeros, uint8, that share huge pages with nothing else: others would come back only with all that is in them."""
+    if is_alone(math.prod(shape)):
+        return zeros(*shape, dtype=torch.uint8)
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def spare_bytes(num_bytes: int) -> Tensor:
+    """uint8 with anything in them, in memory that others have used before where there is any."""
+    if not is_alone(num_bytes):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    mapping = spares.take(num_bytes)
+    array = np.frombuffer(mapping, np.uint8, num_bytes)
+    weakref.finalize(array, spares.give, mapping).atexit = False
+    return torch.from_numpy(array)
 
 
 def _map(num_bytes: int) -> mmap.mmap:

@@ -23,7 +23,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "int8_linear": (("cpu", "cpu"),),
     "invariant_linear": (("triton", "cuda"),),
     "lora": (("cpu", "cpu"), ("triton", "cuda")),
-    "lora_pack": (("cpu", "cpu"), ("host", "cuda")),
+    "lora_pack": (("cpu", "cpu"), ("host", "cuda"), ("triton", "cuda")),
     "narrow_linear": (("triton", "cuda"),),
     "norm": (("cpu", "cpu"), ("triton", "cuda")),
     "pages": (("cpu", "cpu"), ("triton", "cuda")),

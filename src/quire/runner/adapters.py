@@ -13,14 +13,18 @@ from quire.adapters.peft import PackedAdapter
 from quire.core.adapters import AdapterLoad
 from quire.core.ints import Ints
 from quire.core.step import Step
+from quire.kernels import registry
 from quire.kernels.lora.records import LoraSegments, LoraTables
+from quire.kernels.lora_pack.pieces import COLUMNS, PLACE
+from quire.kernels.lora_pack.records import SOURCES
 from quire.layers.linear import HEAD
 from quire.layers.lora import LoraBatch, LoraSite, group_lines, max_segments, segment_lines
 from quire.layers.pool import Pool
-from quire.runner.staging import Staging
+from quire.runner.staging import PIECES, Staging
 
 HostCopyOf = Callable[[str], PackedAdapter | None]
-STAGING_BYTES = 512 << 20
+STAGING_BYTES = 256 << 20  # on the host, and as many on the device
+PIECE_BYTES = STAGING_BYTES // PIECES  # the most that travels at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +143,8 @@ class AdapterSlots:
         self._wanted = SegmentBuffer(max_lines + max_rows, max_rows, device, invariant)
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None  # where loads are copied
         # A load must fit its largest block; many of them should not wait for each other.
-        on_gpu = device.type == "cuda"
-        self._staging = Staging(max(STAGING_BYTES, pool.layout.block_bytes), pin=True) if on_gpu else None
+        size = max(STAGING_BYTES, pool.layout.block_bytes)
+        self._staging = Staging(size, pin=True, device=device) if device.type == "cuda" else None
         self._pretends = False
 
     # ------------------------------------------------------------------ what a step changes
@@ -191,13 +195,38 @@ class AdapterSlots:
 
     def _copy(self, fetched: tuple[Fetched, ...]) -> None:
         for one in fetched:
+            if one.packed.pieces:
+                self._place(one)
+                continue
             for first, last, block in _runs(one.load.block_ids):
-                pages, host = self._pool.data[block : block + last - first], one.packed.blocks[first:last]
+                pages, host = self._pool.data[block : block + last - first], one.packed.data[first:last]
                 if self._staging is None:
                     # By this thread alone: torch's own would be in the way of the pass's.
                     np.copyto(pages.numpy(), host.numpy())
                 else:
                     self._staging.copy(pages, host)
+
+    def _place(self, one: Fetched) -> None:
+        """The adapter's numbers as they are to the device, which puts them into tiles."""
+        assert self._staging is not None
+        firsts = np.asarray(one.load.block_ids, np.int64) * self._block_elements
+        for piece in one.packed.pieces:
+            tiles = piece.tiles.copy()
+            block, within = np.divmod(tiles[:, PLACE], self._block_elements)
+            tiles[:, PLACE] = firsts[block] + within
+            width, where = int(tiles[:, COLUMNS].max()), self._sent(tiles)
+            with self._staging.sent(one.packed.data[piece.first : piece.last]) as numbers:
+                registry.load("lora_pack", "triton").place(
+                    numbers.view(piece.given), where, width, self.tables.weights
+                )
+
+    def _compile_place(self) -> None:
+        """For what files have their numbers in; tiles without lines."""
+        none = torch.zeros(1, 6, dtype=torch.int64, device=self._device)
+        for given in SOURCES:
+            registry.load("lora_pack", "triton").place(
+                torch.zeros(1, dtype=given, device=self._device), none, 1, self.tables.weights
+            )
 
     def _placed(self, one: Fetched, copied: torch.cuda.Event | None) -> _Resident:
         tiles = one.packed.tiles
@@ -318,6 +347,8 @@ class AdapterSlots:
     def pretending(self) -> Iterator[None]:
         """Every row runs with an adapter that adds nothing: so kernels are compiled before a request needs them."""
         self._pretends = True
+        if self._staging is not None and self.recordable:
+            self._compile_place()
         yield
         self._pretends = False
 

@@ -121,7 +121,8 @@ class DeviceRunner:
         if self._adapters is not None and self._adapters.kinds:
             with self._adapters.pretending():
                 self._run_fakes()
-                self._run_fakes(prompt=MANY_FROM)  # segments are longer there, and so another kernel
+                for prompt in (MANY_FROM, 4 * MANY_FROM):  # segments are longer there, and cut otherwise
+                    self._run_fakes(prompt)
         self._graphs = graphs
         if graphs is None:
             return 0

@@ -56,7 +56,7 @@ class MergedAdapter(AdapterSlots):
             self._merge(fetched[0].packed)
 
     def _merge(self, packed: PackedAdapter) -> None:
-        tiles, elements = packed.tiles, packed.blocks.view(packed.tiles.num_blocks, -1).view(self._dtype)
+        tiles, elements = packed.tiles, packed.data.view(packed.tiles.num_blocks, -1).view(self._dtype)
         for i, site in enumerate(tiles.sites.tolist()):
             target = self._sites[site]
             weight = target.weight.t() if target.is_embedding else target.weight  # [outputs, inputs]

@@ -1,11 +1,17 @@
 """Staging: pinned memory that host copies pass through on their way to the device."""
 
 from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+ALIGNMENT = 256  # bytes, of what is used on the device
+FILLERS, SHARE = 8, 4 << 20  # threads that fill a piece, and bytes that each of them copies, at least
 PIECES = 4  # at least, that a large source is cut into: one is filled while others are on their way
 
 
@@ -19,12 +25,15 @@ class _Piece:
 class Staging:
     """Allocated once, at start: to pin memory later the driver would wait until the device has nothing to do.
 
-    A ring of bytes. Whoever copies through it waits only where it is full of copies that the device has not made yet.
+    A ring of bytes, and another on the device for what is used from there. Whoever copies through it waits only where
+    it is full of copies that the device has not made or used yet.
     """
 
-    def __init__(self, num_bytes: int, pin: bool) -> None:
+    def __init__(self, num_bytes: int, pin: bool, device: torch.device | None = None) -> None:
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+        self._there = torch.empty(num_bytes if device else 0, dtype=torch.uint8, device=device)
         self._pinned = pin
+        self._fillers = ThreadPoolExecutor(FILLERS, thread_name_prefix="quire-staging")
         self._next = 0
         self._pieces: deque[_Piece] = deque()  # oldest first
 
@@ -34,20 +43,48 @@ class Staging:
         for first in range(0, len(source), lines):
             some = source[first : first + lines]
             piece = self._take(some.numel())
-            piece.copy_(some.reshape(-1))
+            self._fill(piece, some.reshape(-1))
             target[first : first + lines].view(-1).copy_(piece, non_blocking=True)
-            event = None
-            if self._pinned:
-                event = torch.cuda.Event()
-                event.record()
-            self._pieces.append(_Piece(self._next - some.numel(), self._next, event))
+            self._note(some.numel())
+
+    @contextmanager
+    def sent(self, source: Tensor) -> Iterator[Tensor]:
+        """source [bytes] uint8 on the device, for what the current stream is given before this ends."""
+        size = -(-len(source) // ALIGNMENT) * ALIGNMENT
+        piece = self._take(size)
+        self._fill(piece, source)
+        there = self._there[self._next - size :][: len(source)]
+        there.copy_(piece[: len(source)], non_blocking=True)
+        yield there
+        self._note(size)
+
+    def _fill(self, piece: Tensor, source: Tensor) -> None:
+        """One thread copies at a fifth of the speed at which a device takes it."""
+        there, here = piece[: len(source)].numpy(), source.numpy()
+        share = max(SHARE, -(-len(here) // FILLERS))
+        done = [
+            self._fillers.submit(np.copyto, there[at : at + share], here[at : at + share])
+            for at in range(share, len(here), share)
+        ]
+        np.copyto(there[:share], here[:share])
+        for one in done:
+            one.result()
+
+    def _note(self, num_bytes: int) -> None:
+        """The last bytes taken may be taken again when the current stream has come here."""
+        event = None
+        if self._pinned:
+            event = torch.cuda.Event()
+            event.record()
+        self._pieces.append(_Piece(self._next - num_bytes, self._next, event))
 
     def _take(self, num_bytes: int) -> Tensor:
         """So many bytes whose last copy was made."""
         if num_bytes > len(self._memory):
             raise ValueError(f"{num_bytes} bytes do not fit a staging memory of {len(self._memory)}")
         self._forget_copied()
-        first = self._next if self._next + num_bytes <= len(self._memory) else 0
+        first = -(-self._next // ALIGNMENT) * ALIGNMENT if self._there.numel() else self._next
+        first = first if first + num_bytes <= len(self._memory) else 0
         last = first + num_bytes
         # Pieces lie in the order of their copies: whatever is older than one that overlaps is done as well.
         while any(piece.first < last and first < piece.last for piece in self._pieces):

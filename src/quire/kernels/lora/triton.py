@@ -103,7 +103,10 @@ def _shrink(
     most = tuning.splits
     # Programs enough for the device, and no more sums to read than that needs.
     if segments.max_lines > FEW_LINES:
-        most = max(1, min(most, BUSY * segments.max_lines // (parts * len(x))))
+        wanted = max(1, min(most, BUSY * segments.max_lines // (parts * len(x))))
+        most = (
+            1 << wanted.bit_length() - 1
+        )  # a power of two: fewer kernels to compile, and stretches that are even
     steps = triton.cdiv(triton.cdiv(inputs, chunk), most)
     splits = triton.cdiv(inputs, chunk * steps)
     inner = _inner(x, tables, parts, splits)

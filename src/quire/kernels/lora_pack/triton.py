@@ -1,0 +1,46 @@
+"""An adapter's matrices into tiles by the GPU that will read them. They come as their file has them, and nothing but
+their bytes passes through the host: numpy's thousands of small copies would stand in line for Python's lock."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.lora.records import MAX_TILE_RANKS
+from quire.kernels.lora_pack import reference
+from quire.kernels.lora_pack.pieces import COLUMNS, cut, first_wrong
+from quire.kernels.lora_pack.records import Places
+
+WIDTH = 256  # columns of one program
+
+
+@triton.jit
+def _place_kernel(source, tiles, target, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    tile = tiles + 6 * tl.program_id(0)
+    first, by_line, by_column = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    lines, columns, place = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
+    line = tl.arange(0, HEIGHT)[:, None]
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = (line < lines) & (column < columns)
+    numbers = tl.load(source + first + line * by_line + column * by_column, mask=inside, other=0.0)
+    tl.store(target + place + line * columns + column, numbers.to(target.dtype.element_ty), mask=inside)
+
+
+def place(source: Tensor, tiles: Tensor, width: int, target: Tensor) -> None:
+    """`source` [n]: a piece's numbers; `tiles` [J, 6] int64 as Piece has them, with up to `width` columns; `target` [m]
+    in the dtype that is written."""
+    grid = (len(tiles), -(-width // WIDTH), 1)
+    _place_kernel[grid](source, tiles, target, MAX_TILE_RANKS, WIDTH, num_warps=4)
+
+
+def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> int:
+    """As the reference; the same bits."""
+    pieces = cut(places, len(source) + 64)
+    if dtype is torch.int8 or not pieces:
+        return reference.pack(source, places, target, dtype)
+    wrong = first_wrong(source, places, dtype)
+    for piece in pieces if wrong < 0 else ():
+        numbers = source[piece.first : piece.last].view(piece.given)
+        tiles = torch.from_numpy(piece.tiles).to(source.device)
+        place(numbers, tiles, int(piece.tiles[:, COLUMNS].max()), target.view(dtype))
+    return wrong

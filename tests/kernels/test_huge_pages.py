@@ -1,0 +1,60 @@
+"""Memory that tensors give back is used again, and no more of it is kept than is said."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from quire.kernels import huge_pages
+from quire.kernels.huge_pages import HUGE_PAGE, SMALLEST_ALONE, Spares
+
+
+@pytest.fixture
+def spares(monkeypatch: pytest.MonkeyPatch) -> Spares:
+    mine = Spares()
+    monkeypatch.setattr(huge_pages, "spares", mine)
+    return mine
+
+
+def test_own_bytes_are_zeros_and_spare_ones_are_used_again(spares: Spares) -> None:
+    assert not huge_pages.own_bytes(3, SMALLEST_ALONE).any()
+    assert not huge_pages.own_bytes(100).any()
+    first = huge_pages.spare_bytes(SMALLEST_ALONE + 5)
+    first.fill_(7)
+    address, view = first.data_ptr(), first[100:200].view(torch.int16)
+    del first
+    gc.collect()
+    assert spares.num_bytes == 0  # a view still needs it
+    del view
+    assert spares.num_bytes == SMALLEST_ALONE + HUGE_PAGE
+    other = huge_pages.spare_bytes(2 * SMALLEST_ALONE)  # of another size
+    again = huge_pages.spare_bytes(SMALLEST_ALONE + 9)
+    assert again.data_ptr() == address != other.data_ptr()
+    assert spares.num_bytes == 0
+
+
+def test_no_more_is_kept_than_is_said(spares: Spares, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "SPARE_BYTES", 2 * SMALLEST_ALONE)
+    tensors = [huge_pages.spare_bytes(SMALLEST_ALONE) for _ in range(5)]
+    tensors.append(huge_pages.spare_bytes(10))  # small ones are nobody's business
+    tensors.clear()
+    assert spares.num_bytes == 2 * SMALLEST_ALONE
+
+
+def test_threads_never_get_the_same_memory(spares: Spares) -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(40):
+            mine = huge_pages.spare_bytes(SMALLEST_ALONE)
+            mine[:1000] = number
+            if not bool((mine[:1000] == number).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
