@@ -69,6 +69,28 @@ def test_a_sample_that_returns_twice_never_finds_anothers_blocks() -> None:
     assert not theirs & set(second.block_ids[: planned.step.num_computed[0] // 4])
 
 
+def test_a_beam_that_is_swapped_out_before_it_computed_anything_goes_on() -> None:
+    """Its leader has computed all it knows and waits for it: nobody else would bring it back."""
+    memory = PagedMemory(40, 4, "f", num_swap_blocks=8)
+    scheduler = _scheduler(memory, "recompute")
+    sampling = SamplingParams(use_beam_search=True, n=2, max_tokens=20)
+    scheduler.add(Request("b", (1, 2, 3), sampling, 0, 23))  # no full block, which a follower would share
+    assert scheduler.schedule() is not None
+    leader = scheduler.beams("b")[0]
+    leader, follower = scheduler.branch([(leader, 10, -1.0), (leader, 11, -2.0)])
+    _preempt(scheduler)
+    planned = scheduler.schedule()
+    assert planned is not None
+    assert planned.sequences == [leader]
+    scheduler.preemption = Preemption("swap")
+    _preempt(scheduler)
+    assert scheduler.stats.num_swaps_out == 1
+    planned = scheduler.schedule()
+    assert planned is not None
+    assert planned.sequences == [follower]
+    memory.check_integrity(scheduler.sequences())
+
+
 class _Copy:
     num_blocks = 4
     content = "c"

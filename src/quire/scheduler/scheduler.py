@@ -327,6 +327,9 @@ class Scheduler:
             sequence.phase = Phase.RUNNING
             self._enter_row(sequence, plan)
         self.preemption.returned(self.memory.swap.back(swapped), num_full)
+        if swapped[0].num_computed >= group.request.num_prompt_tokens:
+            # now, for a beam that has computed all it knows may have no step in which others could follow it
+            self._follow(swapped[0], [s for s in group.live if s.phase is Phase.WAITING], plan)
         if group.is_beams or group.num_rows_to_come:
             self._forking[group.request.request_id] = group
         return 0
@@ -473,11 +476,7 @@ class Scheduler:
                 continue
             if not group.is_beams:  # whose rows are kept for them as long as they run
                 del self._forking[request.request_id]
-            for follower in group.followers:
-                full = request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
-                self.memory.fork(leader, follower, full)
-                follower.phase = Phase.RUNNING
-                self._enter_row(follower, plan)
+            self._follow(leader, group.followers, plan)
             while group.num_unforked:  # these have no token of their own yet: they sample beside their leader
                 child = Sequence(request, index=len(group.sequences), token_ids=leader.token_ids[:])
                 group.sequences.append(child)
@@ -486,3 +485,11 @@ class Scheduler:
                 self.memory.fork(leader, child, num_computed)
                 self._enter_row(child, plan)
                 plan.sample(source, child)
+
+    def _follow(self, leader: Sequence, followers: list[Sequence], plan: Plan) -> None:
+        """They begin from the prompt's full blocks, which their leader has computed."""
+        full = leader.request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
+        for follower in followers:
+            self.memory.fork(leader, follower, full)
+            follower.phase = Phase.RUNNING
+            self._enter_row(follower, plan)
