@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from quire import Embedder
-from quire.bench.machine import describe_machine, describe_versions
+from quire.bench.machine import describe_origin
 from quire.kernels import native
 from quire.weights.builtin_encoder import BUILTIN_ENCODER_NAME, builtin_encoder_folder
 
@@ -165,7 +165,10 @@ def main() -> None:
         name: measure(systems, texts, piece, arguments.rounds)
         for name, texts, piece in (("questions", questions, 8 * BATCH), ("paragraphs", paragraphs, 2 * BATCH))
     }
+    origin = describe_origin()
+    origin["versions"]["transformers"] = transformers.__version__
     result = {
+        **origin,
         "model": BUILTIN_ENCODER_NAME,
         "texts": {"questions": len(questions), "paragraphs": len(paragraphs)},
         "rounds": arguments.rounds,
@@ -173,8 +176,6 @@ def main() -> None:
         "threads": threads,
         "load_average_before": load_before,
         "systems": summary(found, own),
-        "machine": describe_machine(),
-        "versions": {**describe_versions(), "transformers": transformers.__version__},
     }
     arguments.output.write_text(json.dumps(result, indent=2) + "\n")
     for name, one in result["systems"].items():

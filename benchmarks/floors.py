@@ -16,6 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import workloads
 
+from quire.bench.machine import describe_origin
+
 BYTES_PER_SECOND = 4.26e12  # read from memory, measured
 FLOPS = 700e12  # bf16 products, measured
 BYTES = 2  # of a weight and of an element of KV
@@ -104,7 +106,9 @@ def main() -> None:
         print(f"{row['shape']:9} {row['case']:9} {row[kind]:10,.0f} tok/s {step}{share}")
     if options.output:
         facts = {"bytes_per_second": BYTES_PER_SECOND, "flops": FLOPS}
-        Path(options.output).write_text(json.dumps({"assumed": facts, "rows": rows}, indent=1) + "\n")
+        Path(options.output).write_text(
+            json.dumps({**describe_origin(), "assumed": facts, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

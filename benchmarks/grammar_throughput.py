@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams, StructuredOutput
-from quire.bench.machine import describe_machine
+from quire.bench.machine import describe_origin
 
 BATCH, TOKENS = 32, 96
 SCHEMA = {
@@ -60,7 +60,7 @@ def main() -> None:
         pairs = [(measure(llm, None), measure(llm, form)) for _ in range(arguments.rounds)]
     ratios = [formed["tokens_per_second"] / free["tokens_per_second"] for free, formed in pairs]
     results: dict[str, Any] = {
-        "machine": describe_machine(),
+        **describe_origin(),
         "batch": BATCH,
         "tokens": TOKENS,
         "rounds": [{"free": free, "formed": formed} for free, formed in pairs],

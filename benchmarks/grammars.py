@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quire.bench.machine import describe_machine
+from quire.bench.machine import describe_origin
 from quire.core.structured import StructuredOutput
 from quire.grammar.errors import GrammarError
 from quire.grammar.library import compile_matcher, make_tokenizer
@@ -335,7 +335,7 @@ def main() -> None:
         end_ids=(2,),
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
-    results: dict[str, Any] = {"machine": describe_machine(), "rounds": arguments.rounds, "libraries": {}}
+    results: dict[str, Any] = {**describe_origin(), "rounds": arguments.rounds, "libraries": {}}
     for name, make in (("llguidance", guidance), ("xgrammar", xgrammar)):
         started = time.perf_counter()
         try:

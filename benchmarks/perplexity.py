@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 
 from quire import LLM, SamplingParams
-from quire.bench.machine import describe_machine, describe_versions
+from quire.bench.machine import describe_origin
 
 WINDOW = 512
 
@@ -54,14 +54,13 @@ def main() -> None:
         f"{count} windows of {WINDOW} tokens: fp32 {exact:.4f}, int8 {quantized:.4f}, {quantized / exact - 1:+.3%}"
     )
     result = {
+        **describe_origin(),
         "text": arguments.text.name,
         "window": WINDOW,
         "num_windows": count,
         "fp32": exact,
         "int8": quantized,
         "ratio": quantized / exact,
-        "machine": describe_machine(),
-        "versions": describe_versions(),
     }
     arguments.output.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -12,12 +12,11 @@ import json
 import random
 import statistics
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.bench.machine import describe_machine, describe_versions
+from quire.bench.machine import describe_origin
 
 MODES = ("recompute", "swap", "auto")
 BLOCK_SIZE, OUTPUT = 16, 48
@@ -94,9 +93,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     result = {
-        "date": date.today().isoformat(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **describe_origin(),
         **measure(arguments.rounds, arguments.requests),
     }
     if arguments.output:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from quire import LLM, SamplingParams
+from quire.bench.machine import describe_origin
 from quire.core.ints import ints
 from quire.core.layout import BlockLayout
 from quire.core.step import HostMoves, Step
@@ -161,6 +162,7 @@ def main() -> None:
         parser.error("PyTorch sees no GPU here: run it on one, or try the script itself with --device cpu")
     device = torch.device(options.device)
     result: dict[str, Any] = {
+        **describe_origin(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "bandwidth": bandwidth(device, options.blocks),
     }

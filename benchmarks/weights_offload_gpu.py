@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import workloads
 
 from quire import LLM, SamplingParams
+from quire.bench.machine import describe_origin
 
 GIB = 1 << 30
 SMALL = workloads.SHAPES["llama1b"] | {
@@ -56,8 +56,8 @@ def main() -> None:
     if not options.tiny and not torch.cuda.is_available():
         parser.error("PyTorch sees no GPU here: run it on one, or try the script itself with --tiny")
     began = time.perf_counter()
-    found: dict[str, Any] = {"date": date.today().isoformat(), "torch": torch.__version__}
-    found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    found: dict[str, Any] = describe_origin()
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         found["same_tokens"] = check_tokens(Path(folder), options.tiny)
         found["link_gb_s"] = None if options.tiny else link_rate()

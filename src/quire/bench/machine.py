@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ PACKAGES = (
 # What the kernels and torch choose by; x86 names as Linux spells them, then ARM's.
 NOTED_FLAGS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
 NOTED_ARM_FLAGS = ("asimddp", "i8mm", "bf16", "sve")
+
+
+def describe_origin() -> dict[str, Any]:
+    """When, where and with what a figure was taken: what every record begins with."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+    }
 
 
 def describe_machine() -> dict[str, Any]:

@@ -5,11 +5,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from quire.bench.machine import describe_environment, describe_kernels, describe_machine, describe_versions
+from quire.bench.machine import describe_environment, describe_kernels, describe_origin
 from quire.bench.table import aligned
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -31,9 +30,7 @@ class BenchReport:
         kernels.pop("path", None)  # a record may be published, and says nothing of where things lie here
         record = {
             "benchmark": self.benchmark,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
+            **describe_origin(),
             "kernels": kernels,
             "environment": describe_environment(),
             "settings": self.settings,

@@ -46,14 +46,14 @@ def test_batched_sets_its_ratios_beside_the_published_ones(setup, tmp_path):
 
 
 def curve(name, policy, method="one", width=1):
-    return Curve(
-        name, policy, method, width, point(WORTH[policy]), [point(WORTH[policy], at) for at in (0.6, 1.2)]
-    )
+    """Paging is worth more with every sequence that it shares blocks between."""
+    worth = WORTH[policy] * (1 + 0.1 * (width - 1) * (policy == "paged"))
+    return Curve(name, policy, method, width, point(worth), [point(worth, at) for at in (0.6, 1.2)])
 
 
 @pytest.mark.parametrize("held", [True, False])
 def test_rate_says_whether_the_order_held(setup, tmp_path, held):
-    plain = {name: {policy: curve(name, policy) for policy in lines} for name, lines in rate.LINES.items()}
+    plain = {name: {policy: curve(name, policy) for policy in rate.LABELS} for name in rate.NAMES}
     if not held:
         plain["sharegpt"]["paged"] = curve("sharegpt", "max")
     wide = {
@@ -61,8 +61,12 @@ def test_rate_says_whether_the_order_held(setup, tmp_path, held):
         for method in rate.METHODS
         for width in rate.WIDTHS
     }
+    if not held:
+        wide["beam", 4]["paged"] = curve("alpaca", "paged", "beam", 2)
     finding = rate._finding(setup, PAPER, WORKLOADS, plain, wide)
     assert finding.checks[0].held == held
+    assert finding.checks[-1].held == held
+    assert len(finding.results["curves"]) == 3 * 7
     text = written(rate, finding, tmp_path)
     assert "alpaca, 4 beams: paged over pow2" in text
 
