@@ -27,6 +27,11 @@ STAGING_BYTES = 256 << 20  # on the host, and as many on the device
 PIECE_BYTES = STAGING_BYTES // PIECES  # the most that travels at once
 
 
+def device_bytes(max_rows: int, num_sites: int) -> int:
+    """What AdapterSlots takes of a GPU beside the pool."""
+    return STAGING_BYTES + max_rows * num_sites * (2 * MAX_TILES * 8 + 3 * 4)
+
+
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """A load with the host copy that it needs."""
@@ -146,6 +151,8 @@ class AdapterSlots:
         size = max(STAGING_BYTES, pool.layout.block_bytes)
         self._staging = Staging(size, pin=True, device=device) if device.type == "cuda" else None
         self._pretends = False
+        if self._staging is not None and recordable:
+            self._compile_place()
 
     # ------------------------------------------------------------------ what a step changes
 
@@ -221,7 +228,7 @@ class AdapterSlots:
                 )
 
     def _compile_place(self) -> None:
-        """For what files have their numbers in; tiles without lines."""
+        """Before a request needs it, for what files have their numbers in; tiles without lines."""
         none = torch.zeros(1, 6, dtype=torch.int64, device=self._device)
         for given in SOURCES:
             registry.load("lora_pack", "triton").place(
@@ -347,8 +354,6 @@ class AdapterSlots:
     def pretending(self) -> Iterator[None]:
         """Every row runs with an adapter that adds nothing: so kernels are compiled before a request needs them."""
         self._pretends = True
-        if self._staging is not None and self.recordable:
-            self._compile_place()
         yield
         self._pretends = False
 
