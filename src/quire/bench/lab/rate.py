@@ -39,9 +39,9 @@ WIDE = ("paged", "pow2")  # policies that several sequences per request are comp
 def run(setup: Setup) -> Finding:
     settings = simulated_settings(setup, PAPER)
     counts = {
-        "sharegpt": setup.pick(60, 400, 2400),
-        "alpaca": setup.pick(150, ALPACA, 4 * ALPACA),
-        "chatbot": setup.pick(40, 300, 1800),
+        "sharegpt": setup.pick(120, 400, 2400),
+        "alpaca": setup.pick(400, ALPACA, 4 * ALPACA),
+        "chatbot": setup.pick(50, 300, 1800),
     }
     workloads = [workload(name, setup.data, count, setup.seed) for name, count in counts.items()]
     jobs = [
@@ -68,12 +68,13 @@ def run(setup: Setup) -> Finding:
 
 
 def _wide_jobs(setup: Setup, settings: Mapping[str, Any], alpaca: Workload) -> list[CurveJob]:
-    """The same requests at every width, so that nothing but the width differs."""
+    """The same requests at every width, so that nothing but the width differs; for a look, fewer of them."""
+    lengths = alpaca.lengths[: setup.pick(160, None, None)]
     return [
         CurveJob(
             alpaca.name,
             policy,
-            Run({**settings, **POLICIES[policy]}, alpaca.lengths, 1.0, setup.seed, method, width),
+            Run({**settings, **POLICIES[policy]}, lengths, 1.0, setup.seed, method, width),
             (),
         )
         for method in METHODS
