@@ -55,8 +55,10 @@ class Staging:
         self._fill(piece, source)
         there = self._there[self._next - size :][: len(source)]
         there.copy_(piece[: len(source)], non_blocking=True)
-        yield there
-        self._note(size)
+        try:
+            yield there
+        finally:  # the copy is on its way, whatever became of its use
+            self._note(size)
 
     def _fill(self, piece: Tensor, source: Tensor) -> None:
         """One thread copies at a fifth of the speed at which a device takes it."""
