@@ -37,6 +37,7 @@ from quire.runner.verify_inputs import VerifyInputs
 from quire.sampling.beams import candidate_records, on_host
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
+from quire.sampling.logprobs import on_host as logprobs_on_host
 from quire.sampling.records import BeamTensors, Sampled, SampleRequests, TokenMask
 from quire.sampling.sampler import Sampler
 
@@ -55,7 +56,7 @@ class _Launched:
     positions: Tensor  # [S] ints, on the device
     scored: tuple[PromptLogprobs, ...]
     started: float
-    sampled: Sampled | None = None
+    sampled: Sampled | None = None  # its logprobs in host memory
     token_ids: Tensor | None = None  # [S] int64 in host memory
     good: Tensor | None = None  # [S] bool in host memory
     beams: tuple[BeamTensors, ...] = ()  # in host memory
@@ -338,7 +339,7 @@ class DeviceRunner:
             if launched.step.drafts:
                 self._settle(launched.step, sampled)
             launched.logits = None
-            launched.sampled = sampled
+            launched.sampled = logprobs_on_host(sampled)
             launched.token_ids.copy_(sampled.token_ids, non_blocking=True)
             launched.good.copy_(sampled.finite, non_blocking=True)
             launched.beams = on_host(sampled.beams)
