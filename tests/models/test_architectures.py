@@ -71,7 +71,7 @@ def test_bfloat16_logits_stay_within_five_percent_of_float32(
         assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("variant", ["llama-tied", "qwen2", "opt", "gpt2"])
+@pytest.mark.parametrize("variant", ["llama-tied", "llama-gelu", "llama-gelu-tanh", "qwen2", "opt", "gpt2"])
 def test_int8_stays_near_full_precision(variant: str, tmp_path: Path, empty_cache: Path) -> None:
     save(tmp_path / "model", VARIANTS[variant]())
     texts = prompts(23, 9)
@@ -82,7 +82,9 @@ def test_int8_stays_near_full_precision(variant: str, tmp_path: Path, empty_cach
 
 
 @only_native
-@pytest.mark.parametrize("variant", ["llama", "mistral-window", "qwen3", "opt-350m", "gpt2"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "llama-gelu-tanh", "mistral-window", "qwen3", "opt-350m", "gpt2"]
+)
 def test_int8_gives_the_same_bits_alone_and_in_any_batch(
     variant: str, tmp_path: Path, empty_cache: Path
 ) -> None:
