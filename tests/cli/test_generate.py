@@ -55,6 +55,27 @@ def test_records_have_what_was_asked_for(run, tmp_path):
     assert "Paris" in records[1]["outputs"][0]["text"]
 
 
+def test_beams_are_returned_best_first(run):
+    words = ("--use-beam-search", "--best-of", "4", "--n", "2", "--max-tokens", "6", "--ignore-eos", "--json")
+    more = ("--length-penalty", "0.5", "--early-stopping", "never", *SMALL)
+    ran = run("generate", "--prompt", "The capital of France is", *words, *more)
+    assert (ran.code, ran.err) == (0, "")
+    first, second = json.loads(ran.out)["outputs"]
+    assert first["text"] != second["text"]
+    assert first["cumulative_logprob"] > second["cumulative_logprob"]  # of one length
+    assert "Paris" in first["text"]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--best-of", "1", "--n", "2"), "best_of"), (("--best-of", "33"), "32"),
+    (("--early-stopping", "perhaps"), "true, false, never"),
+])  # fmt: skip
+def test_beams_that_cannot_be_are_refused(run, words, said):
+    ran = run("generate", "--prompt", "Hello", "--use-beam-search", *words, *SMALL)
+    assert ran.code != 0
+    assert said in ran.err
+
+
 def test_a_seed_gives_the_same_samples_again(run):
     words = (
         "generate",

@@ -13,6 +13,7 @@ peft = pytest.importorskip("peft", reason="PEFT is what adapters are compared wi
 NAMES = ("smollm-med-5epochs", "smollm-med-100epochs")
 QUESTIONS = ("What causes a fever?", "The patient has a headache and", "1, 2, 3,")
 TIE = 1e-3  # the reference's own two best logits may be this close; then either is right
+TOP = 20  # logits that are compared at every token
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +23,8 @@ def folders(shared):
     return {name: str(shared / "adapters" / name) for name in NAMES}
 
 
-def test_real_adapters_give_the_tokens_of_the_merged_model(folders):
-    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+def test_real_adapters_give_the_tokens_and_logits_of_the_merged_model(folders):
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=TOP)
     with LLM(
         use_tqdm=False, quantization="none", max_model_len=256, max_num_seqs=8, lora_modules=folders
     ) as llm:
@@ -35,13 +36,10 @@ def test_real_adapters_give_the_tokens_of_the_merged_model(folders):
     model = peft.PeftModel.from_pretrained(reference_model(), folders[NAMES[0]], NAMES[0])
     try:
         model.load_adapter(folders[NAMES[1]], NAMES[1])
-        prompts = [list(output.prompt_token_ids) for output in outputs]
         for first, name in zip(range(0, 9, 3), (*NAMES, None), strict=True):
             with _merged(model, name):
-                for prompt, answer in zip(
-                    prompts[first : first + 3], answers[first : first + 3], strict=True
-                ):
-                    _check(model, prompt, answer)
+                for output in outputs[first : first + 3]:
+                    _check(model, output)
     finally:
         model.unload()
 
@@ -60,10 +58,16 @@ def _merged(model, name: str | None):
 
 
 @torch.inference_mode()
-def _check(model, prompt: list[int], answer: list[int]) -> None:
+def _check(model, output) -> None:
+    prompt, answer = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
     logits = model(torch.tensor([prompt + answer]), logits_to_keep=len(answer) + 1).logits[0, :-1]
     chosen = logits.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
     assert float((logits.max(-1).values - chosen).max()) <= TIE
+    right = torch.log_softmax(logits, -1)  # as logits, but for a number of each line's own
+    for line, found in zip(right, output.outputs[0].logprobs, strict=True):
+        assert len(found) >= TOP
+        for token, one in found.items():
+            assert abs(one.logprob - float(line[token])) <= TIE
 
 
 def test_on_int8_adapters_answer_the_same_alone_and_together(folders):

@@ -40,6 +40,7 @@ from quire.memory.choose import make_memory
 from quire.models import registry
 from quire.models.model import Model
 from quire.models.streamed import Streaming, is_streamed
+from quire.runner.adapters import device_bytes
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.devices import is_simulated
 from quire.runner.profile import activation_bytes
@@ -265,6 +266,8 @@ def _make_pool(
     divided = None
     if numbers.device.type == "cuda":
         needed = activation_bytes(model, layout, max_rows, max_tokens, max_model_len, numbers.device)
+        if config.adapters.enabled:
+            needed += device_bytes(max_rows, sum(len(loader.parts) for loader in model.loaders().values()))
         divided = divide_gpu(numbers.device, config.memory.gpu_memory_utilization, needed)
     free = free_host_bytes() if divided is None else divided.pool
     memory, free = _less_draft(config.memory, layout, draft, free)

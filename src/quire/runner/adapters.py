@@ -27,6 +27,11 @@ STAGING_BYTES = 256 << 20  # on the host, and as many on the device
 PIECE_BYTES = STAGING_BYTES // PIECES  # the most that travels at once
 
 
+def device_bytes(max_rows: int, num_sites: int) -> int:
+    """What AdapterSlots takes of a GPU beside the pool."""
+    return STAGING_BYTES + max_rows * num_sites * (2 * MAX_TILES * 8 + 3 * 4)
+
+
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """A load with the host copy that it needs."""

@@ -59,7 +59,7 @@ class DeviceMemory:
     total: int
     others: int  # other processes, and the driver's own
     weights: int
-    activations: int  # the largest step's, measured
+    activations: int  # the largest step's, measured, and what adapters pass through
     pool: int
     spare: int  # what gpu_memory_utilization leaves alone
 

@@ -1,5 +1,6 @@
 """StepCosts: what a step of so many tokens costs, measured while it serves."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 NEWEST = 0.25  # how much the newest measurement counts
@@ -30,7 +31,7 @@ class StepCosts:
         self._pace = 1.0
         self._known: dict[int, _Known] = {}
         self.num_steps = 0
-        self._sizes: list[int] | None = None  # sorted, once asked for
+        self._sizes: list[int] | None = None  # with a trustworthy measurement, sorted, once asked for
 
     def note(self, num_tokens: int, seconds: float) -> None:
         self.num_steps += 1
@@ -43,6 +44,7 @@ class StepCosts:
         work = seconds / self._pace
         if known.is_first:
             known.work, known.is_first = min(work, known.work), False
+            self._sizes = None
         else:
             change = 1.0 + NEWEST * (min(work / known.work, OUTLIER) - 1.0)
             self._pace *= change**SHARED
@@ -57,26 +59,25 @@ class StepCosts:
         return self._pace * self._work(sizes, num_tokens)
 
     def _work(self, sizes: list[int], num_tokens: int) -> float:
-        below = max((size for size in sizes if size <= num_tokens), default=None)
-        above = min((size for size in sizes if size >= num_tokens), default=None)
-        if below is None or above is None:
-            nearest = above if below is None else below
-            assert nearest is not None
-            slope = self._slope(sizes)
+        """Asked for many sizes between two steps, while a sequence waits."""
+        place = bisect_left(sizes, num_tokens)
+        if place < len(sizes) and sizes[place] == num_tokens:
+            return self._known[num_tokens].work
+        if place == 0 or place == len(sizes):
+            nearest, slope = sizes[min(place, len(sizes) - 1)], self._slope(sizes)
             return self._known[nearest].work * (1.0 + slope * num_tokens) / (1.0 + slope * nearest)
+        below, above = sizes[place - 1], sizes[place]
         low, high = self._known[below].work, self._known[above].work
-        if below == above:
-            return low
         return low + (high - low) * (num_tokens - below) / (above - below)
 
     def _fresh_sizes(self) -> list[int]:
-        """Sizes with a trustworthy measurement. A first one counts only where there is nothing better."""
+        """Those that were seen lately. A size's first measurement counts only where there is nothing better."""
         if self._sizes is None or self.num_steps % 64 == 0:
             oldest = self.num_steps - STALE
             self._known = {size: known for size, known in self._known.items() if known.seen >= oldest}
-            self._sizes = sorted(self._known)
-        settled = [size for size in self._sizes if not self._known[size].is_first]
-        return settled or self._sizes
+            settled = [size for size, known in self._known.items() if not known.is_first]
+            self._sizes = sorted(settled or self._known)
+        return self._sizes
 
     def _slope(self, sizes: list[int]) -> float:
         """Seconds per token over a step's fixed seconds, from the smallest and the largest size."""

@@ -14,7 +14,7 @@ constexpr int64_t kFewestTokens = 4;      // the same, where more would leave a 
 constexpr int64_t kManyItems = 4;         // per thread: with so many, an uneven end costs little
 constexpr int64_t kFewestWideRows = 12;   // query rows from which widening a tile pays
 constexpr int64_t kLargestHeadDim = 1024;
-constexpr int64_t kWorkAlone = 1 << 14;   // scores below which one thread does it all
+constexpr int64_t kWorkAlone = 1 << 12;   // scores below which one thread does it all
 
 // `part` is a block of query tokens when wide, a segment of positions when narrow. `wide` is how many tokens a block has,
 // 0: the item is narrow.
