@@ -19,13 +19,14 @@ from quire.grammar.vocabulary import Vocabulary
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import DeviceInputs
 from quire.runner.device_runner import DeviceRunner
+from quire.runner.graphs import Graphs
 from quire.runner.merged import MergedAdapter
 from quire.runner.swap import PageMover
 from quire.sampling import penalties
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.sampler import Sampler
 from tests.adapters.making import write, write_model
-from tests.engine.test_device_runner import SHAPE
+from tests.engine.test_device_runner import SHAPE, EagerGraphs, PaddingRunner
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9] * 17, list(range(10, 26)), [3], list(range(20, 40))]
 SAMPLINGS = [
@@ -193,7 +194,7 @@ def test_copies_of_shared_pages_are_not_lost(folder: Path, plain: Callable[..., 
 
 
 @pytest.mark.parametrize("mode", ["batched", "merge"])
-@pytest.mark.parametrize("calls", [range(1), range(1, 3)])
+@pytest.mark.parametrize("calls", [range(1), range(2)])
 def test_adapters_that_did_not_fit_are_whole_when_they_are_used(tmp_path, monkeypatch, mode, calls):
     names = ["one", "two", None, "one", "two", "one"]
     model, adapters = write_model(tmp_path / "model"), tmp_path / "adapters"
@@ -238,6 +239,28 @@ def test_a_step_that_waited_for_its_mask_is_taken_back(
         found, errors = answers(calls)
         assert len(errors) == len(calls)
         assert _others(found, errors) == _others(wanted, errors)
+
+
+def test_a_graph_that_does_not_fit_costs_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of its size run without one."""
+    samplings = [one.changed(prompt_logprobs=None) for one in SAMPLINGS]  # steps with those have no graph
+    monkeypatch.setattr("tests.engine.test_memory_full.SAMPLINGS", samplings)
+    wanted, _ = _run(_engine(folder))
+    tried: list[object] = []
+
+    class FullGraphs(EagerGraphs):
+        _run = Graphs._run
+
+        def _capture(self, *what: object) -> None:
+            tried.append(what)
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(building, "Runner", PaddingRunner)
+    engine = _engine(folder)
+    graphs = engine._runner._graphs
+    graphs.__class__, graphs._captured, graphs._too_large = FullGraphs, {}, set()
+    assert _run(engine) == (wanted, {})
+    assert len(tried) == len(set(tried)) > 2
 
 
 def test_drafts_that_do_not_fit_are_not_made(folder: Path, plain: Callable[..., Answers]) -> None:
