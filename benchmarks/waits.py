@@ -10,6 +10,9 @@ import torch
 
 from quire import LLM, SamplingParams
 
+SAID = (
+    "called a synchronizing CUDA operation"  # torch's words for a wait, and not those about the mode itself
+)
 CALLS = ((torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda, "synchronize"))
 
 
@@ -37,7 +40,7 @@ def counted() -> Iterator[list[str]]:
             stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("warn")
         yield waits
-    waits += [f"{one.filename}:{one.lineno}" for one in found if "synchronizing" in str(one.message)]
+    waits += [f"{one.filename}:{one.lineno}" for one in found if SAID in str(one.message)]
 
 
 def _noting(call: Callable[..., Any], waits: list[str], name: str) -> Callable[..., Any]:
