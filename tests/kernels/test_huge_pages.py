@@ -58,3 +58,13 @@ def test_threads_never_get_the_same_memory(spares: Spares) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_what_is_larger_than_all_that_is_kept_throws_nothing_out(
+    spares: Spares, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "SPARE_BYTES", 2 * SMALLEST_ALONE)
+    small, large = huge_pages.spare_bytes(SMALLEST_ALONE), huge_pages.spare_bytes(3 * SMALLEST_ALONE)
+    del small
+    del large
+    assert spares.num_bytes == SMALLEST_ALONE

@@ -60,6 +60,10 @@ class Entry:
     num_users: int = 0  # requests that are not done
     retired: bool = field(default=False)  # its name means something else by now, or nothing
 
+    @property
+    def file_bytes(self) -> int:
+        return self.signature[4] if self.signature else 0
+
 
 class Library:
     """Used by the engine's thread alone; files are read in threads of its own."""
@@ -88,7 +92,7 @@ class Library:
             num_threads, thread_name_prefix="quire-adapters", initializer=alone
         )
         self._max_loading = max(LOADING_PER_THREAD * num_threads, LOADING)
-        self._loading: set[str] = set()
+        self._loading: dict[str, int] = {}  # keys, and the bytes of their files
         self._retired: list[str] = []  # keys that nobody uses any more
         self.stats = LibraryStats()
 
@@ -175,7 +179,7 @@ class Library:
                 entry = Entry(self._new_key(name), name, entry.folder, signature)
                 self._set(name, entry)
         if entry.error is not None:
-            raise entry.error
+            raise entry.error.again()
         return entry.key
 
     def name_of(self, key: str) -> str:
@@ -215,12 +219,12 @@ class Library:
                 self._held.move_to_end(key)
             return entry.packed
         if entry.error is not None:
-            raise entry.error
+            raise entry.error.again()
         if entry.loading is None:
-            if len(self._loading) >= self._max_loading:
+            if not self._may_load(entry):
                 self._take_forgotten()
-            if len(self._loading) < self._max_loading and entry.folder is not None:
-                self._loading.add(key)
+            if entry.folder is not None and self._may_load(entry):
+                self._loading[key] = entry.file_bytes
                 entry.loading = self._threads.submit(self._reader.read_folder, entry.name, entry.folder)
             return None
         if not entry.loading.done():
@@ -270,6 +274,12 @@ class Library:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
+    def _may_load(self, entry: Entry) -> bool:
+        """What is being read, or was and nobody took it yet, is bounded as copies are. One file is always allowed."""
+        loading = sum(self._loading.values())
+        fits = not loading or loading + entry.file_bytes <= self.limits.num_bytes
+        return fits and len(self._loading) < self._max_loading
+
     def _take_forgotten(self) -> None:
         """Reads that are done and that nobody asks for any more, since their requests were aborted: others may read."""
         for key in list(self._loading):
@@ -281,7 +291,7 @@ class Library:
     def _take(self, entry: Entry) -> PackedAdapter:
         assert entry.loading is not None
         loading, entry.loading = entry.loading, None
-        self._loading.discard(entry.key)
+        self._loading.pop(entry.key, None)
         try:
             packed = loading.result()
             if entry.content is not None and packed.content != entry.content:
@@ -289,12 +299,12 @@ class Library:
                     f"adapter {entry.name!r} changed on disk while it was being served: send the request again"
                 )
         except AdapterError as error:
-            entry.error = error
+            entry.error = error.again()  # the one that was caught keeps the bytes that were read
         except Exception as error:
             entry.error = AdapterError(f"adapter {entry.name!r} cannot be read: {error!r}")
         if entry.error is not None:
             self.stats.num_failures += 1
-            raise entry.error
+            raise entry.error.again()
         self._keep(entry, packed)
         return packed
 
@@ -340,7 +350,7 @@ class Library:
         self._let_go(entry)
         if entry.loading is not None:
             entry.loading.cancel()  # nobody will take it; one that has begun cannot be stopped
-        self._loading.discard(entry.key)
+        self._loading.pop(entry.key, None)
         self._entries.pop(entry.key, None)
         self._retired.append(entry.key)
 

@@ -30,6 +30,7 @@ _NAMES = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<which>[AB])(?:\.[^.]+)?(?:\.weight)?$"
 )
 _BASE = ".base_layer.weight"
+MOSTLY = 0.8  # of a file's bytes: with fewer of its own, an adapter does not keep them all
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -94,9 +95,14 @@ class Reader:
         if layout is not None and layout.num_bytes == len(file.data):
             return self._packed(name, layout, file.data, file.identity)
         settings = read_settings(name, parse_config(name, folder, config))
-        found = find_tensors(name, file)
-        if any(one.dtype is torch.float64 or one.offset % one.dtype.itemsize for one in found.values()):
-            return self._from_tensors(name, settings, tensors_of(file, found))
+        found = {key: one for key, one in find_tensors(name, file).items() if not key.endswith(_BASE)}
+        is_odd = any(one.dtype is torch.float64 or one.offset % one.dtype.itemsize for one in found.values())
+        # A file that is kept should be the adapter's: PEFT saves the base's own embedding beside an adapter of it.
+        is_kept = self.piece_bytes > 0 and sum(one.num_bytes for one in found.values()) < MOSTLY * len(
+            file.data
+        )
+        if is_odd or is_kept:
+            return self._from_tensors(name, settings, tensors_of(file, found), file.identity)
         layout = self._layout(name, settings, found, len(file.data))
         self._remember((config, file.header), layout)
         return self._packed(name, layout, file.data, file.identity)
@@ -104,13 +110,18 @@ class Reader:
     def read_tensors(
         self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
     ) -> PackedAdapter:
-        return self._from_tensors(name, read_settings(name, config), tensors)
+        kept = {key: tensor for key, tensor in tensors.items() if not key.endswith(_BASE)}
+        return self._from_tensors(name, read_settings(name, config), kept)
 
     def _from_tensors(
-        self, name: str, settings: LoraSettings, tensors: Mapping[str, Tensor]
+        self,
+        name: str,
+        settings: LoraSettings,
+        tensors: Mapping[str, Tensor],
+        identity: bytes | None = None,
     ) -> PackedAdapter:
-        data, found = gather({key: tensor for key, tensor in tensors.items() if not key.endswith(_BASE)})
-        return self._packed(name, self._layout(name, settings, found, len(data)), data)
+        data, found = gather(tensors)
+        return self._packed(name, self._layout(name, settings, found, len(data)), data, identity)
 
     def _remember(self, key: tuple[str, bytes], layout: Layout) -> None:
         self.layouts[key] = layout
@@ -153,8 +164,6 @@ class Reader:
     ) -> tuple[Matrices, ...]:
         found: dict[str, dict[str, Stored]] = {}
         for tensor_name, tensor in tensors.items():
-            if tensor_name.endswith(_BASE):
-                continue  # the base's own embedding, which PEFT saves beside an adapter of it
             match = _NAMES.match(tensor_name)
             if match is None or tensor.dtype not in _FLOATS:
                 raise AdapterError(

@@ -56,8 +56,10 @@ class _Memory(threading.local):
         self._kept = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int, keep: bool) -> Tensor:
-        if keep or num_bytes > KEPT:
+        if keep:
             return huge_pages.spare_bytes(num_bytes)
+        if num_bytes > KEPT:
+            return huge_pages.zeros(num_bytes, dtype=torch.uint8)
         if num_bytes > len(self._kept):
             self._kept = torch.empty(min(KEPT, 2 * num_bytes), dtype=torch.uint8)
         return self._kept[:num_bytes]

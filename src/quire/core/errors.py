@@ -31,6 +31,10 @@ class AdapterError(InvalidRequest):
     def __init__(self, message: str, param: str | None = "model") -> None:
         super().__init__(message, param)
 
+    def again(self) -> "AdapterError":
+        """The same to be raised: one object raised again and again would keep everything that it passed through."""
+        return AdapterError(str(self), self.param)
+
 
 class QueueFull(QuireError):
     """The bounded queue refuses the request now; the same request may be taken later."""

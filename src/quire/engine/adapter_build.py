@@ -15,7 +15,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.adapters import Adapters
 from quire.engine.resolve import Numbers
-from quire.kernels.registry import REFERENCE, choose, forces_reference
+from quire.kernels.registry import REFERENCE, alternatives, choose, forces_reference
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraSite
 from quire.layers.lora_sites import install_sites
@@ -119,7 +119,7 @@ def _build(
         config.max_lora_rank,
         hashed,
         choose("lora_pack", numbers.device),
-        PIECE_BYTES if on_gpu and merging is None and not forces_reference() else 0,
+        PIECE_BYTES if on_gpu and merging is None and _has_triton() else 0,
     )
     library = Library(
         reader,
@@ -144,6 +144,10 @@ def _build(
         invariant=limits.deterministic,
     )
     return BuiltAdapters(library, slots)
+
+
+def _has_triton() -> bool:
+    return not forces_reference() and "triton" in alternatives("lora_pack")
 
 
 def merge_sites(model: Model) -> dict[str, MergeSite]:

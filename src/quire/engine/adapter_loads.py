@@ -52,6 +52,7 @@ class AdapterLoads:
             if not line:
                 del self._lines[name]
             _end(load, fault)
+            del fault  # or it would keep this frame, which keeps it
 
     def cancel(self, name: str) -> bool:
         """Gives up what is being loaded under that name; whether there was anything."""

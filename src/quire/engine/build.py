@@ -266,7 +266,7 @@ def _make_pool(
     divided = None
     if numbers.device.type == "cuda":
         needed = activation_bytes(model, layout, max_rows, max_tokens, max_model_len, numbers.device)
-        if config.adapters.enabled:
+        if config.adapters.enabled and config.adapters.lora_mode != "merge":
             needed += device_bytes(max_rows, sum(len(loader.parts) for loader in model.loaders().values()))
         divided = divide_gpu(numbers.device, config.memory.gpu_memory_utilization, needed)
     free = free_host_bytes() if divided is None else divided.pool

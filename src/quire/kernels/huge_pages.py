@@ -6,6 +6,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -53,11 +54,13 @@ class Spares:
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, tuple(self._unused)))
+        return sum(map(len, list(self._unused)))
 
     def take(self, num_bytes: int) -> mmap.mmap:
         size = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
-        for mapping in tuple(self._unused):
+        for mapping in list(
+            self._unused
+        ):  # a tuple could wake the garbage collector, and so `give`, while it is made
             if len(mapping) == size:
                 try:
                     self._unused.remove(mapping)
@@ -67,9 +70,12 @@ class Spares:
         return _map(size)
 
     def give(self, mapping: mmap.mmap) -> None:
+        if len(mapping) > SPARE_BYTES:
+            return
         self._unused.append(mapping)
         while self.num_bytes > SPARE_BYTES:
-            self._unused.popleft()
+            with suppress(IndexError):  # another thread took the last
+                self._unused.popleft()
 
 
 spares = Spares()

@@ -155,6 +155,8 @@ class AdapterSlots:
         size = max(STAGING_BYTES, pool.layout.block_bytes)
         self._staging = Staging(size, pin=True, device=device) if device.type == "cuda" else None
         self._pretends = False
+        if self._staging is not None and recordable:
+            self._compile_place()
 
     # ------------------------------------------------------------------ what a step changes
 
@@ -231,7 +233,7 @@ class AdapterSlots:
                 )
 
     def _compile_place(self) -> None:
-        """For what files have their numbers in; tiles without lines."""
+        """Before a request needs it, for what files have their numbers in; tiles without lines."""
         none = torch.zeros(1, 6, dtype=torch.int64, device=self._device)
         for given in SOURCES:
             registry.load("lora_pack", "triton").place(
@@ -357,8 +359,6 @@ class AdapterSlots:
     def pretending(self) -> Iterator[None]:
         """Every row runs with an adapter that adds nothing: so kernels are compiled before a request needs them."""
         self._pretends = True
-        if self._staging is not None and self.recordable:
-            self._compile_place()
         yield
         self._pretends = False
 

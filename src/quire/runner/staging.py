@@ -45,20 +45,21 @@ class Staging:
             piece = self._take(some.numel())
             self._fill(piece, some.reshape(-1))
             target[first : first + lines].view(-1).copy_(piece, non_blocking=True)
-            self._note(some.numel())
+            self._note(some.numel(), self._next)
 
     @contextmanager
     def sent(self, source: Tensor) -> Iterator[Tensor]:
         """source [bytes] uint8 on the device, for what the current stream is given before this ends."""
         size = -(-len(source) // ALIGNMENT) * ALIGNMENT
         piece = self._take(size)
+        last = self._next
         self._fill(piece, source)
-        there = self._there[self._next - size :][: len(source)]
+        there = self._there[last - size :][: len(source)]
         there.copy_(piece[: len(source)], non_blocking=True)
         try:
             yield there
         finally:  # the copy is on its way, whatever became of its use
-            self._note(size)
+            self._note(size, last)
 
     def _fill(self, piece: Tensor, source: Tensor) -> None:
         """One thread copies at a fifth of the speed at which a device takes it."""
@@ -72,13 +73,13 @@ class Staging:
         for one in done:
             one.result()
 
-    def _note(self, num_bytes: int) -> None:
-        """The last bytes taken may be taken again when the current stream has come here."""
+    def _note(self, num_bytes: int, last: int) -> None:
+        """So many bytes before `last` may be taken again when the current stream has come here."""
         event = None
         if self._pinned:
             event = torch.cuda.Event()
             event.record()
-        self._pieces.append(_Piece(self._next - num_bytes, self._next, event))
+        self._pieces.append(_Piece(last - num_bytes, last, event))
 
     def _take(self, num_bytes: int) -> Tensor:
         """So many bytes whose last copy was made."""

@@ -39,16 +39,13 @@ def find_drafts(
 ) -> dict[int, TokenTree]:
     """Drafts by row, `budget` tokens in all. Their sequences own the blocks; nobody is preempted for a draft."""
     rooms: list[DraftRoom] = []
-    if budget <= 0 or not drafter.pays(running):
+    ready = [sequence for sequence in running if _is_ready(sequence)]
+    if budget <= 0 or not ready or not drafter.pays(running):
         return {}
     spare = memory.num_free - len(running)  # every sequence may need a block to go on
-    for sequence in running:
+    for sequence in ready:
         if budget <= 0:
             break
-        if sequence.is_beam or sequence.num_pending or not sequence.num_outputs:
-            continue  # beams are compared token by token; a prompt's last token may have forks to make
-        if sequence.target - sequence.num_computed != 1:
-            continue
         most = min(budget, sequence.max_computed - len(sequence.token_ids))
         room = drafter.room(sequence, len(running), most) if most > 0 else None
         if room is None:
@@ -66,6 +63,13 @@ def find_drafts(
     if len(running) > 1:
         drafts = trimmed(drafts)
     return {room.sequence.row: draft for room, draft in zip(rooms, drafts, strict=True) if len(draft)}
+
+
+def _is_ready(sequence: Sequence) -> bool:
+    """Beams are compared token by token; a prompt's last token may have forks to make."""
+    if sequence.is_beam or sequence.num_pending or not sequence.num_outputs:
+        return False
+    return sequence.target - sequence.num_computed == 1
 
 
 def trimmed(drafts: list[TokenTree]) -> list[TokenTree]:
