@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.attention.triton import AttentionPlanner, Tuning
 
-DEVICE = "cuda"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's interpreter checks the script
 REPORT: dict[str, list[dict[str, Any]]] = {}
 
 

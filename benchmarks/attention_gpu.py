@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import triton
 from attention_cases import DEVICE, REPORT, Case, Heads, error, graph_time, make_case, record, reference
+from attention_checks import CONTEXTS, LIMITS, QUERIES, USUAL, VARIANTS, WIDE, check_batches, check_trees
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -36,34 +37,12 @@ LOG2_E = math.log2(math.e)
 
 # --- check ---------------------------------------------------------------------------------------------------------
 
-LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-VARIANTS: dict[str, tuple[Tuning, bool]] = {
-    "default": (Tuning(), False),
-    "unfused": (Tuning(fused_reduction=False), False),
-    "deterministic": (Tuning(), True),
-}
-
 
 def check() -> None:
-    """Every variant on ragged batches, then graphs with changed lengths, then bits of the deterministic form."""
-    contexts = [1, 70, 5, 1300, 64, 4000, 900, 33, 2048, 17]
-    queries = [1, 1, 5, 400, 3, 1, 1, 33, 300, 2]
-    shapes = [Heads(), Heads(3, 3, 64), Heads(2, 8, 80, 1), Heads(4, 1, 96, 128, torch.float16)]
-    for heads in [*shapes, Heads(2, 4, 64, 16, torch.float32)]:
-        case = make_case(heads, contexts, queries, poison=True)
-        for window in (0, 100):
-            expected = reference(case, window)
-            for name, (tuning, deterministic) in VARIANTS.items():
-                plan = case.planner(tuning, deterministic).plan(
-                    case.query_starts, case.context_lens, len(contexts), window=window
-                )
-                out = torch.full_like(expected, float("nan"), dtype=heads.dtype)
-                attention.paged_attention(*case.arguments(0), window, out, plan=plan)
-                found = error(out, expected)
-                record("check", what=f"{heads.kv_heads}x{heads.group}x{heads.head_dim} block {heads.block_size} "
-                       f"{str(heads.dtype)[6:]}", window=window, variant=name, error=found,
-                       ok=found < LIMITS[heads.dtype])  # fmt: skip
-    check_contiguous(make_case(Heads(), contexts, queries))
+    """Every variant on ragged batches and trees, then graphs with changed lengths, then deterministic bits."""
+    check_batches(USUAL + WIDE, CONTEXTS, QUERIES)
+    check_trees([Heads(), *WIDE], [700, 333, 4000])
+    check_contiguous(make_case(Heads(), CONTEXTS, QUERIES))
     check_fresh([1024, 1024])
     check_fresh([1024, 1476])
     check_graph()

@@ -1,8 +1,9 @@
 """Whether a GPU gives the CPU's tokens, feature by feature: `python benchmarks/gpu_check.py [--output FILE]`.
 
 Tiny random models in float32, so that a different order of sums changes no token; every line is one way to run the same
-requests (greedy, drawn with a seed, several samples). Run it on every new chip and after every change of a kernel. With
-`--device cpu` the script checks itself. The exit status is the number of lines that differ.
+requests (greedy, drawn with a seed, several samples). Three lines are of another kind: how often the host waits for the
+device in a step, and how far bfloat16's logits are from float32's. Run it on every new chip and after every change of a
+kernel. With `--device cpu` the script checks itself. The exit status is the number of lines that differ.
 """
 
 import argparse
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from waits import longest_waits
 
 from quire import LLM, SamplingParams
 
@@ -42,12 +46,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
 }
 RANKS = (1, 8, 17, 64)
+BF16_ERROR = 0.05  # of a position's logits, |bf16 - fp32| / |fp32|, where weights amplify nothing
 
 Answers = list[list[list[int]]]  # request, sample, token
 Check = Callable[[], tuple[Answers, Answers]]  # what was found, what is right
 
 
-def save_model(name: str, folder: str) -> None:
+def save_model(name: str, folder: str, scale: float = 0.2) -> None:
+    """`scale`: of the weights. A large one makes logits differ, and errors grow from layer to layer."""
     from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
     torch.manual_seed(0)
@@ -57,14 +63,13 @@ def save_model(name: str, folder: str) -> None:
     }  # fmt: skip
     if name == "llama":
         config: Any = LlamaConfig(
-            **size, intermediate_size=512, num_key_value_heads=2, head_dim=64, initializer_range=0.2,
+            **size, intermediate_size=512, num_key_value_heads=2, head_dim=64, initializer_range=scale,
             bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(folder)
     else:
-        OPTForCausalLM(OPTConfig(**size, ffn_dim=512, word_embed_proj_dim=256, init_std=0.2)).save_pretrained(
-            folder
-        )
+        config = OPTConfig(**size, ffn_dim=512, word_embed_proj_dim=256, init_std=scale)
+        OPTForCausalLM(config).save_pretrained(folder)
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -75,15 +80,15 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 class Checker:
-    def __init__(self, folder: str, device: str) -> None:
-        self._folder, self._device = folder, device
+    def __init__(self, model: str, folder: str, device: str) -> None:
+        self._model, self._folder, self._device = model, folder, device
 
-    def engine(self, device: str | None = None, **settings: Any) -> LLM:
+    def engine(self, device: str | None = None, folder: str | None = None, **settings: Any) -> LLM:
         gc.collect()  # the engine before has given its memory back
         sizes = {} if "num_blocks" in settings else {"kv_cache_memory_bytes": 100 << 20}
         return LLM(
-            self._folder, dtype="float32", quantization="none", device=device or self._device, use_tqdm=False,
-            max_model_len=MODEL_LEN, **sizes, **settings,
+            folder or self._folder, quantization="none", device=device or self._device, use_tqdm=False,
+            max_model_len=MODEL_LEN, **{"dtype": "float32", **sizes, **settings},
         )  # fmt: skip
 
     def answers(self, device: str | None = None, **settings: Any) -> Answers:
@@ -117,6 +122,44 @@ class Checker:
             first = tokens_of(llm.generate(*requests(), use_tqdm=False))
             again = tokens_of(llm.generate(*requests(), use_tqdm=False))
             return again if first == again else [*first, *again]
+
+    def waits(self, **asked: Any) -> tuple[Answers, Answers]:
+        """The host waits once per step, for the tokens of the step before: prompts, mixed steps and decodes."""
+        prompts, samplings = requests()
+        samplings = [one.changed(**asked) for one in samplings]
+        with self.engine(enable_prefix_caching=False) as llm:  # so that both times steps are the same
+            llm.generate(prompts, samplings, use_tqdm=False)  # graphs that are captured when first needed
+            waits = longest_waits(llm, prompts, samplings)
+        if len(waits) > 1:
+            raise RuntimeError(f"the host waited {len(waits)} times in a step: {', '.join(waits)}")
+        return [], []
+
+    def half_precision(self) -> tuple[Answers, Answers]:
+        """Each prompt's logits in bfloat16 lie near those in float32."""
+        if self._device == "cpu":  # some virtual machines advertise matrix tiles that oneDNN then cannot use
+            torch.backends.mkldnn.enabled = False
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(self._model, folder, scale=256**-0.5)
+            exact, half = (self._logits(folder, dtype) for dtype in ("float32", "bfloat16"))
+        error = float(((half - exact).norm(dim=1) / exact.norm(dim=1)).max())
+        if not error <= BF16_ERROR:
+            raise RuntimeError(f"bf16 logits are {error:.2%} from fp32's, and {BF16_ERROR:.0%} are allowed")
+        return [], []
+
+    def _logits(self, folder: str, dtype: str) -> torch.Tensor:
+        """[prompts, vocabulary], as the model gives them to the sampler."""
+        found: list[torch.Tensor] = []
+        with self.engine(folder=folder, dtype=dtype) as llm:
+            model: Any = llm.engine._runner._model  # type: ignore[attr-defined]
+            logits = model.logits
+
+            def noted(*given: Any) -> torch.Tensor:
+                found.append(logits(*given).float())
+                return found[-1].clone()  # sampling uses its own up
+
+            model.logits = noted
+            llm.generate(requests()[0], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+        return torch.cat(found)
 
 
 def tokens_of(results: list[Any]) -> Answers:
@@ -167,6 +210,11 @@ def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Check]:
 
     found["deterministic, drafted chains"] = lambda: drafts_do_not_show(CHAINS)
     found["deterministic, drafted trees"] = lambda: drafts_do_not_show(TREES)
+    found["one synchronisation per step"] = checker.waits
+    found["one synchronisation per step, every kind of sampling"] = lambda: checker.waits(
+        logprobs=2, presence_penalty=0.5, repetition_penalty=1.1, min_tokens=4, logit_bias={11: 2.0}, top_k=40
+    )
+    found[f"bf16 logits within {BF16_ERROR:.0%} of fp32's"] = checker.half_precision
     if device == "cuda" and is_llama:
         found["CUDA_VISIBLE_DEVICES by UUID"] = seen_by_uuid
     return found
@@ -221,7 +269,7 @@ def main() -> None:
     for model in options.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             save_model(model, folder)
-            checker = Checker(folder, options.device)
+            checker = Checker(model, folder, options.device)
             for name, check in checks(checker, model == "llama", options.device).items():
                 if options.only in (None, name):
                     rows.append({"model": model, "check": name, **run(check)})

@@ -5,7 +5,8 @@ bias makes the target choose one known token everywhere, and the synthetic draft
 at no cost of its own. So the figures are of verification: what a draft of this agreement would gain if it cost nothing.
 Rows are tokens per second, plain and with chains and trees, then beams and `n` samples beside as many plain sequences.
 Kernels for trees are checked first, against the reference and by tokens of a small model in full precision; then, bit
-for bit, what `--deterministic` promises (`speculate_fixed`): `--only deterministic` does this part and no other.
+for bit, what `--deterministic` promises (`speculate_fixed`): `--only deterministic` does this part and no other, and
+`--skip-checks` all but these parts. FILE is written after every row: a run that is cut off keeps what it has.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", choices=["deterministic"], help="this part alone, and nothing is timed")
+    parser.add_argument("--skip-checks", action="store_true", help="only time: the checks were run before")
     parser.add_argument("--output", help="JSON file")
     options = parser.parse_args()
     import torch
@@ -49,17 +52,42 @@ def main() -> None:
         parser.error(
             "PyTorch sees no GPU here: run it on one, or try the script itself with --device cpu --shape tiny"
         )
-    began = time.perf_counter()
-    checked: dict[str, Any] = {"deterministic": speculate_fixed.check(options.device)}
+    if options.skip_checks and options.only:
+        parser.error("--skip-checks leaves nothing of --only deterministic: choose one of them")
+    report = Report(options)
+    if not options.skip_checks:
+        report.checked["deterministic"] = speculate_fixed.check(options.device)
+        if options.only is None:
+            report.checked |= _check(options.device)
+        print(json.dumps({"checked": report.checked}), flush=True)
+    report.write()
     if options.only is None:
-        checked |= _check(options.device)
-    print(json.dumps({"checked": checked}), flush=True)
-    rows = _measure(options) if options.only is None else []
-    record = {**_facts(options), "checked": checked, "rows": rows, "seconds": time.perf_counter() - began}
-    if options.output:
-        Path(options.output).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    print(json.dumps(record, ensure_ascii=False))
-    sys.exit(len(checked["deterministic"]["failures"]))
+        _measure(options, report)
+    print(json.dumps(report.record(), ensure_ascii=False))
+    sys.exit(len(report.checked.get("deterministic", {}).get("failures", ())))
+
+
+class Report:
+    """What was found so far, on the screen and in the file."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._began = options, time.perf_counter()
+        self.checked: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        _show(row)
+        self.write()
+
+    def record(self) -> dict[str, Any]:
+        seconds = time.perf_counter() - self._began
+        return {**_facts(self._options), "checked": self.checked, "rows": self.rows, "seconds": seconds}
+
+    def write(self) -> None:
+        if self._options.output:
+            text = json.dumps(self.record(), indent=1, ensure_ascii=False) + "\n"
+            Path(self._options.output).write_text(text)
 
 
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
@@ -93,24 +121,23 @@ def _engine(folder: str, shape: dict[str, Any], device: str, **settings: Any) ->
     )  # fmt: skip
 
 
-def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(options: argparse.Namespace, report: Report) -> None:
     shape = TINY if options.shape == "tiny" else workloads.SHAPES[options.shape]
     with tempfile.TemporaryDirectory() as folder:
         llm = _engine(
             folder, shape, options.device, max_num_seqs=max(map(int, options.batches.split(","))) * 2
         )
         print(*llm.report.lines(), sep="\n", flush=True)
-        rows = []
+        rows = report.rows
         for batch in map(int, options.batches.split(",")):
             for agreement in map(float, options.agreements.split(",")):
                 for name, length, width in SHAPES:
                     if length == 0 and rows and rows[-1]["batch"] == batch:
                         continue  # plain decoding knows no agreement
-                    rows.append(_case(llm, shape, options.tokens, batch, name, length, width, agreement))
-                    _show(rows)
-        rows += _forked(llm, shape, options.tokens)
+                    report.add(_case(llm, shape, options.tokens, batch, name, length, width, agreement))
+        for row in _forked(llm, shape, options.tokens):
+            report.add(row)
         llm.close()
-    return rows
 
 
 def _case(
@@ -160,7 +187,7 @@ def _case(
     }
 
 
-def _forked(llm: Any, shape: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
+def _forked(llm: Any, shape: dict[str, Any], tokens: int) -> Iterator[dict[str, Any]]:
     """Eight prompts: four samples of each, four beams of each, and 32 plain sequences beside them."""
     from quire import SamplingParams
     from quire.speculate.adapt import Shape
@@ -170,7 +197,6 @@ def _forked(llm: Any, shape: dict[str, Any], tokens: int) -> list[dict[str, Any]
     drawn = SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True, seed=0)
     beams = SamplingParams(use_beam_search=True, n=4, best_of=4, max_tokens=tokens, ignore_eos=True)
     prompts = workloads.prompts([(PROMPT, tokens)] * 32, shape["vocab_size"])
-    rows = []
     for name, asked, sampling in (
         ("32 plain", prompts, drawn), ("8 × n=4", prompts[:8], drawn.changed(n=4)), ("8 × beam 4", prompts[:8], beams),
     ):  # fmt: skip
@@ -181,16 +207,13 @@ def _forked(llm: Any, shape: dict[str, Any], tokens: int) -> list[dict[str, Any]
             seconds = time.perf_counter() - began
         num_tokens = sum(len(answer.token_ids) for one in outputs for answer in one.outputs)
         num_steps = llm.engine.stats.num_steps - steps
-        rows.append({
+        yield {
             "batch": 32, "name": name, "out_tok_s": num_tokens / seconds, "seconds": seconds, "num_steps": num_steps,
             "ms_per_step": 1e3 * seconds / num_steps,
-        })  # fmt: skip
-        _show(rows)
-    return rows
+        }  # fmt: skip
 
 
-def _show(rows: list[dict[str, Any]]) -> None:
-    row = rows[-1]
+def _show(row: dict[str, Any]) -> None:
     print(
         f"{row['batch']:4} {row['name']:12} {row.get('agreement') or '':5} {row['out_tok_s']:10,.0f} tok/s "
         f"{row['ms_per_step']:8.3f} ms/step, {row.get('accepted_per_draft', 0.0):.2f} accepted",

@@ -101,7 +101,17 @@ def merge(model: Any, tables: LoraTables, slot: int, sites: Sequence[LoraSite]) 
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama", "llama-tied", "mistral-window", "qwen2", "qwen3", "opt-gelu-untied", "opt-350m", "gpt2"],
+    [
+        "llama",
+        "llama-tied",
+        "llama-gelu-tanh",
+        "mistral-window",
+        "qwen2",
+        "qwen3",
+        "opt-gelu-untied",
+        "opt-350m",
+        "gpt2",
+    ],
 )
 def test_a_mix_of_adapters_equals_each_merged(variant: str, tmp_path: Path) -> None:
     config = VARIANTS[variant]()

@@ -84,6 +84,8 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "llama-without-groups": lambda: llama(num_key_value_heads=6),
     "llama-with-biases": lambda: llama(attention_bias=True, mlp_bias=True),
     "llama-with-head-dim": lambda: llama(head_dim=16),
+    "llama-gelu": lambda: llama(hidden_act="gelu"),
+    "llama-gelu-tanh": lambda: llama(hidden_act="gelu_pytorch_tanh", mlp_bias=True),
     "llama-rope-theta": lambda: rope(rope_type="default", rope_theta=500.0),
     "llama-rope-linear": lambda: rope(rope_type="linear", rope_theta=100.0, factor=3.0),
     "llama-rope-dynamic": lambda: rope(rope_type="dynamic", rope_theta=100.0, factor=2.0),

@@ -15,7 +15,10 @@ from tests.models.paging import Pages, only_native
 
 
 @only_native
-@pytest.mark.parametrize("variant", ["llama-tied", "llama-with-biases", "mistral-window", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama-tied", "llama-with-biases", "llama-gelu", "llama-gelu-tanh", "mistral-window", "qwen2", "qwen3"],
+)
 def test_a_replayed_step_gives_the_bits_of_an_eager_one(
     variant: str, tmp_path: Path, empty_cache: Path
 ) -> None:

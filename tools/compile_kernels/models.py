@@ -41,7 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-2-7b": _llama(4096, 11008, 32, 32, 32000),  # one query to a KV head
     "smollm-135m": _llama(576, 1536, 9, 3, 49152, tie_word_embeddings=True),  # widths that are no power of two
     "heads-of-80": _llama(2560, 6912, 32, 32, 50304, head_dim=80),  # nor these heads
-    "heads-of-256": _llama(3072, 24576, 16, 4, 256000, head_dim=256),
+    "heads-of-192": _llama(3072, 8192, 16, 4, 32000, head_dim=192, hidden_act="gelu"),
+    "heads-of-256": _llama(3072, 24576, 16, 4, 256000, head_dim=256, hidden_act="gelu_pytorch_tanh"),
     "mistral-7b": _llama(
         4096, 14336, 32, 8, 32000, architectures=["MistralForCausalLM"], sliding_window=4096
     ),
@@ -101,7 +102,10 @@ SETTINGS = (
     Setting("smollm-135m", "float32"),
     Setting("smollm-135m", "float32", deterministic=True, trees=True),
     Setting("heads-of-80", "float16", trees=True),
+    Setting("heads-of-192", trees=True),
+    Setting("heads-of-192", deterministic=True, trees=True),
     Setting("heads-of-256", trees=True),
+    Setting("heads-of-256", block_size=1),
     Setting("heads-of-256", "float32"),
     Setting("heads-of-256", deterministic=True, trees=True),
     Setting("mistral-7b", trees=True),

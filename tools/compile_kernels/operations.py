@@ -10,6 +10,7 @@ from quire.core.draft import MAX_NODES
 from quire.core.layout import BlockLayout
 from quire.kernels import registry
 from quire.kernels.attention.tuning import Tuning
+from quire.kernels.lora_pack.records import SOURCES
 from quire.kernels.sample.columns import WORDS
 from quire.layers.pool import Pool
 from tools.compile_kernels.models import MAX_CONTEXT, MAX_ROWS, META, MODELS, NUM_BLOCKS, ints
@@ -29,7 +30,7 @@ class _Columns:
 
 def launch_operations(recorder: Recorder) -> None:
     """What a step launches beside the model."""
-    for launch in (_inputs, _sampling, _choices, _pages, _trees, _measured_attention):
+    for launch in (_inputs, _sampling, _choices, _pages, _adapters, _trees, _measured_attention):
         launch(recorder)
 
 
@@ -80,6 +81,16 @@ def _pages(recorder: Recorder) -> None:
         pool = Pool(layout, NUM_BLOCKS, META)
         for count in (1, 2, 5, 64, 256):
             kernel.copy_blocks(pool.data, _longs(count), _longs(count))
+
+
+def _adapters(recorder: Recorder) -> None:
+    kernel: Any = registry.load("lora_pack", "triton")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        recorder.case = f"adapters' matrices as {str(dtype)[6:]}"
+        weights = torch.empty(1 << 20, dtype=dtype, device=META)
+        for given in SOURCES:
+            tiles = torch.empty(7, 6, dtype=torch.int64, device=META)
+            kernel.place(torch.empty(1 << 16, dtype=given, device=META), tiles, 4096, weights)
 
 
 def _trees(recorder: Recorder) -> None:

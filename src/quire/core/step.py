@@ -57,9 +57,10 @@ class Step:
     """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
 
     Applied in this order: row starts, drafts, table deltas, pages to and from the host, adapters' evictions and loads,
-    page copies, forward, sampling. All before the forward pass is applied even where the pass itself does not fit. A
-    row with a draft of K tokens yields K + 1: what the target chooses at the draft's first position, and after each of
-    its tokens. Of a tree, the tokens and pages of what was accepted are at their positions when the step is over.
+    page copies, forward, sampling. Where the device's memory does not suffice, nothing of the pass and its samples
+    counts, and all before it is applied all the same, at the latest before the next step. A row with a draft of K
+    tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens. Of a
+    tree, the tokens and pages of what was accepted are at their positions when the step is over.
     """
 
     step_id: int

@@ -5,13 +5,16 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 
 from quire.core.draft import ROOT, Draft, DraftRoom, TokenTree
+from quire.core.errors import DeviceMemoryFull
 from quire.core.ints import Ints, ints
 from quire.core.request import Sequence
 from quire.core.step import RowStart, Step, StepResult
 from quire.engine.engine import StepRunner
 from quire.engine.speculation import reads_history
+from quire.observe.logs import get_logger
 from quire.speculate.tree import parted
 
+logger = get_logger(__name__)
 NEWEST = 0.25  # how much the newest measurement counts
 
 
@@ -111,12 +114,18 @@ class DraftModel:
         drafting = [
             _Drafting(room, self._place(room.sequence), self._draws and may_draw(room)) for room in rooms
         ]
-        self._read(drafting)
-        while unfinished := [one for one in drafting if len(one.levels) < one.room.length]:
-            started = time.perf_counter()
-            self._extend(unfinished)
-            taken = time.perf_counter() - started
-            self._pass_seconds += NEWEST * (taken - self._pass_seconds) if self._pass_seconds else taken
+        try:
+            self._read(drafting)
+            while unfinished := [one for one in drafting if len(one.levels) < one.room.length]:
+                started = time.perf_counter()
+                self._extend(unfinished)
+                taken = time.perf_counter() - started
+                self._pass_seconds += NEWEST * (taken - self._pass_seconds) if self._pass_seconds else taken
+        except DeviceMemoryFull as full:  # a draft is a gain, and nobody's end
+            logger.warning("nothing is drafted in this step: %s", full)
+            for one in drafting:  # what it computed of a draft is none of the sequence's tokens
+                one.place.num_computed = min(one.place.num_computed, one.num_known)
+            return [TokenTree() for _ in rooms]
         return [one.tree() for one in drafting]
 
     def forget(self, request_id: str) -> None:

@@ -31,7 +31,10 @@ COMPANY_WAIT = 0.001  # the same, for a batch to be full
 
 
 class StepRunner(Protocol):
-    """Runs steps in the order of their launch. One with `masked` samples waits for its mask before it samples."""
+    """Runs steps in the order of their launch. One with `masked` samples waits for its mask before it samples.
+
+    `launch` and `mask` raise DeviceMemoryFull where the step does not fit: no result of it will come.
+    """
 
     def launch(self, step: Step) -> None: ...
 
@@ -209,7 +212,7 @@ class Engine:
             try:
                 self._runner.launch(planned.step)
             except DeviceMemoryFull as full:
-                updates += self._shed(planned, full)
+                updates += self._shed(planned, str(full))
                 while self._in_flight:  # those sent back must know their last token before they start again
                     updates += self._commit(self._in_flight.popleft())
                 return updates
@@ -257,13 +260,13 @@ class Engine:
         self._count_ends(updates)
         return updates
 
-    def _shed(self, planned: Planned, full: DeviceMemoryFull) -> list[SequenceUpdate]:
+    def _shed(self, planned: Planned, why: str) -> list[SequenceUpdate]:
         """The newest request pays for a step that did not fit; the others go on with smaller steps."""
         ended = self.scheduler.shed(planned)
         for sequence in ended:
             self._forget_if_ended(sequence.request.request_id)
             self._committer.forget(sequence.request.request_id)
-        updates = error_updates(ended, f"request {ended[0].request.request_id}: {full}") if ended else []
+        updates = error_updates(ended, f"request {ended[0].request.request_id}: {why}") if ended else []
         self.stats.num_finished += len(updates)
         return updates
 
@@ -316,12 +319,19 @@ class Engine:
         """Masks the step just launched, all before it being committed. Its forward pass runs meanwhile."""
         started = time.perf_counter()
         mask, failed = self._structured.mask(planned)
-        self._runner.mask(mask)
+        unfit = ""
+        try:
+            self._runner.mask(mask)
+        except DeviceMemoryFull as full:
+            unfit = str(full)
         self.stats.mask_seconds += time.perf_counter() - started
         updates = [
             update for sequence, error in failed for update in self._committer.fail(sequence, str(error))
         ]
         self._count_ends(updates)
+        if unfit:
+            self._in_flight.pop()  # the only one, and nothing of it counts
+            updates += self._shed(planned, unfit)
         return updates
 
     def _forget_if_ended(self, request_id: str) -> None:

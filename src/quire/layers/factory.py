@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.core.config import ModelConfig
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
-from quire.layers.activation import activation
+from quire.layers.activation import activation, gelu_gate
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
 from quire.layers.full_attention import FullAttention
@@ -74,6 +74,10 @@ class LayerFactory:
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """By its name in config.json."""
         return activation(self.kernel("activation"), name)
+
+    def gelu_gate(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """By its name in config.json; None for silu."""
+        return gelu_gate(self.kernel("activation"), name)
 
     def embedding(self, num_rows: int, width: int, first_row: int = 0) -> Embedding:
         """A table read by row; `first_row` rows of the checkpoint's table come before it and are left out."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
+from quire.layers.activation import GATES
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
 from quire.layers.loader import Loader
@@ -38,9 +39,10 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     )
     if num_heads % num_kv_heads != 0:
         raise ModelError(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
-    activation = hf.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"hidden_act={activation!r} is not known for {architecture}: only silu is")
+    if _gate_name(hf) not in GATES:
+        raise ModelError(
+            f"hidden_act={_gate_name(hf)!r} is not known for {architecture}: only {', '.join(GATES)} are"
+        )
     rope_parameters(hf)  # an unknown rope type is refused before anything is loaded
     config = ModelConfig(
         architecture=architecture,
@@ -64,6 +66,10 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
 
 def build(config: ModelConfig, factory: LayerFactory) -> Model:
     return Llama(config, factory)
+
+
+def _gate_name(hf: Mapping[str, Any]) -> str:
+    return str(hf.get("hidden_act") or "silu")
 
 
 def _variant(config: ModelConfig) -> Variant:
@@ -118,6 +124,7 @@ class LlamaLayer:
         self.post_norm = factory.rms_norm(hidden, eps)
         self.gate_up = factory.linear(2 * inner, hidden, variant.mlp_bias)
         self.down = factory.linear(hidden, inner, variant.mlp_bias)
+        self._gelu_gate = factory.gelu_gate(_gate_name(config.hf))  # None: silu
 
     def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
         """hidden [T, hidden] -> attention's result before its output projection [T, heads * head_dim]."""
@@ -127,7 +134,11 @@ class LlamaLayer:
     def finish(self, attended: Tensor, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
         """The rest of the layer, token by token."""
         hidden = self.output(attended, hidden, lora)
-        return self.down(self.gate_up.normed_silu_mul(hidden, self.post_norm, lora), hidden, lora)
+        if self._gelu_gate is None:
+            gated = self.gate_up.normed_silu_mul(hidden, self.post_norm, lora)
+        else:
+            gated = self._gelu_gate(self.gate_up.normed(hidden, self.post_norm, lora))
+        return self.down(gated, hidden, lora)
 
     def layers(self) -> dict[str, Stateful]:
         found: dict[str, Stateful] = {

@@ -105,7 +105,10 @@ class SegmentBuffer:
 
 
 class AdapterSlots:
-    """One slot for each adapter that some row runs with; there are as many as rows, so one is always free."""
+    """One slot for each adapter that some row runs with; there are as many as rows, so one is always free.
+
+    A step that could not be applied to its end for want of memory may be applied again.
+    """
 
     def __init__(
         self,
@@ -140,6 +143,7 @@ class AdapterSlots:
         self._last_used = np.zeros(max_rows, np.int64)  # of each slot, in row starts
         self._num_starts = 0
         self._rows_in = np.zeros(max_rows, np.int64)  # rows that point at each slot
+        self._unwritten: set[int] = set()  # slots with another adapter than their line of the tables has
         self.row_slots = np.full(max_rows, -1, np.int32)
         self.kinds = kinds  # of layers that any adapter so far adds to: what a recorded pass must call
         self.recordable = recordable  # the kernel is a native operation, or one that a graph can hold
@@ -172,8 +176,9 @@ class AdapterSlots:
             self._evict(key)
         if fetched:
             self._load(fetched)
-        began = {self._start(start.row, start.adapter) for start in step.starts}
-        self._write_lines(sorted(slot for slot in began if slot >= 0))
+        for start in step.starts:
+            self._start(start.row, start.adapter)
+        self._write_lines()
 
     def _evict(self, key: str) -> None:
         resident = self._resident.pop(key, None)
@@ -256,23 +261,21 @@ class AdapterSlots:
 
     # ------------------------------------------------------------------ rows and slots
 
-    def _start(self, row: int, key: str | None) -> int:
-        """The slot whose line must be written for this row; -1 if none."""
+    def _start(self, row: int, key: str | None) -> None:
         before = self.row_slots[row]
         if before >= 0:
             self._rows_in[before] -= 1
+        self.row_slots[row] = -1
         if key is None:
-            self.row_slots[row] = -1
-            return -1
+            return
         self._num_starts += 1
         slot = self._slot_of.get(key)
-        is_new = slot is None
         if slot is None:
             slot = self._claim(key)
+            self._unwritten.add(slot)
         self._last_used[slot] = self._num_starts
         self._rows_in[slot] += 1
         self.row_slots[row] = slot
-        return slot if is_new else -1
 
     def _claim(self, key: str) -> int:
         """The slot that was used longest ago of those that no row points at."""
@@ -286,7 +289,8 @@ class AdapterSlots:
         self._wait_for(self._resident[key])
         return slot
 
-    def _write_lines(self, slots: list[int]) -> None:
+    def _write_lines(self) -> None:
+        slots = sorted(slot for slot in self._unwritten if self._key_of[slot] is not None)
         if not slots:
             return
         tables, num_sites = self.tables, len(self._site_kinds)
@@ -309,6 +313,7 @@ class AdapterSlots:
             (tables.scales, scales),
         ):
             table.index_copy_(0, where, self._sent(lines))
+        self._unwritten.clear()
 
     def _sent(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -1,7 +1,10 @@
 """DeviceRunner: executes Steps on a GPU. The host sends integers, launches, and reads tokens one step late."""
 
 import time
+import traceback
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,7 @@ from quire.layers.lora import MANY_FROM, LoraBatch
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.adapters import AdapterSlots
+from quire.runner.backlog import Backlog
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, Staged
 from quire.runner.fake_steps import PROMPT, fake_steps
 from quire.runner.graphs import Graphs
@@ -33,6 +37,7 @@ from quire.runner.verify_inputs import VerifyInputs
 from quire.sampling.beams import candidate_records, on_host
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
+from quire.sampling.logprobs import on_host as logprobs_on_host
 from quire.sampling.records import BeamTensors, Sampled, SampleRequests, TokenMask
 from quire.sampling.sampler import Sampler
 
@@ -51,7 +56,7 @@ class _Launched:
     positions: Tensor  # [S] ints, on the device
     scored: tuple[PromptLogprobs, ...]
     started: float
-    sampled: Sampled | None = None
+    sampled: Sampled | None = None  # its logprobs in host memory
     token_ids: Tensor | None = None  # [S] int64 in host memory
     good: Tensor | None = None  # [S] bool in host memory
     beams: tuple[BeamTensors, ...] = ()  # in host memory
@@ -108,6 +113,7 @@ class DeviceRunner:
                 limits.max_num_batched_tokens,
                 adapters,
             )
+        self._before_pass = Backlog()
         self._launched: deque[_Launched] = deque()
         self._last_arrival = 0.0
 
@@ -149,34 +155,26 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
-        """Queues the forward pass, and sampling unless it waits for a mask."""
-        for start in step.starts:
-            self._settings.start(start)
-        self._columns.update(np.array([start.row for start in step.starts], np.int64))
-        self._inputs.apply(step)
-        if self.mover is not None:
-            self.mover.move(step)
-        if self._adapters is not None:
-            self._adapters.apply(step, self._adapters.fetch(step))
-        if step.copy_sources:
-            copies = send(np.array([step.copy_sources, step.copy_targets], np.int32), self._device)
-            self._pages.copy_blocks(self._pool.data, *copies.long().unbind(0))
-        try:
+        """Queues the forward pass, and sampling unless it waits for a mask. Raises DeviceMemoryFull.
+
+        Then the pass and its tokens are nobody's. What a step does before its pass is kept and done with the next,
+        since others count on it: rows that start without advancing, blocks that leave, adapters of later steps.
+        """
+        self._add_to_backlog(step)
+        with _taken_back_if_full(step):
+            self._before_pass.do()
             launched = self._forward(step)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise DeviceMemoryFull(
-                f"a step of {step.total_tokens} tokens did not fit the GPU's memory ({error}): lower "
-                "max_num_batched_tokens or gpu_memory_utilization"
-            ) from error
+            if not step.masked:
+                self._sample(launched, None)
         self._launched.append(launched)
-        if not step.masked:
-            self._sample(launched, None)
 
     @torch.inference_mode()
     def mask(self, mask: TokenMask) -> None:
-        """Samples the step that was launched last, which waited for this."""
-        self._sample(self._launched[-1], mask)
+        """Samples the step that was launched last, which waited for this. Raises DeviceMemoryFull, as `launch` does."""
+        launched = self._launched.pop()
+        with _taken_back_if_full(launched.step):
+            self._sample(launched, mask)
+        self._launched.append(launched)
 
     def collect(self) -> StepResult:
         """The result of the oldest step not yet collected; waits for it."""
@@ -206,6 +204,31 @@ class DeviceRunner:
             torch.cuda.synchronize(self._device)
         if self.mover is not None:
             self.mover.close()
+
+    # ------------------------------------------------------------------ before the pass
+
+    def _add_to_backlog(self, step: Step) -> None:
+        """Each piece may be done again where it came halfway only."""
+        add = self._before_pass.add
+        if step.starts or step.table_rows or step.drafts:
+            add(lambda: self._change_rows(step))
+        if (mover := self.mover) is not None:
+            add(lambda: mover.move(step))
+        if (adapters := self._adapters) is not None:
+            fetched = adapters.fetch(step)  # now: host copies are held for no longer
+            add(lambda: adapters.apply(step, fetched))
+        if step.copy_sources:
+            add(lambda: self._copy_pages(step))
+
+    def _change_rows(self, step: Step) -> None:
+        for start in step.starts:
+            self._settings.start(start)
+        self._columns.update(np.array([start.row for start in step.starts], np.int64))
+        self._inputs.apply(step)
+
+    def _copy_pages(self, step: Step) -> None:
+        copies = send(np.array([step.copy_sources, step.copy_targets], np.int32), self._device)
+        self._pages.copy_blocks(self._pool.data, *copies.long().unbind(0))
 
     # ------------------------------------------------------------------ the pass
 
@@ -316,7 +339,7 @@ class DeviceRunner:
             if launched.step.drafts:
                 self._settle(launched.step, sampled)
             launched.logits = None
-            launched.sampled = sampled
+            launched.sampled = logprobs_on_host(sampled)
             launched.token_ids.copy_(sampled.token_ids, non_blocking=True)
             launched.good.copy_(sampled.finite, non_blocking=True)
             launched.beams = on_host(sampled.beams)
@@ -344,6 +367,23 @@ class DeviceRunner:
 
     def _on_host(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+
+@contextmanager
+def _taken_back_if_full(step: Step) -> Iterator[None]:
+    """Memory that torch could not find becomes DeviceMemoryFull, and what the step held by then is given up."""
+    why = ""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        why = str(error) or type(error).__name__
+        traceback.clear_frames(error.__traceback__)  # which hold all that the pass had computed so far
+    if why:
+        torch.cuda.empty_cache()
+        raise DeviceMemoryFull(
+            f"a step of {step.total_tokens} tokens did not fit the GPU's memory ({why}): lower "
+            "max_num_batched_tokens or gpu_memory_utilization"
+        )
 
 
 def _of_head(adapters: AdapterSlots | None, lines: LoraBatch | None) -> LoraBatch | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
+from quire.observe.logs import get_logger
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs
 from quire.runner.verify_inputs import VerifyInputs
@@ -18,6 +19,8 @@ from quire.runner.verify_inputs import VerifyInputs
 # Tokens of a step with prompts. Larger ones keep the device busier than the host is with launching.
 PROMPT_SIZES = (16, 32, 64, 128, 256, 512)
 ADAPTED_SECONDS = 3.5  # of capturing passes with adapters at start, beside those without
+
+logger = get_logger(__name__)
 
 
 class Kind(Enum):
@@ -51,7 +54,7 @@ class Graphs:
     """A graph holds every kernel between the step's integers and the hidden states; sampling stays outside.
 
     All graphs share one memory pool, since one runs at a time. Sizes that were not captured at start are when
-    they are first needed.
+    they are first needed. A size for whose graph there is no memory runs without one.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Graphs:
         if max_rows < SMALL_ROWS:
             self._prompt_sizes = []
         self._captured: dict[tuple[Kind, int, int], _Captured] = {}  # (what, size, adapters' kinds)
+        self._too_large: set[tuple[Kind, int, int]] = set()  # there was no memory to capture these
         self._memory = torch.cuda.graph_pool_handle()
 
     def padded_rows(self, num_rows: int, adapted: bool = False) -> int:
@@ -119,11 +123,21 @@ class Graphs:
         return len(self._captured)
 
     def _run(self, kind: Kind, size: int, adapted: bool = False) -> Tensor:
-        found = self._captured.get((kind, size, self._kinds(adapted)))
+        key = (kind, size, self._kinds(adapted))
+        found = self._captured.get(key)
         if found is None:
+            if key in self._too_large:
+                return self._model(self._batch(kind, size, adapted), self._pool)
             if adapted or kind in (Kind.CHAINS, Kind.TREES):  # no warm-up may have run these, and nothing
                 self._model(self._batch(kind, size, adapted), self._pool)  # may compile inside a graph
-            found = self._capture(kind, size, adapted)
+            try:
+                found = self._capture(kind, size, adapted)
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "no memory for a graph of %d (%s): such steps run without one", size, kind.value
+                )
+                self._too_large.add(key)
+                return self._model(self._batch(kind, size, adapted), self._pool)
         found.graph.replay()
         return found.hidden
 

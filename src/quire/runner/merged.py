@@ -51,9 +51,10 @@ class MergedAdapter(AdapterSlots):
             return
         for weight, before in self._kept:
             weight.copy_(before)
-        self._kept, self._key = [], key
+        self._kept, self._key = [], None
         if key is not None:
             self._merge(fetched[0].packed)
+            self._key = key  # only now: what was merged in part is taken out before it is tried again
 
     def _merge(self, packed: PackedAdapter) -> None:
         tiles, elements = packed.tiles, packed.data.view(packed.tiles.num_blocks, -1).view(self._dtype)

@@ -58,7 +58,7 @@ class Staging:
         there.copy_(piece[: len(source)], non_blocking=True)
         try:
             yield there
-        finally:
+        finally:  # the copy is on its way, whatever became of its use
             self._note(size, last)
 
     def _fill(self, piece: Tensor, source: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Log probabilities of the model's raw distribution, for chosen tokens and for prompts."""
 
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -53,6 +54,16 @@ def prompt_logprobs(
         following = next_token_ids[start : start + ROWS_PER_PASS].long()
         entries += _entries(measure(piece, following, np.arange(len(piece)), wanted, kernel))
     return entries
+
+
+def on_host(sampled: Sampled) -> Sampled:
+    """With copies of the logprobs that are whole once the device has come this far; nothing waits."""
+    given = sampled.logprobs
+    if given is None:
+        return sampled
+    columns = (given.token_ids, given.logprobs, given.ranks, given.top_ids, given.top_logprobs)
+    copies = (column.to("cpu", non_blocking=True) for column in columns)
+    return replace(sampled, logprobs=LogprobTensors(given.indices, given.num_top, *copies))
 
 
 def logprob_entries(sampled: Sampled) -> tuple[TokenLogprobs | None, ...]:

@@ -61,10 +61,12 @@ class Penalties:
         """[P, width] int32: for each place, how many counted places of its row hold the same token."""
         if self._counts is None or self._counts.shape[1] != vocab_size or self._counts.device != ids.device:
             self._counts = torch.zeros(ROWS_PER_PASS, vocab_size, dtype=torch.int32, device=ids.device)
-        scratch = self._counts[: ids.shape[0]]
+        zeros, self._counts = self._counts, None  # until they are zeros again: memory may run out in between
+        scratch = zeros[: ids.shape[0]]
         scratch.scatter_add_(1, ids, counted.int())
         counts = scratch.gather(1, ids)
         scratch.scatter_(1, ids, 0)
+        self._counts = zeros
         return counts
 
 

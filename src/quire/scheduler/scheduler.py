@@ -243,7 +243,7 @@ class Scheduler:
         self._end_batch_if_over()
 
     def shed(self, planned: Planned) -> list[Sequence]:
-        """Takes back a step that could not be launched: its newest request ends, the others compute again.
+        """Takes back a step that did not fit: its newest request ends, the others compute again.
 
         From then on steps are half as large. Returns the sequences that ended.
         """
@@ -252,6 +252,8 @@ class Scheduler:
             sequence.num_pending -= not sequence.is_beam
         living = [s.request.request_id for s in planned.sequences if s.phase is Phase.RUNNING]
         groups = {request_id: self._groups[request_id] for request_id in living}
+        if not groups:
+            return []  # all of them ended while the step waited for its mask
         newest = max(groups.values(), key=lambda group: group.order)
         for group in groups.values():
             if group is not newest:

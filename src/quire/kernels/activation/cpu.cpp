@@ -1,4 +1,4 @@
-// silu(gate) * up, and GELU.
+// silu(gate) * up, gelu(gate) * up, and GELU.
 #include "../cpp/exponential.h"
 #include "../cpp/pool.h"
 #include "../cpp/vector.h"
@@ -36,8 +36,16 @@ inline void gelu(const int64_t* words) {
     });
 }
 
-// Arguments: x, x stride, rows, F, out, out stride.
-inline void silu_mul(const int64_t* words) {
+// x * (1 + tanh(u)) / 2 = x / (1 + e^-2u), u = sqrt(2 / pi) * (x + 0.044715 x^3).
+inline Floats gelu_tanh_of(Floats x) {
+    const Floats inner = fused(multiply(x, x), broadcast(0.044715f), broadcast(1.0f));
+    const Floats power = multiply(multiply(x, inner), broadcast(-1.5957691f));
+    return divide(x, add(broadcast(1.0f), exponential(power)));
+}
+
+// gate_times(gate, up) of every pair. Arguments: x, x stride, rows, F, out, out stride.
+template <typename GateTimes>
+inline void gated(const int64_t* words, GateTimes gate_times) {
     const Arguments arguments{words};
     const float* x = arguments.pointer<const float>(0);
     const int64_t x_stride = arguments.integer(1), rows = arguments.integer(2), width = arguments.integer(3);
@@ -49,11 +57,23 @@ inline void silu_mul(const int64_t* words) {
             const float* gate = x + row * x_stride;
             const float* up = gate + width;
             for (int64_t i = 0; i < width; i += kLanes) {
-                const Floats y = silu_times(load_part(gate + i, width - i), load_part(up + i, width - i));
+                const Floats y = gate_times(load_part(gate + i, width - i), load_part(up + i, width - i));
                 store_part(out + row * out_stride + i, y, width - i);
             }
         }
     });
+}
+
+inline void silu_mul(const int64_t* words) {
+    gated(words, [](Floats gate, Floats up) { return silu_times(gate, up); });
+}
+
+inline void gelu_mul(const int64_t* words) {
+    gated(words, [](Floats gate, Floats up) { return multiply(gelu_of(gate), up); });
+}
+
+inline void gelu_tanh_mul(const int64_t* words) {
+    gated(words, [](Floats gate, Floats up) { return multiply(gelu_tanh_of(gate), up); });
 }
 
 }  // namespace QUIRE_ISA

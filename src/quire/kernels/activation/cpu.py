@@ -6,16 +6,25 @@ from quire.kernels import native
 from quire.kernels.activation import reference
 from quire.kernels.activation.reference import relu
 
-__all__ = ["gelu", "relu", "silu_mul"]
+__all__ = ["gelu", "gelu_mul", "relu", "silu_mul"]
 
 
 def silu_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """x [T, 2F] (gate | up) -> silu(gate) * up [T, F]."""
+    return _gated("silu_mul", x, out)
+
+
+def gelu_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    """x [T, 2F] (gate | up) -> gelu(gate) * up [T, F]; approximate is "none" (erf) or "tanh"."""
+    return _gated("gelu_tanh_mul" if approximate == "tanh" else "gelu_mul", x, out)
+
+
+def _gated(operation: str, x: Tensor, out: Tensor | None) -> Tensor:
     rows, width = x.shape[0], x.shape[1] // 2
     out = native.empty(rows, width) if out is None else out
     native.check_floats(x, out)
     native.call(
-        "silu_mul",
+        operation,
         (x.data_ptr(), x.stride(0), rows, width, out.data_ptr(), out.stride(0)),
         (x, out),
     )

@@ -11,6 +11,13 @@ def silu_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     return y if out is None else out.copy_(y)
 
 
+def gelu_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    """x [T, 2F] (gate | up) -> gelu(gate) * up [T, F]; approximate is "none" (erf) or "tanh"."""
+    gate, up = x.chunk(2, dim=-1)
+    y = F.gelu(gate, approximate=approximate) * up
+    return y if out is None else out.copy_(y)
+
+
 def gelu(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
     """GELU; approximate is "none" (erf) or "tanh"."""
     y = F.gelu(x, approximate=approximate)

@@ -24,6 +24,27 @@ def _silu_mul_kernel(x, out, width, x_stride, out_stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _gelu_of(wide, KIND: tl.constexpr):
+    if KIND == GELU:
+        return 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
+    # x * (1 + tanh(u)) / 2 = x * sigmoid(2u)
+    inner = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    return wide / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
+def _gelu_mul_kernel(x, out, width, x_stride, out_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0)
+    # rounded in between as torch does
+    value = _gelu_of(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _pointwise_kernel(x, out, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
@@ -31,13 +52,7 @@ def _pointwise_kernel(x, out, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
     if KIND == RELU:
         value = tl.maximum(value, tl.zeros_like(value), propagate_nan=tl.PropagateNan.ALL)
     else:
-        wide = value.to(tl.float32)
-        if KIND == GELU:
-            value = 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
-        else:
-            # x * (1 + tanh(u)) / 2 = x * sigmoid(2u)
-            inner = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
-            value = wide / (1.0 + tl.exp(-inner))
+        value = _gelu_of(value.to(tl.float32), KIND)
     tl.store(out + index, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -53,22 +68,38 @@ def silu_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def gelu_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    """x [T, 2F] (gate | up) -> gelu(gate) * up [T, F]; approximate is "none" (erf) or "tanh"."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    if out is None:
+        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows:
+        _gelu_mul_kernel[(rows, -(-width // BLOCK), 1)](
+            x, out, width, x.stride(0), out.stride(0), _kind(approximate), BLOCK, num_warps=4
+        )
+    return out
+
+
 def gelu(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
     """GELU; approximate is "none" (erf) or "tanh"."""
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f'approximate is "none" or "tanh", not {approximate!r}')
-    return _pointwise(x, out, GELU_TANH if approximate == "tanh" else GELU)
+    return _pointwise(x, out, _kind(approximate))
 
 
 def relu(x: Tensor, out: Tensor | None = None) -> Tensor:
     """max(x, 0)."""
-    return _pointwise(x, out, RELU)
+    return _pointwise(x, out, RELU.value)
 
 
-def _pointwise(x: Tensor, out: Tensor | None, kind: tl.constexpr) -> Tensor:
+def _kind(approximate: str) -> int:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'approximate is "none" or "tanh", not {approximate!r}')
+    return GELU_TANH.value if approximate == "tanh" else GELU.value
+
+
+def _pointwise(x: Tensor, out: Tensor | None, kind: int) -> Tensor:
     dense = x.contiguous()
     made = torch.empty_like(dense) if out is None or not out.is_contiguous() else out
     count = dense.numel()
     if count:
-        _pointwise_kernel[(-(-count // BLOCK), 1, 1)](dense, made, count, kind.value, BLOCK, num_warps=4)
+        _pointwise_kernel[(-(-count // BLOCK), 1, 1)](dense, made, count, kind, BLOCK, num_warps=4)
     return made if out is None or made is out else out.copy_(made)

@@ -29,6 +29,8 @@ const NamedOperation operations[] = {
     {"full_attention", full_attention},
     {"gather", gather},
     {"gelu", gelu},
+    {"gelu_mul", gelu_mul},
+    {"gelu_tanh_mul", gelu_tanh_mul},
     {"head_rms_norm", head_rms_norm},
     {"layer_norm", layer_norm},
     {"linear", linear},
