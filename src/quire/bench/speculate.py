@@ -28,7 +28,7 @@ BATCH = 16  # requests at once in `batch`
 
 @dataclass(frozen=True, slots=True)
 class SpeculatePlan:
-    num_tokens: int = 96
+    num_tokens: int = 128
     rounds: int = 5
     workloads: tuple[str, ...] = WORKLOADS
     seed: int = 0

@@ -118,7 +118,7 @@ def _add_speculate(parser: Parser) -> None:
         "--rounds", type=int, default=5, metavar="N", help="measured rounds of each workload (default: 5)"
     )
     parser.add_argument(
-        "--num-tokens", type=int, default=96, metavar="N", help="longest answer (default: 96)"
+        "--num-tokens", type=int, default=128, metavar="N", help="longest answer (default: 128)"
     )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="default: all")
 
