@@ -57,6 +57,7 @@ def test_one_file_is_read_however_large_it_is(tmp_path: Path) -> None:
     write(tmp_path / "large", 0, 16)
     library = _library(tmp_path, num_bytes=10)
     _until_read(library, library.resolve("large"))
+    assert library.num_held == 1
     library.close()
 
 
