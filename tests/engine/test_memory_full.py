@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from quire.core.config import EngineConfig
-from quire.core.sampling import SamplingParams
 from quire.core.structured import StructuredOutput
 from quire.engine import build as building
 from quire.engine.engine import Engine
@@ -26,17 +25,8 @@ from quire.sampling import penalties
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.sampler import Sampler
 from tests.adapters.making import write, write_model
-from tests.engine.test_device_runner import SHAPE, EagerGraphs, PaddingRunner
+from tests.engine.test_device_runner import PROMPTS, SAMPLINGS, SHAPE, EagerGraphs, PaddingRunner
 
-PROMPTS = [[5, 6, 7], list(range(10, 60)), [9] * 17, list(range(10, 26)), [3], list(range(20, 40))]
-SAMPLINGS = [
-    SamplingParams(temperature=0, max_tokens=20),
-    SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=12),
-    SamplingParams(temperature=1.0, top_p=0.8, seed=1, max_tokens=30, presence_penalty=1.0),
-    SamplingParams(temperature=0, max_tokens=9, logprobs=2, prompt_logprobs=1),
-    SamplingParams(use_beam_search=True, n=2, best_of=4, max_tokens=11, logprobs=1),
-    SamplingParams(temperature=0.7, top_k=5, seed=8, max_tokens=40, min_tokens=4),
-]
 PLAIN = {
     "load_format": "dummy", "dtype": "float32", "device": "cpu", "block_size": 4, "num_blocks": 200,
     "swap_space": 0.001,

@@ -98,10 +98,10 @@ class Reader:
         found = {key: one for key, one in find_tensors(name, file).items() if not key.endswith(_BASE)}
         is_odd = any(one.dtype is torch.float64 or one.offset % one.dtype.itemsize for one in found.values())
         # A file that is kept should be the adapter's: PEFT saves the base's own embedding beside an adapter of it.
-        is_kept = self.piece_bytes > 0 and sum(one.num_bytes for one in found.values()) < MOSTLY * len(
+        has_others = self.piece_bytes > 0 and sum(one.num_bytes for one in found.values()) < MOSTLY * len(
             file.data
         )
-        if is_odd or is_kept:
+        if is_odd or has_others:
             return self._from_tensors(name, settings, tensors_of(file, found), file.identity)
         layout = self._layout(name, settings, found, len(file.data))
         self._remember((config, file.header), layout)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.lora_pack import reference
-from quire.kernels.lora_pack.records import SOURCES, Places
+from quire.kernels.lora_pack.records import A_CODE, B_CODE, SOURCES, Places
 
 ALIGNMENT = 16  # bytes, where a piece begins
 # Columns of Piece.tiles
@@ -67,7 +67,7 @@ def first_wrong(source: Tensor, places: Places, dtype: torch.dtype) -> int:
     One operation over all bytes, in which other threads can run, unless something may be wrong: the least and the
     largest of many numbers are not finite if one of them is not, and are rounded as the others are.
     """
-    codes = set(places.sites[:, [5, 7]].unique().tolist())
+    codes = set(places.sites[:, [A_CODE, B_CODE]].unique().tolist())
     given = SOURCES[codes.pop()] if len(codes) == 1 else None
     is_whole = given is not None and not (len(source) | source.data_ptr()) % given.itemsize
     if given is not None and is_whole and len(source) and _is_finite(source.view(given), dtype):
