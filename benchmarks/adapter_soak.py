@@ -11,7 +11,6 @@ import random
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from lora_cpu import write_adapters
 
 from quire import LLM, SamplingParams
-from quire.bench.machine import describe_machine, describe_versions, resident_bytes
+from quire.bench.machine import describe_origin, resident_bytes
 from quire.core.errors import AdapterError
 
 ADAPTERS, RUNNING, LIVE = 48, 16, 40
@@ -132,12 +131,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", help="JSON file")
     options = parser.parse_args()
-    found = {
-        "date": date.today().isoformat(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        **measure(options.requests, options.seed),
-    }
+    found = {**describe_origin(), **measure(options.requests, options.seed)}
     if options.output:
         Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({key: value for key, value in found.items() if key not in ("machine", "versions")}))

@@ -13,11 +13,10 @@ import random
 import resource
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from quire.bench.machine import describe_machine
+from quire.bench.machine import describe_origin
 
 RANKS = (4, 8, 16, 32, 64)
 LAYERS, HIDDEN, KEYS = 30, 576, 192  # of the built-in model
@@ -28,7 +27,7 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         found = _run(options, Path(options.folder or folder))
-    found = {"date": date.today().isoformat(), "machine": describe_machine(), **found}
+    found = {**describe_origin(), **found}
     if options.output:
         Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
@@ -108,7 +107,7 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     drawn = rng.choices(range(options.adapters), weights, k=options.requests)
     names: list[str | None] = [f"adapter-{i}" for i in drawn]
     prompts = [[rng.randrange(100, 40_000) for _ in range(options.prompt)] for _ in range(options.requests)]
-    _case(llm, options, prompts[:8], [None] * 8)
+    _case(llm, options, prompts[:8], [None] * len(prompts[:8]))
     before = _resident_mb()
     runs = []
     for _ in range(options.repeats):

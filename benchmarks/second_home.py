@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import workloads
 
 from quire import LLM, SamplingParams
-from quire.bench.machine import describe_machine
+from quire.bench.machine import describe_origin
 
 NUM_PROMPTS, BLOCK = 8, 16
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
@@ -107,14 +106,13 @@ def main() -> None:
             settings = {"model": folder, "load_format": "dummy"}
         found = measure(arguments.rounds, 3840 if arguments.shape else 480, settings, not arguments.shape)
     result = {
-        "date": date.today().isoformat(),
-        "machine": describe_machine(),
+        **describe_origin(),
         "shape": arguments.shape or "built-in",
         **found,
     }
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k != "machine"}, indent=1))
+    print(json.dumps({k: v for k, v in result.items() if k not in ("machine", "versions")}, indent=1))
 
 
 if __name__ == "__main__":
