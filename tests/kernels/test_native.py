@@ -14,7 +14,7 @@ from quire.kernels import compile as compilation
 from quire.kernels import native
 from quire.kernels.lora_pack.records import Places
 from quire.kernels.registry import choose
-from quire.kernels.tape import Tape
+from quire.kernels.tape import Arena, Tape
 
 needs_native = pytest.mark.skipif(not native.available(), reason="no native kernels on this machine")
 
@@ -116,6 +116,28 @@ def test_a_tape_replays_on_new_inputs_and_shares_buffers() -> None:
         assert torch.equal(result, _small_model(x, weights))
     # 13 outputs, but few are alive at once.
     assert tape.num_buffers <= 4
+
+
+@needs_native
+def test_tapes_of_one_arena_take_the_memory_of_the_largest() -> None:
+    torch.manual_seed(4)
+    linear = choose("int8_linear", "cpu")
+    q, scales = linear.quantize(torch.randn(96, 64))
+    weights = [(linear.pack(q), scales, linear.row_sums(q))] * 6
+    arena = Arena()
+    inputs = [torch.randn(rows, 64) for rows in (40, 33, 3, 1, 36)]
+    tapes, results, sizes = [], [], []
+    for x in inputs:
+        with Tape(arena) as tape:
+            results.append(arena.borrowed(_small_model(x, weights)))
+        tapes.append(tape)
+        sizes.append(arena.num_bytes)
+    assert sizes[1] == sizes[0]  # 33 rows fit where 40 were
+    assert sizes[4] == sizes[3] < 2 * sizes[0]
+    for number in (3, 0, 4, 1, 2, 0, 3):  # each overwrites what the one before left
+        inputs[number].copy_(torch.randn_like(inputs[number]))
+        tapes[number].replay()
+        assert torch.equal(results[number], _small_model(inputs[number], weights))
 
 
 @needs_native

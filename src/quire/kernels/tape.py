@@ -23,12 +23,12 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """Memory of a tape. A buffer is given out again once no tensor looks at it, as replay keeps the order."""
+    """Memory of tapes that never run at once. A buffer is given out again once no tensor of `empty` looks at it:
+    replay keeps the order, and whatever another tape leaves there is overwritten before it is read."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[numpy.ndarray]] = {}
-        self._addresses: set[int] = set()
-        self._memory: list[numpy.ndarray] = []
+        self._buffers: dict[int, numpy.ndarray] = {}  # by address
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor whose buffer returns to the arena when the tensor and all its views are gone."""
@@ -38,31 +38,42 @@ class Arena:
         buffer = free.pop() if free else self._allocate(size)
         lent = buffer[:num_bytes]
         weakref.finalize(lent, free.append, buffer).atexit = False
-        tensor = torch.from_numpy(lent)
-        self._addresses.add(tensor.data_ptr())
-        return tensor.view(dtype).view(shape)
+        return torch.from_numpy(lent).view(dtype).view(shape)
+
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        """A tensor on the same memory that does not keep it: the next tape may write there."""
+        buffer = self._buffers[tensor.data_ptr()]
+        return torch.from_numpy(buffer[: tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
 
     @property
     def num_buffers(self) -> int:
         """How many buffers there are, given out or free."""
-        return len(self._memory)
+        return len(self._buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor, or what it is a view of, lies in this arena."""
-        return tensor.untyped_storage().data_ptr() in self._addresses
+        return tensor.untyped_storage().data_ptr() in self._buffers
 
     def _allocate(self, size: int) -> numpy.ndarray:
         memory = numpy.empty(size + ALIGNMENT, dtype=numpy.uint8)
-        self._memory.append(memory)
         start = -memory.ctypes.data % ALIGNMENT
-        return memory[start : start + size]
+        buffer = memory[start : start + size]
+        self._buffers[buffer.ctypes.data] = buffer
+        return buffer
 
 
 class Tape:
-    """The native operations that ran inside `with`, in order, and every tensor that they need."""
+    """The native operations that ran inside `with`, in order, and every tensor that they need.
 
-    def __init__(self) -> None:
-        self._arena = Arena()
+    Tapes with an arena in common take the memory of the largest; each one's results last until another runs.
+    """
+
+    def __init__(self, arena: Arena | None = None) -> None:
+        self._arena = arena or Arena()
         self._entries: list[tuple[int, array[int]]] = []
         self._kept: dict[int, Tensor] = {}
         self._program: array[int] = array("q")
@@ -91,7 +102,7 @@ class Tape:
         return self._arena.num_buffers
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor from the tape's own memory; what it holds after a replay is this tape's result."""
+        """A tensor from the arena; what it holds after a replay is this tape's result."""
         return self._arena.empty(shape, dtype)
 
     def record(self, address: int, arguments: "array[int]", tensors: tuple[Tensor | None, ...]) -> None:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quire.kernels.tape import Tape
+from quire.kernels.tape import Arena, Tape
 from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
 
-MAX_RECORDED = 32  # shapes kept; recording costs no more than an ordinary pass
+MAX_RECORDED = 64  # shapes kept; recording costs little more than an ordinary pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class RecordedDecodes:
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model = model
         self._pool = pool
+        self._arena = Arena()  # one pass runs at a time, so all shapes share their memory
         self._recorded: OrderedDict[tuple[int, int, bool, int], _Recorded] = OrderedDict()
 
     def logits(self, batch: Batch) -> Tensor:
@@ -40,8 +41,8 @@ class RecordedDecodes:
             self._recorded.move_to_end(shape)
             found.tape.replay()
             return found.logits
-        with Tape() as tape:
-            logits = self._model.logits(self._model(batch, self._pool), batch.lora)
+        with Tape(self._arena) as tape:
+            logits = self._arena.borrowed(self._model.logits(self._model(batch, self._pool), batch.lora))
         self._recorded[shape] = _Recorded(tape, batch, logits)
         if len(self._recorded) > MAX_RECORDED:
             self._recorded.popitem(last=False)
