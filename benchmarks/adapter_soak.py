@@ -2,7 +2,8 @@
 
 The built-in model in a pool that is always too small; adapters of ranks 4 to 64 from files are loaded, unloaded, loaded
 again under the same name, evicted and served at random, and some requests are aborted. Every page is counted often.
-At the end all blocks are free, and the process should be no larger than after a tenth of the run.
+At the end all blocks are free, and from the run's second quarter to its last the process's own memory has not grown by
+more than GROWTH bytes a request (`own_memory.py`).
 """
 
 import argparse
@@ -18,13 +19,15 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from lora_cpu import write_adapters
+from own_memory import POINTS, OwnMemory
 
 from quire import LLM, SamplingParams
-from quire.bench.machine import describe_origin, resident_bytes
+from quire.bench.machine import describe_origin
 from quire.core.errors import AdapterError
 
 ADAPTERS, RUNNING, LIVE = 48, 16, 40
 POOL_BLOCKS, HOST_BYTES = 150, 24 << 20
+GROWTH = 256  # bytes a request
 LOAD, UNLOAD, ABORT, COUNT = 0.3, 0.2, 0.1, 0.05  # how often in a step
 
 
@@ -38,7 +41,7 @@ class Soak:
         self.counts = dict.fromkeys(
             ("loads", "unloads", "aborts", "integrity_checks", "answers", "refused", "tokens"), 0
         )
-        self.resident_mb: list[int] = []
+        self.own = OwnMemory()
 
     def run(self) -> None:
         with tqdm(total=self._num_requests, unit="req", file=sys.stderr) as bar:
@@ -51,8 +54,8 @@ class Soak:
                         self._live.discard(update.request_id)
                         self.counts["refused" if update.error else "answers"] += 1
                 bar.update(self._num_sent - bar.n)
-                if self._num_sent * 10 // self._num_requests > len(self.resident_mb):
-                    self.resident_mb.append(resident_bytes().get("current", 0) >> 20)
+                if self._num_sent * POINTS // self._num_requests > self.own.num_points:
+                    self.own.note(self._num_sent)
         for name in sorted(self._names):
             self._engine.adapters.remove(name)
         self._engine.check_integrity()
@@ -117,7 +120,7 @@ def measure(num_requests: int, seed: int) -> dict[str, Any]:
         "evictions": figures.num_evictions,
         "preemptions": engine.scheduler.stats.num_preemptions,
         "left": left,
-        "resident_mb_at_each_tenth": soak.resident_mb,
+        **soak.own.record(),
         "pool_blocks": POOL_BLOCKS,
         "host_mb": HOST_BYTES >> 20,
     }
@@ -131,12 +134,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", help="JSON file")
     options = parser.parse_args()
+    if options.requests < POINTS:
+        parser.error(f"--requests: at least {POINTS}, memory is noted as often")
     found = {**describe_origin(), **measure(options.requests, options.seed)}
     if options.output:
         Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({key: value for key, value in found.items() if key not in ("machine", "versions")}))
     if any(found["left"].values()):
         sys.exit("something was left behind")
+    if found["grown_bytes_per_request"] > GROWTH:
+        sys.exit(f"memory grew by more than {GROWTH} bytes a request")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ usage: python benchmarks/leaks.py [--requests N] [--tiny] [--output benchmarks/r
 The real runner and kernels, on the built-in model, or with `--tiny` on a small one with random weights. A fixed number
 of requests is open at any time: single answers, two samples, and beams; one in ten is aborted on its way. Each mode has
 a process of its own. Whatever is not aborted must get the tokens of a pool that is large enough; at the end every block
-must be free, here and in host memory, the books must agree, and the process's own memory must not have grown between
-the middle and the end by more than GROWTH bytes a request.
+must be free, here and in host memory, the books must agree, and the process's own memory must not have grown from the
+run's second quarter to its last by more than GROWTH bytes a request (`own_memory.py`).
 """
 
 import argparse
-import gc
 import json
 import random
+import sys
 import tempfile
 import time
 import zlib
@@ -24,8 +24,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from own_memory import POINTS, OwnMemory
+
 from quire import LLM, SamplingParams
-from quire.bench.machine import describe_origin, resident_bytes
+from quire.bench.machine import describe_origin
 from quire.engine.engine import Engine
 
 LARGE = "recompute, large pool"
@@ -34,7 +37,7 @@ OPEN = 32  # requests that are in the engine at once
 BLOCK_SIZE = 4
 PROMPT, OUTPUT = (4, 36), (2, 12)  # tokens, least and most
 ABORTED = 0.1
-GROWTH = 1024
+GROWTH = 256  # bytes a request
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -139,20 +142,19 @@ def measure(mode: str, num_requests: int, model: str | None) -> dict[str, Any]:
         **settings,
     ) as llm:
         engine, memory = llm.engine, llm.engine.memory
-        traffic, points, started = Traffic(engine, num_requests), {}, time.perf_counter()
-        for place, share in (("start", 0.1), ("middle", 0.5), ("end", 1.0)):
-            traffic.run_until(int(share * num_requests))
-            gc.collect()
-            points[place] = {"requests": int(share * num_requests), **resident_bytes()}
-            print(f"{mode}: {points[place]} after {time.perf_counter() - started:.0f} s", flush=True)
+        traffic, own, started = Traffic(engine, num_requests), OwnMemory(), time.perf_counter()
+        for number in range(1, POINTS + 1):
+            num_sent = number * num_requests // POINTS
+            traffic.run_until(num_sent)
+            own.note(num_sent)
+            took = time.perf_counter() - started
+            print(f"{mode}: {num_sent} requests, {own.last_mb:.0f} MB of its own, {took:.0f} s", flush=True)
         engine.check_integrity()
         stats = engine.scheduler.stats
         return {
             "seconds": round(time.perf_counter() - started, 1),
             "pool_blocks": blocks,
-            "resident_bytes": points,
-            "grown_bytes_per_request": (points["end"]["anonymous"] - points["middle"]["anonymous"])
-            / (num_requests - int(0.5 * num_requests)),
+            **own.record(),
             "free_blocks_at_end": memory.num_free,
             "swap_blocks_at_end": memory.swap.num_used,
             "integrity": "checked",
@@ -184,8 +186,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model with random weights")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    if options.requests < 10:
-        parser.error("--requests: at least 10, of which the first tenth warms up")
+    if options.requests < POINTS:
+        parser.error(f"--requests: at least {POINTS}, memory is noted as often")
     modes = {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(TINY))

@@ -1,0 +1,45 @@
+"""OwnMemory: how much of a process is its own, noted along a run, and whether that grows."""
+
+import gc
+import statistics
+from typing import Any
+
+from quire.bench.machine import resident_bytes
+from quire.kernels import free_pages
+
+POINTS = 20  # of a run
+
+
+class OwnMemory:
+    """What was freed goes back to the system before each point: memory that waits to be used again is no leak."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[int, int]] = []  # requests so far, bytes
+
+    @property
+    def num_points(self) -> int:
+        return len(self._noted)
+
+    @property
+    def last_mb(self) -> float:
+        return self._noted[-1][1] / 1e6
+
+    def note(self, num_requests: int) -> None:
+        gc.collect()
+        free_pages.give_back()
+        self._noted.append((num_requests, resident_bytes().get("anonymous", 0)))
+
+    def grown_per_request(self) -> float:
+        """Bytes, from the run's second quarter to its last, by the medians of each."""
+        quarter = len(self._noted) // 4
+        early, late = self._noted[quarter : 2 * quarter], self._noted[-quarter:]
+        (first, before), (last, after) = (
+            map(statistics.median, zip(*part, strict=True)) for part in (early, late)
+        )
+        return (after - before) / (last - first)
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "own_mb": [[requests, round(size / 1e6, 1)] for requests, size in self._noted],
+            "grown_bytes_per_request": self.grown_per_request(),
+        }
