@@ -94,9 +94,11 @@ class Step:
     def verified(self) -> Iterator[tuple[Draft, int]]:
         """Each draft, and the index into [S] of the first of its K + 1 samples."""
         if self.drafts:
-            rows = list(self.sample_rows)
+            first: dict[int, int] = {}
+            for index, row in enumerate(self.sample_rows):
+                first.setdefault(row, index)
             for draft in self.drafts:
-                yield draft, rows.index(draft.row)
+                yield draft, first[draft.row]
 
 
 @dataclass(frozen=True, slots=True)

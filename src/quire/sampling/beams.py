@@ -29,14 +29,12 @@ def best_candidates(logprobs: Tensor, beams: Sequence[BeamSet]) -> tuple[BeamTen
     alike: dict[tuple[int, int], list[int]] = {}
     for index, one in enumerate(beams):
         alike.setdefault((len(one.samples), one.num_candidates), []).append(index)
-    found: dict[int, BeamTensors] = {}
+    found = []
     for (_, num_candidates), indices in alike.items():
         samples = np.array([beams[i].samples for i in indices], np.int64)
         scores = np.array([beams[i].scores for i in indices], np.float32)
-        chosen = _best(logprobs, samples, scores, num_candidates)
-        for place, index in enumerate(indices):
-            found[index] = BeamTensors(*(column[place] for column in chosen))
-    return tuple(found[index] for index in range(len(beams)))
+        found.append(BeamTensors(tuple(indices), *_best(logprobs, samples, scores, num_candidates)))
+    return tuple(found)
 
 
 def _best(
@@ -73,6 +71,7 @@ def on_host(tensors: tuple[BeamTensors, ...]) -> tuple[BeamTensors, ...]:
     """Copies that are whole once the device has come this far; a later step is not waited for."""
     return tuple(
         BeamTensors(
+            one.requests,
             one.samples.to("cpu", non_blocking=True),
             one.token_ids.to("cpu", non_blocking=True),
             one.scores.to("cpu", non_blocking=True),
@@ -82,8 +81,10 @@ def on_host(tensors: tuple[BeamTensors, ...]) -> tuple[BeamTensors, ...]:
 
 
 def candidate_records(tensors: tuple[BeamTensors, ...]) -> tuple[BeamCandidates, ...]:
-    """As `StepResult.beams` wants them. Waits for the device."""
-    return tuple(
-        BeamCandidates(ints(one.samples.tolist()), ints(one.token_ids.tolist()), tuple(one.scores.tolist()))
-        for one in tensors
-    )
+    """As `StepResult.beams` wants them, one per request. Waits for the device."""
+    found: dict[int, BeamCandidates] = {}
+    for one in tensors:
+        columns = one.samples.tolist(), one.token_ids.tolist(), one.scores.tolist()
+        for request, samples, token_ids, scores in zip(one.requests, *columns, strict=True):
+            found[request] = BeamCandidates(ints(samples), ints(token_ids), tuple(scores))
+    return tuple(found[request] for request in sorted(found))

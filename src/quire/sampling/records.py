@@ -59,11 +59,12 @@ class LogprobTensors:
 
 @dataclass(frozen=True, slots=True)
 class BeamTensors:
-    """The C best continuations over one request's beams, best first, on the device."""
+    """The C best continuations over each of G requests' beams, best first, on the device."""
 
-    samples: Tensor  # [C] int64, which of the S rows goes on
-    token_ids: Tensor  # [C] int64
-    scores: Tensor  # [C] float32
+    requests: tuple[int, ...]  # [G], which of `SampleRequests.beams`
+    samples: Tensor  # [G, C] int64, which of the S rows goes on
+    token_ids: Tensor  # [G, C] int64
+    scores: Tensor  # [G, C] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Sampled:
     token_ids: Tensor  # [S] int64; 0 where the row failed, so that it can be embedded whatever happens
     finite: Tensor  # [S] bool; False: the logits were not finite or every token was banned
     logprobs: LogprobTensors | None = None  # None: nobody asked
-    beams: tuple[BeamTensors, ...] = ()  # one per SampleRequests.beams
+    beams: tuple[BeamTensors, ...] = ()  # each of SampleRequests.beams in one of them
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
