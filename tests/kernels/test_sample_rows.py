@@ -13,6 +13,8 @@ from quire.core.step import BeamSet
 from quire.kernels import registry
 from quire.sampling import DeviceColumns, Sampler, SampleRequests, SamplingColumns
 from quire.sampling.beams import candidate_records
+from quire.sampling.columns import RowFlag
+from quire.sampling.penalties import Penalties
 from quire.sampling.random import Purpose, stream_key, uniforms
 
 pytestmark = pytest.mark.skipif(
@@ -176,3 +178,34 @@ def test_random_numbers_on_the_device_are_the_hosts_to_the_last_bit(kernel: Modu
     )
     expected = np.floor(uniforms(columns.token_key, positions) * vocabulary)
     assert tokens.tolist() == expected.astype(int).tolist()
+
+
+@pytest.mark.parametrize("length", [8, 1500])  # one chunk of a history, and several
+def test_penalties_are_the_cpus_bit_for_bit(kernel: ModuleType, length: int) -> None:
+    """More rows than strips of tallies, few different tokens, rows without penalties between, prompts of any length."""
+    torch.manual_seed(length)
+    kinds = [
+        SamplingParams(temperature=0.0, repetition_penalty=1.3),
+        SamplingParams(temperature=0.0, frequency_penalty=0.3, presence_penalty=-0.4),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, repetition_penalty=0.7, frequency_penalty=0.1, presence_penalty=0.2),
+        SamplingParams(temperature=0.0, presence_penalty=1.5),
+    ]
+    count, vocabulary = 40, 61
+    columns = SamplingColumns(count, vocabulary)
+    for row in range(count):
+        columns.start_row(row, kinds[row % 5], 1, 0, num_prompt_tokens=(row * length) // count)
+    token_ids = torch.randint(vocabulary, (count, length), dtype=torch.int32)
+    positions = np.array([length - row % 7 for row in range(count)])
+    requests = SampleRequests(np.arange(count)[::-1].copy(), positions, columns, token_ids)
+    logits = torch.randn(count, vocabulary) * 3
+    logits[::7, 5] = -torch.inf
+    penalised = np.flatnonzero(columns.flags[requests.rows] & RowFlag.PENALISED)
+    expected, found = logits.clone(), logits.clone()
+    Penalties().apply(expected, penalised, requests)
+    mine = Penalties(kernel)
+    for _ in range(2):  # the second time on what the first left behind
+        found = logits.clone()
+        mine.apply(found, penalised, requests)
+        assert torch.equal(found, expected)
+    assert not mine._counts.any()

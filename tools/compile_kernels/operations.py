@@ -58,6 +58,10 @@ def _sampling(recorder: Recorder) -> None:
         for usable in (None, finite):
             where = (ints(64), ints(64), columns, ints(MAX_ROWS, MAX_CONTEXT))
             kernel.sample_rows(logits, *where, chosen, finite, usable=usable)
+        for rows in (ints(64), _longs(64)):
+            kernel.penalise_rows(
+                logits, rows, rows, columns.packed, ints(MAX_ROWS, MAX_CONTEXT), ints(32, vocabulary)
+            )
 
 
 def _choices(recorder: Recorder) -> None:

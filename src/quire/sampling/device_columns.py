@@ -27,7 +27,7 @@ class DeviceColumns:
             return
         is_cuda = self._device.type == "cuda"
         # pinned memory comes from torch's cache, which reuses a piece only after its copy is done
-        staged = torch.empty((len(row_ids), WORDS), dtype=torch.int32, pin_memory=is_cuda)
+        staged = torch.zeros((len(row_ids), WORDS), dtype=torch.int32, pin_memory=is_cuda)
         _fill(staged.numpy(), self._columns, row_ids)
         sent = staged.to(self._device, non_blocking=True)
         self.packed.index_copy_(0, sent[:, Word.ROW].long(), sent)
@@ -42,4 +42,7 @@ def _fill(words: np.ndarray, columns: SamplingColumns, row_ids: np.ndarray) -> N
     words[:, Word.KEY_LOW] = (keys & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
     words[:, Word.KEY_HIGH] = (keys >> np.uint64(32)).astype(np.uint32).view(np.int32)
     words[:, Word.ROW] = row_ids
-    words[:, Word.ROW + 1 :] = 0
+    words[:, Word.REPETITION] = columns.repetition[row_ids].view(np.int32)
+    words[:, Word.PRESENCE] = columns.presence[row_ids].view(np.int32)
+    words[:, Word.FREQUENCY] = columns.frequency[row_ids].view(np.int32)
+    words[:, Word.PROMPT] = columns.num_prompt_tokens[row_ids]

@@ -6,11 +6,13 @@ divides positive and multiplies negative logits of tokens in prompt or output; f
 by count and by occurrence in the output alone.
 """
 
+from types import ModuleType
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.sampling.records import SampleRequests, on_device
+from quire.sampling.records import SampleRequests, device_inputs, on_device
 
 ROWS_PER_PASS = 32  # bounds the scratch that counts tokens: [32, V] int32
 
@@ -18,7 +20,9 @@ ROWS_PER_PASS = 32  # bounds the scratch that counts tokens: [32, V] int32
 class Penalties:
     """Changes logits in place. Its scratch of zeros makes counting cost the history's length, not V."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: ModuleType | None = None) -> None:
+        """`kernel`: a device's own, with `penalise_rows`."""
+        self._kernel = kernel
         self._counts: Tensor | None = None  # [ROWS_PER_PASS, V] int32, all zero between calls
 
     def apply(
@@ -27,6 +31,11 @@ class Penalties:
         indices: np.ndarray,  # [P] int64, which of the S rows have penalties
         requests: SampleRequests,
     ) -> None:
+        if self._kernel is not None:
+            rows, positions, columns = device_inputs(requests, logits.device)
+            counts = self._zeros(logits.shape[1], logits.device)
+            self._kernel.penalise_rows(logits, rows, positions, columns.packed, requests.token_ids, counts)
+            return
         for start in range(0, len(indices), ROWS_PER_PASS):
             self._apply_pass(logits, indices[start : start + ROWS_PER_PASS], requests)
 
@@ -59,15 +68,19 @@ class Penalties:
 
     def _count(self, ids: Tensor, counted: Tensor, vocab_size: int) -> Tensor:
         """[P, width] int32: for each place, how many counted places of its row hold the same token."""
-        if self._counts is None or self._counts.shape[1] != vocab_size or self._counts.device != ids.device:
-            self._counts = torch.zeros(ROWS_PER_PASS, vocab_size, dtype=torch.int32, device=ids.device)
-        zeros, self._counts = self._counts, None  # until they are zeros again: memory may run out in between
+        zeros = self._zeros(vocab_size, ids.device)
+        self._counts = None  # until they are zeros again: memory may run out in between
         scratch = zeros[: ids.shape[0]]
         scratch.scatter_add_(1, ids, counted.int())
         counts = scratch.gather(1, ids)
         scratch.scatter_(1, ids, 0)
         self._counts = zeros
         return counts
+
+    def _zeros(self, vocab_size: int, device: torch.device) -> Tensor:
+        if self._counts is None or self._counts.shape[1] != vocab_size or self._counts.device != device:
+            self._counts = torch.zeros(ROWS_PER_PASS, vocab_size, dtype=torch.int32, device=device)
+        return self._counts
 
 
 def _repetition(values: Tensor, penalty: Tensor) -> Tensor:

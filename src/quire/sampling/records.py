@@ -83,3 +83,16 @@ def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def device_inputs(requests: SampleRequests, device: torch.device) -> tuple[Tensor, Tensor, DeviceColumns]:
+    """Rows, positions and parameters on the device; made from the host's where the caller has none there."""
+    rows, positions, columns = requests.device_rows, requests.device_positions, requests.device_columns
+    if rows is None:
+        rows = on_device(requests.rows, device)
+    if positions is None:
+        positions = on_device(requests.positions, device)
+    if columns is None:
+        columns = DeviceColumns(requests.columns, device)
+        columns.update(np.unique(requests.rows))
+    return rows, positions, columns

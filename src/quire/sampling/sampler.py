@@ -11,12 +11,11 @@ from quire.kernels.registry import REFERENCE
 from quire.sampling import masks
 from quire.sampling.beams import best_candidates, normalise
 from quire.sampling.columns import CHANGING, RowFlag
-from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.draw import Draws, draw, filtered_weights
 from quire.sampling.logprobs import measure
 from quire.sampling.penalties import Penalties
 from quire.sampling.random import uniforms
-from quire.sampling.records import LogprobTensors, Sampled, SampleRequests, on_device
+from quire.sampling.records import LogprobTensors, Sampled, SampleRequests, device_inputs, on_device
 
 
 class Sampler:
@@ -33,7 +32,7 @@ class Sampler:
         self._fused = not self._kernel.__name__.endswith(REFERENCE)
         # a kernel for whole steps, where the device has one
         self._samples_rows = hasattr(self._kernel, "sample_rows")
-        self._penalties = Penalties()
+        self._penalties = Penalties(self._kernel if hasattr(self._kernel, "penalise_rows") else None)
 
     @property
     def writes_tokens(self) -> bool:
@@ -92,7 +91,7 @@ class Sampler:
         beams = best_candidates(logits, requests.beams)
         chosen = torch.empty(len(logits), dtype=torch.int64, device=self._device)
         finite = torch.empty(len(logits), dtype=torch.bool, device=self._device)
-        rows, positions, columns = _device_inputs(requests, self._device)
+        rows, positions, columns = device_inputs(requests, self._device)
         self._kernel.sample_rows(
             logits, rows, positions, columns, requests.token_ids, chosen, finite, usable=usable
         )
@@ -151,19 +150,6 @@ class Sampler:
         token_ids = chosen if len(asking) == len(chosen) else chosen[on_device(asking, self._device)]
         num_top = requests.columns.num_logprobs[requests.rows[asking]]
         return measure(raw, token_ids, asking, num_top, self._kernel)
-
-
-def _device_inputs(requests: SampleRequests, device: torch.device) -> tuple[Tensor, Tensor, DeviceColumns]:
-    """Rows, positions and parameters on the device; made from the host's where the caller has none there."""
-    rows, positions, columns = requests.device_rows, requests.device_positions, requests.device_columns
-    if rows is None:
-        rows = on_device(requests.rows, device)
-    if positions is None:
-        positions = on_device(requests.positions, device)
-    if columns is None:
-        columns = DeviceColumns(requests.columns, device)
-        columns.update(np.unique(requests.rows))
-    return rows, positions, columns
 
 
 def _current_flags(requests: SampleRequests) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""How a row's sampling parameters lie on a device: eight 32-bit words, one sector of memory for one row."""
+"""How a row's sampling parameters lie on a device: 32-bit words, eight for the choice and eight for penalties."""
 
 from enum import IntEnum
 
-WORDS = 8
+WORDS = 16
 
 
 class Word(IntEnum):
@@ -15,3 +15,7 @@ class Word(IntEnum):
     KEY_LOW = 4  # of the row's stream of random numbers
     KEY_HIGH = 5
     ROW = 6  # the row's own id
+    REPETITION = 8  # 1 is off
+    PRESENCE = 9  # 0 is off
+    FREQUENCY = 10  # 0 is off
+    PROMPT = 11  # tokens of the prompt, which presence and frequency leave out

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.kernels.sample.columns import WORDS, Word
 from quire.kernels.sample.triton_draw import best_token, draw_token
 from quire.kernels.sample.triton_passes import INFINITY, best_pass, peak_pass
+from quire.kernels.sample.triton_penalties import penalise_rows as penalise_rows
 from quire.kernels.sample.triton_survey import (
     CHOSEN,
     KIND,
