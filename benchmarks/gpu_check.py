@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from waits import longest_waits
 
 from quire import LLM, SamplingParams
+from quire.bench.machine import describe_origin
 
 MODEL_LEN, VOCABULARY = 512, 1000
 NUM_PROMPTS = 12
@@ -46,6 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
 }
 RANKS = (1, 8, 17, 64)
+SLACKS = (0, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)  # bytes left on a card that is full
 BF16_ERROR = 0.05  # of a position's logits, |bf16 - fp32| / |fp32|, where weights amplify nothing
 
 Answers = list[list[list[int]]]  # request, sample, token
@@ -123,6 +124,25 @@ class Checker:
             again = tokens_of(llm.generate(*requests(), use_tqdm=False))
             return again if first == again else [*first, *again]
 
+    def memory_runs_out(self, wanted: Answers) -> tuple[Answers, Answers]:
+        """The card is filled to the brim: who is shed is told why, the others and all that come later are answered."""
+        num_shed = num_answered = 0
+        with self.engine(max_num_batched_tokens=2048, enable_prefix_caching=False) as llm:
+            for slack in SLACKS:
+                with at_most(slack):
+                    answers, errors = served(llm)
+                for request in sorted(set(range(NUM_PROMPTS)) - errors.keys()):
+                    if answers[request] != wanted[request]:
+                        raise RuntimeError(f"with {slack} bytes left request {request} said something else")
+                num_shed, num_answered = num_shed + len(errors), num_answered + NUM_PROMPTS - len(errors)
+                if not all("did not fit the GPU's memory" in text for text in errors.values()):
+                    raise RuntimeError(f"ended for another reason: {errors}")
+            answers, errors = served(llm)
+        print(f"memory ran out: {num_shed} requests were shed, {num_answered} answered", flush=True)
+        if errors or not num_shed or not num_answered:
+            raise RuntimeError(f"{num_shed} shed, {num_answered} answered, afterwards {len(errors)} shed")
+        return [answers[request] for request in range(NUM_PROMPTS)], wanted
+
     def waits(self, **asked: Any) -> tuple[Answers, Answers]:
         """The host waits once per step, for the tokens of the step before: prompts, mixed steps and decodes."""
         prompts, samplings = requests()
@@ -160,6 +180,33 @@ class Checker:
             model.logits = noted
             llm.generate(requests()[0], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
         return torch.cat(found)
+
+
+@contextmanager
+def at_most(slack: int) -> Iterator[None]:
+    """This process may take so many bytes more of the GPU, as if others had the rest."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + slack) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def served(llm: LLM) -> tuple[dict[int, list[list[int]]], dict[int, str]]:
+    """All requests at once, step by step: answers, and the errors of those that were shed."""
+    for number, (prompt, sampling) in enumerate(zip(*requests(), strict=True)):
+        llm.engine.add(str(number), prompt, sampling)
+    answers: dict[int, dict[int, list[int]]] = {}
+    errors: dict[int, str] = {}
+    while llm.engine.has_work:
+        for update in llm.engine.step():
+            request = int(update.request_id)
+            answers.setdefault(request, {}).setdefault(update.index, []).extend(update.token_ids)
+            if update.error is not None:
+                errors[request] = str(update.error)
+    return {request: [said[i] for i in sorted(said)] for request, said in answers.items()}, errors
 
 
 def tokens_of(results: list[Any]) -> Answers:
@@ -210,6 +257,8 @@ def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Check]:
 
     found["deterministic, drafted chains"] = lambda: drafts_do_not_show(CHAINS)
     found["deterministic, drafted trees"] = lambda: drafts_do_not_show(TREES)
+    if device == "cuda":
+        found["memory runs out"] = lambda: checker.memory_runs_out(wanted)
     found["one synchronisation per step"] = checker.waits
     found["one synchronisation per step, every kind of sampling"] = lambda: checker.waits(
         logprobs=2, presence_penalty=0.5, repetition_penalty=1.1, min_tokens=4, logit_bias={11: 2.0}, top_k=40
@@ -286,8 +335,7 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """After every line: a run that is cut off has said what it found."""
     if options.output is None:
         return
-    name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
-    record = {"date": date.today().isoformat(), "device": name, "torch": torch.__version__, "checks": rows}
+    record = {**describe_origin(), "device": options.device, "checks": rows}
     options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

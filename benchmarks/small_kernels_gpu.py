@@ -21,6 +21,7 @@ import torch
 from sample_checks import GREEDY, PLAIN, TOP_K, TOP_P, check_draws, check_failures, columns_of, draw_of
 from torch import Tensor
 
+from quire.bench.machine import describe_origin
 from quire.core.sampling import SamplingParams
 from quire.kernels import registry
 from quire.kernels.sample import triton as sample_kernel
@@ -345,10 +346,8 @@ def main() -> None:
     folder = os.environ.get("OUT")
     output = options.output or (Path(folder) / "small_kernels.json" if folder else None)
     if output is not None:
-        device = torch.cuda.get_device_name()
-        output.write_text(
-            json.dumps({"device": device, "rows": report.rows, "failures": report.failures}, indent=1)
-        )
+        found = {**describe_origin(), "rows": report.rows, "failures": report.failures}
+        output.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{len(report.rows)} timed, {len(report.failures)} failed, {time.perf_counter() - started:.0f} s")
     for failure in report.failures:
         print(f"FAILED {failure}")

@@ -3,7 +3,8 @@
 Random weights, prefix cache off, greedy, 128 tokens in, `--tokens` out. A draft's agreement is set by hand: a logit
 bias makes the target choose one known token everywhere, and the synthetic draft proposes it as often as it is told to,
 at no cost of its own. So the figures are of verification: what a draft of this agreement would gain if it cost nothing.
-Rows are tokens per second, plain and with chains and trees, then beams and `n` samples beside as many plain sequences.
+Rows are tokens per second, plain and with chains and trees, then beams and `n` samples beside as many plain sequences,
+at every batch size; each is a median of runs after a warm one.
 Kernels for trees are checked first, against the reference and by tokens of a small model in full precision; then, bit
 for bit, what `--deterministic` promises (`speculate_fixed`): `--only deterministic` does this part and no other, and
 `--skip-checks` all but these parts. FILE is written after every row: a run that is cut off keeps what it has.
@@ -11,11 +12,11 @@ for bit, what `--deterministic` promises (`speculate_fixed`): `--only determinis
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from datetime import date
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ import workloads
 
 PROMPT = 128
 WORD = 17  # the token that the target always chooses
+FORKS = 4  # samples or beams of a prompt
+TIMED = 3  # runs of a row; its median counts
 RESCUE = 0.5  # where a tree's first branch begins wrong, another begins right
 SHAPES = (("plain", 0, 1), ("chain 4", 4, 1), ("tree 3×4", 4, 3))  # name, length, width
 TINY = {
@@ -91,16 +94,14 @@ class Report:
 
 
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
-    import torch
+    from quire.bench.machine import describe_origin
 
     return {
         "shape": options.shape,
         "prompt_tokens": PROMPT,
         "output_tokens": options.tokens,
         "rescue": RESCUE,
-        "date": date.today().isoformat(),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+        **describe_origin(),
     }
 
 
@@ -124,9 +125,8 @@ def _engine(folder: str, shape: dict[str, Any], device: str, **settings: Any) ->
 def _measure(options: argparse.Namespace, report: Report) -> None:
     shape = TINY if options.shape == "tiny" else workloads.SHAPES[options.shape]
     with tempfile.TemporaryDirectory() as folder:
-        llm = _engine(
-            folder, shape, options.device, max_num_seqs=max(map(int, options.batches.split(","))) * 2
-        )
+        most = FORKS * max(map(int, options.batches.split(",")))
+        llm = _engine(folder, shape, options.device, max_num_seqs=most)
         print(*llm.report.lines(), sep="\n", flush=True)
         rows = report.rows
         for batch in map(int, options.batches.split(",")):
@@ -135,8 +135,9 @@ def _measure(options: argparse.Namespace, report: Report) -> None:
                     if length == 0 and rows and rows[-1]["batch"] == batch:
                         continue  # plain decoding knows no agreement
                     report.add(_case(llm, shape, options.tokens, batch, name, length, width, agreement))
-        for row in _forked(llm, shape, options.tokens):
-            report.add(row)
+        for batch in map(int, options.batches.split(",")):
+            for row in _forked(llm, shape, options.tokens, batch):
+                report.add(row)
         llm.close()
 
 
@@ -150,67 +151,72 @@ def _case(
     width: int,
     agreement: float,
 ) -> dict[str, Any]:
-    """Run twice, the first time for graphs to be captured."""
     from quire import SamplingParams
     from quire.speculate.adapt import Shape
     from quire.speculate.synthetic import SyntheticProposer
 
     prompts = workloads.prompts([(PROMPT, tokens)] * batch, shape["vocab_size"])
     answers = {(tuple(prompt), 0): [WORD] * tokens for prompt in prompts}
-    speculation, stats = llm.engine.speculation, llm.engine.stats
+    speculation = llm.engine.speculation
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logit_bias={WORD: 100.0})
-    for _ in range(2):
-        proposer = SyntheticProposer(
-            answers, shape["vocab_size"], agreement, RESCUE
-        )  # the same steps both times
+
+    def prepare() -> None:  # the same steps every time
+        proposer = SyntheticProposer(answers, shape["vocab_size"], agreement, RESCUE)
         speculation.propose_with(proposer, Shape(length, width))
-        steps = stats.num_steps
-        before = speculation.stats.num_accepted_tokens, speculation.stats.num_drafts
-        began = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - began
+
+    before = speculation.stats.num_accepted_tokens, speculation.stats.num_drafts
+    outputs, timed = _timed(llm, prompts, sampling, prepare)
+    accepted = speculation.stats.num_accepted_tokens - before[0]
+    drafts = speculation.stats.num_drafts - before[1]
     assert all(list(one.outputs[0].token_ids) == [WORD] * tokens for one in outputs), "an answer changed"
-    accepted, drafts = (
-        speculation.stats.num_accepted_tokens - before[0],
-        speculation.stats.num_drafts - before[1],
-    )
-    num_steps = stats.num_steps - steps
     return {
         "batch": batch,
         "name": name,
         "agreement": agreement if length else None,
-        "out_tok_s": batch * tokens / seconds,
-        "seconds": seconds,
-        "num_steps": num_steps,
-        "ms_per_step": 1e3 * seconds / num_steps,
+        **timed,
         "accepted_per_draft": accepted / drafts if drafts else 0.0,
     }
 
 
-def _forked(llm: Any, shape: dict[str, Any], tokens: int) -> Iterator[dict[str, Any]]:
-    """Eight prompts: four samples of each, four beams of each, and 32 plain sequences beside them."""
+def _forked(llm: Any, shape: dict[str, Any], tokens: int, batch: int) -> Iterator[dict[str, Any]]:
+    """FORKS samples and as many beams of each prompt, and beside them as many plain sequences."""
     from quire import SamplingParams
     from quire.speculate.adapt import Shape
     from quire.speculate.synthetic import SyntheticProposer
 
     llm.engine.speculation.propose_with(SyntheticProposer({}, shape["vocab_size"], 0.0), Shape(0))
     drawn = SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True, seed=0)
-    beams = SamplingParams(use_beam_search=True, n=4, best_of=4, max_tokens=tokens, ignore_eos=True)
-    prompts = workloads.prompts([(PROMPT, tokens)] * 32, shape["vocab_size"])
+    beams = SamplingParams(use_beam_search=True, n=FORKS, best_of=FORKS, max_tokens=tokens, ignore_eos=True)
+    prompts = workloads.prompts([(PROMPT, tokens)] * batch * FORKS, shape["vocab_size"])
     for name, asked, sampling in (
-        ("32 plain", prompts, drawn), ("8 × n=4", prompts[:8], drawn.changed(n=4)), ("8 × beam 4", prompts[:8], beams),
-    ):  # fmt: skip
-        for _ in range(2):
-            steps = llm.engine.stats.num_steps
-            began = time.perf_counter()
-            outputs = llm.generate(asked, sampling, use_tqdm=False)
-            seconds = time.perf_counter() - began
-        num_tokens = sum(len(answer.token_ids) for one in outputs for answer in one.outputs)
-        num_steps = llm.engine.stats.num_steps - steps
-        yield {
-            "batch": 32, "name": name, "out_tok_s": num_tokens / seconds, "seconds": seconds, "num_steps": num_steps,
-            "ms_per_step": 1e3 * seconds / num_steps,
-        }  # fmt: skip
+        (f"{batch * FORKS} plain", prompts, drawn),
+        (f"{batch} × n={FORKS}", prompts[:batch], drawn.changed(n=FORKS)),
+        (f"{batch} × beam {FORKS}", prompts[:batch], beams),
+    ):
+        yield {"batch": batch, "name": name, **_timed(llm, asked, sampling)[1]}
+
+
+def _timed(
+    llm: Any, prompts: list[list[int]], sampling: Any, prepare: Callable[[], None] = lambda: None
+) -> tuple[list[Any], dict[str, Any]]:
+    """Answers, and the median of TIMED runs after one in which graphs are captured."""
+    seconds = []
+    for _ in range(1 + TIMED):
+        prepare()
+        steps = llm.engine.stats.num_steps
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - began)
+    num_steps = llm.engine.stats.num_steps - steps
+    num_tokens = sum(len(answer.token_ids) for one in outputs for answer in one.outputs)
+    median = statistics.median(seconds[1:])
+    return outputs, {
+        "out_tok_s": num_tokens / median,
+        "seconds": median,
+        "all_seconds": seconds[1:],
+        "num_steps": num_steps,
+        "ms_per_step": 1e3 * median / num_steps,
+    }
 
 
 def _show(row: dict[str, Any]) -> None:
