@@ -76,6 +76,9 @@ class PageRunner:
             self.rows[start.row] = start
             self.tokens[start.row] = list(start.token_ids)
             self.tables[start.row] = list(start.block_ids)
+        told = zip(step.told_rows, step.told_positions, step.told_tokens, strict=True)
+        for row, position, token_id in told:
+            self.tokens[row][position:] = [token_id]
         for draft in step.drafts:
             self.tokens[draft.row][draft.position :] = draft.token_ids
         for row, index, block in zip(step.table_rows, step.table_indices, step.table_blocks, strict=True):

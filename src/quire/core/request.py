@@ -68,6 +68,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     max_computed: int = 0  # the last token of a full sequence needs no K and V
+    has_started: bool = False  # the runner knows its row, but for the tokens that the host has chosen since
     score: float = 0.0  # of a beam: the sum of its tokens' log probabilities
     is_beam: bool = (
         False  # it has no pending token: what follows is known once its request's beams are compared

@@ -56,11 +56,11 @@ class HostMoves:
 class Step:
     """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
 
-    Applied in this order: row starts, drafts, table deltas, pages to and from the host, adapters' evictions and loads,
-    page copies, forward, sampling. Where the device's memory does not suffice, nothing of the pass and its samples
-    counts, and all before it is applied all the same, at the latest before the next step. A row with a draft of K
-    tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens. Of a
-    tree, the tokens and pages of what was accepted are at their positions when the step is over.
+    Applied in this order: row starts, told tokens, drafts, table deltas, pages to and from the host, adapters'
+    evictions and loads, page copies, forward, sampling. Where the device's memory does not suffice, nothing of the pass
+    and its samples counts, and all before it is applied all the same, at the latest before the next step. A row with a
+    draft of K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens.
+    Of a tree, the tokens and pages of what was accepted are at their positions when the step is over.
     """
 
     step_id: int
@@ -75,6 +75,11 @@ class Step:
     copy_targets: Ints  # [C] int32
     sample_sources: Ints  # [S] int32, index into `rows`: whose last logits are sampled
     sample_rows: Ints  # [S] int32, the row that receives the token (a fork samples into several rows)
+    told_rows: Ints = field(
+        default_factory=ints
+    )  # [B] int32, rows that get a token which the host has chosen
+    told_positions: Ints = field(default_factory=ints)  # [B] int32
+    told_tokens: Ints = field(default_factory=ints)  # [B] int32
     masked: Ints = field(default_factory=ints)  # [M] int32, indices into [S] that wait for a grammar's mask
     beams: tuple[BeamSet, ...] = ()
     drafts: tuple[Draft, ...] = ()  # of rows in `rows`

@@ -38,7 +38,7 @@ def count_step(step: Step) -> StepCounts:
     attended = float(context)  # a decode's query sees its whole context
     if num_tokens != num_rows:
         attended = sum(n * (c + (n + 1) / 2) for c, n in zip(step.num_computed, step.num_tokens, strict=True))
-    # beams are told anew at every step, which is no admission
+    # a beam's new branch is no admission
     starts = sum(
         not one.sampling.use_beam_search or len(one.token_ids) == one.num_prompt_tokens for one in step.starts
     )

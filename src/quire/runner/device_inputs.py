@@ -80,16 +80,17 @@ class DeviceInputs:
     # ------------------------------------------------------------------ rows change
 
     def apply(self, step: Step) -> None:
-        """Starts rows, writes drafts and table entries. Nothing waits."""
-        if not step.starts and not step.table_rows and not step.drafts:
+        """Starts rows, writes told tokens, drafts and table entries. Nothing waits."""
+        if not step.starts and not step.told_rows and not step.table_rows and not step.drafts:
             return
         deltas = (step.table_rows, step.table_indices, step.table_blocks)
         entries = [
             np.append(started, np.asarray(delta, np.int32))
             for started, delta in zip(_started(step.starts, "block_ids"), deltas, strict=True)
         ]
-        tokens = zip(_started(step.starts, "token_ids"), _drafted(step), strict=True)
-        sections = Sections([*(np.append(started, drafted) for started, drafted in tokens), *entries])
+        told = (step.told_rows, step.told_positions, step.told_tokens)
+        tokens = zip(_started(step.starts, "token_ids"), told, _drafted(step), strict=True)
+        sections = Sections([*(np.concatenate(parts).astype(np.int32) for parts in tokens), *entries])
         parts = sections.split(send(sections.packed, self.device))
         for target, places in ((self.row_tokens, parts[:3]), (self.row_tables, parts[3:])):
             if len(places[0]):

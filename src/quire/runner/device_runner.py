@@ -210,7 +210,7 @@ class DeviceRunner:
     def _add_to_backlog(self, step: Step) -> None:
         """Each piece may be done again where it came halfway only."""
         add = self._before_pass.add
-        if step.starts or step.table_rows or step.drafts:
+        if step.starts or step.told_rows or step.table_rows or step.drafts:
             add(lambda: self._change_rows(step))
         if (mover := self.mover) is not None:
             add(lambda: mover.move(step))

@@ -39,9 +39,11 @@ class Rows:
         self.settings = RowSettings(max_rows, vocab_size)
 
     def apply(self, step: Step) -> None:
-        """Starts rows, writes drafts and table entries, in this order."""
+        """Starts rows, writes told tokens, drafts and table entries, in this order."""
         for start in step.starts:
             self._start(start)
+        if step.told_rows:
+            self.tokens[np.asarray(step.told_rows), np.asarray(step.told_positions)] = step.told_tokens
         for draft in step.drafts:
             self.tokens[draft.row, draft.position : draft.position + len(draft.token_ids)] = draft.token_ids
         if step.table_rows:

@@ -16,6 +16,9 @@ class Plan:
         self.sequences: list[Sequence] = []  # that advance
         self.num_tokens: list[int] = []
         self.starts: list[Sequence] = []  # that take a row
+        self.told: list[
+            Sequence
+        ] = []  # beams that keep theirs, and whose last token the runner does not know
         self.sources: list[int] = []  # of samples: whose logits, as an index into `sequences`
         self.receivers: list[Sequence] = []  # of samples: who gets the token
         self.offsets: list[int] = []  # of samples: tokens back from the source's last
@@ -66,14 +69,18 @@ class Plan:
             del self.drafts[index]
         return freed
 
-    def restart_beams(self) -> None:
-        """The runner hears which token each beam was given since its last step, and of what it branched from."""
+    def tell_beams(self) -> None:
+        """The runner hears which token each beam was given since its last step; of a new branch, all."""
         started = set(map(id, self.starts))
-        self.starts += [s for s in self.sequences if s.is_beam and s.num_outputs and id(s) not in started]
+        for sequence in self.sequences:
+            if sequence.is_beam and sequence.num_outputs and id(sequence) not in started:
+                (self.told if sequence.has_started else self.starts).append(sequence)
 
     def step(self, moves: HostMoves | None = None, adapters: AdapterLine | None = None) -> Step:
         """Freezes the plan. Sequences' counters still say what was computed before this step."""
         delta = self.delta
+        for sequence in self.starts:
+            sequence.has_started = True
         return Step(
             step_id=self.step_id,
             starts=tuple(_row_start(s) for s in self.starts),
@@ -87,6 +94,9 @@ class Plan:
             copy_targets=ints(delta.copy_targets),
             sample_sources=ints(self.sources),
             sample_rows=ints([s.row for s in self.receivers]),
+            told_rows=ints([s.row for s in self.told]),
+            told_positions=ints([len(s.token_ids) - 1 for s in self.told]),
+            told_tokens=ints([s.token_ids[-1] for s in self.told]),
             masked=ints(
                 [i for i, s in enumerate(self.receivers) if s.request.sampling.structured is not None]
             ),

@@ -153,7 +153,7 @@ class Scheduler:
         if not plan.sequences:
             return None
         self._fork_finished_prompts(plan)
-        plan.restart_beams()
+        plan.tell_beams()
         self.waiting.charge(plan.receivers)
         if self.ended:
             self.ended.compute(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
