@@ -6,7 +6,8 @@ The real runner and kernels, on the built-in model, or with `--tiny` on a small 
 of requests is open at any time: single answers, two samples, and beams; one in ten is aborted on its way. Each mode has
 a process of its own. Whatever is not aborted must get the tokens of a pool that is large enough; at the end every block
 must be free, here and in host memory, the books must agree, and the process's own memory must not have grown from the
-run's second quarter to its last by more than GROWTH bytes a request (`own_memory.py`).
+run's second quarter to its last by more than GROWTH bytes a request (`own_memory.py`). It is noted twenty times, when
+all requests so far are over, and after a warm-up with as many sequences as the engine runs at once.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from quire.engine.engine import Engine
 LARGE = "recompute, large pool"
 MODES = (LARGE, "recompute", "swap", "auto")
 OPEN = 32  # requests that are in the engine at once
+MAX_SEQUENCES = 64
 BLOCK_SIZE = 4
 PROMPT, OUTPUT = (4, 36), (2, 12)  # tokens, least and most
 ABORTED = 0.1
@@ -94,9 +96,9 @@ class Traffic:
         self.num_aborted = 0
 
     def run_until(self, num_sent: int) -> None:
-        """Until so many were sent; with the last of them, until all are over."""
-        while self._sent < num_sent or (num_sent == self._num_requests and self._open):
-            while self._sent < self._num_requests and len(self._open) < OPEN:
+        """Until so many were sent, and all of them are over."""
+        while self._sent < num_sent or self._open:
+            while self._sent < num_sent and len(self._open) < OPEN:
                 self._send()
             for request_id in self._aborts.pop(self._step, ()):
                 if request_id in self._open and self._engine.abort(request_id):
@@ -127,6 +129,15 @@ class Traffic:
                     del self._left[update.request_id]
 
 
+def warm_up(engine: Engine) -> None:
+    """The largest batch there may be, and all smaller ones as it ends: memory for steps of every size is there then."""
+    for number in range(MAX_SEQUENCES):
+        sampling = SamplingParams(temperature=0, max_tokens=4 + number // 4, ignore_eos=True)
+        engine.add(f"warm-up-{number}", [10 + number] * 8, sampling)
+    while engine.has_work:
+        engine.step()
+
+
 def measure(mode: str, num_requests: int, model: str | None) -> dict[str, Any]:
     blocks = 2 * demand() if mode == LARGE else demand() // 4
     settings: dict[str, Any] = {"load_format": "dummy"} if model else {}
@@ -135,13 +146,14 @@ def measure(mode: str, num_requests: int, model: str | None) -> dict[str, Any]:
         use_tqdm=False,
         num_blocks=blocks,
         block_size=BLOCK_SIZE,
-        max_num_seqs=64,
+        max_num_seqs=MAX_SEQUENCES,
         max_model_len=128,
         preemption_mode=mode.split(",")[0],
         swap_space=0.25,
         **settings,
     ) as llm:
         engine, memory = llm.engine, llm.engine.memory
+        warm_up(engine)
         traffic, own, started = Traffic(engine, num_requests), OwnMemory(), time.perf_counter()
         for number in range(1, POINTS + 1):
             num_sent = number * num_requests // POINTS

@@ -201,6 +201,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     preemption = Preemption(scheduler.preemption_mode, host.block_seconds)
     parts = (scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation, preemption)
     engine = Engine(*parts, adapters=adapters)
+    if host.mover is not None and host.num_swap_blocks:
+        engine.when_filling = partial(host.mover.prepare, host.num_swap_blocks)
     try:
         pinned = pin_prefixes(engine, config, source)
     except QuireError:

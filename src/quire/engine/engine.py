@@ -24,6 +24,7 @@ from quire.scheduler.planned import Planned
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Scheduler
 
+FILLING = 0.4  # of the pool's blocks are taken: requests may have to leave it before long
 READING_WAIT = 0.002  # seconds that it waits for blocks from the disk at a time
 PIN = "pin"  # the request that computes a pinned prefix
 COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
@@ -95,6 +96,9 @@ class Engine:
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
         self._in_flight: deque[Planned] = deque()
         self._max_in_flight = config.steps_in_flight
+        self.when_filling: Callable[[], None] | None = (
+            None  # called once, when the pool is FILLING for the first time
+        )
 
     def add(
         self,
@@ -201,6 +205,9 @@ class Engine:
         updates = self._take_compiled() if self.num_compiling else []
         if self.adapters is not None:
             self.adapters.finish_loads()  # before a step counts on host copies: those that come may push others out
+        if self.when_filling is not None and self.memory.usage > FILLING:
+            self.when_filling()
+            self.when_filling = None
         started = time.perf_counter()
         planned = self.scheduler.schedule()
         self.stats.schedule_seconds += time.perf_counter() - started

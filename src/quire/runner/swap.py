@@ -10,13 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.core.errors import ConfigError
 from quire.core.ints import Ints
 from quire.core.step import HostMoves, Step
 from quire.kernels import huge_pages
+from quire.layers.pinned import PinnedMemory
 from quire.layers.pool import Pool
 from quire.observe.logs import get_logger
 
-CHUNK_BYTES = 128 << 20  # pinned when first used: that takes half a second per GiB
+CHUNK_BYTES = 64 << 20  # pinned when first used, or ahead of that
 EVENT_BLOCKS = 16  # that leave between two events: a block that is needed again waits for no more than these
 TIMED_BLOCKS = 8
 
@@ -28,13 +30,18 @@ class Closing(Protocol):
 
 
 class HostArena:
-    """Host blocks 1 … num_blocks, in chunks that are allocated when one of their blocks is first used."""
+    """Host blocks 1 … num_blocks, in chunks that are allocated when one of their blocks is first used.
+
+    Pinning takes up to half a second per GiB: `prepare` does it before a step has to wait for it.
+    """
 
     def __init__(self, block_bytes: int, num_blocks: int, pinned: bool) -> None:
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
         self.chunk_blocks = max(1, CHUNK_BYTES // block_bytes)
         self._pinned = pinned
+        self._pieces: list[PinnedMemory] = []  # pinned for as long as these are there
+        self._preparing: threading.Thread | None = None
         self._chunks: dict[int, Tensor] = {}
         self._lock = threading.Lock()  # the runner's thread and the engine's may be first to use a chunk
 
@@ -50,11 +57,22 @@ class HostArena:
                     data = self._chunks[chunk] = self._allocate(size)
         return data[first : first + count]
 
+    def prepare(self, num_blocks: int) -> None:
+        """Pins the chunks of the first so many blocks beside whatever runs, once. Without pinning there is no need."""
+        if self._pinned and self._preparing is None:
+            firsts = range(1, num_blocks + 1, self.chunk_blocks)
+            self._preparing = threading.Thread(
+                target=lambda: [self.blocks(host) for host in firsts], daemon=True
+            )
+            self._preparing.start()
+
     def _allocate(self, num_blocks: int) -> Tensor:
+        size = num_blocks * self.block_bytes
         if self._pinned:
             try:
-                return torch.empty(num_blocks, self.block_bytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
+                self._pieces.append(PinnedMemory(size, torch.device("cuda")))
+                return self._pieces[-1].bytes.view(num_blocks, self.block_bytes)
+            except (ConfigError, RuntimeError) as error:
                 logger.warning(
                     "host memory could not be pinned (%s): blocks move more slowly; lower swap_space",
                     str(error).splitlines()[0],
@@ -91,6 +109,10 @@ class PageMover:
     def close(self) -> None:
         if self.shelf is not None:
             self.shelf.close()
+
+    def prepare(self, num_blocks: int) -> None:
+        """Blocks may leave soon: makes room for so many of them."""
+        self.arena.prepare(num_blocks)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
