@@ -2,7 +2,7 @@
 
 The built-in model in a pool that is always too small; adapters of ranks 4 to 64 from files are loaded, unloaded, loaded
 again under the same name, evicted and served at random, and some requests are aborted. Every page is counted often.
-At the end all blocks are free, and from the run's second quarter to its last the process's own memory has not grown by
+At the end all blocks are free, and from the run's third quarter to its last the process's own memory has not grown by
 more than GROWTH bytes a request (`own_memory.py`).
 """
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from lora_cpu import write_adapters
-from own_memory import POINTS, OwnMemory
+from own_memory import GROWTH, POINTS, OwnMemory
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
@@ -27,7 +27,6 @@ from quire.core.errors import AdapterError
 
 ADAPTERS, RUNNING, LIVE = 48, 16, 40
 POOL_BLOCKS, HOST_BYTES = 150, 24 << 20
-GROWTH = 256  # bytes a request
 LOAD, UNLOAD, ABORT, COUNT = 0.3, 0.2, 0.1, 0.05  # how often in a step
 
 

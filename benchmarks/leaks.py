@@ -6,7 +6,7 @@ The real runner and kernels, on the built-in model, or with `--tiny` on a small 
 of requests is open at any time: single answers, two samples, and beams; one in ten is aborted on its way. Each mode has
 a process of its own. Whatever is not aborted must get the tokens of a pool that is large enough; at the end every block
 must be free, here and in host memory, the books must agree, and the process's own memory must not have grown from the
-run's second quarter to its last by more than GROWTH bytes a request (`own_memory.py`). It is noted twenty times, when
+run's third quarter to its last by more than GROWTH bytes a request (`own_memory.py`). It is noted twenty times, when
 all requests so far are over, and after a warm-up with as many sequences as the engine runs at once.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from own_memory import POINTS, OwnMemory
+from own_memory import GROWTH, POINTS, OwnMemory
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
@@ -39,7 +39,6 @@ MAX_SEQUENCES = 64
 BLOCK_SIZE = 4
 PROMPT, OUTPUT = (4, 36), (2, 12)  # tokens, least and most
 ABORTED = 0.1
-GROWTH = 256  # bytes a request
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
