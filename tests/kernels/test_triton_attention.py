@@ -164,13 +164,15 @@ def test_gathered_pages_give_the_same_prompts() -> None:
     torch.testing.assert_close(out[1:], expected[1:], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("rows", [[(0, 20), (21, 54)], [(0, 27), (27, 54)], [(0, 54)]])
-def test_fresh_prompts_need_no_pages(rows: list[tuple[int, int]]) -> None:
+def test_fresh_prompts_need_no_pages(rows: list[tuple[int, int]], padding: int) -> None:
     case = random_case(SHAPE, [20, 1, 33], [20, 1, 33])
-    qkv = torch.randn(54, 8 * 32)
-    k, v = qkv[:, 128:192].view(54, 2, 32), qkv[:, 192:].view(54, 2, 32)
+    heads = torch.cat((case.q, torch.randn(54, 4, 32)), 1)
+    k, v = heads[:, 4:6], heads[:, 6:]
     out = torch.full((54, 128), 7.0)
-    out = cudnn.contiguous_attention(case.q, k, v, rows, case.scale, out)
+    spans = [(first, end, end - first + padding) for first, end in rows]
+    out = cudnn.contiguous_attention(heads, 4, spans, case.scale, out)
     for first, end in rows:
         table, length = torch.tensor([[0]], dtype=torch.int32), torch.tensor([end - first], dtype=torch.int32)
         expected = reference.paged_attention(
@@ -191,3 +193,12 @@ def test_a_plan_for_another_window_or_more_rows_is_refused() -> None:
         planner.plan(case.query_starts, case.context_lens, 3)
     with pytest.raises(ValueError, match="max_context"):
         _planner(case, deterministic=True)
+
+
+def test_prompts_go_to_a_planned_length_or_none() -> None:
+    assert cudnn.stops(8192) == (4096, 8192)
+    assert cudnn.stops(2048) == ()
+    assert cudnn.stops(100_000) == (4096, 8192)  # each costs half a second at start
+    lengths = [1, 3600, 3687, 4096, 4097, 7000, 7373, 8192, 9000]
+    found = [cudnn.stop_for(length, (4096, 8192)) for length in lengths]
+    assert found == [0, 0, 4096, 4096, 0, 0, 8192, 8192, 0]

@@ -325,7 +325,7 @@ def _runner_limits(
         max_tokens,
         max_model_len,
         record_decodes=recordable and not config.runner.enforce_eager,
-        half_precision=numbers.format.activation_dtype.itemsize == 2,
+        activation_dtype=numbers.format.activation_dtype,
         deterministic=config.runner.deterministic,
     )
 

@@ -74,9 +74,8 @@ class Attention:
         out = queries.new_empty(queries.shape[0], self._num_heads * self._head_dim)
         fresh = () if self._window else batch.fresh
         if fresh:
-            keys, values = heads[:, self._num_heads :].chunk(2, dim=1)
-            spans = [(span.first, span.last) for span in fresh]
-            out = contiguous_attention(queries, keys, values, spans, self._scale, out)
+            spans = [(span.first, span.last, span.padded) for span in fresh]
+            out = contiguous_attention(heads, self._num_heads, spans, self._scale, out)
         if len(fresh) < batch.context_lens.shape[0]:
             self._attention.paged_attention(
                 queries,

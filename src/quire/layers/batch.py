@@ -14,6 +14,7 @@ class Span:
 
     first: int
     last: int
+    padded: int  # as many tokens as it is computed with
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.core.step import RowStart, Step
 from quire.kernels import choose
+from quire.kernels.attention.cudnn import stop_for
 from quire.layers.batch import Batch, Span, TreeMasks
 from quire.layers.lora import LoraBatch
 from quire.layers.plans import AttentionPlans
@@ -54,11 +55,11 @@ class DeviceInputs:
         block_size: int,
         device: torch.device,
         planner: Any = None,  # attention's, if its kernel has one
-        fresh_tokens: int | None = None,  # prompts this long are read from the batch itself; None: never
+        stops: tuple[int, ...] = (),  # prompts of about this length are read from the batch itself
     ) -> None:
         self._settings = settings
         self._planner = planner
-        self._fresh_tokens = fresh_tokens or max_tokens + 1
+        self._stops = stops
         self.device = device
         self._block_size = block_size
         self._kernel = choose("inputs", device)
@@ -210,7 +211,8 @@ class DeviceInputs:
         of_trees = [] if trees is None else [trees.positions, trees.starts]
         if trees is not None:
             sample_positions = trees.positions[wanted[: len(sources)]] + 1
-        is_fresh = (computed == 0) & (counts >= self._fresh_tokens)
+        padded = self._padded(computed, counts)
+        is_fresh = padded > 0
         sections = Sections([
             rows, computed, np.append(0, ends), np.where(is_fresh, 0, contexts), wanted,
             sample_rows, sample_positions, *of_trees,
@@ -228,7 +230,9 @@ class DeviceInputs:
             int(ends[-1]),
             max_query_len=int(counts.max()),
             wanted=sent[4],
-            fresh=tuple(Span(int(ends[i] - counts[i]), int(ends[i])) for i in np.flatnonzero(is_fresh)),
+            fresh=tuple(
+                Span(int(ends[i] - counts[i]), int(ends[i]), int(padded[i])) for i in np.flatnonzero(is_fresh)
+            ),
             lora=lora,
             wanted_lora=wanted_lora,
         )
@@ -237,6 +241,14 @@ class DeviceInputs:
             batch = replace(batch, positions=sent[7], trees=masks)
         staged = Staged(False, len(rows), sample_rows, sample_positions, scored)
         return staged, MixedBatch(batch, sent[5], sent[6])
+
+    def _padded(self, computed: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """[R] int32: how long a prompt is made that is read from the batch itself; 0 for rows that are not."""
+        found = np.zeros(len(counts), np.int32)
+        if self._stops and counts.max() > self._stops[0] // 2:
+            for row in np.flatnonzero((computed == 0) & (counts > 1)).tolist():
+                found[row] = stop_for(int(counts[row]), self._stops)
+        return found
 
     def spread(
         self,

@@ -18,6 +18,7 @@ from quire.core.ints import Ints, ints
 from quire.core.layout import BlockLayout
 from quire.core.step import PromptLogprobs, Step, StepResult
 from quire.kernels import choose
+from quire.kernels.attention import cudnn
 from quire.layers.lora import MANY_FROM, LoraBatch
 from quire.layers.pool import Pool
 from quire.models.model import Model
@@ -41,7 +42,6 @@ from quire.sampling.logprobs import on_host as logprobs_on_host
 from quire.sampling.records import BeamTensors, Sampled, SampleRequests, TokenMask
 from quire.sampling.sampler import Sampler
 
-FRESH_TOKENS = 1024  # a prompt of so many tokens, all of them in the step, gains from a contiguous kernel
 SCORED_PER_PASS = 256  # prompt positions turned into logits at once: bounds memory, not speed
 
 
@@ -93,7 +93,7 @@ class DeviceRunner:
             pool.layout.block_size,
             self._device,
             planner,
-            FRESH_TOKENS if self._reads_fresh(limits) else None,
+            cudnn.stops(limits.max_num_batched_tokens) if self._reads_fresh(limits) else (),
         )
         max_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._drafts = VerifyInputs(self._inputs, self._settings, limits.max_num_seqs, max_tokens)
@@ -122,6 +122,7 @@ class DeviceRunner:
 
         Returns how many were captured; the others follow when they are needed. Only block 0 is written.
         """
+        self._prepare_fresh()
         graphs, self._graphs = self._graphs, None  # nothing should compile for the first time inside a graph
         self._run_fakes()
         if self._adapters is not None and self._adapters.kinds:
@@ -147,9 +148,18 @@ class DeviceRunner:
             self.launch(step)
             self.collect()
 
+    def _prepare_fresh(self) -> None:
+        """Long prompts' kernel plans for every length that it will meet."""
+        limits, config = self._limits, self._model.config
+        if self._reads_fresh(limits):
+            heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+            cudnn.prepare(*heads, limits.activation_dtype, self._device, limits.max_num_batched_tokens)
+
     def _reads_fresh(self, limits: RunnerLimits) -> bool:
         """Whether long prompts may go through a contiguous kernel: it knows half precision only, and no order."""
-        return self._device.type == "cuda" and limits.half_precision and not limits.deterministic
+        return (
+            self._device.type == "cuda" and limits.activation_dtype.itemsize == 2 and not limits.deterministic
+        )
 
     # ------------------------------------------------------------------ the three calls
 
@@ -408,6 +418,6 @@ def attention_planner(
         max_context=limits.max_model_len,
         block_size=layout.block_size,
         kv_dtype=layout.dtype,
-        dtype=torch.float16 if limits.half_precision else torch.float32,
+        dtype=limits.activation_dtype,
         deterministic=limits.deterministic,
     )

@@ -3,7 +3,7 @@
 import torch
 
 from quire.core.layout import BlockLayout
-from quire.layers.batch import Batch, Span
+from quire.layers.batch import Batch
 from quire.layers.pool import Pool
 from quire.models.model import Model
 
@@ -51,7 +51,6 @@ def _fake_prompts(num_tokens: int, longest: int, layout: BlockLayout, device: to
         block_tables=_no_blocks(len(ends), longest, layout, device),
         logits_indices=torch.tensor([e - 1 for e in ends], dtype=torch.int32, device=device),
         max_query_len=longest,
-        fresh=tuple(Span(s, e) for s, e in zip(starts, ends, strict=True)),
     )
 
 

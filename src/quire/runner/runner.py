@@ -41,7 +41,7 @@ class RunnerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     record_decodes: bool  # replay decode passes instead of calling every layer
-    half_precision: bool = False  # activations have 16 bits
+    activation_dtype: torch.dtype = torch.float32
     deterministic: bool = False  # on a GPU: a request's tokens do not depend on its neighbours
 
 

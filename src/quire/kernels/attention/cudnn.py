@@ -1,25 +1,59 @@
 """Attention of fresh prompts, K and V straight from the projection, by PyTorch's fused attention.
 
 For rows that have no cached prefix: their keys are this step's own tokens, so no page need be read. On NVIDIA GPUs
-cuDNN is asked for first; it is faster than any kernel over pages where prompts are long.
+cuDNN is asked for first; it is faster than any kernel over pages where prompts are long. But it plans for half a second
+when it meets a new length. So prompts are padded to a few lengths, which are planned at start, and those that are too
+far from all of them are not for this kernel.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # In the order they are tried on a GPU; elsewhere PyTorch chooses.
 GPU_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+STOP = 4096  # tokens: prompts are padded to a multiple of it
+MOST_STOPS = 2
+MOST_PADDING = 0.1  # of a stop; work grows with the square, and the kernel over pages is a third slower
+
+
+def stops(max_tokens: int) -> tuple[int, ...]:
+    """The lengths that prompts in steps of so many tokens are padded to."""
+    return tuple(range(STOP, max_tokens + 1, STOP))[:MOST_STOPS]
+
+
+def stop_for(length: int, among: Sequence[int]) -> int:
+    """The stop that a prompt is padded to; 0 if it is too far from all."""
+    return next((stop for stop in among if (1 - MOST_PADDING) * stop <= length <= stop), 0)
+
+
+def prepare(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_tokens: int,
+) -> None:
+    """Plans for one prompt of every length, and for as many as fill a step, in this thread."""
+    for stop in stops(max_tokens):
+        for count in sorted({1, max_tokens // stop}):
+            heads = torch.zeros(
+                count * stop, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device
+            )
+            rows = [(i * stop, (i + 1) * stop, stop) for i in range(count)]
+            out = heads.new_empty(count * stop, num_heads * head_dim)
+            contiguous_attention(heads, num_heads, rows, head_dim**-0.5, out)
 
 
 def contiguous_attention(
-    q: Tensor,  # [T, Hq, D], may be a view into qkv
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,
-    rows: Sequence[tuple[int, int]],  # (first, last + 1) token of each prompt, in host memory
+    heads: Tensor,  # [T, Hq + 2 Hkv, D]: q, k and v
+    num_heads: int,  # Hq
+    rows: Sequence[tuple[int, int, int]],  # (first, last + 1, padded length) of each prompt, in host memory
     scale: float,
     out: Tensor,  # [T, Hq * D]
 ) -> Tensor:
@@ -28,26 +62,29 @@ def contiguous_attention(
     Prompts of one length that are all there is go through in one call, and what it returns is the result: `out` is not
     written, which saves a copy of every token.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    lengths = {end - first for first, end in rows}
-    if len(lengths) == 1 and len(rows) * min(lengths) == num_tokens > 0:
-        together = (len(rows), -1)
-        result = _attend(q.unflatten(0, together), k.unflatten(0, together), v.unflatten(0, together), scale)
+    num_tokens, _, head_dim = heads.shape
+    lengths = {(end - first, padded) for first, end, padded in rows}
+    length, padded = next(iter(lengths))
+    if len(lengths) == 1 and length == padded and len(rows) * length == num_tokens:
+        result = _attend(heads.unflatten(0, (len(rows), length)), num_heads, scale)
         return result.reshape(num_tokens, num_heads * head_dim)
     results = out.view(out.shape[0], num_heads, head_dim)
-    for first, end in rows:
-        if end > first:
-            of_row = (None, slice(first, end))
-            results[first:end] = _attend(q[of_row], k[of_row], v[of_row], scale)[0]
+    for first, end, padded in rows:
+        piece = pad(
+            heads[first:end], (0, 0, 0, 0, 0, padded - (end - first))
+        )  # what is behind, nobody looks at
+        results[first:end] = _attend(piece[None], num_heads, scale)[0, : end - first]
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """[B, T, H, D] each; the result as well."""
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
+def _attend(heads: Tensor, num_heads: int, scale: float) -> Tensor:
+    """[B, T, Hq + 2 Hkv, D] -> [B, T, Hq, D]."""
+    num_kv_heads = (heads.shape[2] - num_heads) // 2
+    q, k, v = heads.transpose(1, 2).split([num_heads, num_kv_heads, num_kv_heads], 1)
     # Nothing to prefer where PyTorch has one backend.
     preferred = sdpa_kernel(GPU_BACKENDS, set_priority=True) if q.device.type == "cuda" else nullcontext()
     with preferred:
-        result = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        result = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=num_heads != num_kv_heads
+        )
     return result.transpose(1, 2)
