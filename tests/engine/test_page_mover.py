@@ -5,11 +5,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from quire.core.errors import ConfigError
 from quire.core.ints import ints
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.core.step import HostMoves, RowStart, Step
 from quire.layers.pool import Pool
+from quire.runner import swap
 from quire.runner.swap import EVENT_BLOCKS, PageMover
 
 LAYOUT = BlockLayout(num_layers=1, block_size=1, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -136,3 +138,27 @@ def test_blocks_arrive_as_they_left_in_whatever_order():
         assert pool.data[block + 1].equal(before[block])
     assert mover.num_moved() == 2
     assert mover.wait_moved(2, 0.0)
+
+
+def test_host_memory_is_pinned_ahead_once_and_falls_back_where_it_cannot_be(monkeypatch):
+    pinned = []
+
+    class Piece:
+        def __init__(self, num_bytes, device):
+            if len(pinned) == 3:
+                raise ConfigError("no more memory may be locked")
+            pinned.append(num_bytes)
+            self.bytes = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(swap, "PinnedMemory", Piece)
+    monkeypatch.setattr(swap, "CHUNK_BYTES", 40)
+    arena = swap.HostArena(block_bytes=16, num_blocks=11, pinned=True)
+    arena.blocks(5).fill_(9)  # somebody was first
+    arena.prepare(8)
+    arena.prepare(8)
+    arena._preparing.join()
+    assert pinned == [32, 32, 32]  # two blocks a chunk: the third, the first and the second
+    assert not arena._pinned  # the fourth could not be: memory that is not pinned serves from then on
+    assert arena.blocks(7, 2).shape == (2, 16)
+    assert (arena.blocks(5) == 9).all()
+    assert arena.blocks(11).shape == (1, 16)

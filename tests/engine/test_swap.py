@@ -116,3 +116,23 @@ def test_nothing_leaks_over_thousands_of_requests(count, mode):
     assert (stats.num_preemptions if mode == "recompute" else stats.num_swaps_out) > count // 50
     assert not engine.scheduler._preempted
     assert set(runner.hosts) <= set(range(1, 41))
+
+
+def test_swap_memory_is_made_ready_once_and_before_it_is_needed(folder):
+    config = EngineConfig.of(
+        model=str(folder), load_format="dummy", dtype="float32", device="cpu", block_size=4, **QUARTER,
+        preemption_mode="swap",
+    )  # fmt: skip
+    engine = building.build(config).engine
+    assert engine.when_filling is not None  # the mover's own, which has nothing to do on a CPU
+    told = []
+    engine.when_filling = lambda: told.append((engine.memory.usage, engine.scheduler.stats.num_preemptions))
+    for index in range(6):
+        engine.add(str(index), [7] * 9, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert engine.scheduler.stats.num_preemptions
+    assert len(told) == 1
+    assert told[0][0] > 0.4
+    assert told[0][1] == 0
