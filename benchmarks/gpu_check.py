@@ -190,8 +190,10 @@ def at_most(slack: int) -> Iterator[None]:
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + slack) / total)
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def served(llm: LLM) -> tuple[dict[int, list[list[int]]], dict[int, str]]:

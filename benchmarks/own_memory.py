@@ -8,6 +8,7 @@ from quire.bench.machine import resident_bytes
 from quire.kernels import free_pages
 
 POINTS = 20  # of a run
+NOISE = 1 << 20  # bytes from one quarter to the next, however few requests there are
 GROWTH = 1024  # bytes a request that may be chance; a request that is left behind takes several times as much
 
 
@@ -39,8 +40,14 @@ class OwnMemory:
         )
         return (after - before) / (last - first)
 
+    @property
+    def has_grown(self) -> bool:
+        grown = self.grown_per_request()
+        return grown > GROWTH and grown * self._noted[-1][0] / 4 > NOISE
+
     def record(self) -> dict[str, Any]:
         return {
             "own_mb": [[requests, round(size / 1e6, 1)] for requests, size in self._noted],
             "grown_bytes_per_request": self.grown_per_request(),
+            "has_grown": self.has_grown,
         }

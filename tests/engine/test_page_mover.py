@@ -1,5 +1,7 @@
 """What waits for what when blocks move beside the forward pass, on streams that only write down what they are told."""
 
+import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -144,7 +146,7 @@ def test_host_memory_is_pinned_ahead_once_and_falls_back_where_it_cannot_be(monk
     pinned = []
 
     class Piece:
-        def __init__(self, num_bytes, device):
+        def __init__(self, num_bytes, device, setting):
             if len(pinned) == 3:
                 raise ConfigError("no more memory may be locked")
             pinned.append(num_bytes)
@@ -162,3 +164,25 @@ def test_host_memory_is_pinned_ahead_once_and_falls_back_where_it_cannot_be(monk
     assert arena.blocks(7, 2).shape == (2, 16)
     assert (arena.blocks(5) == 9).all()
     assert arena.blocks(11).shape == (1, 16)
+    arena.close()
+
+
+def test_pinning_ahead_ends_with_its_engine(monkeypatch):
+    """A thread that went on would keep the memory, and abort a process that ends meanwhile."""
+    begun = threading.Event()
+
+    class Piece:
+        def __init__(self, num_bytes, device, setting):
+            begun.set()
+            time.sleep(0.01)
+            self.bytes = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(swap, "PinnedMemory", Piece)
+    monkeypatch.setattr(swap, "CHUNK_BYTES", 16)
+    arena = swap.HostArena(block_bytes=16, num_blocks=10_000, pinned=True)
+    arena.prepare(10_000)
+    assert begun.wait(10)
+    arena.close()
+    assert not arena._preparing.is_alive()
+    assert not arena._preparing.daemon
+    assert len(arena._pieces) < 1000

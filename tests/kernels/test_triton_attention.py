@@ -165,7 +165,9 @@ def test_gathered_pages_give_the_same_prompts() -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-@pytest.mark.parametrize("rows", [[(0, 20), (21, 54)], [(0, 27), (27, 54)], [(0, 54)]])
+@pytest.mark.parametrize("rows", [
+    [(0, 20), (21, 54)], [(0, 27), (27, 54)], [(0, 54)], [(0, 18), (18, 36), (36, 54)],
+])  # fmt: skip
 def test_fresh_prompts_need_no_pages(rows: list[tuple[int, int]], padding: int) -> None:
     case = random_case(SHAPE, [20, 1, 33], [20, 1, 33])
     heads = torch.cat((case.q, torch.randn(54, 4, 32)), 1)
@@ -196,9 +198,10 @@ def test_a_plan_for_another_window_or_more_rows_is_refused() -> None:
 
 
 def test_prompts_go_to_a_planned_length_or_none() -> None:
-    assert cudnn.stops(8192) == (4096, 8192)
-    assert cudnn.stops(2048) == ()
-    assert cudnn.stops(100_000) == (4096, 8192)  # each costs half a second at start
+    assert cudnn.stops(8192, 8192) == (4096, 8192)
+    assert cudnn.stops(2048, 8192) == ()
+    assert cudnn.stops(8192, 2048) == ()  # no prompt is as long
+    assert cudnn.stops(100_000, 100_000) == (4096, 8192)  # each costs half a second at start
     lengths = [1, 3600, 3687, 4096, 4097, 7000, 7373, 8192, 9000]
     found = [cudnn.stop_for(length, (4096, 8192)) for length in lengths]
     assert found == [0, 0, 4096, 4096, 0, 0, 8192, 8192, 0]

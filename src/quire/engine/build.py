@@ -15,7 +15,7 @@ from quire.engine.adapter_build import adapter_lines, build_adapters, separate_b
 from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
-from quire.engine.host_memory import make_host_memory, open_second_home
+from quire.engine.host_memory import HostMemory, make_host_memory, open_second_home
 from quire.engine.offload import load_model, offload_lines
 from quire.engine.pins import PinnedPrefix, pin_prefixes
 from quire.engine.policy_words import policies_in_words
@@ -201,8 +201,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     preemption = Preemption(scheduler.preemption_mode, host.block_seconds)
     parts = (scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation, preemption)
     engine = Engine(*parts, adapters=adapters)
-    if host.mover is not None and host.num_swap_blocks:
-        engine.when_filling = partial(host.mover.prepare, host.num_swap_blocks)
+    _look_ahead(engine, runner, host)
     try:
         pinned = pin_prefixes(engine, config, source)
     except QuireError:
@@ -210,6 +209,15 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         raise
     report = replace(report, pinned=pinned, seconds=time.perf_counter() - started)
     return Built(engine, source, described, default_sampling(source), report)
+
+
+def _look_ahead(engine: Engine, runner: Runner | DeviceRunner, host: HostMemory) -> None:
+    """What would hold steps up is done before they need it."""
+    if host.mover is not None and host.num_swap_blocks:
+        num_blocks = min(host.num_swap_blocks, engine.memory.num_blocks)
+        engine.when_filling = partial(host.mover.prepare, num_blocks)
+    if isinstance(runner, DeviceRunner):
+        engine.in_new_thread = runner.prepare_thread
 
 
 def _build_simulated(config: EngineConfig, started: float) -> Built:

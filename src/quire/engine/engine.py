@@ -96,6 +96,9 @@ class Engine:
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
         self._in_flight: deque[Planned] = deque()
         self._max_in_flight = config.steps_in_flight
+        self.in_new_thread: Callable[[], None] | None = (
+            None  # for a thread that will step and did not build it
+        )
         self.when_filling: Callable[[], None] | None = (
             None  # called once, when the pool is FILLING for the first time
         )

@@ -51,7 +51,7 @@ def make_host_memory(config: EngineConfig, pool: Pool) -> HostMemory:
     if num_swap:
         limit = "swap_space" if shrink == 1.0 else "free memory"
         line = (
-            f"swap      {num_swap * block_bytes / 1e6:,.0f} MB of host memory when needed: {num_swap:,} blocks, "
+            f"swap      {num_swap * block_bytes / 1e6:,.0f} MB of host memory as the pool fills: {num_swap:,} blocks, "
             f"{block_bytes / seconds / 1e9:.1f} GB/s (set by {limit}), mode {mode}"
         )
     else:

@@ -60,6 +60,8 @@ class EngineThread:
 
     def _loop(self) -> None:
         try:
+            if self._engine.in_new_thread is not None:
+                self._engine.in_new_thread()
             while self._serve_inbox():
                 updates = self._engine.step()
                 if updates:

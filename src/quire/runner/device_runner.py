@@ -93,7 +93,7 @@ class DeviceRunner:
             pool.layout.block_size,
             self._device,
             planner,
-            cudnn.stops(limits.max_num_batched_tokens) if self._reads_fresh(limits) else (),
+            self._stops(limits),
         )
         max_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._drafts = VerifyInputs(self._inputs, self._settings, limits.max_num_seqs, max_tokens)
@@ -122,7 +122,7 @@ class DeviceRunner:
 
         Returns how many were captured; the others follow when they are needed. Only block 0 is written.
         """
-        self._prepare_fresh()
+        self.prepare_thread()
         graphs, self._graphs = self._graphs, None  # nothing should compile for the first time inside a graph
         self._run_fakes()
         if self._adapters is not None and self._adapters.kinds:
@@ -148,12 +148,18 @@ class DeviceRunner:
             self.launch(step)
             self.collect()
 
-    def _prepare_fresh(self) -> None:
-        """Long prompts' kernel plans for every length that it will meet."""
+    def prepare_thread(self) -> None:
+        """Long prompts' kernel plans for every length that it will meet; it forgets plans of other threads."""
         limits, config = self._limits, self._model.config
-        if self._reads_fresh(limits):
-            heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-            cudnn.prepare(*heads, limits.activation_dtype, self._device, limits.max_num_batched_tokens)
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        for stop in self._stops(limits):
+            cudnn.prepare(*heads, limits.activation_dtype, self._device, stop, limits.max_num_batched_tokens)
+
+    def _stops(self, limits: RunnerLimits) -> tuple[int, ...]:
+        """Lengths of prompts that may go through the contiguous kernel."""
+        if not self._reads_fresh(limits):
+            return ()
+        return cudnn.stops(limits.max_num_batched_tokens, limits.max_model_len)
 
     def _reads_fresh(self, limits: RunnerLimits) -> bool:
         """Whether long prompts may go through a contiguous kernel: it knows half precision only, and no order."""

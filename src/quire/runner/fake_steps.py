@@ -7,6 +7,8 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import RowStart, Step
 
 PROMPT = 20  # tokens, where the limits allow
+DRAWN = SamplingParams(temperature=0.8, top_p=0.95)
+PENALISED = DRAWN.changed(presence_penalty=0.5)  # its logits are edited first
 
 
 def fake_steps(
@@ -18,15 +20,19 @@ def fake_steps(
     num_blocks = -(-(prompt + 1) // block_size)
     yield _step(0, rows, [0] * len(rows), [prompt] * len(rows), num_blocks)
     if len(rows) > 1:
-        yield _step(1, rows, [0, prompt], [prompt, 1], num_blocks)
+        yield _step(1, rows, [0, prompt], [prompt, 1], num_blocks, PENALISED)
     yield _step(2, rows, [prompt] * len(rows), [1] * len(rows), num_blocks)
 
 
-def _step(step_id: int, rows: range, computed: list[int], counts: list[int], num_blocks: int) -> Step:
-    samplings = (
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.8, top_p=0.95),
-    )
+def _step(
+    step_id: int,
+    rows: range,
+    computed: list[int],
+    counts: list[int],
+    num_blocks: int,
+    second: SamplingParams = DRAWN,  # of the second row
+) -> Step:
+    samplings = (SamplingParams(temperature=0.0), second)
     blocks = ints([0] * num_blocks)
     tokens = ints([0] * (max(a + b for a, b in zip(computed, counts, strict=True))))
     starts = tuple(

@@ -19,6 +19,7 @@ from quire.layers.pool import Pool
 from quire.observe.logs import get_logger
 
 CHUNK_BYTES = 64 << 20  # pinned when first used, or ahead of that
+BETWEEN_CHUNKS = 0.001  # seconds
 EVENT_BLOCKS = 16  # that leave between two events: a block that is needed again waits for no more than these
 TIMED_BLOCKS = 8
 
@@ -42,6 +43,7 @@ class HostArena:
         self._pinned = pinned
         self._pieces: list[PinnedMemory] = []  # pinned for as long as these are there
         self._preparing: threading.Thread | None = None
+        self._closed = False
         self._chunks: dict[int, Tensor] = {}
         self._lock = threading.Lock()  # the runner's thread and the engine's may be first to use a chunk
 
@@ -60,23 +62,31 @@ class HostArena:
     def prepare(self, num_blocks: int) -> None:
         """Pins the chunks of the first so many blocks beside whatever runs, once. Without pinning there is no need."""
         if self._pinned and self._preparing is None:
-            firsts = range(1, num_blocks + 1, self.chunk_blocks)
-            self._preparing = threading.Thread(
-                target=lambda: [self.blocks(host) for host in firsts], daemon=True
-            )
+            firsts = range(1, min(num_blocks, self.num_blocks) + 1, self.chunk_blocks)
+            # no daemon: one that is in the middle of a chunk when the interpreter ends would abort the process
+            self._preparing = threading.Thread(target=self._prepare, args=(firsts,), name="quire-pinning")
             self._preparing.start()
+
+    def _prepare(self, firsts: range) -> None:
+        for host in firsts:
+            if self._closed or not threading.main_thread().is_alive():
+                return
+            self.blocks(host)
+            time.sleep(BETWEEN_CHUNKS)  # whoever waits for a chunk of its own comes first
+
+    def close(self) -> None:
+        self._closed = True
+        if self._preparing is not None:
+            self._preparing.join()
 
     def _allocate(self, num_blocks: int) -> Tensor:
         size = num_blocks * self.block_bytes
         if self._pinned:
             try:
-                self._pieces.append(PinnedMemory(size, torch.device("cuda")))
+                self._pieces.append(PinnedMemory(size, torch.device("cuda"), "swap_space or kv_offload_gb"))
                 return self._pieces[-1].bytes.view(num_blocks, self.block_bytes)
             except (ConfigError, RuntimeError) as error:
-                logger.warning(
-                    "host memory could not be pinned (%s): blocks move more slowly; lower swap_space",
-                    str(error).splitlines()[0],
-                )
+                logger.warning("blocks move more slowly: %s", str(error).splitlines()[0])
                 self._pinned = False
         return huge_pages.zeros(num_blocks, self.block_bytes, dtype=torch.uint8)
 
@@ -109,6 +119,7 @@ class PageMover:
     def close(self) -> None:
         if self.shelf is not None:
             self.shelf.close()
+        self.arena.close()
 
     def prepare(self, num_blocks: int) -> None:
         """Blocks may leave soon: makes room for so many of them."""

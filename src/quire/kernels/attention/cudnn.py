@@ -18,12 +18,14 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 GPU_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 STOP = 4096  # tokens: prompts are padded to a multiple of it
 MOST_STOPS = 2
+MOST_TOGETHER = 2  # prompts in one call: other numbers of them would be planned for as well
 MOST_PADDING = 0.1  # of a stop; work grows with the square, and the kernel over pages is a third slower
 
 
-def stops(max_tokens: int) -> tuple[int, ...]:
-    """The lengths that prompts in steps of so many tokens are padded to."""
-    return tuple(range(STOP, max_tokens + 1, STOP))[:MOST_STOPS]
+def stops(max_tokens: int, max_length: int) -> tuple[int, ...]:
+    """The lengths that prompts are padded to, of so many tokens at most and in steps of so many."""
+    found = range(STOP, max_tokens + 1, STOP)
+    return tuple(stop for stop in found if (1 - MOST_PADDING) * stop <= max_length)[:MOST_STOPS]
 
 
 def stop_for(length: int, among: Sequence[int]) -> int:
@@ -37,17 +39,15 @@ def prepare(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-    max_tokens: int,
+    stop: int,
+    max_tokens: int,  # of a step
 ) -> None:
-    """Plans for one prompt of every length, and for as many as fill a step, in this thread."""
-    for stop in stops(max_tokens):
-        for count in sorted({1, max_tokens // stop}):
-            heads = torch.zeros(
-                count * stop, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device
-            )
-            rows = [(i * stop, (i + 1) * stop, stop) for i in range(count)]
-            out = heads.new_empty(count * stop, num_heads * head_dim)
-            contiguous_attention(heads, num_heads, rows, head_dim**-0.5, out)
+    """Plans for one prompt of this length, and for as many as go through together, in this thread."""
+    for count in range(1, min(MOST_TOGETHER, max_tokens // stop) + 1):
+        heads = torch.zeros(count * stop, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        rows = [(i * stop, (i + 1) * stop, stop) for i in range(count)]
+        out = heads.new_empty(count * stop, num_heads * head_dim)
+        contiguous_attention(heads, num_heads, rows, head_dim**-0.5, out)
 
 
 def contiguous_attention(
@@ -59,13 +59,14 @@ def contiguous_attention(
 ) -> Tensor:
     """Causal attention of each row over its own tokens: in `out`, whose other tokens are left alone, or in new memory.
 
-    Prompts of one length that are all there is go through in one call, and what it returns is the result: `out` is not
-    written, which saves a copy of every token.
+    Few prompts of one length that are all there is go through in one call, and what it returns is the result: `out` is
+    not written, which saves a copy of every token.
     """
     num_tokens, _, head_dim = heads.shape
     lengths = {(end - first, padded) for first, end, padded in rows}
     length, padded = next(iter(lengths))
-    if len(lengths) == 1 and length == padded and len(rows) * length == num_tokens:
+    is_all = len(lengths) == 1 and length == padded and len(rows) * length == num_tokens
+    if is_all and len(rows) <= MOST_TOGETHER:
         result = _attend(heads.unflatten(0, (len(rows), length)), num_heads, scale)
         return result.reshape(num_tokens, num_heads * head_dim)
     results = out.view(out.shape[0], num_heads, head_dim)

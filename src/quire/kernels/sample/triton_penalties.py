@@ -31,7 +31,7 @@ def _ids_at(history, places, end, vocab):
     return ids, (ids >= 0) & (ids < vocab)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # how many rows a step has is no reason to compile again
 def _penalise_kernel(
     logits, stride, vocab, count, columns, rows, positions, token_ids, token_stride, tallies, CHUNK: tl.constexpr
 ):  # fmt: skip
