@@ -214,3 +214,14 @@ def test_a_broken_adapter_says_why_each_time(library, tmp_path):
     Path(folder / "adapter_model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(AdapterError, match="cannot be read"):
         _wait(library, library.resolve("broken"))
+
+
+@pytest.mark.parametrize(("base", "is_other"), [
+    ("meta/Tiny-Llama", False), ("/models/tiny-llama/", False), ("", False), ("someone/other-llama", True),
+])  # fmt: skip
+def test_another_base_of_the_same_shapes_is_named_in_a_warning(caplog, base, is_other):
+    reader = Reader(SITES, BLOCK, base="Tiny-Llama.gguf")
+    packed = reader.read_tensors("a", random_tensors(4, 4), config(4, base_model_name_or_path=base))
+    assert packed.rank == 4
+    said = "adapter 'a' was made for someone/other-llama, and this is Tiny-Llama.gguf"
+    assert (said in caplog.text) == is_other

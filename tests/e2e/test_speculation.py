@@ -32,6 +32,7 @@ ASKED = [
     (ANIMALS, SamplingParams(temperature=0.8, seed=6, max_tokens=60, structured={"json": SCHEMA})),
     ("1 2 3 4 1 2 3 4 1 2 3", SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.3)),
     ("1 2 3 4 1 2 3 4 1 2 3", SamplingParams(max_tokens=24, seed=2, min_tokens=9, bad_words=[" 4"])),
+    (f"{PASSAGE}\nIts lamp", SamplingParams(use_beam_search=True, n=2, best_of=3, max_tokens=20)),
 ]
 
 

@@ -4,6 +4,8 @@ is read, and a stream that breaks says so in its own API's words."""
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,3 +91,34 @@ def test_limits_and_broken_streams_are_told_in_each_apis_words(keyed: RunningSer
     assert failed["response"]["error"]["code"] == "server_error"
     assert failed["response"]["output"][0]["content"][0]["text"]
     assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+
+
+@pytest.mark.e2e
+def test_fair_shares_are_among_keys():
+    """One key's queue does not come before another key's first request."""
+    keys = ("--api-key", "one", "--api-key", "two")
+    server = RunningServer(*keys, "--schedule", "fair", "--max-num-seqs", "1")
+    ended: list[str] = []
+
+    def ask(key: str) -> None:
+        client = server.client(api_key=key, timeout=60)
+        client.completions.create(
+            model=MODEL, prompt=f"Of {key}:", max_tokens=60, temperature=0, extra_body={"ignore_eos": True}
+        )
+        ended.append(key)
+
+    try:
+        server.wait_ready()
+        asking = [threading.Thread(target=ask, args=("one",)) for _ in range(6)]
+        for thread in asking:
+            thread.start()
+        while server.metric("num_requests_waiting") < 5:
+            time.sleep(0.005)
+        asking.append(threading.Thread(target=ask, args=("two",)))
+        asking[-1].start()
+        for thread in asking:
+            thread.join(60)
+    finally:
+        server.close()
+    assert sorted(ended) == ["one"] * 6 + ["two"]
+    assert ended.index("two") <= 2  # behind who ran already and, at most, whose turn had come

@@ -23,6 +23,7 @@ from quire.core.errors import AdapterError
 from quire.kernels import choose, huge_pages
 from quire.kernels.lora_pack.pieces import Piece, cut, first_wrong
 from quire.kernels.lora_pack.records import Places
+from quire.observe.logs import get_logger
 
 WEIGHTS = "adapter_model.safetensors"
 MAX_LAYOUTS = 64  # kinds of adapters whose files need not be understood again
@@ -31,6 +32,7 @@ _NAMES = re.compile(
 )
 _BASE = ".base_layer.weight"
 MOSTLY = 0.8  # of a file's bytes: with fewer of its own, an adapter does not keep them all
+logger = get_logger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -86,6 +88,7 @@ class Reader:
     kernel: ModuleType = field(default_factory=partial(choose, "lora_pack", "cpu"), compare=False)
     # Bytes that a device takes at once which puts numbers into tiles itself; 0: `kernel` does it here.
     piece_bytes: int = 0
+    base: str = ""  # what the model is called
     layouts: OrderedDict[tuple[str, bytes], Layout] = field(default_factory=OrderedDict, compare=False)
 
     def read_folder(self, name: str, folder: Path) -> PackedAdapter:
@@ -94,7 +97,7 @@ class Reader:
         layout = self.layouts.get((config, file.header))
         if layout is not None and layout.num_bytes == len(file.data):
             return self._packed(name, layout, file.data, file.identity)
-        settings = read_settings(name, parse_config(name, folder, config))
+        settings = self._settings(name, parse_config(name, folder, config))
         found = {key: one for key, one in find_tensors(name, file).items() if not key.endswith(_BASE)}
         is_odd = any(one.dtype is torch.float64 or one.offset % one.dtype.itemsize for one in found.values())
         # A file that is kept should be the adapter's: PEFT saves the base's own embedding beside an adapter of it.
@@ -111,7 +114,17 @@ class Reader:
         self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
     ) -> PackedAdapter:
         kept = {key: tensor for key, tensor in tensors.items() if not key.endswith(_BASE)}
-        return self._from_tensors(name, read_settings(name, config), kept)
+        return self._from_tensors(name, self._settings(name, config), kept)
+
+    def _settings(self, name: str, config: Mapping[str, Any]) -> LoraSettings:
+        """Another base is no reason to refuse: names change when models are copied. Its shapes decide."""
+        settings = read_settings(name, config)
+        if self.base and settings.base and _plain_name(settings.base) != _plain_name(self.base):
+            logger.warning(
+                "adapter %r was made for %s, and this is %s: it is served where all shapes fit",
+                name, settings.base, self.base,
+            )  # fmt: skip
+        return settings
 
     def _from_tensors(
         self,
@@ -231,3 +244,8 @@ def parse_config(name: str, folder: Path, text: str) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise AdapterError(f"adapter {name!r}: {folder / CONFIG_FILE} is not an object")
     return config
+
+
+def _plain_name(base: str) -> str:
+    """Of a hub id, a folder or a file: what people call the model."""
+    return base.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix(".gguf")

@@ -48,6 +48,7 @@ def build_adapters(
     pool: Pool,
     numbers: Numbers,
     limits: RunnerLimits,
+    base: str,  # what the model is called
 ) -> BuiltAdapters | None:
     """None where adapters are off."""
     if not config.adapters.enabled:
@@ -55,7 +56,7 @@ def build_adapters(
     if config.memory.reservation != "paged":
         raise ConfigError(f"adapters need pages, not reservation={config.memory.reservation!r}: choose paged")
     hashed = config.memory.enable_prefix_caching
-    return _build(config.adapters, model, factory, pool, numbers, limits, hashed)
+    return _build(config.adapters, model, factory, pool, numbers, limits, hashed, base)
 
 
 def serve_adapters(
@@ -95,6 +96,7 @@ def _build(
     numbers: Numbers,
     limits: RunnerLimits,
     hashed: bool,
+    base: str,
 ) -> BuiltAdapters:
     """Named adapters are only looked for, not read: a start is no longer for a thousand of them."""
     if pool.layout.block_bytes % ALIGNMENT:
@@ -120,6 +122,7 @@ def _build(
         hashed,
         choose("lora_pack", numbers.device),
         PIECE_BYTES if on_gpu and merging is None and _has_triton() else 0,
+        base,
     )
     library = Library(
         reader,

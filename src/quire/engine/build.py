@@ -157,7 +157,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
     on_gpu = numbers.device.type == "cuda"
     proposals = Proposals() if speculative is not None and speculative.acceptance == "rejection" else None
-    adapted = build_adapters(config, model, factory, pool, numbers, runner_limits)
+    adapted = build_adapters(config, model, factory, pool, numbers, runner_limits, source.name)
     given = (model, pool, runner_limits, numbers.device, proposals, adapted.slots if adapted else None)
     runner = DeviceRunner(*given) if on_gpu else Runner(*given)
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0

@@ -49,7 +49,7 @@ def run(setup: Setup) -> Finding:
             one.name,
             policy,
             Run({**settings, **POLICIES[policy]}, one.lengths, 1.0, setup.seed),
-            setup.pick(FRACTIONS[:1], FRACTIONS, FRACTIONS),
+            _fractions(setup),
         )
         for one in workloads
         for policy in LABELS
@@ -68,19 +68,26 @@ def run(setup: Setup) -> Finding:
 
 
 def _wide_jobs(setup: Setup, settings: Mapping[str, Any], alpaca: Workload) -> list[CurveJob]:
-    """The same requests at every width, so that nothing but the width differs; for a look, fewer of them."""
+    """The same requests at every width, so that nothing but the width differs; for a look, fewer of them.
+
+    Of samples the sustained rate alone.
+    """
     lengths = alpaca.lengths[: setup.pick(160, None, None)]
     return [
         CurveJob(
             alpaca.name,
             policy,
             Run({**settings, **POLICIES[policy]}, lengths, 1.0, setup.seed, method, width),
-            (),
+            _fractions(setup) if method == "beam" else (),
         )
         for method in METHODS
         for width in setup.pick(WIDTHS[2:], WIDTHS, WIDTHS)
         for policy in WIDE
     ]
+
+
+def _fractions(setup: Setup) -> Sequence[float]:
+    return setup.pick(FRACTIONS[:1], FRACTIONS, FRACTIONS)
 
 
 def _finding(

@@ -49,6 +49,14 @@ def pictures(plain: dict[str, Curves], wide: Wide) -> list[Picture]:
             width=7.0,
             height=3.8,
         ),
+        Picture(
+            "rate-beams-latency",
+            "Normalised latency against request rate, by beam width",
+            "Alpaca lengths: beams share most of their blocks, so paging keeps up with a higher rate at every width.",
+            lambda figure: _draw_beams(figure, plain, wide),
+            width=11.0,
+            height=4.0,
+        ),
     ]
 
 
@@ -93,8 +101,20 @@ def compared_table(plain: dict[str, Curves], wide: Wide) -> Table:
 
 
 def _draw(figure: Any, plain: dict[str, Curves]) -> None:
-    axes = figure.subplots(1, len(plain), sharey=True)
-    for axis, (name, curves) in zip(axes, plain.items(), strict=True):
+    _draw_panels(figure, plain)
+
+
+def _draw_beams(figure: Any, plain: dict[str, Curves], wide: Wide) -> None:
+    beams = {width: curves for (method, width), curves in wide.items() if method == "beam"}
+    policies = next(iter(beams.values()))
+    alone = {policy: plain["alpaca"][policy] for policy in policies}
+    panels = {"one sequence": alone} | {f"{width} beams": beams[width] for width in sorted(beams)}
+    _draw_panels(figure, panels)
+
+
+def _draw_panels(figure: Any, panels: dict[str, Curves]) -> None:
+    axes = figure.subplots(1, len(panels), sharey=True)
+    for axis, (name, curves) in zip(axes, panels.items(), strict=True):
         for policy, one in curves.items():
             rates = [point.rate for point in one.points]
             style = line_style(LOOKS.get(policy, policy))
