@@ -122,6 +122,7 @@ def _rate(one: BeamRate) -> dict[str, Any]:
         "tokens_per_second": one.shared,
         "tokens_per_second_without_sharing": one.unshared,
         "ratio": one.ratio,
+        "rounds": [list(pair) for pair in one.rounds],
         "saved_percent": one.saved_percent,
         "copies": one.copies_shared,
         "copies_without_sharing": one.copies_unshared,

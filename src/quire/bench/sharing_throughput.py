@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from quire.bench.sharing import WIDTHS, sampling_for
 from quire.engine.build import Built
@@ -24,20 +25,18 @@ TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class BeamRate:
-    """Tokens of all beams a second, each counted once, in the best of the rounds: others were disturbed."""
+    """Tokens of all beams a second, each counted once: medians of the rounds."""
 
     width: int
     shared: float
     unshared: float
+    ratio: float  # the median of the rounds' own
     saved_percent: float  # of blocks, by sharing
     copies_shared: int  # blocks copied in one round
     copies_unshared: int
     preemptions_shared: int  # in one round
     preemptions_unshared: int
-
-    @property
-    def ratio(self) -> float:
-        return self.shared / self.unshared
+    rounds: tuple[tuple[float, float], ...]  # tokens a second, shared and not
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,15 @@ def measure_rates(
         found.append(
             BeamRate(
                 width,
-                max(one.rate for one, _ in pairs),
-                max(other.rate for _, other in pairs),
+                median(one.rate for one, _ in pairs),
+                median(other.rate for _, other in pairs),
+                median(one.rate / other.rate for one, other in pairs),
                 pairs[0][0].saved_percent,
                 pairs[0][0].copies,
                 pairs[0][1].copies,
                 pairs[0][0].preemptions,
                 pairs[0][1].preemptions,
+                tuple((one.rate, other.rate) for one, other in pairs),
             )
         )
     return found
