@@ -47,7 +47,7 @@ def sharing_report(
     }
     notes = (
         "saved: blocks saved by sharing over blocks without it, summed over all steps",
-        "no model: beams branch at random, fitted to the built-in model's; every answer runs to its full length",
+        "no model: beams branch at random, at Beta(2, 1) shares; every answer runs to its full length",
     )
     return BenchReport("sharing", settings, results, rows, notes)
 
