@@ -3,10 +3,8 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
@@ -108,35 +106,3 @@ def test_padding_to_the_sizes_of_graphs_changes_nothing(
     EagerGraphs.num_small = 0
     assert _outputs(PaddingRunner, tmp_path, monkeypatch, **settings) == expected
     assert EagerGraphs.num_small > 0
-
-
-def test_graphs_run_once_at_start_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On rows that are nobody's: nothing but block 0 is written, whatever ran before."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    monkeypatch.setattr(building, "Runner", PaddingRunner)
-    config = EngineConfig.of(
-        model=str(tmp_path), load_format="dummy", dtype="float32", device="cpu", block_size=4, num_blocks=60
-    )
-    engine = building.build(config).engine
-    runner: PaddingRunner = engine._runner
-    sizes: list[tuple[Kind, int]] = []
-
-    def capture(graphs: Graphs, kind: Kind, size: int, adapted: bool = False) -> SimpleNamespace:
-        def replay() -> None:
-            sizes.append((kind, size))
-            assert EagerGraphs._run(graphs, kind, size, adapted).isfinite().all()
-
-        return SimpleNamespace(graph=SimpleNamespace(replay=replay))
-
-    monkeypatch.setattr(EagerGraphs, "_capture", capture)
-    monkeypatch.setattr(EagerGraphs, "_captured", {}, raising=False)
-    for _ in range(2):
-        engine.add("one", [5] * 9, SamplingParams(temperature=0, max_tokens=5))
-        while engine.has_work:
-            engine.step()
-        before = runner._pool.data[1:].clone()
-        with torch.inference_mode():
-            Graphs.capture(runner._graphs, 60.0)
-        assert torch.equal(runner._pool.data[1:], before)
-    assert {kind for kind, _ in sizes} == {Kind.DECODE, Kind.PROMPTS}
-    engine.close()

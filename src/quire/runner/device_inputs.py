@@ -117,10 +117,6 @@ class DeviceInputs:
         self._decode[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
         return Staged(True, size, np.asarray(step.sample_rows, np.int64), computed.astype(np.int64) + 1)
 
-    def stage_no_decode(self) -> None:
-        """All rows of the next decode are nobody's."""
-        self._decode.fill_(-1)
-
     def decode(self, num_rows: int, lora: LoraBatch | None = None) -> Batch:
         """The batch of a decode of so many rows, spread from what `stage_decode` sent; may be captured."""
         second = round_up(num_rows)
@@ -161,15 +157,6 @@ class DeviceInputs:
         sample_positions[:num_samples] = sampled
         self._small.copy_(pinned(lines.reshape(-1), self.device), non_blocking=True)
         return Staged(False, padded, sample_rows[:num_samples].astype(np.int64), sampled)
-
-    def stage_no_prompts(self, padded: int) -> None:
-        """All tokens of the next small step are nobody's."""
-        rows, computed, starts, wanted, sample_rows, sample_positions = self._small.view(6, -1)
-        for line in (rows, computed, sample_rows, sample_positions):
-            line.fill_(-1)
-        starts.fill_(padded)
-        starts[:1].fill_(0)
-        wanted.fill_(0)
 
     def small(
         self, num_tokens: int, lora: LoraBatch | None = None, wanted_lora: LoraBatch | None = None

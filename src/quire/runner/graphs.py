@@ -5,7 +5,6 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,8 +106,7 @@ class Graphs:
     def capture(self, seconds: float) -> int:
         """Captures sizes for so long; how many there are. The largest comes first: the others fit into its memory.
 
-        Then from the smallest up: small batches are what a server sees most, and where launching costs most. Each runs
-        once, on rows that are nobody's: a graph's first launch takes as long as 15 ms, in which the device has no work.
+        Then from the smallest up: small batches are what a server sees most, and where launching costs most.
         """
         began = time.perf_counter()
         decodes = [(Kind.DECODE, size) for size in (self._decode_sizes[-1], *self._decode_sizes[:-1])]
@@ -116,23 +114,13 @@ class Graphs:
         for kind, size in decodes[:1] + prompts + decodes[1:]:
             if time.perf_counter() - began > seconds:
                 break
-            self._rehearse(kind, size)
+            self._capture(kind, size)
         if self._adapters is not None and self._adapters.kinds:
             began = time.perf_counter()
             for size in (self._adapted_sizes[-1], *self._adapted_sizes[:-1]):
                 if time.perf_counter() - began < ADAPTED_SECONDS:
-                    self._rehearse(Kind.DECODE, size, True)
+                    self._capture(Kind.DECODE, size, True)
         return len(self._captured)
-
-    def _rehearse(self, kind: Kind, size: int, adapted: bool = False) -> None:
-        captured = self._capture(kind, size, adapted)
-        if adapted and self._adapters is not None:
-            self._adapters.of_tokens(np.zeros(0, np.int64), size)
-        if kind is Kind.DECODE:
-            self._inputs.stage_no_decode()
-        else:
-            self._inputs.stage_no_prompts(size)
-        captured.graph.replay()
 
     def _run(self, kind: Kind, size: int, adapted: bool = False) -> Tensor:
         key = (kind, size, self._kinds(adapted))
