@@ -75,9 +75,7 @@ class Step:
     copy_targets: Ints  # [C] int32
     sample_sources: Ints  # [S] int32, index into `rows`: whose last logits are sampled
     sample_rows: Ints  # [S] int32, the row that receives the token (a fork samples into several rows)
-    told_rows: Ints = field(
-        default_factory=ints
-    )  # [B] int32, rows that get a token which the host has chosen
+    told_rows: Ints = field(default_factory=ints)  # [B] int32, rows whose token the host has chosen
     told_positions: Ints = field(default_factory=ints)  # [B] int32
     told_tokens: Ints = field(default_factory=ints)  # [B] int32
     masked: Ints = field(default_factory=ints)  # [M] int32, indices into [S] that wait for a grammar's mask

@@ -16,9 +16,7 @@ class Plan:
         self.sequences: list[Sequence] = []  # that advance
         self.num_tokens: list[int] = []
         self.starts: list[Sequence] = []  # that take a row
-        self.told: list[
-            Sequence
-        ] = []  # beams that keep theirs, and whose last token the runner does not know
+        self.told: list[Sequence] = []  # beams that keep theirs, whose last token the host chose
         self.sources: list[int] = []  # of samples: whose logits, as an index into `sequences`
         self.receivers: list[Sequence] = []  # of samples: who gets the token
         self.offsets: list[int] = []  # of samples: tokens back from the source's last

@@ -37,7 +37,7 @@ def pictures(plain: dict[str, Curves], wide: Wide) -> list[Picture]:
             "rate",
             "Normalised latency against request rate",
             f"Whoever holds more requests at once serves a higher rate: up to {best:.1f} × on ShareGPT lengths.",
-            lambda figure: _draw(figure, plain),
+            lambda figure: _draw_panels(figure, plain),
             width=11.0,
             height=4.6,
         ),
@@ -98,10 +98,6 @@ def compared_table(plain: dict[str, Curves], wide: Wide) -> Table:
         published = f"{PUBLISHED_BEAMS[width]:g}" if method == "beam" else "–"
         rows.append([f"alpaca, {width} {words}: paged over pow2", f"{ratio(curves, 'pow2'):.2f}", published])
     return Table("Sustained rate, simulated and published", ["ratio", "here", "published"], rows)
-
-
-def _draw(figure: Any, plain: dict[str, Curves]) -> None:
-    _draw_panels(figure, plain)
 
 
 def _draw_beams(figure: Any, plain: dict[str, Curves], wide: Wide) -> None:
