@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import torch
 import workloads
 
 from quire import LLM, SamplingParams
@@ -58,6 +59,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here: run it on one")
     found = measure(options.shape, options.requests)
     for row in found["slow"]:
         print(json.dumps(row))
@@ -69,7 +72,7 @@ def main() -> None:
         options.output.write_text(json.dumps({**describe_origin(), **found}, indent=1) + "\n")
 
 
-def measure(shape: str, num_requests: int, device: str = "auto") -> dict[str, Any]:
+def measure(shape: str, num_requests: int, device: str = "cuda") -> dict[str, Any]:
     charge = LLM(SIMULATED[shape], device="simulated:h200", use_tqdm=False).engine._runner._cost.seconds
     config = workloads.SHAPES[shape]
     sizes = workloads.lengths("sharegpt", num_requests)
