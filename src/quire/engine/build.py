@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -43,6 +44,7 @@ from quire.models.streamed import Streaming, is_streamed
 from quire.runner.adapters import device_bytes
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.devices import is_simulated
+from quire.runner.graphs import token_counts
 from quire.runner.profile import activation_bytes
 from quire.runner.proposals import Proposals
 from quire.runner.runner import Runner, RunnerLimits
@@ -105,6 +107,7 @@ class Report:
             *(prefix.line for prefix in self.pinned),
             *([f"drafts    {self.speculation}"] if self.speculation else []),
             *([f"policies  {self.policies}"] if self.policies else []),
+            *([f"products  {numbers.format.products.summary}"] if numbers.format.products.summary else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
 
@@ -275,7 +278,8 @@ def _make_pool(
     max_rows, max_tokens = default_limits(config.scheduler, numbers.device)
     divided = None
     if numbers.device.type == "cuda":
-        needed = activation_bytes(model, layout, max_rows, max_tokens, max_model_len, numbers.device)
+        with _tuning(config, model, numbers, token_counts(max_rows, max_tokens)):
+            needed = activation_bytes(model, layout, max_rows, max_tokens, max_model_len, numbers.device)
         if config.adapters.enabled and config.adapters.lora_mode != "merge":
             needed += device_bytes(max_rows, sum(len(loader.parts) for loader in model.loaders().values()))
         divided = divide_gpu(numbers.device, config.memory.gpu_memory_utilization, needed)
@@ -283,6 +287,15 @@ def _make_pool(
     memory, free = _less_draft(config.memory, layout, draft, free)
     size = pool_size(memory, layout, max_rows, max_model_len, free)
     return Pool(layout, size.num_blocks + 1, numbers.device), size, divided
+
+
+def _tuning(
+    config: EngineConfig, model: Model, numbers: Numbers, sizes: list[int]
+) -> AbstractContextManager[None]:
+    """Has products measured that run inside it, where graphs will hold them; before the pool takes all memory."""
+    if config.runner.enforce_eager or is_streamed(model):
+        return nullcontext()
+    return numbers.format.products.tuning(sizes)
 
 
 def _less_draft(

@@ -22,6 +22,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "inputs": (("triton", "cuda"),),
     "int8_linear": (("cpu", "cpu"),),
     "invariant_linear": (("triton", "cuda"),),
+    "linear": (("cublas", "cuda"),),
     "lora": (("cpu", "cpu"), ("triton", "cuda")),
     "lora_pack": (("cpu", "cpu"), ("host", "cuda"), ("triton", "cuda")),
     "narrow_linear": (("triton", "cuda"),),
@@ -73,6 +74,8 @@ def _can_run(alternative: str) -> bool:
         return native.available()
     if alternative == "host":
         return True
+    if alternative == "cublas":
+        return torch.cuda.is_available()
     return importlib.util.find_spec("triton") is not None and (
         torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     )

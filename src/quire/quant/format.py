@@ -1,6 +1,7 @@
 """What every number format offers: an empty matrix that is filled row slice by row slice, then multiplied."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -49,6 +50,26 @@ class Matrix(Protocol):
         ...
 
 
+class Products(Protocol):
+    """Multiplies a model's matrices that are not quantized (`kernels/linear`)."""
+
+    summary: str  # what was measured and chosen, for people; empty: nothing was
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        relu: bool = False,
+        widened: bool = False,
+    ) -> Tensor: ...
+
+    def tuning(self, sizes: Sequence[int]) -> AbstractContextManager[None]:
+        """A pass of the model inside it shows which products there are; then they are measured for so many tokens."""
+        ...
+
+
 class NumberFormat(Protocol):
     """One way to keep matrices."""
 
@@ -57,6 +78,7 @@ class NumberFormat(Protocol):
     native: bool  # products are native operations, which a tape can record
     compact_tables: bool  # embedding tables need no more than 16 bits and are not shared with the output head
     kept_precise: tuple[str, ...]  # what stays in higher precision, for people to read
+    products: Products
     worth_keeping: bool  # converting takes so long that the result belongs into the cache
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix: ...

@@ -3,18 +3,19 @@
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
-from quire.quant.format import Matrix, check_state
+from quire.quant.format import Matrix, Products, check_state
 
 
 class FullMatrix:
-    """A plain matrix; products by torch."""
+    """A plain matrix. `products` multiplies, and is one for all matrices of a model."""
 
-    def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, products: Products
+    ) -> None:
         self.num_rows = num_rows
         self.num_columns = num_columns
         self._like = torch.empty(num_rows, num_columns, dtype=dtype, device="meta")
@@ -23,6 +24,7 @@ class FullMatrix:
         native = device.type != "cpu" or dtype is torch.float32
         self._activation = choose("activation", device) if native else load("activation", REFERENCE)
         self._narrow = choose("narrow_linear", device)
+        self._product = products.product
 
     def load_rows(self, first_row: int, rows: Tensor) -> None:
         if self._weight is None:
@@ -33,25 +35,20 @@ class FullMatrix:
         assert self._weight is not None, "a matrix must be loaded before it is used"
         if self._is_narrow(x):
             return self._narrow.linear(x, self._weight, bias, residual)
-        if residual is not None and bias is None and x.is_cuda:  # the sum costs nothing inside the product
-            return residual.addmm_(x, self._weight.t())
-        y = F.linear(x, self._weight, bias)
-        return y if residual is None else y.add_(residual)
+        return self._product(x, self._weight, bias, residual)
 
     def logits(self, x: Tensor) -> Tensor:
         assert self._weight is not None, "a matrix must be loaded before it is used"
-        if x.is_cuda and x.dtype is not torch.float32:  # sums are float32 inside: rounding them makes ties
-            return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
-        return F.linear(x, self._weight).float()
+        return self._product(x, self._weight, widened=True)
 
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._activation.silu_mul(self.linear(x, bias, None))
 
     def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is None or not x.is_cuda or self._is_narrow(x):
+        if not x.is_cuda or self._is_narrow(x):
             return self._activation.relu(self.linear(x, bias, None))
         assert self._weight is not None, "a matrix must be loaded before it is used"
-        return torch._addmm_activation(bias, x, self._weight.t())  # relu costs nothing inside the product
+        return self._product(x, self._weight, bias, relu=True)
 
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
         if not self._is_narrow(x):
@@ -75,8 +72,10 @@ class FullMatrix:
 class InvariantMatrix(FullMatrix):
     """A plain matrix whose products do not depend on how many tokens are multiplied at once."""
 
-    def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(num_rows, num_columns, dtype, device)
+    def __init__(
+        self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, products: Products
+    ) -> None:
+        super().__init__(num_rows, num_columns, dtype, device, products)
         self._kernel = choose("invariant_linear", device)
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -105,9 +104,10 @@ class FullPrecision:
         self.activation_dtype = dtype
         self._device = device
         self._kind = InvariantMatrix if invariant else FullMatrix
+        self.products = choose("linear", device).Products(device)
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
-        return self._kind(num_rows, num_columns, self.activation_dtype, self._device)
+        return self._kind(num_rows, num_columns, self.activation_dtype, self._device, self.products)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         return self.matrix(num_rows, num_columns)

@@ -268,7 +268,7 @@ class DeviceRunner:
             hidden = self._graphs.decode(staged.size, adapted)
         else:
             hidden = self._model(self._inputs.decode(staged.size, lora), self._pool)
-        logits = self._model.logits(hidden[:num_samples], _of_head(adapters, lora))
+        logits = self._logits(hidden, num_samples, _of_head(adapters, lora))
         return _Launched(step, staged, logits, *self._inputs.decode_samples(num_samples), (), started)
 
     def _forward_small(
@@ -287,7 +287,7 @@ class DeviceRunner:
             adapters.of_tokens(np.repeat(rows, np.asarray(step.num_tokens)), padded)
             wanted = adapters.of_wanted(rows[np.asarray(step.sample_sources)], SMALL_ROWS)
         hidden = self._graphs.prompts(padded, adapters is not None)
-        logits = self._model.logits(hidden[:num_samples], _of_head(adapters, wanted))
+        logits = self._logits(hidden, num_samples, _of_head(adapters, wanted))
         return _Launched(step, staged, logits, *self._inputs.small_samples(num_samples), (), started)
 
     def _forward_drafts(self, step: Step, started: float) -> _Launched | None:
@@ -297,7 +297,7 @@ class DeviceRunner:
             return None
         staged, has_trees = self._drafts.stage(step, size)
         count = len(staged.sample_rows)
-        logits = self._model.logits(self._graphs.drafts(size, has_trees)[:count])
+        logits = self._logits(self._graphs.drafts(size, has_trees), count)
         return _Launched(step, staged, logits, *self._drafts.samples(size, count), (), started)
 
     def _forward_mixed(
@@ -314,10 +314,17 @@ class DeviceRunner:
         logits = None
         if num_samples:
             lora = adapters.of_head(rows[np.asarray(step.sample_sources)]) if adapters is not None else None
-            logits = self._model.logits(hidden[:num_samples], lora)
+            logits = self._logits(hidden, num_samples, lora)
         return _Launched(
             step, staged, logits, mixed.sample_rows, mixed.sample_positions, tuple(scored), started
         )
+
+    def _logits(self, hidden: Tensor, num_samples: int, lora: LoraBatch | None = None) -> Tensor:
+        """Of the first lines. A few more are multiplied where that makes a size whose product was measured."""
+        count = num_samples
+        if self._graphs is not None and lora is None and num_samples <= self._limits.max_num_seqs:
+            count = min(self._graphs.padded_rows(num_samples), len(hidden))
+        return self._model.logits(hidden[:count], lora)[:num_samples]
 
     def _score(self, scored: ScoredRow, hidden: Tensor, adapters: AdapterSlots | None) -> PromptLogprobs:
         """Waits for the device: whoever wants every prompt token's logprobs reads far more than one token."""

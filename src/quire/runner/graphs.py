@@ -50,6 +50,11 @@ def adapted_sizes(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
+def token_counts(max_rows: int, max_tokens: int) -> list[int]:
+    """How many tokens graphs may hold, those of drafts left out: what products should be fast for."""
+    return sorted({*decode_sizes(max_rows), *(size for size in PROMPT_SIZES if size <= max_tokens)})
+
+
 class Graphs:
     """A graph holds every kernel between the step's integers and the hidden states; sampling stays outside.
 

@@ -1,8 +1,6 @@
 """Measures tiles of attention on this chip, and replaces the built-in ones only where others are surely faster."""
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -15,39 +13,13 @@ from quire.kernels import registry
 from quire.kernels.attention.tune_cases import LAYERS, SUBJECTS, Subject, TimedBatch, make_batch
 from quire.kernels.attention.tuned import HeadShape, Measured, Tuned
 from quire.kernels.attention.tuning import Tuning
+from quire.kernels.timing import choose, graph_seconds, overall
 
-MIN_GAIN = 0.02  # of the default's time, on the mean of a range's cases: less may be luck
-MAX_LOSS = 0.01  # on any one of them
 WINDOW = 100  # windowed kernels are compiled apart: the chosen tiles must run in them too
 MAX_ERROR = {2: 1e-2, 4: 1e-4}  # ‖difference‖ / ‖default's result‖, by the bytes of a number
 MIN_FREE_BYTES = 512 << 20
-REPLAY_SECONDS = 0.04  # of one measurement, about
 
 Clock = Callable[[Callable[[], None]], float]  # seconds that the launches of a function take
-Times = Sequence[Sequence[float]]  # [round][case] seconds
-
-
-def choose(times: Mapping[int, Times]) -> int:
-    """Which candidate serves: 0, the default, unless another is faster beyond doubt.
-
-    In every round it must be faster by MIN_GAIN on the geometric mean of the cases, and slower by MAX_LOSS at most
-    on each. Of several such, the fastest.
-    """
-    good = [candidate for candidate in times if candidate and _surely_faster(times[candidate], times[0])]
-    return min(good, key=lambda candidate: (overall(times[candidate]), candidate), default=0)
-
-
-def overall(times: Times) -> float:
-    """Geometric mean over rounds and cases."""
-    return statistics.geometric_mean([seconds for one in times for seconds in one])
-
-
-def _surely_faster(times: Times, default: Times) -> bool:
-    for seconds, before in zip(times, default, strict=True):
-        ratios = [new / old for new, old in zip(seconds, before, strict=True)]
-        if max(ratios) > 1 + MAX_LOSS or statistics.geometric_mean(ratios) > 1 - MIN_GAIN:
-            return False
-    return True
 
 
 def tune(
@@ -189,25 +161,3 @@ def _pool_bytes(device: torch.device) -> int:
             f"only {free >> 20} MiB of GPU memory are free: stop what else runs there, its load would falsify times"
         )
     return free // 6
-
-
-def graph_seconds(run: Callable[[], None]) -> float:
-    """Median seconds of what `run` launches, replayed as a graph: what a captured decode takes."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        graph.replay()
-    times: list[float] = []
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    while len(times) < 7 or (time.perf_counter() - begin < REPLAY_SECONDS and len(times) < 200):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        graph.replay()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last) / 1e3)
-    return statistics.median(times)

@@ -6,8 +6,6 @@ version wrote for this chip is passed over: then the built-in tiles serve, as if
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 
 from quire.kernels.attention.tuning import TUNINGS, Ranges, Tuning
 from quire.kernels.compile import cache_folder
+from quire.kernels.whole_file import write_whole
 from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)
@@ -115,23 +114,15 @@ def load(key: TuningKey) -> Tuned | None:
 
 
 def store(key: TuningKey, tuned: Tuned) -> Path:
-    """Keeps it, whole or not at all: a reader never sees half a file."""
+    """Keeps it; the path of its file."""
     path = path_of(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "format": FORMAT,
         "key": asdict(key),
         "ranges": [{"max_rows": limit, "tuning": asdict(tuning)} for limit, tuning in tuned.ranges],
         "measured": [asdict(line) for line in tuned.measured],
     }
-    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".json")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
+    write_whole(path, json.dumps(record, indent=1))
     return path
 
 

@@ -1,0 +1,49 @@
+"""Products in plain torch, which asks its library for one algorithm and takes it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def product(
+    x: Tensor,  # [T, K]
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None = None,  # [N]
+    residual: Tensor | None = None,  # [T, N], added; may be used up
+    relu: bool = False,
+    widened: bool = False,  # float32 results: sums are float32 inside, and rounding them makes ties
+) -> Tensor:  # [T, N]
+    """x @ weight.T (+ bias) (+ residual), then relu."""
+    if widened:
+        return _widened(x, weight)
+    if x.is_cuda and bias is None and residual is not None:
+        y = residual.addmm_(x, weight.t())  # the sum costs nothing inside the product
+    elif x.is_cuda and bias is not None and residual is None and relu:
+        return torch._addmm_activation(bias, x, weight.t())  # nor does relu
+    else:
+        y = F.linear(x, weight, bias)
+        y = y if residual is None else y.add_(residual)
+    return y.relu_() if relu else y
+
+
+def _widened(x: Tensor, weight: Tensor) -> Tensor:
+    if x.is_cuda and x.dtype is not torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x, weight).float()
+
+
+class Products:
+    """One model's products, with nothing to measure."""
+
+    summary = ""  # what was chosen, for people; empty: nothing was
+
+    def __init__(self, device: torch.device) -> None:
+        self.product = product
+
+    @contextmanager
+    def tuning(self, sizes: Sequence[int]) -> Iterator[None]:
+        """Passes of the model inside it show what there is to measure; here nothing."""
+        yield
