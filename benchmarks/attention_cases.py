@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.kernels.attention.triton import AttentionPlanner, Tuning
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's interpreter checks the script
+READ_CEILING = 4.26e12  # bytes per second, measured
 REPORT: dict[str, list[dict[str, Any]]] = {}
 
 
@@ -60,6 +61,13 @@ class Case:
             max_tokens=self.q.shape[0], max_context=max(self.contexts),
             dtype=self.heads.dtype, deterministic=deterministic, tuning=tuning,
         )  # fmt: skip
+
+
+def label(tuning: Tuning) -> str:
+    """What is set, in words."""
+    words = f"tile {tuning.decode_tile} warps {tuning.decode_warps} stages {tuning.decode_stages}"
+    words += f" pieces {tuning.decode_pieces} regs {tuning.decode_registers or '-'}"
+    return words if tuning.fused_reduction else words + " unfused"
 
 
 def make_case(

@@ -18,7 +18,20 @@ from pathlib import Path
 
 import torch
 import triton
-from attention_cases import DEVICE, REPORT, Case, Heads, error, graph_time, make_case, record, reference
+from attention_amid import amid
+from attention_cases import (
+    DEVICE,
+    READ_CEILING,
+    REPORT,
+    Case,
+    Heads,
+    error,
+    graph_time,
+    label,
+    make_case,
+    record,
+    reference,
+)  # fmt: skip
 from attention_checks import CONTEXTS, LIMITS, QUERIES, USUAL, VARIANTS, WIDE, check_batches, check_trees
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,7 +43,6 @@ from quire.kernels.attention.cudnn import contiguous_attention
 from quire.kernels.attention.triton import Tuning
 from quire.kernels.attention.tuning import TUNINGS
 
-READ_CEILING = 4.26e12  # bytes per second, measured
 CACHE_BYTES = 60 << 20
 LOG2_E = math.log2(math.e)
 
@@ -151,15 +163,15 @@ def check_bits() -> None:
 
 DECODE_TUNINGS = [
     Tuning(),
-    Tuning(decode_pieces=4),
-    Tuning(decode_pieces=16),
-    Tuning(fused_reduction=False),
-    Tuning(decode_registers=168),
-    Tuning(decode_tile=128, decode_stages=3),
-    Tuning(decode_tile=64, decode_stages=3),
-    Tuning(decode_tile=64, decode_stages=3, decode_pieces=16),
-    Tuning(decode_tile=64, decode_stages=4),
-    Tuning(decode_tile=128, decode_warps=8),
+    Tuning(decode_tile=128, decode_warps=4, decode_pieces=4),
+    Tuning(decode_tile=128, decode_warps=4, decode_pieces=16),
+    Tuning(decode_tile=128, decode_warps=4, decode_pieces=8, fused_reduction=False),
+    Tuning(decode_tile=128, decode_warps=4, decode_pieces=8),
+    Tuning(decode_tile=128, decode_warps=4, decode_pieces=8, decode_stages=3),
+    Tuning(decode_warps=4, decode_stages=3, decode_pieces=8),
+    Tuning(decode_warps=4, decode_stages=3, decode_pieces=16),
+    Tuning(decode_warps=4, decode_stages=4, decode_pieces=8),
+    Tuning(decode_tile=32, decode_stages=3, decode_pieces=8),
 ]
 
 
@@ -168,13 +180,6 @@ def ragged(rows: int, mean: int = 500) -> list[int]:
     generator = torch.Generator().manual_seed(1)
     draws = torch.empty(rows).log_normal_(0.0, 0.9, generator=generator)
     return (draws / draws.mean() * mean).clamp(10, 2000).int().tolist()
-
-
-def label(tuning: Tuning) -> str:
-    """What is set, in words."""
-    words = f"tile {tuning.decode_tile} warps {tuning.decode_warps} stages {tuning.decode_stages}"
-    words += f" pieces {tuning.decode_pieces} regs {tuning.decode_registers or '-'}"
-    return words if tuning.fused_reduction else words + " unfused"
 
 
 def time_decode(
@@ -216,7 +221,7 @@ def decode() -> None:
         time_decode(f"{rows}x{context}", main, [context] * rows, few)
     time_decode("ragged 256", main, ragged(256), few)
     time_decode("ragged 1024", main, ragged(1024), few)
-    wide = [Tuning(), Tuning(decode_tile=64, decode_stages=3)]
+    wide = [Tuning(), Tuning(decode_warps=4, decode_stages=3, decode_pieces=8)]
     for heads in (Heads(8, 4, 64), Heads(3, 3, 64), Heads(40, 1, 128)):
         name = f"ragged 256, {heads.kv_heads} heads of {heads.head_dim}, group {heads.group}"
         time_decode(name, heads, ragged(256), wide, deterministic=False)
@@ -418,7 +423,7 @@ def shared() -> None:
 
 
 SECTIONS: dict[str, Callable[[], None]] = {
-    "check": check, "decode": decode, "served": served, "prompt": prompt,
+    "check": check, "decode": decode, "served": served, "amid": amid, "prompt": prompt,
     "naive": naive, "paged": paged, "shared": shared,
 }  # fmt: skip
 

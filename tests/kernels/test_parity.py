@@ -87,6 +87,28 @@ def test_rows_may_be_packed_piece_by_piece(kernel: Kernel) -> None:
     assert torch.equal(packed, native.pack(q))
 
 
+@_parametrize("linear", ("cublas",))
+@pytest.mark.parametrize(
+    "extras", [(), ("residual",), ("bias",), ("bias", "relu"), ("bias", "residual"), ("widened",)]
+)
+def test_measured_products_agree(kernel: Kernel, extras: tuple[str, ...], home: object) -> None:
+    fast, reference = kernel
+    device, like = torch.device("cuda"), {"dtype": torch.bfloat16, "device": "cuda"}
+    x, weight, products = torch.randn(64, 512, **like), torch.randn(256, 512, **like), fast.Products(device)
+    given: dict[str, object] = {name: True for name in extras if name in ("relu", "widened")}
+    if "bias" in extras:
+        given["bias"] = torch.randn(256, **like)
+    residual = torch.randn(64, 256, **like) if "residual" in extras else None
+    with products.tuning((64,)):
+        products.product(x, weight, residual=residual.clone() if residual is not None else None, **given)
+    expected = reference.product(
+        x, weight, residual=residual.clone() if residual is not None else None, **given
+    )
+    actual = products.product(x, weight, residual=residual, **given)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-1)
+    assert products.summary
+
+
 @_parametrize("norm")
 @pytest.mark.parametrize(("tokens", "width"), [(1, 576), (7, 33), (200, 100)])
 def test_norms_agree(kernel: Kernel, tokens: int, width: int) -> None:
@@ -245,7 +267,10 @@ def test_embedding_rows_are_exact(kernel: Kernel, dtype: torch.dtype, id_dtype: 
     native, reference = kernel
     table = torch.randn(100, 41).to(dtype)
     token_ids = torch.randint(100, (70,), dtype=id_dtype)
-    assert torch.equal(native.gather(table, token_ids), reference.gather(table, token_ids))
+    token_ids[[3, 69]] = -1
+    rows = native.gather(table, token_ids)
+    assert torch.equal(rows, reference.gather(table, token_ids))
+    assert torch.equal(rows[[0, 3, 69]], torch.stack([table[token_ids[0]].float(), *torch.zeros(2, 41)]))
 
 
 @_parametrize("pages")

@@ -54,6 +54,18 @@ def test_a_plan_covers_every_visible_key_once_and_no_other(chunk: bool, window: 
     assert sorted(tokens) == list(range(6, 46))
 
 
+def test_the_longest_pieces_start_first() -> None:
+    contexts = [64, 5000, 200, 900, 64, 2000, 1]
+    planner = triton.AttentionPlanner(7, 4, 2, 32, "cpu", max_tokens=64)
+    plan = planner.plan(torch.arange(8, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32), 7)
+    items = _items(plan.decode_items, int(plan.totals[0]))
+    lengths = [item[triton_plan.END] - item[triton_plan.BEGIN] for item in items]
+    rows = [item[triton_plan.ROW] for item in items]
+    assert rows[0] == 1
+    assert set(rows[-3:]) == {0, 4, 6}
+    assert max(lengths[len(lengths) // 2 :]) <= max(lengths[: len(lengths) // 2])
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_one_plan_serves_many_calls_and_lengths_may_change(fused: bool) -> None:
     case = random_case(SHAPE, [700, 90, 30], [1, 1, 4])
@@ -110,7 +122,7 @@ def test_wide_heads_and_large_blocks_agree(head_dim: int, block_size: int, deter
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_padding_is_left_alone() -> None:
+def test_padding_gets_zeros_and_rows_without_queries_nothing() -> None:
     case = random_case(SHAPE, [20, 1, 33], [1, 1, 3])
     case.context_lens[1] = 0
     starts = torch.tensor([0, 1, 2, 5, 5], dtype=torch.int32)  # and a row without queries
@@ -119,7 +131,7 @@ def test_padding_is_left_alone() -> None:
     out = torch.full((5, 128), 7.0)
     triton.paged_attention(case.q, case.k_pages, case.v_pages, starts, lens, tables, case.scale, out=out)
     expected = reference.paged_attention(*case.arguments())
-    expected[1] = 7.0
+    expected[1] = 0.0
     torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
 
 

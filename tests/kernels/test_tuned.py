@@ -221,11 +221,11 @@ def test_tuning_end_to_end(interpreter, marked, empty_cache):
         return 0.9e-5 if run.tuning in faster else 1e-5
 
     found = tune.tune(HEADS, torch.float32, "cpu", lines.append, subjects=subjects, clock=clock, calls=1)
-    assert [line.chosen == "default" for line in found.measured] == [False, True, False, False]
-    assert len(lines) == 8
+    assert [line.chosen == "default" for line in found.measured] == [False, True, False]
+    assert len(lines) == 6
     assert "decodes, 1 to 16 rows, 2 of 2: tile 32, 2 warps, 2 stages, 8 pieces: 9.00 µs" in lines
     prompt = subjects[-1].candidates[1]
-    for (_, tuning), subject, choice in zip(found.ranges, subjects, (1, 0, 1), strict=False):
+    for (_, tuning), subject, choice in zip(found.ranges, subjects, (1, 0), strict=False):
         assert tuning.decode_pieces == subject.candidates[choice].decode_pieces
         assert tuning.prompt_stages == prompt.prompt_stages
 
@@ -250,7 +250,7 @@ def test_tuning_end_to_end(interpreter, marked, empty_cache):
     ],
 )
 def test_a_candidate_that_fails_or_is_wrong_is_passed_over(interpreter, monkeypatch, spoil, said):
-    subjects, lines = _subjects()[:1] + _subjects()[3:], []
+    subjects, lines = _subjects()[:1] + _subjects()[-1:], []
     bad = subjects[0].candidates[1]
     result = tune_cases.TimedBatch.result
 
@@ -268,7 +268,7 @@ def test_a_candidate_that_fails_or_is_wrong_is_passed_over(interpreter, monkeypa
 
 
 def test_luck_is_measured_again(interpreter, marked):
-    subjects, lines, counts = [_subjects()[0], _subjects()[3]], [], {}
+    subjects, lines, counts = [_subjects()[0], _subjects()[-1]], [], {}
 
     def clock(run) -> float:  # one candidate is faster, but only at first
         counts[run.tuning] = counts.get(run.tuning, 0) + 1

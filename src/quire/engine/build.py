@@ -47,6 +47,7 @@ from quire.runner.devices import is_simulated
 from quire.runner.graphs import token_counts
 from quire.runner.profile import activation_bytes
 from quire.runner.proposals import Proposals
+from quire.runner.rehearsal import Rehearsal, rehearse_attention, rehearse_sampling
 from quire.runner.runner import Runner, RunnerLimits
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
 from quire.scheduler.preemption import Preemption
@@ -148,13 +149,14 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     max_model_len = resolve_max_model_len(config, described)
     num_threads = set_threads(config.runner.num_threads, numbers)
     factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
+    rehearsal = _rehearse(config, described, numbers, max_model_len)
     loaded = load_model(config, numbers, source, factory, partial(progress, "weights") if progress else None)
     model = loaded.model
     speculative = config.speculation.parsed
     if speculative is not None:
         check_trees(speculative, described, numbers, config.runner.deterministic)
     draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
-    pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft)
+    pool, size, divided = _make_pool(config, model, numbers, max_model_len, draft, rehearsal)
     num_apart = separate_blocks(config.adapters, size.num_blocks, size.block_bytes)
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks - num_apart)
     runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
@@ -271,15 +273,50 @@ def _build_simulated(config: EngineConfig, started: float) -> Built:
     return Built(engine, source, described, default_sampling(source), report)
 
 
+def _rehearse(
+    config: EngineConfig, described: ModelConfig, numbers: Numbers, max_model_len: int
+) -> Rehearsal:
+    """Compiles what takes longest beside the loading of weights; on a CPU there is nothing to compile."""
+    if numbers.device.type != "cuda":
+        return Rehearsal(numbers.device)
+    torch.cuda.init()
+    max_rows, max_tokens = default_limits(config.scheduler, numbers.device)
+    limits = RunnerLimits(
+        max_rows,
+        max_tokens,
+        max_model_len,
+        record_decodes=not config.runner.enforce_eager,
+        activation_dtype=numbers.format.activation_dtype,
+        deterministic=config.runner.deterministic,
+    )
+    layout = block_layout(config.memory.block_size, described, numbers)
+    return Rehearsal(
+        numbers.device,
+        partial(rehearse_sampling, described.vocab_size, numbers.device),
+        partial(rehearse_attention, described, limits, layout, numbers.device),
+    )
+
+
 def _make_pool(
-    config: EngineConfig, model: Model, numbers: Numbers, max_model_len: int, draft: LoadedDraft | None = None
+    config: EngineConfig,
+    model: Model,
+    numbers: Numbers,
+    max_model_len: int,
+    draft: LoadedDraft | None,
+    rehearsal: Rehearsal,
 ) -> tuple[Pool, PoolSize, DeviceMemory | None]:
     layout = block_layout(config.memory.block_size, model.config, numbers)
     max_rows, max_tokens = default_limits(config.scheduler, numbers.device)
     divided = None
     if numbers.device.type == "cuda":
+        measure = partial(
+            activation_bytes, model, layout, max_rows, max_tokens, max_model_len, numbers.device
+        )
+        if rehearsal.goes_on:  # this compiles beside it; what it measures counts once it runs alone
+            measure()
+        rehearsal.join()
         with _tuning(config, model, numbers, token_counts(max_rows, max_tokens)):
-            needed = activation_bytes(model, layout, max_rows, max_tokens, max_model_len, numbers.device)
+            needed = measure()
         if config.adapters.enabled and config.adapters.lora_mode != "merge":
             needed += device_bytes(max_rows, sum(len(loader.parts) for loader in model.loaders().values()))
         divided = divide_gpu(numbers.device, config.memory.gpu_memory_utilization, needed)

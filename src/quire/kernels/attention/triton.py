@@ -44,8 +44,9 @@ def paged_attention(
 ) -> Tensor:  # [T, Hq * D]
     """Causal attention of every request's queries, the last of its context, over its pages.
 
-    Rows without context are padding: of an `out` that is given, their part is left as it was. With a deterministic
-    plan, a query's result has the same bits in a decode, in a chunk, in a tree, alone or in a batch.
+    Rows without context are padding. Of an `out` that is given, those with one query get zeros unless the plan is
+    deterministic; the part of others is left as it was. With a deterministic plan, a query's result has the same bits
+    in a decode, in a chunk, in a tree, alone or in a batch.
     """
     _check(q, k_pages, v_pages, block_tables, query_starts, context_lens)
     num_tokens, num_heads, head_dim = q.shape

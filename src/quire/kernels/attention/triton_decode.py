@@ -136,7 +136,7 @@ def _decode_kernel(
         acc, top, total = attend_tile(q_tile, k, v, visible, acc, top, total, scale, True)
 
     if piece < 0:
-        whole = acc / total[:, None] * v_scale
+        whole = acc / tl.where(total > 0, total, 1.0)[:, None] * v_scale
         lines = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
         tl.store(lines, whole.to(out.dtype.element_ty), real)
     else:

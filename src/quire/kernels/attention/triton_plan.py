@@ -27,6 +27,7 @@ ROW, TOKEN, COUNT, POSITION, BEGIN, END, PIECE, NUM_SLOTS = range(8)
 ITEM = 8
 # Totals lie apart so that pointers to both are equally aligned, and kernels are compiled once for both.
 TOTAL_STRIDE = 4
+ORDERED = tl.constexpr(8)  # classes of pieces that start one after the other
 MULTIPROCESSORS_WITHOUT_GPU = 4  # the interpreter runs one program after another
 
 # One kernel with one set of tiles computes decodes and prompts, so that a query's bits do not tell which it was.
@@ -241,7 +242,6 @@ def _decode_rows(
     return first, length, tiles
 
 
-# No new compilation because a count happens to be 1 or a multiple of 16.
 @triton.jit
 def _cut(tiles, piece):
     """(pieces, tiles of each): equal ones, no short rest that would cost as much as a long piece to start."""
@@ -250,6 +250,24 @@ def _cut(tiles, piece):
     return (tiles + tl.maximum(width, 1) - 1) // tl.maximum(width, 1), width
 
 
+@triton.jit
+def _longest_first(number, width):
+    """The first place of each row's pieces, those of the widest rows first, roughly.
+
+    Programs start in the order of their items: what starts last should be over soon, or the device waits for it.
+    """
+    widest = tl.maximum(tl.max(tl.where(number > 0, width, 0)), 1)
+    rank = ORDERED - 1 - tl.minimum(width, widest) * (ORDERED - 1) // widest  # 0: the widest
+    place = number * 0
+    placed = 0
+    for which in tl.static_range(ORDERED):
+        pieces = tl.where(rank == which, number, 0)
+        place = tl.where(rank == which, placed + tl.cumsum(pieces, 0) - pieces, place)
+        placed += tl.sum(pieces)
+    return place
+
+
+# No new compilation because a count happens to be 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["num_rows", "target"], do_not_specialize_on_alignment=["starts", "lens"])
 def _plan_kernel(
     starts, lens, decode_items, prompt_items, totals, row_slots, common, shared, num_rows, target,
@@ -287,6 +305,9 @@ def _plan_kernel(
             origin = first // CHUNK * CHUNK
         else:
             number, width = _cut(tiles, piece)
+            # Padding gets a piece without keys, which writes zeros.
+            after = tl.load(starts + row + 1, row < num_rows, 0)
+            number = tl.where((after - token == 1) & (length == 0), 1, number)
             width = width * DECODE_TILE
             origin = first
         ahead = number * 0  # pieces that a row shares; its slots for them come first
@@ -303,7 +324,7 @@ def _plan_kernel(
                     begin * 0 + j, ahead + number, ITEM,
                 )  # fmt: skip
             num_decode += tl.sum(pieces)
-        at = num_decode + tl.cumsum(number, 0) - number
+        at = num_decode + _longest_first(number, width)
         slots = ahead + number
         tl.store(row_slots + row * 4, num_slots + tl.cumsum(slots, 0) - slots, row < num_rows)
         tl.store(row_slots + row * 4 + 1, slots, row < num_rows)

@@ -48,6 +48,11 @@ class StepPlanner:
             if rows == max_rows:
                 break
 
+    @property
+    def range_sizes(self) -> tuple[int, ...]:
+        """The most rows of each range: a step of so many makes its kernels compile."""
+        return tuple(rows for rows, _ in self._planners)
+
     def plan(
         self,
         query_starts: Tensor,  # [num_rows + 1] int32

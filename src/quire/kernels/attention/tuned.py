@@ -72,7 +72,7 @@ class TuningKey:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One line of a report: microseconds per layer, geometric means over the cases of a range."""
+    """One line of a report: microseconds per layer and product, geometric means over the cases of a range."""
 
     what: str
     default_us: float

@@ -1,4 +1,6 @@
-// Rows of a table, widened to fp32.
+// Rows of a table, widened to fp32; zeros for an id of -1.
+#include <algorithm>
+
 #include "../cpp/pool.h"
 #include "../cpp/vector.h"
 
@@ -23,9 +25,11 @@ inline void gather(const int64_t* words) {
     float* out = a.pointer<float>(7);
     parallel_for(tokens, 32, [=](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {
-            const int64_t start = (wide_ids != 0 ? wide[token] : narrow[token]) * row_stride;
+            const int64_t id = wide_ids != 0 ? wide[token] : narrow[token];
+            const int64_t start = id * row_stride;
             float* target = out + token * out_stride;
-            if (dtype == 0) widen_row(reinterpret_cast<const float*>(table) + start, target, width);
+            if (id < 0) std::fill_n(target, width, 0.0f);
+            else if (dtype == 0) widen_row(reinterpret_cast<const float*>(table) + start, target, width);
             else if (dtype == 1) widen_row(reinterpret_cast<const Half*>(table) + start, target, width);
             else widen_row(reinterpret_cast<const BFloat*>(table) + start, target, width);
         }

@@ -10,7 +10,7 @@ from quire.kernels.embedding import reference
 def gather(
     table: Tensor, token_ids: Tensor, out: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """table [V, d], token_ids [T] int32 or int64 -> [T, d] in `dtype` (fp32 unless told; else by torch)."""
+    """table [V, d], token_ids [T] int32 or int64 -> [T, d] in `dtype` (fp32 unless told; else by torch); -1: zeros."""
     if dtype not in (None, torch.float32):
         return reference.gather(table, token_ids, out, dtype)
     wide = token_ids.dtype is torch.int64

@@ -13,14 +13,14 @@ def _gather_kernel(table, token_ids, out, width, table_stride, out_stride, BLOCK
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(token_ids + token).to(tl.int64)
-    value = tl.load(table + row * table_stride + column, mask=column < width, other=0.0)
+    value = tl.load(table + row * table_stride + column, mask=(column < width) & (row >= 0), other=0.0)
     tl.store(out + token * out_stride + column, value.to(out.dtype.element_ty), mask=column < width)
 
 
 def gather(
     table: Tensor, token_ids: Tensor, out: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """table [V, d], token_ids [T] int32 or int64 -> [T, d] in `dtype` (fp32 unless told)."""
+    """table [V, d], token_ids [T] int32 or int64 -> [T, d] in `dtype` (fp32 unless told); zeros for an id of -1."""
     tokens, width = token_ids.shape[0], table.shape[1]
     if out is None:
         out = torch.empty((tokens, width), dtype=dtype or torch.float32, device=table.device)

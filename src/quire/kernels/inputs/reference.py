@@ -30,7 +30,7 @@ def spread(
 ) -> None:
     """Token ids, positions, slots, context lengths and block tables of a ragged batch.
 
-    Padding has no context, and its token goes to block 0, which nobody owns.
+    Padding has no context and no token but -1, whose embedding is zeros. It writes to block 0, which nobody owns.
     """
     counts = (query_starts[1:] - query_starts[:-1]).long()
     padded = rows < 0
@@ -39,7 +39,7 @@ def spread(
     row = rows.long().clamp(min=0)[owner]
     position = torch.where(padded[owner], 0, num_computed.long()[owner] + offsets)
     block = torch.where(padded[owner], 0, row_tables[row, position // block_size].long())
-    token_ids[: len(owner)] = torch.where(padded[owner], 0, row_tokens[row, position])
+    token_ids[: len(owner)] = torch.where(padded[owner], -1, row_tokens[row, position])
     positions[: len(owner)] = position
     slots[: len(owner)] = block * block_size + position % block_size
     context_lens.copy_(torch.where(padded, 0, num_computed + counts.int()))

@@ -66,7 +66,8 @@ def _spread(
     inside = offset < count
     if row < 0:
         zero = tl.zeros((TOKENS,), tl.int32)
-        tl.store(token_ids + start + offset, zero, mask=inside)
+        # No token: zeros multiply at less power than numbers do, and power is what limits large steps.
+        tl.store(token_ids + start + offset, zero - 1, mask=inside)
         tl.store(positions + start + offset, zero, mask=inside)
         tl.store(slots + start + offset, zero.to(tl.int64), mask=inside)
         if piece == 0:

@@ -11,7 +11,7 @@ from quire.kernels.timing import choose, queued_seconds
 
 PYTORCHS = -1  # the choice that needs no algorithm of ours
 FINALISTS = 2  # beside PyTorch's choice: those are timed again
-ROUNDS = 3
+ROUNDS = 2
 COLD_BYTES = 256 << 20  # weights go round until so much was read: in a model, too, they come from memory
 MAX_ERROR = 1e-2  # ‖difference‖ / ‖PyTorch's result‖ for 16-bit numbers
 

@@ -71,11 +71,11 @@ def _uniform(key_low, key_high, position):
     return (bits >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["has_usable"])  # compiling it takes seconds, reading a flag nothing
 def _draw_kernel(
     logits, stride, vocab, uniforms, columns, rows, positions, usable, token_ids, token_stride, out_tokens, out_finite,
-    scratch, num_pieces,
-    FUSED: tl.constexpr, HAS_USABLE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    scratch, num_pieces, has_usable,
+    FUSED: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, LIST: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """A program per row. FUSED: counted numbers and a place for the token by row id; else numbers by index."""
@@ -102,7 +102,7 @@ def _draw_kernel(
                     PIECE, PIECES, TILE, STAGES, LIST, WIDE, NARROW,
                 )  # fmt: skip
         finite = token >= 0
-        if HAS_USABLE:
+        if has_usable:
             finite = finite & (tl.load(usable + index) != 0)
         token = tl.where(finite, token, 0)
         tl.store(out_tokens + index, token.to(out_tokens.dtype.element_ty))
@@ -250,7 +250,7 @@ def _draw(
     tuning = TUNING
     num_pieces, pieces = _pieces(logits.shape[1])
     _draw_kernel[(count, 1, 1)](
-        logits, logits.stride(0), logits.shape[1], *rest, scratch, num_pieces, fused, has_usable,
+        logits, logits.stride(0), logits.shape[1], *rest, scratch, num_pieces, int(has_usable), fused,
         tuning.piece, pieces, tuning.tile, tuning.stages, tuning.listed, tuning.wide, tuning.narrow,
         num_warps=tuning.draw_warps, maxnreg=tuning.registers,
     )  # fmt: skip
