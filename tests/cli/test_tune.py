@@ -10,6 +10,7 @@ from quire.cli import tune as command
 from quire.kernels.attention import tuned
 from quire.kernels.attention.tuned import HeadShape, Measured, Tuned, TuningKey
 from quire.kernels.attention.tuning import TUNINGS
+from quire.kernels.linear import kept
 from tests.cli.conftest import write_model
 
 FOUND = Tuned(
@@ -48,6 +49,17 @@ def test_show_and_reset(run, empty_cache):
     assert run("tune", "--reset").out == f"forgot 1 measurement in {empty_cache / 'tuned'}\n"
     assert "nothing was measured yet" in run("tune", "--show").out
     assert "not allowed with" in run("tune", "--show", "--reset").error
+
+
+def test_products_are_shown_and_forgotten_too(run, empty_cache):
+    kept.store(kept.ChipKey("A chip", "130100", "2.11.0"), {"96x64-bfloat16": {8: 3, 1024: -1}})
+    assert run("tune", "--show").out.splitlines() == [
+        "A chip, cuBLASLt 130100, PyTorch 2.11.0: matrix products",
+        "product         tokens     measured  by another algorithm",
+        "96x64-bfloat16  8 to 1024         2                     1",
+    ]
+    assert run("tune", "--reset").out == f"forgot 1 measurement in {empty_cache / 'tuned'}\n"
+    assert "nothing was measured yet" in run("tune", "--show").out
 
 
 @without_gpu

@@ -91,7 +91,7 @@ def test_rows_may_be_packed_piece_by_piece(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     "extras", [(), ("residual",), ("bias",), ("bias", "relu"), ("bias", "residual"), ("widened",)]
 )
-def test_measured_products_agree(kernel: Kernel, extras: tuple[str, ...], home: object) -> None:
+def test_measured_products_agree(kernel: Kernel, extras: tuple[str, ...], empty_cache: object) -> None:
     fast, reference = kernel
     device, like = torch.device("cuda"), {"dtype": torch.bfloat16, "device": "cuda"}
     x, weight, products = torch.randn(64, 512, **like), torch.randn(256, 512, **like), fast.Products(device)

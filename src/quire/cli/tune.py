@@ -1,4 +1,8 @@
-"""`quire tune`: measures attention's tiles on this GPU, once per chip and shape of heads, and keeps the best."""
+"""`quire tune`: measures attention's tiles on this GPU, once per chip and shape of heads, and keeps the best.
+
+Matrix products need no command: a start measures those that it meets for the first time. What is kept of both is shown
+and forgotten here.
+"""
 
 import argparse
 import sys
@@ -14,6 +18,8 @@ from quire.core.errors import ConfigError
 from quire.engine.resolve import resolve_device, resolve_numbers
 from quire.kernels.attention import tuned
 from quire.kernels.attention.tune import tune
+from quire.kernels.linear import kept as products
+from quire.kernels.linear.measure import PYTORCHS
 from quire.llm.progress import load_progress
 from quire.models import registry
 from quire.weights.open import open_source
@@ -31,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show:
         print(_kept())
     elif arguments.reset:
-        count = tuned.forget()
+        count = tuned.forget() + products.forget()
         print(f"forgot {count} measurement{'' if count == 1 else 's'} in {tuned.folder()}")
     else:
         _tune(EngineConfig.of(**engine_settings(arguments)))
@@ -77,10 +83,21 @@ def _described(config: EngineConfig) -> Source:
 
 
 def _kept() -> str:
-    found = tuned.cached()
-    if not found:
+    parts = [_text(key, one) + _age(key) for key, one in tuned.cached()]
+    parts += [_products(key, choices) for key, choices in products.cached()]
+    if not parts:
         return f"nothing was measured yet: the built-in tiles serve (looked in {tuned.folder()})"
-    return "\n\n".join(_text(key, one) + _age(key) for key, one in found)
+    return "\n\n".join(parts)
+
+
+def _products(key: products.ChipKey, choices: products.Choices) -> str:
+    header = ["product", "tokens", "measured", "by another algorithm"]
+    rows = []
+    for kind, places in sorted(choices.items()):
+        others = sum(place != PYTORCHS for place in places.values())
+        rows.append([kind, f"{min(places)} to {max(places)}", str(len(places)), str(others)])
+    table = aligned([header, *rows], right=(2, 3))
+    return f"{key.chip}, cuBLASLt {key.library}, PyTorch {key.torch}: matrix products\n{table}"
 
 
 def _age(key: tuned.TuningKey) -> str:

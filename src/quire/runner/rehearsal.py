@@ -26,7 +26,8 @@ class Rehearsal:
     """Begins when it is made."""
 
     def __init__(self, device: torch.device, *pieces: Callable[[], None]) -> None:
-        self._threads = [Thread(target=_run, args=(device, piece), daemon=True) for piece in pieces]
+        # No daemons: Python waits for them, should the start fail and the process end.
+        self._threads = [Thread(target=_run, args=(device, piece)) for piece in pieces]
         for thread in self._threads:
             thread.start()
 

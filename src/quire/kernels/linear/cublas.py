@@ -78,6 +78,8 @@ class Products:
         torch.cuda.empty_cache()
 
     def _tune(self, seen: dict[Kind, list[Pair]], sizes: Sequence[int]) -> None:
+        if not seen:
+            return
         began = time.perf_counter()
         key = kept.key_of(self._device)
         known = kept.load(key)
@@ -89,7 +91,10 @@ class Products:
                     continue
                 plan = Product(kind, size, self._device)
                 if size not in places:
-                    places[size] = new.setdefault(str(kind), {})[size] = fastest(plan, pairs)
+                    try:
+                        places[size] = new.setdefault(str(kind), {})[size] = fastest(plan, pairs)
+                    except torch.OutOfMemoryError:  # larger ones would not fit either
+                        break
                 if places[size] != PYTORCHS:
                     self._take(plan, places[size])
         if new:

@@ -64,7 +64,28 @@ def store(key: ChipKey, choices: Choices) -> Path:
     return path
 
 
-def files() -> list[Path]:
+def cached() -> list[tuple[ChipKey, Choices]]:
+    """All that is kept and can be read, of whatever chip and version."""
+    found = []
+    for path in _files():
+        try:
+            key = ChipKey(**json.loads(path.read_text(encoding="utf-8"))["key"])
+        except Exception as fault:  # as in `load`
+            logger.debug("%s is passed over: %s", path, fault)
+            continue
+        found.append((key, load(key)))
+    return found
+
+
+def forget() -> int:
+    """Removes all that is kept, readable or not; how many files there were."""
+    files = _files()
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)
+
+
+def _files() -> list[Path]:
     return sorted((cache_folder() / "tuned").glob("products-*.json"))
 
 
