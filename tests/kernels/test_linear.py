@@ -1,4 +1,4 @@
-"""Products: what is measured is kept, what is not surely faster or is wrong is not chosen, and torch serves elsewhere."""
+"""Products: what was measured is kept, what is not surely faster or is wrong is not chosen, torch serves elsewhere."""
 
 import json
 from dataclasses import asdict
