@@ -105,7 +105,7 @@ def measure(kind: Kind, pairs: list[tuple[Tensor, Tensor | None]], num_tokens: i
         plan.run(candidates[place], x, weight, bias, out)
         return out
 
-    candidates = plan.candidates()
+    candidates = plan.candidates
     default_us, chosen_us = _microseconds(pytorchs, pairs), _microseconds(chosen, pairs)
     exact = x.float() @ pairs[0][0].float().t()
     exact = exact if pairs[0][1] is None else exact + pairs[0][1].float()

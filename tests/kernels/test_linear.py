@@ -34,6 +34,7 @@ class FakePlan:
     def __init__(self, kind, num_tokens, errors=(0.0, 0.0, 0.0)):
         self.kind, self.num_tokens, self._errors = kind, num_tokens, errors
 
+    @property
     def candidates(self):
         return list(range(len(self._errors)))
 
@@ -78,6 +79,9 @@ def _pairs(kind, count=3):
         ({-1: 10.0, 0: 11.0, 1: 12.0, 2: 13.0}, (0, 0, 0), PYTORCHS),
         ({-1: 10.0, 0: 10.0, 1: 9.0, 2: 8.0}, (0, 0, 0.5), PYTORCHS),  # fast and wrong
         ({-1: 10.0, 0: 10.0, 1: 9.0, 2: 8.0}, (0, 0, None), 1),  # fast and refused
+        ({-1: 10.0, 0: 9.0, 1: 8.0}, (0, None), 0),  # fewer than there are finals
+        ({-1: 10.0, 0: 8.0}, (None,), PYTORCHS),
+        ({-1: 10.0}, (), PYTORCHS),
     ],
 )
 @pytest.mark.parametrize("extras", [{}, {"residual": True}, {"bias": True, "relu": True}])
@@ -114,6 +118,7 @@ def test_choices_are_kept_per_chip_and_added_to(empty_cache):
         json.dumps({"format": 1, "key": asdict(KEY), "chosen": {"a": {"8": 99}}}),
         json.dumps({"format": 1, "key": asdict(KEY), "chosen": {"a": {"8": "1"}}}),
         json.dumps({"format": 1, "key": asdict(KEY), "chosen": {"a": {"many": 1}}}),
+        json.dumps({"format": 1, "key": asdict(KEY), "chosen": {"a": {}}}),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_passed_over(empty_cache, content):
@@ -195,6 +200,29 @@ def test_without_memory_for_large_ones_the_small_ones_are_kept(products, monkeyp
     with products.tuning((2, 4, 8, 16)):
         products.product(torch.randn(2, 32, dtype=torch.bfloat16), _pairs(KIND)[0][0])
     assert kept.load(KEY) == {str(KIND): {2: 0, 4: 0}}
+
+
+def test_one_product_that_fails_leaves_the_others(products, monkeypatch):
+    def measured(plan, pairs):
+        if plan.num_tokens == 4:
+            raise RuntimeError("cuBLASLt answered with status 15")
+        return 0
+
+    monkeypatch.setattr(cublas, "fastest", measured)
+    with products.tuning((2, 4, 8)):
+        products.product(torch.randn(2, 32, dtype=torch.bfloat16), _pairs(KIND)[0][0])
+    assert kept.load(KEY) == {str(KIND): {2: 0, 8: 0}}
+
+
+def test_a_cache_that_cannot_be_written_costs_the_next_start_only(products, monkeypatch):
+    def refuse(path, text):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(kept, "write_whole", refuse)
+    with products.tuning((4,)):
+        products.product(torch.randn(2, 32, dtype=torch.bfloat16), _pairs(KIND)[0][0])
+    assert products.summary.endswith(", not kept: Permission denied")
+    assert len(products._chosen) == 1
 
 
 def test_an_error_inside_the_pass_is_the_passes(products):

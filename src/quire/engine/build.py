@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -312,10 +312,12 @@ def _make_pool(
         measure = partial(
             activation_bytes, model, layout, max_rows, max_tokens, max_model_len, numbers.device
         )
-        if rehearsal.goes_on:  # this compiles beside it; what it measures counts once it runs alone
-            measure()
+        if rehearsal.goes_on:
+            with suppress(Exception):  # this compiles beside it; what it says counts once it runs alone
+                measure()
         rehearsal.join()
-        with _tuning(config, model, numbers, token_counts(max_rows, max_tokens)):
+        drafts = config.speculation.parsed is not None
+        with _tuning(config, model, numbers, token_counts(max_rows, max_tokens, drafts)):
             needed = measure()
         if config.adapters.enabled and config.adapters.lora_mode != "merge":
             needed += device_bytes(max_rows, sum(len(loader.parts) for loader in model.loaders().values()))

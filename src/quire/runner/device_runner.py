@@ -320,7 +320,7 @@ class DeviceRunner:
         )
 
     def _logits(self, hidden: Tensor, num_samples: int, lora: LoraBatch | None = None) -> Tensor:
-        """Of the first lines. A few more are multiplied where that makes a size whose product was measured."""
+        """Of the first lines. A few more are multiplied, as in a graph of these rows: products were measured so."""
         count = num_samples
         if self._graphs is not None and lora is None and num_samples <= self._limits.max_num_seqs:
             count = min(self._graphs.padded_rows(num_samples), len(hidden))

@@ -14,7 +14,7 @@ from quire.models.model import Model
 from quire.observe.logs import get_logger
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs
-from quire.runner.verify_inputs import VerifyInputs
+from quire.runner.verify_inputs import VERIFY_SIZES, VerifyInputs
 
 # Tokens of a step with prompts. Larger ones keep the device busier than the host is with launching.
 PROMPT_SIZES = (16, 32, 64, 128, 256, 512)
@@ -50,9 +50,10 @@ def adapted_sizes(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
-def token_counts(max_rows: int, max_tokens: int) -> list[int]:
-    """How many tokens graphs may hold, those of drafts left out: what products should be fast for."""
-    return sorted({*decode_sizes(max_rows), *(size for size in PROMPT_SIZES if size <= max_tokens)})
+def token_counts(max_rows: int, max_tokens: int, drafts: bool) -> list[int]:
+    """How many tokens graphs will hold, as far as is known before the pool is: what products should be fast for."""
+    others = (*(PROMPT_SIZES if max_rows >= SMALL_ROWS else ()), *(VERIFY_SIZES if drafts else ()))
+    return sorted({*decode_sizes(max_rows), *(size for size in others if size <= max_tokens)})
 
 
 class Graphs:

@@ -68,8 +68,8 @@ def rehearse_attention(
     config: ModelConfig, limits: RunnerLimits, layout: BlockLayout, device: torch.device
 ) -> None:
     """Attends as a decode of each range of rows does, and as a prompt does, with no context."""
-    planner = attention_planner(config, limits, layout, device)
-    if planner is None or limits.deterministic:
+    planner = None if limits.deterministic else attention_planner(config, limits, layout, device)
+    if planner is None:
         return
     kernel, (k_pages, v_pages) = choose("attention", device), Pool(layout, 1, device).layer(0)
     max_blocks = -(-limits.max_model_len // layout.block_size)

@@ -151,7 +151,7 @@ def _check(heads: HeadShape) -> None:
 
 
 def _pool_bytes(device: torch.device) -> int:
-    """What each batch's pool may take, so that a subject's three fit, and numbers that are drawn and converted."""
+    """What each batch's pool may take, so that a subject's four fit, and numbers that are drawn and converted."""
     if device.type != "cuda":
         return MIN_FREE_BYTES
     torch.cuda.empty_cache()
@@ -160,4 +160,4 @@ def _pool_bytes(device: torch.device) -> int:
         raise ConfigError(
             f"only {free >> 20} MiB of GPU memory are free: stop what else runs there, its load would falsify times"
         )
-    return free // 6
+    return free // 8

@@ -1,7 +1,7 @@
 """Products by the fastest of cuBLASLt's algorithms where that was measured, and as PyTorch does them elsewhere.
 
 What is fastest depends on the matrix, the number of tokens and the chip, and the library's heuristic errs by a tenth
-often and by half sometimes. So every number of tokens that a graph may have is measured once per chip.
+often and by half sometimes. So what a model's graphs hold is measured once per chip.
 """
 
 import time
@@ -70,42 +70,51 @@ class Products:
             seen = self._seen
         finally:
             self._seen = None
+        if not seen:
+            return
         try:
             with torch.cuda.device(self._device), torch.inference_mode():
                 self._tune(seen, sizes)
-        except (OSError, RuntimeError) as fault:  # no library, no memory: speed is lost, nothing else
-            logger.warning("products run as PyTorch chooses, measuring them failed: %s", fault)
+        except (OSError, RuntimeError) as fault:  # no such library: speed is lost, nothing else
+            logger.warning("products run as PyTorch chooses, they could not be measured: %s", fault)
         torch.cuda.empty_cache()
 
     def _tune(self, seen: dict[Kind, list[Pair]], sizes: Sequence[int]) -> None:
-        if not seen:
-            return
         began = time.perf_counter()
         key = kept.key_of(self._device)
-        known = kept.load(key)
-        new: kept.Choices = {}
+        known, new = kept.load(key), kept.Choices()
         for kind, pairs in seen.items():
             places = known.get(str(kind), {})
-            for size in sizes:
-                if size == 1 and not kind.widened:  # `narrow_linear` serves
-                    continue
-                plan = Product(kind, size, self._device)
-                if size not in places:
-                    try:
-                        places[size] = new.setdefault(str(kind), {})[size] = fastest(plan, pairs)
-                    except torch.OutOfMemoryError:  # larger ones would not fit either
-                        break
-                if places[size] != PYTORCHS:
-                    self._take(plan, places[size])
-        if new:
-            kept.store(key, new)
+            found = self._choose(kind, pairs, sizes, places)
+            if found:
+                new[str(kind)] = found
         how = f"measured in {time.perf_counter() - began:.1f} s" if new else "measured before"
         self.summary = f"{len(self._chosen)} faster than by PyTorch's choice, {how}"
+        try:
+            kept.store(key, new)
+        except OSError as fault:
+            self.summary += f", not kept: {fault.strerror}"
 
-    def _take(self, plan: Product, place: int) -> None:
-        candidates = plan.candidates()
-        if place < len(candidates):
-            self._chosen[plan.kind, plan.num_tokens] = plan, candidates[place]
+    def _choose(
+        self, kind: Kind, pairs: list[Pair], sizes: Sequence[int], known: dict[int, int]
+    ) -> dict[int, int]:
+        """Takes what is fastest for each number of tokens; what had to be measured for that."""
+        measured: dict[int, int] = {}
+        for size in sizes:
+            if size == 1 and not kind.widened:  # `narrow_linear` serves
+                continue
+            try:
+                plan = Product(kind, size, self._device)
+                if size not in known:
+                    measured[size] = fastest(plan, pairs)
+                place = measured.get(size, known.get(size, PYTORCHS))
+                if PYTORCHS < place < len(plan.candidates):
+                    self._chosen[kind, size] = plan, plan.candidates[place]
+            except torch.OutOfMemoryError:  # larger ones would not fit either
+                break
+            except RuntimeError as fault:
+                logger.debug("%s of %d tokens is left to PyTorch: %s", kind, size, fault)
+        return measured
 
 
 def _is_plain(tensor: Tensor | None) -> bool:

@@ -7,7 +7,7 @@ Descriptors live in memory of ours, so nothing needs to be given back. All names
 import ctypes
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -80,11 +80,16 @@ class Product:
         self._one = c_float(1)
         self._beta = c_float(kind.residual)
 
+    @cached_property
     def candidates(self) -> list[Found]:
         """Algorithms for it, the heuristic's favourite first."""
         library = _library()
         preference = _Opaque8()
-        _check(library.cublasLtMatmulPreferenceInit_internal(byref(preference), c_size_t(64)))
+        _check(
+            library.cublasLtMatmulPreferenceInit_internal(
+                byref(preference), c_size_t(ctypes.sizeof(preference))
+            )
+        )
         set_preference = library.cublasLtMatmulPreferenceSetAttribute
         _check(
             set_preference(byref(preference), _PREF_WORKSPACE, byref(c_uint64(WORKSPACE_BYTES)), c_size_t(8))

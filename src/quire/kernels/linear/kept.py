@@ -53,15 +53,15 @@ def load(key: ChipKey) -> Choices:
         return {}
 
 
-def store(key: ChipKey, choices: Choices) -> Path:
+def store(key: ChipKey, choices: Choices) -> None:
     """Keeps these beside those that are there."""
+    if not choices:
+        return
     merged = load(key)
     for kind, places in choices.items():
         merged.setdefault(kind, {}).update(places)
-    path = path_of(key)
     record = {"format": FORMAT, "key": asdict(key), "chosen": merged}
-    write_whole(path, json.dumps(record, indent=1))
-    return path
+    write_whole(path_of(key), json.dumps(record, indent=1))
 
 
 def cached() -> list[tuple[ChipKey, Choices]]:
@@ -96,6 +96,8 @@ def path_of(key: ChipKey) -> Path:
 
 def _places(entries: dict[str, int]) -> dict[int, int]:
     places = {int(tokens): place for tokens, place in entries.items()}
+    if not places:
+        raise ValueError("a product without a number of tokens")
     for place in places.values():
         if type(place) is not int or not PYTORCHS <= place < MAX_CANDIDATES:
             raise ValueError(f"{place!r} names no algorithm")

@@ -12,6 +12,7 @@ from quire.kernels.timing import choose, queued_seconds
 PYTORCHS = -1  # the choice that needs no algorithm of ours
 FINALISTS = 2  # beside PyTorch's choice: those are timed again
 ROUNDS = 2
+REFUSED = float("inf")  # seconds
 COLD_BYTES = 256 << 20  # weights go round until so much was read: in a model, too, they come from memory
 MAX_ERROR = 1e-2  # ‖difference‖ / ‖PyTorch's result‖ for 16-bit numbers
 
@@ -26,10 +27,11 @@ def fastest(plan: Product, pairs: Sequence[Pair]) -> int:
     out = torch.zeros(plan.num_tokens, kind.num_rows, device=device, dtype=kind.out_dtype)
     pairs = _cold(pairs)
     launches: dict[int, Launch] = {PYTORCHS: _pytorchs(kind, x, out)}
-    for index, found in enumerate(plan.candidates()):
+    for index, found in enumerate(plan.candidates):
         launches[index] = _ours(plan, found, x, out)
     once = {index: _seconds(launch, pairs) for index, launch in launches.items()}
-    others = sorted((seconds, index) for index, seconds in once.items() if index != PYTORCHS)
+    ran = {index: seconds for index, seconds in once.items() if seconds < REFUSED}
+    others = sorted((seconds, index) for index, seconds in ran.items() if index != PYTORCHS)
     finalists = [PYTORCHS, *(index for _, index in others[:FINALISTS])]
     times: dict[int, list[list[float]]] = {place: [] for place in range(len(finalists))}
     for number in range(ROUNDS):
@@ -59,12 +61,14 @@ def _ours(plan: Product, found: Found, x: Tensor, out: Tensor) -> Launch:
 
 
 def _seconds(launch: Launch, pairs: Sequence[Pair]) -> float:
-    """Once, after a launch that may load code. Whatever cannot run is never the fastest."""
+    """Once, after a launch that may load code; REFUSED if it cannot run."""
     try:
         launch(*pairs[0])
         return queued_seconds(_over(launch, pairs), len(pairs))
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # the heuristic may name what the library then refuses
-        return float("inf")
+        return REFUSED
 
 
 def _over(launch: Launch, pairs: Sequence[Pair]) -> Callable[[], None]:
@@ -85,7 +89,7 @@ def _agrees(launch: Launch, default: Launch, pair: Pair, out: Tensor) -> bool:
     """Whether both give the same, but for rounding."""
     results = []
     for one in (default, launch):
-        out.zero_()
+        out.fill_(1.0)  # what a residual adds
         results.append(one(*pair).float().clone())
     error = float((results[1] - results[0]).norm() / results[0].norm())
     return error <= MAX_ERROR

@@ -18,6 +18,7 @@ def product(
 ) -> Tensor:  # [T, N]
     """x @ weight.T (+ bias) (+ residual), then relu."""
     if widened:
+        assert bias is None and residual is None and not relu, "an output head has none of these"  # noqa: PT018
         return _widened(x, weight)
     if x.is_cuda and bias is None and residual is not None:
         y = residual.addmm_(x, weight.t())  # the sum costs nothing inside the product
