@@ -66,7 +66,7 @@ def _spread(
     inside = offset < count
     if row < 0:
         zero = tl.zeros((TOKENS,), tl.int32)
-        # No token: zeros multiply at less power than numbers do, and power is what limits large steps.
+        # No token: zeros take matrix units less power than numbers do, and power is what limits large steps.
         tl.store(token_ids + start + offset, zero - 1, mask=inside)
         tl.store(positions + start + offset, zero, mask=inside)
         tl.store(slots + start + offset, zero.to(tl.int64), mask=inside)
