@@ -1,0 +1,89 @@
+"""Rehearsal: kernels run on rows that hold nothing, beside other work, and a fault in one ends nothing else."""
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from quire.core.config import ModelConfig
+from quire.core.layout import BlockLayout
+from quire.kernels import registry
+from quire.models import registry as models
+from quire.runner import device_runner, rehearsal
+from quire.runner.graphs import decode_sizes, token_counts
+from quire.runner.rehearsal import Rehearsal, rehearse_attention, rehearse_sampling
+from quire.runner.runner import RunnerLimits
+
+CPU = torch.device("cpu")
+
+
+def _config() -> ModelConfig:
+    return models.describe(
+        {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
+            "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def by_triton(monkeypatch):
+    """The GPU's kernels, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("this runs in the interpreter, on CPU tensors")
+    called = []
+
+    def load(operation, device):
+        called.append(operation)
+        return registry.load(operation, "triton")
+
+    monkeypatch.setattr(rehearsal, "choose", load)
+    monkeypatch.setattr(device_runner, "choose", load)
+    return called
+
+
+def test_sampling_is_rehearsed_by_a_draw(by_triton):
+    rehearse_sampling(300, CPU)
+    assert by_triton == ["sample"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_is_rehearsed_for_every_range_of_rows(by_triton, deterministic):
+    limits = RunnerLimits(20, 32, 64, True, torch.float32, deterministic)
+    rehearse_attention(_config(), limits, BlockLayout(1, 16, 2, 16, "float32"), CPU)
+    assert bool(by_triton) != deterministic
+
+
+def test_where_there_is_nothing_to_compile_nothing_is_done():
+    rehearse_sampling(300, CPU)
+    limits = RunnerLimits(20, 32, 64, True, torch.float32)
+    rehearse_attention(_config(), limits, BlockLayout(1, 16, 2, 16, "float32"), CPU)
+
+
+def test_pieces_run_beside_the_start_and_a_fault_stays_inside(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    gate, done = threading.Event(), []
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    def wait() -> None:
+        done.append(gate.wait(10))
+
+    begun = Rehearsal(CPU, fail, wait)
+    assert begun.goes_on
+    gate.set()
+    begun.join()
+    assert done == [True]
+    assert not begun.goes_on
+    assert not Rehearsal(CPU).goes_on
+
+
+def test_products_are_measured_for_what_graphs_will_hold():
+    assert token_counts(1024, 8192, False) == decode_sizes(1024)
+    assert token_counts(8, 8192, False) == decode_sizes(8)  # too few rows for graphs of prompts
+    assert {512, 96, 24} <= set(token_counts(64, 512, True))
+    assert 1024 not in token_counts(64, 512, True)
