@@ -24,7 +24,7 @@ Ranges = tuple[tuple[int, Tuning], ...]  # (up to so many rows, tuning), ascendi
 
 # One row needs many small pieces to reach every multiprocessor; more rows need programs that start fast and of which
 # many fit a multiprocessor at once, since in a served model the chip's clock falls to what its power allows.
-# Measured on an H200 with products between the layers; `tune` measures anywhere else.
+# Measured on an H200, the second with products between the layers; `tune` measures anywhere else.
 TUNINGS: Ranges = (
     (16, Tuning(decode_tile=32, decode_pieces=16)),
     (1 << 30, Tuning()),

@@ -1,7 +1,7 @@
 """Products by the fastest of cuBLASLt's algorithms where that was measured, and as PyTorch does them elsewhere.
 
-What is fastest depends on the matrix, the number of tokens and the chip, and the library's heuristic errs by a tenth
-often and by half sometimes. So what a model's graphs hold is measured once per chip.
+What is fastest depends on the matrix, the number of tokens and the chip, and the library's heuristic errs by some per
+cent often and by far sometimes. So what a model's graphs hold is measured once per chip.
 """
 
 import time
