@@ -2,8 +2,9 @@
 
 Tiny random models in float32, so that a different order of sums changes no token; every line is one way to run the same
 requests (greedy, drawn with a seed, several samples). Four lines are of another kind: a card that is full, how often
-the host waits for the device in a step (two of them), and how far bfloat16's logits are from float32's. Run it on every new chip and after every change of a
-kernel. With `--device cpu` the script checks itself. The exit status is the number of lines that differ.
+the host waits for the device in a step (two of them), and how far bfloat16's logits are from float32's. Run it on every
+new chip and after every change of a kernel. With `--device cpu` the script checks itself. The exit status is the number
+of lines that differ.
 """
 
 import argparse
