@@ -1,7 +1,5 @@
 """Ragged batches over pages, their float64 reference, and timing by graph replays, for `attention_gpu.py`."""
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention.triton import AttentionPlanner, Tuning
+from quire.kernels.timing import graph_seconds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's interpreter checks the script
 READ_CEILING = 4.26e12  # bytes per second, measured
@@ -134,21 +133,4 @@ def record(section: str, **numbers: Any) -> None:
 
 def graph_time(run: Callable[[], object], calls: int = 1, seconds: float = 0.15) -> float:
     """Seconds per call of what `run` launches (`calls` of them), as a replayed graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        graph.replay()
-    times: list[float] = []
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    while (time.perf_counter() - begin < seconds or len(times) < 5) and len(times) < 200:
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        graph.replay()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last) / 1e3)
-    return statistics.median(times) / calls
+    return graph_seconds(run, seconds) / calls

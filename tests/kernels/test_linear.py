@@ -29,10 +29,10 @@ def test_the_reference_is_a_linear_layer(extras):
 
 
 class FakePlan:
-    """Candidates that multiply on the CPU, some wrongly; their times are what the clock says."""
+    """Candidates that multiply on the CPU, some wrongly, and take as long as their cost says."""
 
-    def __init__(self, kind, num_tokens, errors=(0.0, 0.0, 0.0)):
-        self.kind, self.num_tokens, self._errors = kind, num_tokens, errors
+    def __init__(self, kind, num_tokens, errors=(0.0, 0.0, 0.0), spend=lambda index: None):
+        self.kind, self.num_tokens, self._errors, self._spend = kind, num_tokens, errors, spend
 
     @property
     def candidates(self):
@@ -41,26 +41,28 @@ class FakePlan:
     def run(self, index, x, weight, bias, out):
         if self._errors[index] is None:
             raise RuntimeError("cuBLASLt answered with status 15")
+        self._spend(index)
         residual = out.clone() if self.kind.residual else None
         out.copy_(reference.product(x, weight, bias, residual, self.kind.relu) * (1 + self._errors[index]))
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds by what is launched: -1 is PyTorch's choice, else a candidate."""
-    times = {}
+class Clock:
+    """Time that passes by what is launched: -1 is PyTorch's choice, else a candidate."""
 
-    def seconds(run, num_launches):
+    def __init__(self, costs):
+        self._costs, self._now = costs, 0.0
+
+    def spend(self, index):
+        self._now += self._costs[index]
+
+    def pytorchs(self, *args):
+        self.spend(PYTORCHS)
+        return reference.product(*args)
+
+    def seconds(self, run, num_launches):
+        before = self._now
         run()
-        names = run.__closure__
-        launch = next(cell.cell_contents for cell in names if callable(cell.cell_contents))
-        inside = dict(
-            zip(launch.__code__.co_freevars, (c.cell_contents for c in launch.__closure__), strict=True)
-        )
-        return times[inside.get("found", PYTORCHS)]
-
-    monkeypatch.setattr(measure, "queued_seconds", seconds)
-    return times
+        return self._now - before
 
 
 def _pairs(kind, count=3):
@@ -85,10 +87,11 @@ def _pairs(kind, count=3):
     ],
 )
 @pytest.mark.parametrize("extras", [{}, {"residual": True}, {"bias": True, "relu": True}])
-def test_the_fastest_that_is_right_is_chosen(clock, times, errors, chosen, extras):
-    clock.update(times)
-    kind = Kind(24, 32, torch.bfloat16, **extras)
-    assert measure.fastest(FakePlan(kind, 4, errors), _pairs(kind)) == chosen
+def test_the_fastest_that_is_right_is_chosen(monkeypatch, times, errors, chosen, extras):
+    clock, kind = Clock(times), Kind(24, 32, torch.bfloat16, **extras)
+    monkeypatch.setattr(measure, "queued_seconds", clock.seconds)
+    monkeypatch.setattr(measure, "product", clock.pytorchs)
+    assert measure.fastest(FakePlan(kind, 4, errors, clock.spend), _pairs(kind)) == chosen
 
 
 def test_weights_go_round_until_they_come_from_memory(monkeypatch):
@@ -138,7 +141,11 @@ def products(monkeypatch, empty_cache):
         def __init__(self, kind, num_tokens, device):
             super().__init__(kind, num_tokens)
 
-    measured = []
+        def run(self, index, *args):
+            used.append((self.num_tokens, index))
+            super().run(index, *args)
+
+    measured, used = [], []
     monkeypatch.setattr(cublas, "Product", Plan)
     monkeypatch.setattr(
         cublas, "fastest", lambda plan, pairs: measured.append((plan.num_tokens, len(pairs))) or 1
@@ -146,8 +153,9 @@ def products(monkeypatch, empty_cache):
     monkeypatch.setattr(kept, "key_of", lambda device: KEY)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(cublas, "ALIGNMENT", 16)  # the CPU's memory is not laid out for a GPU
     made = cublas.Products(torch.device("cpu"))
-    made.measured = measured
+    made.measured, made.used = measured, used
     return made
 
 
@@ -159,7 +167,10 @@ def test_products_that_a_pass_shows_are_measured_once_and_used(products):
         products.product(x.float(), pairs[0][0].float())  # full precision is left to torch
     assert products.measured == [(4, 3), (8, 3)]  # one token has a kernel of its own
     assert products.summary.startswith("2 faster than by PyTorch's choice, measured in")
+    assert not products.used
     assert torch.equal(products.product(x, pairs[0][0]), reference.product(x, pairs[0][0]))
+    assert torch.equal(products.product(x[:3], pairs[0][0]), reference.product(x[:3], pairs[0][0]))
+    assert products.used == [(4, 1)]  # three tokens were not measured
     again = cublas.Products(torch.device("cpu"))
     with again.tuning((4, 8, 16)):
         again.product(x[:2], pairs[0][0])
@@ -169,12 +180,14 @@ def test_products_that_a_pass_shows_are_measured_once_and_used(products):
     assert again.summary.endswith("measured before")
 
 
-def test_what_is_not_laid_out_plainly_goes_to_torch(products, monkeypatch):
+def test_what_is_not_laid_out_plainly_goes_to_torch(products):
     weight, x = _pairs(KIND)[0][0], torch.randn(4, 64, dtype=torch.bfloat16)
     with products.tuning((4,)):
         products.product(x[:2, :32].contiguous(), weight)
-    monkeypatch.setattr(FakePlan, "run", lambda *_: pytest.fail("not for this"))
     assert torch.equal(products.product(x[:, :32], weight), reference.product(x[:, :32], weight))
+    flat = torch.randn(4 * 32 + 1, dtype=torch.bfloat16)[1:].view(4, 32)  # dense, but not aligned
+    assert torch.equal(products.product(flat, weight), reference.product(flat, weight))
+    assert not products.used
 
 
 @pytest.mark.parametrize("fault", [OSError("no library"), RuntimeError("cuBLASLt answered with status 3")])

@@ -30,37 +30,49 @@ def _config() -> ModelConfig:
 
 @pytest.fixture
 def by_triton(monkeypatch):
-    """The GPU's kernels, in Triton's interpreter."""
+    """The GPU's kernels, in Triton's interpreter; gives the rows of each call that went well."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("this runs in the interpreter, on CPU tensors")
     called = []
 
-    def load(operation, device):
-        called.append(operation)
-        return registry.load(operation, "triton")
+    def noted(kernel):
+        def run(*args, **named):
+            result = kernel(*args, **named)
+            called.append(len(args[0]))
+            return result
 
-    monkeypatch.setattr(rehearsal, "choose", load)
-    monkeypatch.setattr(device_runner, "choose", load)
+        return run
+
+    for operation, name in (("sample", "sample_rows"), ("attention", "paged_attention")):
+        module = registry.load(operation, "triton")
+        monkeypatch.setattr(module, name, noted(getattr(module, name)))
+    for room in (rehearsal, device_runner):
+        monkeypatch.setattr(room, "choose", lambda operation, device: registry.load(operation, "triton"))
     return called
 
 
 def test_sampling_is_rehearsed_by_a_draw(by_triton):
     rehearse_sampling(300, CPU)
-    assert by_triton == ["sample"]
+    assert by_triton == [1]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_attention_is_rehearsed_for_every_range_of_rows(by_triton, deterministic):
     limits = RunnerLimits(20, 32, 64, True, torch.float32, deterministic)
     rehearse_attention(_config(), limits, BlockLayout(1, 16, 2, 16, "float32"), CPU)
-    assert bool(by_triton) != deterministic
+    assert by_triton == ([] if deterministic else [16, 20])
 
 
-def test_where_there_is_nothing_to_compile_nothing_is_done():
+def test_where_there_is_nothing_to_compile_nothing_is_done(monkeypatch):
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: pytest.fail("memory is taken for nothing"))
     rehearse_sampling(300, CPU)
     limits = RunnerLimits(20, 32, 64, True, torch.float32)
     rehearse_attention(_config(), limits, BlockLayout(1, 16, 2, 16, "float32"), CPU)
+    assert not hasattr(registry.choose("sample", CPU), "sample_rows")
+    assert (
+        device_runner.attention_planner(_config(), limits, BlockLayout(1, 16, 2, 16, "float32"), CPU) is None
+    )
 
 
 def test_pieces_run_beside_the_start_and_a_fault_stays_inside(monkeypatch):

@@ -37,7 +37,7 @@ def _surely_faster(times: Times, default: Times) -> bool:
     return True
 
 
-def graph_seconds(run: Callable[[], None]) -> float:
+def graph_seconds(run: Callable[[], object], seconds: float = REPLAY_SECONDS) -> float:
     """Median seconds of what `run` launches, replayed as a graph: what a captured decode takes."""
     run()
     torch.cuda.synchronize()
@@ -49,7 +49,7 @@ def graph_seconds(run: Callable[[], None]) -> float:
     times: list[float] = []
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    while len(times) < 7 or (time.perf_counter() - begin < REPLAY_SECONDS and len(times) < 200):
+    while len(times) < 7 or (time.perf_counter() - begin < seconds and len(times) < 200):
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
         graph.replay()

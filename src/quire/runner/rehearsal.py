@@ -56,12 +56,9 @@ def rehearse_sampling(vocab_size: int, device: torch.device) -> None:
     integers = torch.zeros(2, 16, dtype=torch.int32, device=device)
     row, position = integers.unbind(0)
     columns = SimpleNamespace(packed=torch.zeros(1, WORDS, dtype=torch.int32, device=device))
-    tokens, finite = (
-        torch.zeros(1, dtype=torch.int64, device=device),
-        torch.zeros(1, dtype=torch.bool, device=device),
-    )
+    chosen = torch.zeros(1, dtype=torch.int64, device=device)
     logits = torch.zeros(1, vocab_size, device=device)
-    draw(logits, row[:1], position[:1], columns, torch.zeros_like(integers), tokens, finite)
+    draw(logits, row[:1], position[:1], columns, torch.zeros_like(integers), chosen, chosen.bool())
 
 
 def rehearse_attention(

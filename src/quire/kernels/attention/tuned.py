@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from quire.kernels.attention.tuning import TUNINGS, Ranges, Tuning
+from quire.kernels.cache_files import remove_all, write_whole
 from quire.kernels.compile import cache_folder
-from quire.kernels.whole_file import write_whole
 from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)
 
 FORMAT = 1
+NAMES = "attention-*.json"
 # A change in one of these may change which tiles are best: what was measured before it counts no more.
 MEASURED_CODE = ("triton_decode", "triton_plan", "triton_prompt", "triton_step", "triton_tile", "tuning")
 
@@ -129,7 +130,7 @@ def store(key: TuningKey, tuned: Tuned) -> Path:
 def cached() -> list[tuple[TuningKey, Tuned]]:
     """All that is kept and can be read, of whatever chip and version."""
     found = []
-    for path in _files():
+    for path in sorted(folder().glob(NAMES)):
         try:
             found.append(_parse(path.read_text(encoding="utf-8")))
         except Exception as fault:  # as in `load`
@@ -138,11 +139,8 @@ def cached() -> list[tuple[TuningKey, Tuned]]:
 
 
 def forget() -> int:
-    """Removes all that is kept, readable or not; how many files there were."""
-    files = _files()
-    for path in files:
-        path.unlink(missing_ok=True)
-    return len(files)
+    """Removes all that is kept; how many files there were."""
+    return remove_all(folder(), NAMES)
 
 
 def folder() -> Path:
@@ -159,10 +157,6 @@ def path_of(key: TuningKey) -> Path:
 def serves_here(key: TuningKey) -> bool:
     """Whether this version's kernels would take it, on its chip."""
     return (key.triton, key.code) == (_triton_version(), _code_digest())
-
-
-def _files() -> list[Path]:
-    return sorted(folder().glob("attention-*.json"))
 
 
 def _parse(text: str) -> tuple[TuningKey, Tuned]:

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import torch
 
+from quire.kernels.cache_files import remove_all, write_whole
 from quire.kernels.compile import cache_folder
 from quire.kernels.linear.cublaslt import MAX_CANDIDATES, version
 from quire.kernels.linear.measure import PYTORCHS
-from quire.kernels.whole_file import write_whole
 from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)
 
 FORMAT = 1
+NAMES = "products-*.json"
 
 Choices = dict[str, dict[int, int]]  # kind of product -> tokens -> place, or PYTORCHS
 
@@ -67,7 +68,7 @@ def store(key: ChipKey, choices: Choices) -> None:
 def cached() -> list[tuple[ChipKey, Choices]]:
     """All that is kept and can be read, of whatever chip and version."""
     found = []
-    for path in _files():
+    for path in sorted(_folder().glob(NAMES)):
         try:
             key = ChipKey(**json.loads(path.read_text(encoding="utf-8"))["key"])
         except Exception as fault:  # as in `load`
@@ -78,20 +79,17 @@ def cached() -> list[tuple[ChipKey, Choices]]:
 
 
 def forget() -> int:
-    """Removes all that is kept, readable or not; how many files there were."""
-    files = _files()
-    for path in files:
-        path.unlink(missing_ok=True)
-    return len(files)
+    """Removes all that is kept; how many files there were."""
+    return remove_all(_folder(), NAMES)
 
 
-def _files() -> list[Path]:
-    return sorted((cache_folder() / "tuned").glob("products-*.json"))
+def _folder() -> Path:
+    return cache_folder() / "tuned"
 
 
 def path_of(key: ChipKey) -> Path:
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:20]
-    return cache_folder() / "tuned" / f"products-{digest}.json"
+    return _folder() / f"products-{digest}.json"
 
 
 def _places(entries: dict[str, int]) -> dict[int, int]:

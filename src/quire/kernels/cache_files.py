@@ -1,4 +1,4 @@
-"""write_whole: a file in the cache is there whole or not at all."""
+"""Small files in the cache: there whole or not at all, and removed by their names' pattern."""
 
 import os
 import tempfile
@@ -16,3 +16,11 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(scratch)
         raise
+
+
+def remove_all(folder: Path, pattern: str) -> int:
+    """How many there were, readable or not."""
+    files = list(folder.glob(pattern))
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)
