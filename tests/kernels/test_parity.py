@@ -27,6 +27,8 @@ def _parametrize(
         if name in names
         for isa in (instruction_sets() if name == "cpu" else ("",))
     ]
+    if not found:
+        return pytest.mark.skip(reason=f"{operation} by {' or '.join(names)} does not run on this machine")
     return pytest.mark.parametrize("kernel", found, indirect=True, ids="-".join)
 
 
