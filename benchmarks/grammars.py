@@ -21,7 +21,7 @@ import numpy as np
 from quire.bench.machine import describe_origin
 from quire.core.structured import StructuredOutput
 from quire.grammar.errors import GrammarError
-from quire.grammar.library import compile_matcher, make_tokenizer
+from quire.grammar.llguidance_backend import compile_matcher, make_tokenizer
 from quire.grammar.matcher import Matcher
 from quire.grammar.vocabulary import Vocabulary
 from quire.text.load import load_tokenizer

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import workloads
 
-from quire.bench.fit import nonnegative_least_squares
 from quire.bench.report import percentile
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
 from quire.runner.devices import find_device
 from quire.runner.lora_cost import LORA_FACTOR_NAMES, LoraCounts, ideal_lora_terms
+from quire_lab.fit import nonnegative_least_squares
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RANKS = (8, 16, 32, 64)

@@ -41,7 +41,7 @@ def _check_tokens(device: str, dtype: str, failures: list[str]) -> int:
     """How many tokens of trees and chains were compared."""
     from quire import LLM, SamplingParams
     from quire.speculate.adapt import Shape
-    from quire.speculate.synthetic import SyntheticProposer
+    from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 
     speculative = {
         "method": "ngram", "num_speculative_tokens": 4, "tree_width": 3, "adaptive": False,

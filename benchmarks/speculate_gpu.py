@@ -153,7 +153,7 @@ def _case(
 ) -> dict[str, Any]:
     from quire import SamplingParams
     from quire.speculate.adapt import Shape
-    from quire.speculate.synthetic import SyntheticProposer
+    from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 
     prompts = workloads.prompts([(PROMPT, tokens)] * batch, shape["vocab_size"])
     answers = {(tuple(prompt), 0): [WORD] * tokens for prompt in prompts}
@@ -182,7 +182,7 @@ def _forked(llm: Any, shape: dict[str, Any], tokens: int, batch: int) -> Iterato
     """FORKS samples and as many beams of each prompt, and beside them as many plain sequences."""
     from quire import SamplingParams
     from quire.speculate.adapt import Shape
-    from quire.speculate.synthetic import SyntheticProposer
+    from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 
     llm.engine.speculation.propose_with(SyntheticProposer({}, shape["vocab_size"], 0.0), Shape(0))
     drawn = SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True, seed=0)
@@ -242,7 +242,7 @@ def _check_tokens(device: str) -> float:
     """How many of a small model's answers, in full precision, have the same tokens with trees as without."""
     from quire import SamplingParams
     from quire.speculate.adapt import Shape
-    from quire.speculate.synthetic import SyntheticProposer
+    from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 
     with tempfile.TemporaryDirectory() as folder:
         llm = _engine(folder, TINY, device, dtype="float32", num_blocks=400, max_num_seqs=32)

@@ -66,9 +66,9 @@ def _options() -> argparse.Namespace:
 
 def _measure(options: argparse.Namespace) -> dict[str, object]:
     from quire.bench.drive import Bench
-    from quire.bench.step_grid import Cell, measure_grid
     from quire.core.config import EngineConfig
     from quire.engine.build import build
+    from quire_lab.step_grid import Cell, measure_grid
 
     settings = {"enable_prefix_caching": False}
     began = time.perf_counter()

@@ -22,9 +22,9 @@ from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
 from quire.core.ints import ints
 from quire.core.layout import BlockLayout
-from quire.core.step import HostMoves, Step
+from quire.core.step import HostTransfers, Step
 from quire.layers.pool import Pool
-from quire.runner.swap import PageMover
+from quire.runner.transfer import TransferEngine
 
 LLAMA8B = BlockLayout(num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 LINK_GB_PER_S = 55.0
@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
 
 def moving_step(out: list[tuple[int, int]], back: list[tuple[int, int]]) -> Step:
     """A step that only moves pages: (block, host) pairs that leave and that return."""
-    moves = HostMoves(
+    moves = HostTransfers(
         ints(b for b, _ in out), ints(h for _, h in out), ints(h for _, h in back), ints(b for b, _ in back)
     )
     none = ints()
@@ -61,7 +61,7 @@ def timed(device: torch.device, work: Any) -> float:
 def bandwidth(device: torch.device, num_blocks: int) -> dict[str, Any]:
     pool = Pool(LLAMA8B, num_blocks + 1, device)
     started = time.perf_counter()
-    mover = PageMover(pool, num_blocks)
+    mover = TransferEngine(pool, num_blocks)
     for host in range(1, num_blocks + 1, mover.arena.chunk_blocks):
         mover.arena.blocks(host)
     pinned_s = time.perf_counter() - started
@@ -96,7 +96,7 @@ def bandwidth(device: torch.device, num_blocks: int) -> dict[str, Any]:
     return found
 
 
-def overlap(device: torch.device, mover: PageMover, pairs: list[tuple[int, int]]) -> dict[str, float]:
+def overlap(device: torch.device, mover: TransferEngine, pairs: list[tuple[int, int]]) -> dict[str, float]:
     """Matrix products alone, a swap alone, and both at once. The host queues the swap first, as a runner does."""
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.adapters.library import HostLimits, Library
 from quire.adapters.packing import BlockShape
 from quire.adapters.peft import Reader
 from quire.adapters.settings import read_settings
 from quire.adapters.sites import Site, Sites
+from quire.adapters.store import AdapterStore, HostLimits
 from quire.core.adapters import AdapterConfig
 from quire.core.errors import AdapterError, ConfigError
 from quire.link.adapters import NamedAdapters
@@ -109,12 +109,12 @@ def test_wrong_shapes_foreign_modules_and_nan_are_refused():
 def library(tmp_path):
     for i in range(6):
         write(tmp_path / "many" / f"a{i}", i, 4)
-    found = Library(READER, HostLimits(10**9, 2), tmp_path / "many")
+    found = AdapterStore(READER, HostLimits(10**9, 2), tmp_path / "many")
     yield found
     found.close()
 
 
-def _wait(library: Library, key: str):
+def _wait(library: AdapterStore, key: str):
     while (packed := library.want(key)) is None:
         pass
     return packed
@@ -142,7 +142,7 @@ def test_unknown_names_and_paths_outside_are_refused(library, tmp_path):
             library.folder_at("mine", path)
     assert library.folder_at("mine", "a3") == tmp_path / "many" / "a3"
     with pytest.raises(AdapterError, match="lora_dir"):
-        Library(READER, HostLimits(10**9)).folder_at("mine", str(outside))
+        AdapterStore(READER, HostLimits(10**9)).folder_at("mine", str(outside))
 
 
 def test_what_is_prepared_has_no_name_before_it_is_published_and_leaves_nothing_when_discarded(
@@ -179,7 +179,7 @@ def test_a_folder_that_goes_later_stops_nobody_else(library, tmp_path, caplog):
     shutil.copytree(tmp_path / "many" / "a1", kept)
     shutil.rmtree(tmp_path / "many")
     assert named.names() == library.names() == []
-    after = Library(READER, HostLimits(10**9), tmp_path / "many")  # as an engine after one that died
+    after = AdapterStore(READER, HostLimits(10**9), tmp_path / "many")  # as an engine after one that died
     after.register_named({"gone": str(tmp_path / "many" / "a1"), "kept": str(kept)})
     assert "'gone': there is no folder" in caplog.text
     assert after.names() == ["kept"]

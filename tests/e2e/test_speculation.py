@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.speculate.synthetic import SyntheticProposer
+from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 
 PASSAGE = (
     "The lighthouse on the northern cape was built in 1874, after three ships were lost in a single winter. "

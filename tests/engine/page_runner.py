@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from quire.core.draft import ROOT, Draft
 from quire.core.errors import DeviceMemoryFull
 from quire.core.ints import ints
-from quire.core.step import BeamCandidates, BeamSet, HostMoves, RowStart, Step, StepResult
+from quire.core.step import BeamCandidates, BeamSet, HostTransfers, RowStart, Step, StepResult
 from quire.speculate.acceptance import accepted_nodes
 
 VOCABULARY = 50
@@ -76,7 +76,7 @@ class PageRunner:
             self.rows[start.row] = start
             self.tokens[start.row] = list(start.token_ids)
             self.tables[start.row] = list(start.block_ids)
-        told = zip(step.told_rows, step.told_positions, step.told_tokens, strict=True)
+        told = zip(step.forced_rows, step.forced_positions, step.forced_tokens, strict=True)
         for row, position, token_id in told:
             self.tokens[row][position:] = [token_id]
         for draft in step.drafts:
@@ -91,7 +91,7 @@ class PageRunner:
         for source, target in zip(step.copy_sources, step.copy_targets, strict=True):
             self.pages[target] = list(self.pages[source])
 
-    def move(self, moves: HostMoves) -> None:
+    def move(self, moves: HostTransfers) -> None:
         """As a side stream might: what leaves is read first, and what was not written yet is not there."""
         for block, host in zip(moves.out_blocks, moves.out_hosts, strict=True):
             self.hosts[host] = list(self.pages[block])

@@ -6,7 +6,7 @@ too early, or reused too soon, shows as a wrong token.
 
 import random
 
-from quire.core.shelf import ShelfRead
+from quire.core.shelf import DiskTierRead
 from tests.engine.page_runner import PageRunner
 
 
@@ -34,7 +34,7 @@ class PageShelf:
     def read(self, content: bytes, host: int) -> None:
         self._reads.append((content, host))
 
-    def finished(self) -> tuple[list[int], list[ShelfRead]]:
+    def finished(self) -> tuple[list[int], list[DiskTierRead]]:
         written, reads = [], []
         for job in list(self._writes):
             content, host, ticket = job
@@ -51,7 +51,7 @@ class PageShelf:
                 )
                 if not fine:
                     self._pages.pop(content, None)
-                reads.append(ShelfRead(content, host, fine))
+                reads.append(DiskTierRead(content, host, fine))
                 self._reads.remove(pair)
         return written, reads
 

@@ -10,10 +10,10 @@ from quire.core.errors import ConfigError
 from quire.core.ints import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import StepResult
-from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
+from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
-from quire.scheduler.timeline import Timeline
+from quire_lab.baselines.timeline import Timeline
 
 END = 0
 # name: tokens of the prompt, and where its END stands; as in the drawing that everybody knows

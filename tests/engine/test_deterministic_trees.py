@@ -15,7 +15,7 @@ from quire.models import loading
 from quire.quant import choice
 from quire.quant.full import FullPrecision
 from quire.speculate.adapt import Shape
-from quire.speculate.synthetic import SyntheticProposer
+from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 from tests.engine.test_device_runner import SHAPE, PaddingRunner
 
 pytestmark = pytest.mark.skipif(

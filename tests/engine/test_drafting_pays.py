@@ -6,9 +6,9 @@ from quire.core.ints import ints
 from quire.core.request import Request, Sequence
 from quire.core.sampling import SamplingParams
 from quire.core.speculation import SpeculativeConfig
-from quire.engine.arrival import Limits
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
+from quire.engine.validation import Limits
 from tests.engine.random_proposer import RandomProposer
 
 

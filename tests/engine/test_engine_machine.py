@@ -12,11 +12,11 @@ from quire.core.config import SchedulerConfig
 from quire.core.errors import InvalidRequest, QueueFull
 from quire.core.sampling import SamplingParams
 from quire.core.speculation import SpeculativeConfig
-from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
 from quire.engine.speculation import Speculation
+from quire.engine.validation import Limits
+from quire.memory.offload_cache import OffloadCache
 from quire.memory.paged import PagedMemory
-from quire.memory.second_home import SecondHome
 from tests.engine.beam_oracle import expected_beams, token_scores
 from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
 from tests.engine.page_shelf import PageShelf
@@ -62,7 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.build(config, memory, drafting, adaptive, width)
         if home_blocks and caching and share:
             kept = PageShelf(self.runner) if shelf else None
-            memory.home = SecondHome(swap_blocks + 1, home_blocks, memory.moves, self.runner, kept)
+            memory.home = OffloadCache(swap_blocks + 1, home_blocks, memory.moves, self.runner, kept)
 
     def build(self, config, memory, drafting, adaptive, width=1):
         max_num_seqs, max_tokens = config.limits

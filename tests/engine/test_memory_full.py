@@ -20,7 +20,7 @@ from quire.runner.device_inputs import DeviceInputs
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.graphs import Graphs
 from quire.runner.merged import MergedAdapter
-from quire.runner.swap import PageMover
+from quire.runner.transfer import TransferEngine
 from quire.sampling import penalties
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.sampler import Sampler
@@ -110,7 +110,7 @@ PLACES: dict[str, tuple[object, str, dict[str, object]]] = {
     "forward": (DeviceRunner, "_forward", {}),
     "sampling": (Sampler, "__call__", {}),
     "penalties": (penalties, "_repetition", {}),
-    "moves": (PageMover, "move", {"num_blocks": 44, "preemption_mode": "swap"}),
+    "moves": (TransferEngine, "move", {"num_blocks": 44, "preemption_mode": "swap"}),
 }
 
 

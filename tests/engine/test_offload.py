@@ -8,15 +8,15 @@ import torch
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.offload import offload_lines, resolve_offload
-from quire.engine.resolve import Numbers
+from quire.engine.resolve import Precision
 from quire.layers.ring import Ring
 from quire.models.streamed import Streaming
 from quire.quant.full import FullPrecision
 
 
-def numbers(device: str) -> Numbers:
+def numbers(device: str) -> Precision:
     chosen = torch.device(device)
-    return Numbers(chosen, FullPrecision(torch.float32, torch.device("cpu")), "float32")
+    return Precision(chosen, FullPrecision(torch.float32, torch.device("cpu")), "float32")
 
 
 def test_nothing_is_offloaded_unless_asked_for() -> None:

@@ -11,10 +11,10 @@ from quire.core.errors import ConfigError
 from quire.core.ints import ints
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
-from quire.core.step import HostMoves, RowStart, Step
+from quire.core.step import HostTransfers, RowStart, Step
 from quire.layers.pool import Pool
-from quire.runner import swap
-from quire.runner.swap import EVENT_BLOCKS, PageMover
+from quire.runner import transfer as swap
+from quire.runner.transfer import EVENT_BLOCKS, TransferEngine
 
 LAYOUT = BlockLayout(num_layers=1, block_size=1, num_kv_heads=1, head_dim=2, dtype="float32")
 
@@ -51,7 +51,7 @@ class FakeStream:
 @pytest.fixture
 def mover(monkeypatch):
     """A mover that believes to be on a GPU; `log` is what its two streams were told."""
-    made = PageMover(Pool(LAYOUT, 101), 100)
+    made = TransferEngine(Pool(LAYOUT, 101), 100)
     log = []
     made.log, made._stream, passes = log, FakeStream("side", log), FakeStream("passes", log)
     monkeypatch.setattr(FakeEvent, "count", 0)
@@ -70,7 +70,7 @@ def step(out=(), back=(), given=(), copies=(), starts=(), rows=()):
     """`out`: (block, host); `back`: (host, block); `given`: blocks that are given out; `starts`: (row, blocks)."""
     moves = None
     if out or back:
-        moves = HostMoves(*(ints(p[0] for p in pairs) if i == 0 else ints(p[1] for p in pairs)
+        moves = HostTransfers(*(ints(p[0] for p in pairs) if i == 0 else ints(p[1] for p in pairs)
                             for pairs in (out, back) for i in (0, 1)))  # fmt: skip
     none = ints()
     started = tuple(RowStart(row, none, ints(blocks), SamplingParams(), 0, 0, 0) for row, blocks in starts)
@@ -129,7 +129,7 @@ def test_moves_are_counted_in_order_as_they_are_made(mover):
 
 def test_blocks_arrive_as_they_left_in_whatever_order():
     pool = Pool(LAYOUT, 101)
-    mover = PageMover(pool, 100)
+    mover = TransferEngine(pool, 100)
     pool.data[1:] = torch.randint(0, 255, pool.data[1:].shape, dtype=torch.uint8)
     before = pool.data.clone()
     pairs = list(zip([3, 4, 5, 90, 7, 6], [1, 2, 3, 50, 9, 8], strict=True))

@@ -20,7 +20,7 @@ from quire.engine.engine import Engine
 from quire.engine.proposers import check_trees
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
-from quire.speculate.synthetic import SyntheticProposer
+from quire_lab.baselines.synthetic_drafts import SyntheticProposer
 from tests.engine.test_device_runner import SHAPE, PaddingRunner
 
 REPEATING = [5, 6, 7, 8, 9, 10, 11, 12] * 4

@@ -7,10 +7,10 @@ import pytest
 from quire.core.clock import VirtualClock
 from quire.core.config import MemoryConfig, SchedulerConfig
 from quire.core.sampling import SamplingParams
-from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
+from quire.engine.validation import Limits
 from quire.memory.choose import make_memory
-from quire.memory.spending import SpendingSampler
+from quire_lab.baselines.memory_usage import MemoryUsageSampler
 from tests.engine.page_runner import END, VOCABULARY, PageRunner
 
 POOL = 512  # tokens
@@ -31,7 +31,7 @@ def run(reservation, block_size=1, num_requests=40, batching="continuous", **sam
             prompt,
             SamplingParams(max_tokens=draw.randint(3, 40), ignore_eos=True, **sampling),
         )
-    sampler, num_running = SpendingSampler(memory), []
+    sampler, num_running = MemoryUsageSampler(memory), []
     for step in range(3000):
         if not engine.has_work:
             break

@@ -13,8 +13,8 @@ from quire.core.ints import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import Step, StepResult
 from quire.core.structured import StructuredOutput
-from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
+from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
 from quire.grammar.vocabulary import Vocabulary
 from quire.memory.paged import PagedMemory

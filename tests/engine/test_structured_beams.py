@@ -14,9 +14,9 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import BeamCandidates, BeamSet
 from quire.core.structured import StructuredOutput
 from quire.engine import build as building
-from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
 from quire.engine.structured import StructuredOutputs
+from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
 from quire.grammar.errors import GrammarError
 from quire.grammar.vocabulary import Vocabulary

@@ -8,8 +8,8 @@ import pytest
 from quire.core.config import EngineConfig, SchedulerConfig
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
-from quire.engine.arrival import Limits
 from quire.engine.engine import Engine
+from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner

@@ -91,10 +91,10 @@ def test_a_launch_reads_nothing_back(tmp_path: Path, monkeypatch, runner: type, 
 def test_a_read_would_be_seen(monkeypatch) -> None:
     """Prompts' logprobs are read at once, by design: whoever wants them reads far more than tokens."""
 
-    class Reading:
+    class AnswerParsers:
         def launch(self, step):
             prompt_logprobs(torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64), 1)
 
-    watched = Watched(Reading(), monkeypatch)
+    watched = Watched(AnswerParsers(), monkeypatch)
     watched.launch(None)
     assert any("tolist at" in one and "logprobs.py" in one for one in watched.reads)

@@ -32,7 +32,7 @@ LOGPROBS = TokenLogprobs(5, -0.5, 2, (4, 5), (-0.25, -0.5))
         m.Stop("r", 3),
         m.ResetPrefixCache(1),
         m.CheckIntegrity(2),
-        m.AskFigures(3),
+        m.GetStats(3),
         m.Shutdown(),
     ],
     ids=lambda message: type(message).__name__,

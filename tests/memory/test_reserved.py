@@ -10,7 +10,7 @@ from quire.core.sampling import SamplingParams
 from quire.memory.paged import TableDelta
 from quire.memory.reserved import ReservedMemory
 from quire.memory.runs import Run, RunPool
-from quire.memory.spending import external_fragmentation
+from quire_lab.baselines.memory_usage import external_fragmentation
 
 
 def make_sequence(num_prompt_tokens=4, max_tokens=8, **sampling):

@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor
 
 from quire.core.errors import ModelError
+from quire.layers.encoder_batch import assemble_encoder_batch
 from quire.layers.factory import LayerFactory
 from quire.layers.pooling import KINDS, Pooling
-from quire.layers.texts import assemble_texts
 from quire.models.loading import load_encoder
 from quire.models.model import Encoder
 from quire.models.registry import describe, describe_encoder
@@ -61,7 +61,7 @@ def texts() -> list[list[int]]:
 
 
 def hidden_states(encoder: Encoder, token_ids: list[list[int]]) -> list[Tensor]:
-    batch = assemble_texts(token_ids, torch.device("cpu"))
+    batch = assemble_encoder_batch(token_ids, torch.device("cpu"))
     return list(encoder(batch).split([len(one) for one in token_ids]))
 
 
@@ -91,7 +91,7 @@ def test_int8_stays_near_and_has_the_same_bits_alone_and_in_any_batch(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_pooling_takes_each_text_by_itself(kind: str, normalize: bool) -> None:
-    batch = assemble_texts(texts(), torch.device("cpu"))
+    batch = assemble_encoder_batch(texts(), torch.device("cpu"))
     hidden = torch.randn(sum(LENGTHS), 16)
     take = {
         "mean": lambda one: one.mean(0),

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from quire.adapters.library import HostLimits, Library
+from quire.adapters.store import AdapterStore, HostLimits
 from quire.core.config import SchedulerConfig
 from quire.core.request import FinishReason, Phase, Request
 from quire.core.sampling import SamplingParams
 from quire.memory.paged import PagedMemory
-from quire.scheduler.adapter_line import AdapterLine
-from quire.scheduler.plan import Plan
-from quire.scheduler.planned import Planned
+from quire.scheduler.adapter_admission import AdapterAdmission
+from quire.scheduler.plan import StepPlan
+from quire.scheduler.planned import ScheduledStep
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Scheduler
 
@@ -24,13 +24,13 @@ def _request(name: str, prompt: range, n: int, max_tokens: int, adapter: str | N
 
 
 def _scheduler(
-    memory: PagedMemory, mode: str, adapters: AdapterLine | None = None, **settings: Any
+    memory: PagedMemory, mode: str, adapters: AdapterAdmission | None = None, **settings: Any
 ) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=128, **settings)
     return Scheduler(config, memory, preemption=Preemption(mode), adapters=adapters)
 
 
-def _commit(scheduler: Scheduler, planned: Planned) -> None:
+def _commit(scheduler: Scheduler, planned: ScheduledStep) -> None:
     """As the engine does; every sample of a request says something else."""
     step = planned.step
     for sequence, first, count in zip(planned.sequences, step.num_computed, step.num_tokens, strict=True):
@@ -46,7 +46,7 @@ def _commit(scheduler: Scheduler, planned: Planned) -> None:
 
 
 def _preempt(scheduler: Scheduler) -> None:
-    scheduler._preempt(scheduler.running[-1], Plan(999))
+    scheduler._preempt(scheduler.running[-1], StepPlan(999))
 
 
 def test_a_sample_that_returns_twice_never_finds_anothers_blocks() -> None:
@@ -120,7 +120,7 @@ def _run(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize("resident", [False, True])
 def test_a_request_that_can_never_fit_beside_its_adapter_fails_alone(resident: bool) -> None:
     memory = PagedMemory(12, 4, "f")
-    line = AdapterLine(_Copies(), memory)
+    line = AdapterAdmission(_Copies(), memory)
     scheduler = _scheduler(memory, "recompute", line)
     if resident:
         scheduler.add(_request("small", range(4), 1, 4, "A"))
@@ -134,7 +134,7 @@ def test_a_request_that_can_never_fit_beside_its_adapter_fails_alone(resident: b
 @pytest.mark.parametrize(("num_blocks", "most"), [(12, None), (40, 1)])
 def test_a_static_batch_gives_its_adapters_back(num_blocks: int, most: int | None) -> None:
     memory = PagedMemory(num_blocks, 4, "f")
-    scheduler = _scheduler(memory, "recompute", AdapterLine(_Copies(), memory, most), batching="static")
+    scheduler = _scheduler(memory, "recompute", AdapterAdmission(_Copies(), memory, most), batching="static")
     for name in "ABCD":
         scheduler.add(_request(name, range(4), 1, 4, name))
     _run(scheduler)
@@ -148,7 +148,7 @@ def test_who_leaves_in_the_plan_that_brings_it_back_starts_no_row() -> None:
     scheduler.add(_request("old", range(200, 246), 1, 6))
     scheduler.add(_request("g1", range(1, 11), 8, 6))
     scheduler.add(_request("g2", range(51, 61), 8, 6))
-    flying: deque[Planned] = deque()
+    flying: deque[ScheduledStep] = deque()
     for _ in range(200):
         planned = scheduler.schedule()
         if planned is not None:
@@ -175,7 +175,7 @@ class _Reader:
 
 
 def test_a_copy_that_a_step_is_about_to_make_outlasts_the_limits(tmp_path: Path) -> None:
-    library = Library(_Reader(), HostLimits(1 << 30, 1), None, 1)  # type: ignore[arg-type]
+    library = AdapterStore(_Reader(), HostLimits(1 << 30, 1), None, 1)  # type: ignore[arg-type]
     keys = []
     for name in "AB":
         library.register(name, tmp_path)

@@ -11,7 +11,7 @@ from quire.core.errors import ConfigError
 from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
 from quire.memory.paged import PagedMemory
-from quire.scheduler.group import Group
+from quire.scheduler.group import SequenceGroup
 from quire.scheduler.order import fair
 from quire.scheduler.order.fair import OUTPUT_WEIGHT, FairQueue
 from quire.scheduler.order.shortest import AGEING
@@ -166,7 +166,7 @@ def test_accounts_of_tenants_who_left_are_closed(monkeypatch):
     monkeypatch.setattr(fair, "KEPT_SHARES", 8)
     queue = FairQueue(100, None)
     for number in range(50):
-        group = Group(request(f"r{number}", tenant=f"t{number}"), number)
+        group = SequenceGroup(request(f"r{number}", tenant=f"t{number}"), number)
         queue.add(group)
         assert queue.pop() is group
     assert len(queue._shares) <= 9
@@ -175,7 +175,7 @@ def test_accounts_of_tenants_who_left_are_closed(monkeypatch):
 def test_shares_may_be_of_anything_a_request_has():
     queue = FairQueue(100, None, share_of=lambda one: one.adapter or "")
     for number in range(4):
-        group = Group(request(f"r{number}", tenant="same"), number)
+        group = SequenceGroup(request(f"r{number}", tenant="same"), number)
         queue.add(group)
     assert [queue.pop().order for _ in range(4)] == [0, 1, 2, 3]
 

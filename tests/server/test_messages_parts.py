@@ -7,7 +7,7 @@ import pytest
 from quire.core.errors import InvalidRequest
 from quire.server.errors import ApiError
 from quire.server.messages.asking import chat_fields
-from quire.server.messages.draft import MessageDraft
+from quire.server.messages.draft import MessageBuilder
 from quire.server.messages.errors import anthropic_body, speaks_anthropic
 from quire.server.protocol.base import Usage
 from quire.server.protocol.messages import MessageRequest
@@ -144,7 +144,7 @@ def test_what_cannot_be_taken_is_refused_by_name(asked: dict[str, Any], param: s
 
 
 def test_thoughts_text_and_calls_are_blocks_with_anthropics_events():
-    draft = MessageDraft("msg_1", "m", 50)
+    draft = MessageBuilder("msg_1", "m", 50)
     events = draft.begin(USAGE) + draft.take({"role": "assistant", "content": ""})
     events += draft.take({"reasoning_content": "Hm."}) + draft.take({"content": "Hi"})
     events += draft.take({"content": "!"})
@@ -192,14 +192,14 @@ def test_thoughts_text_and_calls_are_blocks_with_anthropics_events():
     ],
 )
 def test_the_reason_to_stop_is_anthropics(finish: str, stop: Any, max_tokens: int, said: tuple):
-    draft = MessageDraft("msg_1", "m", max_tokens)
+    draft = MessageBuilder("msg_1", "m", max_tokens)
     draft.take({"content": "Hi"})
     draft.end(finish, stop, USAGE)
     assert (draft.message["stop_reason"], draft.message["stop_sequence"]) == said
 
 
 def test_arguments_that_a_limit_cut_off_can_still_be_seen():
-    draft = MessageDraft("msg_1", "m", 2)
+    draft = MessageBuilder("msg_1", "m", 2)
     draft.take({"tool_calls": [{"index": 0, "id": "t1", "function": {"name": "f", "arguments": '{"a'}}]})
     draft.end("length", None, USAGE)
     assert draft.message["content"][0]["input"] == {"raw_arguments": '{"a'}

@@ -12,7 +12,7 @@ from quire.server.errors import ApiError
 from quire.server.protocol.base import Usage
 from quire.server.protocol.responses import ResponseRequest
 from quire.server.responses.asking import chat_fields, refuse_unsupported
-from quire.server.responses.draft import ResponseDraft
+from quire.server.responses.draft import ResponseBuilder
 from quire.server.responses.items import chat_messages, read_items
 from quire.server.responses.objects import new_response
 from quire.server.responses.store import ResponseStore
@@ -37,9 +37,9 @@ def fields(given: Any = "Hi", **more: Any) -> dict[str, Any]:
     return chat_fields(body, read_items(body.input))
 
 
-def draft(**asked: Any) -> ResponseDraft:
+def draft(**asked: Any) -> ResponseBuilder:
     body = ResponseRequest(input="Hi", **asked)
-    return ResponseDraft(new_response(body, "resp_1", "m", True, SamplingParams(temperature=0.5)))
+    return ResponseBuilder(new_response(body, "resp_1", "m", True, SamplingParams(temperature=0.5)))
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:

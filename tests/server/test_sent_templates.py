@@ -8,7 +8,7 @@ import pytest
 from quire.core.errors import InvalidRequest
 from quire.server import sent_templates
 from quire.server.errors import ApiError
-from quire.server.sent_templates import Rendering, SentTemplates
+from quire.server.sent_templates import Rendering, RequestTemplates
 
 HI = [{"role": "user", "content": "Hi"}]
 SPECIAL = {"bos_token": "<s>"}
@@ -36,7 +36,7 @@ HARMFUL = {
 
 def test_templates_that_hang_swell_or_crash_are_refused_with_the_reason_and_honest_ones_go_on() -> None:
     async def run() -> dict[str, str]:
-        templates = SentTemplates(seconds=1.0)
+        templates = RequestTemplates(seconds=1.0)
         said = {}
         try:
             for name, (text, _) in HARMFUL.items():
@@ -65,7 +65,7 @@ def test_those_who_wait_behind_slow_templates_are_bounded(monkeypatch: pytest.Mo
     monkeypatch.setattr(sent_templates, "MAX_WAITING", 1)
 
     async def run() -> list[object]:
-        templates = SentTemplates(seconds=1.0)
+        templates = RequestTemplates(seconds=1.0)
         try:
             asks = (templates.render(Rendering(LOOP, {}, HI)) for _ in range(5))
             return await asyncio.gather(*asks, return_exceptions=True)

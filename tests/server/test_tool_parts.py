@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from quire.core.errors import ConfigError, InvalidRequest
+from quire.server.answer_parsers import AnswerParsers
 from quire.server.chat_reply import ChatReply
 from quire.server.generation import Change
 from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.reading import Reading
 from quire.server.settings import ServerSettings
 from quire.server.tools import MAX_BYTES, MAX_TOOLS, tool_plan
 from quire.text.answer import AnswerSequence
@@ -185,7 +185,7 @@ class FakeGeneration:
         return {"prompt_tokens": 1, "completion_tokens": len(self.sequence.token_ids), "total_tokens": 9}
 
 
-def reply(parts: list[str], reading: Reading, reason: str = "stop", **fields: Any) -> ChatReply:
+def reply(parts: list[str], reading: AnswerParsers, reason: str = "stop", **fields: Any) -> ChatReply:
     generation: Any = FakeGeneration(parts, reason)
     return ChatReply("chatcmpl-1", request(**fields), "m", generation, None, reading)
 
@@ -224,7 +224,7 @@ def test_recorded_transcripts_stream_as_openai_streams_calls(form: str, size: in
     names = ("get_weather", "search", "now", "write_file", "plan", "say", "f")
     for one in json.loads((TRANSCRIPTS / f"{form}.json").read_text(encoding="utf-8")):
         text = one["text"]
-        reading = Reading(one.get("reasoning_parser"), None, lambda: tool_parser(form, names))
+        reading = AnswerParsers(one.get("reasoning_parser"), None, lambda: tool_parser(form, names))
         parts = [text[at : at + size] for at in range(0, len(text), size)]
         choices = collected(reply(parts, reading))
         message = accumulated(choices)
@@ -247,14 +247,14 @@ def test_an_answer_that_is_cut_short_says_so_and_keeps_its_forced_call():
     plan = tool_plan(
         request(tools=[tool()], tool_choice={"type": "function", "function": {"name": "get_weather"}})
     )
-    reading = Reading(make_tool_parser=plan.parser_maker(None))
+    reading = AnswerParsers(make_tool_parser=plan.parser_maker(None))
     whole = asyncio.run(reply(['{"city": "Pa'], reading, "length").whole())["choices"][0]
     assert whole["finish_reason"] == "length"
     assert whole["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Pa'
 
 
 def test_thoughts_are_counted():
-    reading = Reading("qwen3", "<|im_start|>assistant\n")
+    reading = AnswerParsers("qwen3", "<|im_start|>assistant\n")
     one = reply(["<think>", "Hm", "m."], reading)
     usage = asyncio.run(one.whole())["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}
@@ -265,6 +265,6 @@ def test_thoughts_are_counted():
 
 def test_deltas_keep_the_order_in_which_things_were_written():
     text = 'One.<tool_call>{"name": "f", "arguments": {}}</tool_call>\nTwo.'
-    choices = collected(reply([text], Reading(make_tool_parser=lambda: tool_parser("hermes", ()))))
+    choices = collected(reply([text], AnswerParsers(make_tool_parser=lambda: tool_parser("hermes", ()))))
     keys = [tuple(choice["delta"]) for choice in choices]
     assert keys == [("role", "content"), ("content", "tool_calls"), ("content",)]

@@ -6,7 +6,7 @@ from quire.bench.gpus import Gpu
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import block_layout
-from quire.engine.resolve import Numbers, default_limits, resolve_max_model_len, resolve_numbers
+from quire.engine.resolve import Precision, default_limits, resolve_max_model_len, resolve_precision
 from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, PoolSize, free_host_bytes, pool_size
@@ -101,12 +101,12 @@ def floor_of(capacity: Capacity, device: Device, context: int, num_sequences: in
     return Floor(num_sequences, max(reading, computing), "memory" if reading >= computing else "compute")
 
 
-def _numbers(config: EngineConfig, model: ModelConfig, device: Device) -> Numbers:
+def _numbers(config: EngineConfig, model: ModelConfig, device: Device) -> Precision:
     """A GPU that is not here is spelled "meta": neither needs anything of the CPU's own formats."""
     if device.on_gpu and config.model.quantization == "int8":
         raise ConfigError("quantization='int8' runs on the CPU only so far: use quantization='none' on a GPU")
     runner = replace(config.runner, device="meta" if device.on_gpu else "cpu")
-    return resolve_numbers(replace(config, runner=runner), model)
+    return resolve_precision(replace(config, runner=runner), model)
 
 
 def _free_bytes(config: EngineConfig, device: Device, weights: WeightShape, mapped: bool) -> int:

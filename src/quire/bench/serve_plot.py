@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from quire.bench.lab.figure import plain_log
+from quire.bench.figure import plain_log
 from quire.bench.serve import Round, Served
 from quire.core.errors import ConfigError
 

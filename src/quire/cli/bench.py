@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from types import ModuleType
 from typing import Any
 
 from tqdm import tqdm
@@ -16,13 +17,11 @@ from quire.bench.report import BenchReport, write_json
 from quire.bench.speculate import WORKLOADS, SpeculatePlan, run_speculate
 from quire.bench.startup import StartupPlan, run_startup
 from quire.bench.throughput import ThroughputPlan, run_throughput
-from quire.cli.bench_fit import add_fit, fit
-from quire.cli.bench_lab import add_lab, lab
 from quire.cli.bench_serve import add_serve, serve
-from quire.cli.bench_sharing import add_sharing, sharing
 from quire.cli.engine_flags import add_engine_flags, engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling
+from quire.core import laboratory
 from quire.core.config import EngineConfig, SpeculationConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import Built, build
@@ -39,6 +38,7 @@ HELP = {
     "sharing": "parallel sampling and beam search: blocks saved by sharing, tokens a second with and without",
     "lab": "the laboratory: one experiment, or all of them in one HTML report",
 }
+LABORATORY = ("sharing", "fit", "lab")
 STARTUP_POOL_TOKENS = 2048
 DEFAULT_INPUT, DEFAULT_OUTPUT = 128, 64
 
@@ -47,6 +47,9 @@ def add_arguments(parser: Parser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="|".join(_ADD), required=True)
     for name, add in _ADD.items():
         one = kinds.add_parser(name, help=HELP[name], description=HELP[name])
+        if name in LABORATORY and not laboratory.is_installed():
+            one.description = f"{HELP[name]} (not installed: {laboratory.INSTALL})"
+            continue
         add(one)
         if name == "lab":  # writes its records beside its pictures
             add_engine_flags(one)
@@ -63,7 +66,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.kind == "lab":
-        return lab(arguments)
+        return int(_laboratory("lab").lab(arguments))
     report = _RUN[arguments.kind](arguments)
     if arguments.output_json is not None:
         write_json(report, arguments.output_json)
@@ -229,15 +232,19 @@ def _built(arguments: argparse.Namespace) -> tuple[EngineConfig, Built]:
     return config, built
 
 
+def _laboratory(kind: str) -> ModuleType:
+    return laboratory.load(f"cli.{kind}", f"`quire bench {kind}`")
+
+
 _ADD: dict[str, Callable[[Any], None]] = {
     "throughput": _add_throughput,
     "latency": _add_latency,
     "startup": _add_startup,
     "speculate": _add_speculate,
     "serve": add_serve,
-    "sharing": add_sharing,
-    "fit": add_fit,
-    "lab": add_lab,
+    "sharing": lambda parser: _laboratory("sharing").add_sharing(parser),
+    "fit": lambda parser: _laboratory("fit").add_fit(parser),
+    "lab": lambda parser: _laboratory("lab").add_lab(parser),
 }
 _RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
     "throughput": _throughput,
@@ -245,6 +252,6 @@ _RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
     "startup": _startup,
     "speculate": _speculate,
     "serve": serve,
-    "sharing": sharing,
-    "fit": fit,
+    "sharing": lambda arguments: _laboratory("sharing").sharing(arguments),
+    "fit": lambda arguments: _laboratory("fit").fit(arguments),
 }

@@ -15,7 +15,7 @@ from quire.cli.engine_flags import add_engine_flags, engine_settings
 from quire.cli.parser import Parser
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.engine.resolve import resolve_device, resolve_numbers
+from quire.engine.resolve import resolve_device, resolve_precision
 from quire.kernels.attention import tuned
 from quire.kernels.attention.tune import tune
 from quire.kernels.linear import kept as products
@@ -54,7 +54,7 @@ def _tune(config: EngineConfig) -> None:
         raise ConfigError("--deterministic keeps its tiles, since they decide bits: there is nothing to tune")
     source = _described(config)
     model = registry.describe(source.config)
-    numbers = resolve_numbers(config, model)
+    numbers = resolve_precision(config, model)
     query_dtype = numbers.format.activation_dtype
     heads = tuned.HeadShape(
         num_kv_heads=model.num_kv_heads,

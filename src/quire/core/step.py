@@ -43,7 +43,7 @@ class BeamCandidates:
 
 
 @dataclass(frozen=True, slots=True)
-class HostMoves:
+class HostTransfers:
     """Blocks between the pool and host memory. All that leave are read before anything of the step is written."""
 
     out_blocks: Ints  # [O] int32, blocks of the pool whose content leaves
@@ -75,9 +75,9 @@ class Step:
     copy_targets: Ints  # [C] int32
     sample_sources: Ints  # [S] int32, index into `rows`: whose last logits are sampled
     sample_rows: Ints  # [S] int32, the row that receives the token (a fork samples into several rows)
-    told_rows: Ints = field(default_factory=ints)  # [B] int32, rows whose token the host has chosen
-    told_positions: Ints = field(default_factory=ints)  # [B] int32
-    told_tokens: Ints = field(default_factory=ints)  # [B] int32
+    forced_rows: Ints = field(default_factory=ints)  # [B] int32, rows whose token the host has chosen
+    forced_positions: Ints = field(default_factory=ints)  # [B] int32
+    forced_tokens: Ints = field(default_factory=ints)  # [B] int32
     masked: Ints = field(default_factory=ints)  # [M] int32, indices into [S] that wait for a grammar's mask
     beams: tuple[BeamSet, ...] = ()
     drafts: tuple[Draft, ...] = ()  # of rows in `rows`
@@ -85,7 +85,7 @@ class Step:
         default_factory=ints
     )  # [S] int32, tokens back from the row's last; [] is all 0
     drawn: Ints = field(default_factory=ints)  # [S] int32, how many different tokens to draw; [] is all 0
-    moves: HostMoves | None = None  # None, nearly always: nothing leaves the pool and nothing comes back
+    moves: HostTransfers | None = None  # None, nearly always: nothing leaves the pool and nothing comes back
 
     adapter_evictions: tuple[str, ...] = ()  # adapters whose pages are others' from now on
     adapter_loads: tuple[AdapterLoad, ...] = ()  # adapters that rows of this step or of later ones run with

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 
-from quire.adapters.library import HostLimits, Library
 from quire.adapters.packing import ALIGNMENT, BlockShape
 from quire.adapters.peft import Reader
 from quire.adapters.sites import Site, Sites
+from quire.adapters.store import AdapterStore, HostLimits
 from quire.core.adapters import AdapterConfig
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.adapters import Adapters
-from quire.engine.resolve import Numbers
+from quire.engine.resolve import Precision
 from quire.kernels.registry import REFERENCE, alternatives, choose, forces_reference
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraSite
@@ -28,7 +28,7 @@ from quire.runner.adapters import PIECE_BYTES, AdapterSlots
 from quire.runner.merged import MergedAdapter, MergeSite
 from quire.runner.runner import RunnerLimits
 from quire.runner.sizing import free_host_bytes
-from quire.runner.swap import PageMover
+from quire.runner.transfer import TransferEngine
 
 HOST_LIMIT = 16 * 2**30  # bytes of host copies, where nobody set a limit
 PEEKED = 16  # named adapters whose configs are looked at before graphs are captured
@@ -37,7 +37,7 @@ GPU_THREADS, CPU_THREADS = 12, 1  # that read adapters: a GPU's host has cores t
 
 @dataclass(frozen=True, slots=True)
 class BuiltAdapters:
-    library: Library
+    library: AdapterStore
     slots: AdapterSlots
 
 
@@ -46,7 +46,7 @@ def build_adapters(
     model: Model,
     factory: LayerFactory,
     pool: Pool,
-    numbers: Numbers,
+    numbers: Precision,
     limits: RunnerLimits,
     base: str,  # what the model is called
 ) -> BuiltAdapters | None:
@@ -64,7 +64,7 @@ def serve_adapters(
     built: BuiltAdapters | None,
     memory: Memory,
     num_separate: int,
-    mover: PageMover | None,
+    mover: TransferEngine | None,
 ) -> Adapters | None:
     """What the engine asks. Loads travel where pages from host memory do, and so in order with them."""
     if built is None:
@@ -93,7 +93,7 @@ def _build(
     model: Model,
     factory: LayerFactory,
     pool: Pool,
-    numbers: Numbers,
+    numbers: Precision,
     limits: RunnerLimits,
     hashed: bool,
     base: str,
@@ -124,7 +124,7 @@ def _build(
         PIECE_BYTES if on_gpu and merging is None and _has_triton() else 0,
         base,
     )
-    library = Library(
+    library = AdapterStore(
         reader,
         HostLimits(config.max_cpu_lora_bytes or free_host_bytes(HOST_LIMIT), config.max_cpu_loras),
         Path(config.lora_dir) if config.lora_dir is not None else None,
@@ -186,7 +186,7 @@ def separate_blocks(config: AdapterConfig, num_blocks: int, block_bytes: int) ->
     return count
 
 
-def adapter_dtype(numbers: Numbers) -> torch.dtype:
+def adapter_dtype(numbers: Precision) -> torch.dtype:
     """Adapters are kept as the model computes. Beside int8 weights bytes are precise enough: a step waits for memory,
     and dozens of adapters are more of it than the model itself. Kernels of GPUs read 16 bits.
     """

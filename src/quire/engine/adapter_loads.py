@@ -4,7 +4,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from quire.adapters.library import Library
+from quire.adapters.store import AdapterStore
 from quire.core.errors import AdapterError
 
 
@@ -21,7 +21,7 @@ class AdapterLoads:
     Used by the engine's thread alone, in which futures end too.
     """
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: AdapterStore) -> None:
         self._library = library
         self._lines: dict[str, deque[_Load]] = {}  # by name; the first of each is being read
 

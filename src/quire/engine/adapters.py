@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.adapters.library import Library
+from quire.adapters.store import AdapterStore
 from quire.core.errors import AdapterError
 from quire.engine.adapter_loads import AdapterLoads
 from quire.memory.interface import Memory
-from quire.scheduler.adapter_line import AdapterLine
-from quire.scheduler.merge_line import MergeLine
+from quire.scheduler.adapter_admission import AdapterAdmission
+from quire.scheduler.merge_line import MergedAdapterAdmission
 
 NAMES_SECONDS = 0.5  # how old the names among the figures may be
 MAX_NAMES = 100
@@ -44,10 +44,10 @@ class Adapters:
     """One engine's adapters. `line` is what the scheduler asks."""
 
     def __init__(
-        self, library: Library, memory: Memory, max_adapters: int | None = None, merge: bool = False
+        self, library: AdapterStore, memory: Memory, max_adapters: int | None = None, merge: bool = False
     ) -> None:
         self.library = library
-        self.line = (MergeLine if merge else AdapterLine)(library, memory, max_adapters)
+        self.line = (MergedAdapterAdmission if merge else AdapterAdmission)(library, memory, max_adapters)
         self._loads = AdapterLoads(library)
         self._pages = memory.adapter_pages
         self._keys: dict[str, str] = {}  # by request

@@ -9,7 +9,7 @@ from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
 from quire.engine.hypotheses import Candidate, Hypotheses, Hypothesis, Token
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.errors import GrammarError
-from quire.scheduler.planned import Planned
+from quire.scheduler.planned import ScheduledStep
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -45,7 +45,7 @@ class BeamSearches:
 
     def commit(
         self,
-        planned: Planned,
+        planned: ScheduledStep,
         result: StepResult,
         prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]],
     ) -> list[SequenceUpdate]:
@@ -105,7 +105,7 @@ class BeamSearches:
         return replace(candidate, place=self._structured.continued(candidate.beam, candidate.token_id))
 
 
-def _is_current(planned: Planned, index: int) -> bool:
+def _is_current(planned: ScheduledStep, index: int) -> bool:
     """Whether the sample continues its beam as it is now: a beam that died, or went on meanwhile, is not meant."""
     beam, step = planned.receivers[index], planned.step
     source = step.sample_sources[index]

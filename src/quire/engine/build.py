@@ -13,24 +13,24 @@ from quire.core.errors import QuireError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.engine.adapter_build import adapter_lines, build_adapters, separate_blocks, serve_adapters
-from quire.engine.arrival import Limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.engine import Engine
-from quire.engine.host_memory import HostMemory, make_host_memory, open_second_home
+from quire.engine.host_memory import HostMemory, make_host_memory, open_offload_cache
 from quire.engine.offload import load_model, offload_lines
 from quire.engine.pins import PinnedPrefix, pin_prefixes
 from quire.engine.policy_words import policies_in_words
 from quire.engine.proposers import LoadedDraft, check_trees, load_draft, make_proposer
 from quire.engine.resolve import (
-    Numbers,
+    Precision,
     default_limits,
     resolve_max_model_len,
     resolve_memory,
-    resolve_numbers,
+    resolve_precision,
     resolve_scheduler,
 )
 from quire.engine.simulated_parts import open_shape, simulated_parts
 from quire.engine.speculation import Speculation
+from quire.engine.validation import Limits
 from quire.engine.vocabulary import model_vocabulary
 from quire.grammar.compiler import Compiler
 from quire.kernels import native
@@ -47,9 +47,9 @@ from quire.runner.devices import is_simulated
 from quire.runner.graphs import token_counts
 from quire.runner.profile import activation_bytes
 from quire.runner.proposals import Proposals
-from quire.runner.rehearsal import Rehearsal, rehearse_attention, rehearse_sampling
 from quire.runner.runner import Runner, RunnerLimits
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
+from quire.runner.warmup import KernelWarmup, warm_up_attention, warm_up_sampling
 from quire.scheduler.preemption import Preemption
 from quire.weights.open import open_source
 from quire.weights.source import Source
@@ -64,7 +64,7 @@ class Report:
     """What was decided at start, for people and for metrics."""
 
     model: str
-    numbers: Numbers
+    numbers: Precision
     weights_bytes: int
     pool: PoolSize
     device_memory: DeviceMemory | None  # None on a CPU
@@ -145,7 +145,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
     )
     described = registry.describe(source.config)
-    numbers = resolve_numbers(config, described)
+    numbers = resolve_precision(config, described)
     max_model_len = resolve_max_model_len(config, described)
     num_threads = set_threads(config.runner.num_threads, numbers)
     factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
@@ -174,7 +174,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     adapters = serve_adapters(config.adapters, adapted, memory, num_apart, host.mover)
     seed = options.seed if options.load_format == "dummy" else None
     kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
-    evicted = open_second_home(config, host, memory, pool.layout, *kept)
+    evicted = open_offload_cache(config, host, memory, pool.layout, *kept)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -274,11 +274,11 @@ def _build_simulated(config: EngineConfig, started: float) -> Built:
 
 
 def _rehearse(
-    config: EngineConfig, described: ModelConfig, numbers: Numbers, max_model_len: int
-) -> Rehearsal:
+    config: EngineConfig, described: ModelConfig, numbers: Precision, max_model_len: int
+) -> KernelWarmup:
     """Compiles what takes longest beside the loading of weights; on a CPU there is nothing to compile."""
     if numbers.device.type != "cuda":
-        return Rehearsal(numbers.device)
+        return KernelWarmup(numbers.device)
     torch.cuda.init()
     max_rows, max_tokens = default_limits(config.scheduler, numbers.device)
     limits = RunnerLimits(
@@ -290,20 +290,20 @@ def _rehearse(
         deterministic=config.runner.deterministic,
     )
     layout = block_layout(config.memory.block_size, described, numbers)
-    return Rehearsal(
+    return KernelWarmup(
         numbers.device,
-        partial(rehearse_sampling, described.vocab_size, numbers.device),
-        partial(rehearse_attention, described, limits, layout, numbers.device),
+        partial(warm_up_sampling, described.vocab_size, numbers.device),
+        partial(warm_up_attention, described, limits, layout, numbers.device),
     )
 
 
 def _make_pool(
     config: EngineConfig,
     model: Model,
-    numbers: Numbers,
+    numbers: Precision,
     max_model_len: int,
     draft: LoadedDraft | None,
-    rehearsal: Rehearsal,
+    rehearsal: KernelWarmup,
 ) -> tuple[Pool, PoolSize, DeviceMemory | None]:
     layout = block_layout(config.memory.block_size, model.config, numbers)
     max_rows, max_tokens = default_limits(config.scheduler, numbers.device)
@@ -329,7 +329,7 @@ def _make_pool(
 
 
 def _tuning(
-    config: EngineConfig, model: Model, numbers: Numbers, sizes: list[int]
+    config: EngineConfig, model: Model, numbers: Precision, sizes: list[int]
 ) -> AbstractContextManager[None]:
     """Has products measured that run inside it, where graphs will hold them; before the pool takes all memory."""
     if config.runner.enforce_eager or is_streamed(model):
@@ -370,12 +370,12 @@ def _draft_model(
     return DraftModel(runner, limits.max_num_batched_tokens, draws=proposals is not None)
 
 
-def block_layout(block_size: int, model: ModelConfig, numbers: Numbers) -> BlockLayout:
+def block_layout(block_size: int, model: ModelConfig, numbers: Precision) -> BlockLayout:
     return BlockLayout(model.num_layers, block_size, model.num_kv_heads, model.head_dim, numbers.kv_dtype)
 
 
 def _runner_limits(
-    config: EngineConfig, scheduler: SchedulerConfig, model: Model, numbers: Numbers, max_model_len: int
+    config: EngineConfig, scheduler: SchedulerConfig, model: Model, numbers: Precision, max_model_len: int
 ) -> RunnerLimits:
     max_num_seqs, max_tokens = scheduler.limits
     # a tape needs native operations throughout; a CUDA graph takes whatever a model launches
@@ -390,7 +390,7 @@ def _runner_limits(
     )
 
 
-def set_threads(asked: int | None, numbers: Numbers) -> int:
+def set_threads(asked: int | None, numbers: Precision) -> int:
     """The compute threads. Where native kernels do the work, torch keeps to one: two pools would fight."""
     num_threads = asked or native.default_num_threads()
     if numbers.device.type != "cpu":

@@ -6,7 +6,7 @@ from quire.engine.beams import BeamSearches
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.errors import GrammarError
-from quire.scheduler.planned import Planned
+from quire.scheduler.planned import ScheduledStep
 from quire.scheduler.scheduler import Scheduler
 from quire.speculate.acceptance import accepted_nodes
 
@@ -23,7 +23,7 @@ class Committer:
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self._beams = BeamSearches(scheduler, structured, self.fail)
 
-    def commit(self, planned: Planned, result: StepResult) -> list[SequenceUpdate]:
+    def commit(self, planned: ScheduledStep, result: StepResult) -> list[SequenceUpdate]:
         self._collect_prompt_logprobs(planned, result)
         failed = set(result.failed)
         if not failed:  # pages behind logits that are not numbers are not worth finding again
@@ -61,7 +61,7 @@ class Committer:
         self._prompt_logprobs.pop(request_id, None)
         self._beams.forget(request_id)
 
-    def _verify(self, planned: Planned, result: StepResult) -> set[int]:
+    def _verify(self, planned: ScheduledStep, result: StepResult) -> set[int]:
         """Samples whose position was never reached. Sequences with a draft go back to what they will have computed."""
         refused: set[int] = set()
         for draft, first in planned.step.verified():
@@ -119,7 +119,7 @@ class Committer:
         self.forget(request_id)
         return error_updates(ended, message)
 
-    def _seal(self, planned: Planned) -> None:
+    def _seal(self, planned: ScheduledStep) -> None:
         step, memory = planned.step, self._scheduler.memory
         block_size = memory.block_size
         for sequence, start, count in zip(planned.sequences, step.num_computed, step.num_tokens, strict=True):
@@ -127,7 +127,7 @@ class Committer:
             if computed // block_size > sequence.num_indexed and sequence.phase is Phase.RUNNING:
                 memory.seal(sequence, computed)
 
-    def _collect_prompt_logprobs(self, planned: Planned, result: StepResult) -> None:
+    def _collect_prompt_logprobs(self, planned: ScheduledStep, result: StepResult) -> None:
         for piece in result.prompt_logprobs:
             sequence = planned.sequences[list(planned.step.rows).index(piece.row)]
             if sequence.phase is Phase.FINISHED:

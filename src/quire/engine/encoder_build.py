@@ -11,7 +11,7 @@ from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import Progress, set_threads
 from quire.engine.encoder_engine import EncoderEngine, EncoderLimits
-from quire.engine.resolve import CPU_BATCHED_TOKENS, Numbers, resolve_numbers
+from quire.engine.resolve import CPU_BATCHED_TOKENS, Precision, resolve_precision
 from quire.layers.factory import LayerFactory
 from quire.layers.pooling import Pooling
 from quire.models import registry
@@ -31,7 +31,7 @@ class EncoderReport:
     """What was decided at start, for people and for metrics."""
 
     model: str
-    numbers: Numbers
+    numbers: Precision
     weights_bytes: int
     width: int
     pooling: str
@@ -76,7 +76,7 @@ def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Bui
     described = registry.describe_encoder(source.config)
     folder = getattr(source, "folder", None)
     files = read_sentence_files(folder) if isinstance(folder, Path) else SentenceFiles()
-    numbers = resolve_numbers(config, described)
+    numbers = resolve_precision(config, described)
     num_threads = set_threads(config.runner.num_threads, numbers)
     factory = LayerFactory(numbers.format, numbers.device)
     encoder = load_encoder(source, factory, partial(progress, "weights") if progress else None, options.seed)

@@ -13,14 +13,14 @@ from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, Step, StepResult
 from quire.engine.adapters import Adapters
-from quire.engine.arrival import Door, Limits
 from quire.engine.commit import Committer, error_updates
 from quire.engine.speculation import Speculation, SpeculationStats
 from quire.engine.structured import StructuredOutputs
+from quire.engine.validation import Limits, RequestValidator
 from quire.grammar.compiler import Compiler
 from quire.memory.interface import Memory
 from quire.sampling.records import TokenMask
-from quire.scheduler.planned import Planned
+from quire.scheduler.planned import ScheduledStep
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Scheduler
 
@@ -90,11 +90,11 @@ class Engine:
         line = adapters.line if adapters is not None else None
         self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock, line)
         self.stats = EngineStats()
-        self._door = Door(limits, memory, seed, clock)
+        self._door = RequestValidator(limits, memory, seed, clock)
         self._runner: StepRunner = runner
         self._compiled: list[Request] = []  # whose grammar is done and whom the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
-        self._in_flight: deque[Planned] = deque()
+        self._in_flight: deque[ScheduledStep] = deque()
         self._max_in_flight = config.steps_in_flight
         self.in_new_thread: Callable[[], None] | None = (
             None  # for a thread that will step and did not build it
@@ -270,7 +270,7 @@ class Engine:
         self._count_ends(updates)
         return updates
 
-    def _shed(self, planned: Planned, why: str) -> list[SequenceUpdate]:
+    def _shed(self, planned: ScheduledStep, why: str) -> list[SequenceUpdate]:
         """The newest request pays for a step that did not fit; the others go on with smaller steps."""
         ended = self.scheduler.shed(planned)
         for sequence in ended:
@@ -325,7 +325,7 @@ class Engine:
             for index in range(request.sampling.num_answers)
         ]
 
-    def _mask(self, planned: Planned) -> list[SequenceUpdate]:
+    def _mask(self, planned: ScheduledStep) -> list[SequenceUpdate]:
         """Masks the step just launched, all before it being committed. Its forward pass runs meanwhile."""
         started = time.perf_counter()
         mask, failed = self._structured.mask(planned)
@@ -358,7 +358,7 @@ class Engine:
                 self._committer.forget(update.request_id)
                 self._forget_if_ended(update.request_id)
 
-    def _commit(self, planned: Planned) -> list[SequenceUpdate]:
+    def _commit(self, planned: ScheduledStep) -> list[SequenceUpdate]:
         result = self._runner.collect()
         started = time.perf_counter()
         updates = self._committer.commit(planned, result)

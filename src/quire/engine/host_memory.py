@@ -7,11 +7,11 @@ from quire.core.config import EngineConfig
 from quire.core.layout import BlockLayout
 from quire.layers.pool import Pool
 from quire.memory.interface import Memory
-from quire.memory.second_home import SecondHome
+from quire.memory.offload_cache import OffloadCache
 from quire.observe.logs import get_logger
-from quire.runner.kv_store import DiskShelf, settings_folder
+from quire.runner.disk_tier import FileDiskTier, settings_folder
 from quire.runner.sizing import available_memory
-from quire.runner.swap import PageMover
+from quire.runner.transfer import TransferEngine
 
 GIB = 1 << 30
 HOST_SHARE = 0.5  # of the memory that is free: an engine should not drive its machine into swapping
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 class HostMemory:
     """`mover` is None where nothing ever leaves the pool."""
 
-    mover: PageMover | None
+    mover: TransferEngine | None
     num_swap_blocks: int
     num_offload_blocks: int
     block_seconds: float  # of moving one block, one way
@@ -46,7 +46,7 @@ def make_host_memory(config: EngineConfig, pool: Pool) -> HostMemory:
     offload_bytes = int(memory.kv_offload_gb * GIB) if caches else 0
     shrink = min(1.0, allowed / max(1, swap_bytes + offload_bytes))
     num_swap, num_offload = (int(shrink * asked) // block_bytes for asked in (swap_bytes, offload_bytes))
-    mover = PageMover(pool, num_swap + num_offload) if num_swap + num_offload else None
+    mover = TransferEngine(pool, num_swap + num_offload) if num_swap + num_offload else None
     seconds = mover.block_seconds() if mover is not None else 0.0
     if num_swap:
         limit = "swap_space" if shrink == 1.0 else "free memory"
@@ -60,14 +60,14 @@ def make_host_memory(config: EngineConfig, pool: Pool) -> HostMemory:
     return HostMemory(mover, num_swap, num_offload, seconds, (line, *off))
 
 
-def open_second_home(
+def open_offload_cache(
     config: EngineConfig, host: HostMemory, memory: Memory, layout: BlockLayout, *settings: object
 ) -> tuple[str, ...]:
     """Gives evicted prefix blocks a home where one was asked for; says so. `settings`: what K and V depend on."""
     if host.mover is None or not host.num_offload_blocks:
         return ()
     shelf = _open_shelf(config, host, layout, *settings)
-    memory.home = SecondHome(
+    memory.home = OffloadCache(
         host.num_swap_blocks + 1, host.num_offload_blocks, memory.moves, host.mover, shelf
     )
     size = host.num_offload_blocks * layout.block_bytes
@@ -80,14 +80,14 @@ def open_second_home(
 
 def _open_shelf(
     config: EngineConfig, host: HostMemory, layout: BlockLayout, *settings: object
-) -> DiskShelf | None:
+) -> FileDiskTier | None:
     asked = config.memory.kv_offload_dir
     if asked is None or host.mover is None:
         return None
     folder = settings_folder(Path(asked).expanduser(), layout, *settings)
     limit = DISK_PER_HOST * host.num_offload_blocks * layout.block_bytes
     try:
-        return DiskShelf(folder, host.mover.arena, host.mover.wait_moved, limit)
+        return FileDiskTier(folder, host.mover.arena, host.mover.wait_moved, limit)
     except OSError as error:
         logger.warning(
             "kv_offload_dir %s cannot be used (%s): going on without it; choose a folder that can be written",

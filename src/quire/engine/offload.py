@@ -4,7 +4,7 @@ from pathlib import Path
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.engine.resolve import Numbers
+from quire.engine.resolve import Precision
 from quire.layers.factory import LayerFactory
 from quire.models.loading import Progress, load
 from quire.models.offload import GIB, Loaded, Offload, load_offloaded
@@ -15,7 +15,7 @@ from quire.weights.source import Source
 
 
 def load_model(
-    config: EngineConfig, numbers: Numbers, source: Source, factory: LayerFactory, progress: Progress | None
+    config: EngineConfig, numbers: Precision, source: Source, factory: LayerFactory, progress: Progress | None
 ) -> Loaded:
     """With everything in memory unless the settings say otherwise."""
     offload = resolve_offload(config, numbers)
@@ -24,7 +24,7 @@ def load_model(
     return load_offloaded(source, factory, offload, progress, seed=config.model.seed)
 
 
-def resolve_offload(config: EngineConfig, numbers: Numbers) -> Offload | None:
+def resolve_offload(config: EngineConfig, numbers: Precision) -> Offload | None:
     """None: all weights stay where they are used."""
     memory = config.memory
     on_cpu = numbers.device.type == "cpu"
@@ -48,7 +48,7 @@ def resolve_offload(config: EngineConfig, numbers: Numbers) -> Offload | None:
     )
 
 
-def offload_lines(config: EngineConfig, numbers: Numbers, streaming: Streaming | None) -> tuple[str, ...]:
+def offload_lines(config: EngineConfig, numbers: Precision, streaming: Streaming | None) -> tuple[str, ...]:
     """What was decided, for people; nothing where nothing was asked for."""
     memory = config.memory
     if streaming is not None:

@@ -7,7 +7,7 @@ from quire.core.draft import MAX_NODES
 from quire.core.errors import ConfigError
 from quire.core.speculation import SpeculativeConfig
 from quire.engine.draft_model import DraftModel
-from quire.engine.resolve import Numbers, resolve_numbers
+from quire.engine.resolve import Precision, resolve_precision
 from quire.engine.speculation import Proposer
 from quire.layers.factory import LayerFactory
 from quire.models import registry
@@ -26,7 +26,7 @@ class LoadedDraft:
     """A draft model, and the numbers it runs in."""
 
     model: Model
-    numbers: Numbers
+    numbers: Precision
 
 
 def load_draft(
@@ -49,13 +49,13 @@ def load_draft(
     described = registry.describe(draft_source.config)
     _check_fits(described, target, max_model_len)
     _check_tokenizer(draft_source, source)
-    numbers = resolve_numbers(replace(config, model=options), described)
+    numbers = resolve_precision(replace(config, model=options), described)
     factory = LayerFactory(numbers.format, numbers.device, max_position=max_model_len)
     return LoadedDraft(load(draft_source, factory, seed=config.model.seed), numbers)
 
 
 def check_trees(
-    speculative: SpeculativeConfig, target: ModelConfig, numbers: Numbers, deterministic: bool
+    speculative: SpeculativeConfig, target: ModelConfig, numbers: Precision, deterministic: bool
 ) -> None:
     """Raises ConfigError where this device cannot verify trees: a GPU's faster kernel takes nodes by their places, and
     so no window may end among them. The deterministic one takes them by their positions, as a CPU's does."""

@@ -16,7 +16,7 @@ GPU_NUM_SEQS = 1024  # a decode of few rows leaves the matrix units idle
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class Precision:
     """In what numbers the model runs, and where."""
 
     device: torch.device
@@ -29,7 +29,7 @@ class Numbers:
         return self.format.name.partition("-")[0]
 
 
-def resolve_numbers(config: EngineConfig, model: ModelConfig) -> Numbers:
+def resolve_precision(config: EngineConfig, model: ModelConfig) -> Precision:
     device = resolve_device(config.runner.device)
     number_format = choose_format(
         device, config.model.dtype, config.model.quantization, model.dtype, config.runner.deterministic
@@ -42,7 +42,7 @@ def resolve_numbers(config: EngineConfig, model: ModelConfig) -> Numbers:
     if kv_dtype == "auto":  # half precision costs int8 nothing in quality and halves what attention reads
         activations = str(number_format.activation_dtype).removeprefix("torch.")
         kv_dtype = "float16" if number_format.native else activations
-    return Numbers(device, number_format, kv_dtype)
+    return Precision(device, number_format, kv_dtype)
 
 
 def resolve_memory(config: MemoryConfig) -> MemoryConfig:

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire.adapters.library import HostLimits, Library
 from quire.adapters.packing import ALIGNMENT, BlockShape
 from quire.adapters.peft import PackedAdapter
 from quire.adapters.sites import Site, Sites
 from quire.adapters.sized import SizedReader
+from quire.adapters.store import AdapterStore, HostLimits
 from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
 from quire.engine.adapter_build import HOST_LIMIT, adapter_dtype, merge_sites
 from quire.engine.adapters import Adapters
-from quire.engine.resolve import Numbers
+from quire.engine.resolve import Precision
 from quire.kernels.registry import REFERENCE, load
 from quire.layers.lora_sites import install_sites
 from quire.memory.interface import Memory
@@ -67,7 +67,12 @@ class SimulatedAdapters(Adapters):
     """One engine's adapters, whose patience passes virtual time."""
 
     def __init__(
-        self, library: Library, memory: Memory, clock: VirtualClock, max_adapters: int | None, merge: bool
+        self,
+        library: AdapterStore,
+        memory: Memory,
+        clock: VirtualClock,
+        max_adapters: int | None,
+        merge: bool,
     ) -> None:
         super().__init__(library, memory, max_adapters, merge)
         self._clock = clock
@@ -82,7 +87,7 @@ class SimulatedAdapters(Adapters):
 class SizedAdapters:
     """What serves adapters on a simulated device, before there is memory."""
 
-    library: Library
+    library: AdapterStore
     cost: LoraCost
 
     def serve(
@@ -99,7 +104,7 @@ class SizedAdapters:
 def size_adapters(
     config: EngineConfig,
     model: ModelConfig,
-    numbers: Numbers,
+    numbers: Precision,
     device: SimulatedDevice,
     block_bytes: int,
     clock: VirtualClock,
@@ -128,7 +133,7 @@ def size_adapters(
         options.max_lora_rank,
         kernel=load("lora_pack", REFERENCE),
     )
-    library = Library(
+    library = AdapterStore(
         reader,
         HostLimits(options.max_cpu_lora_bytes or HOST_LIMIT, options.max_cpu_loras),
         Path(options.lora_dir) if options.lora_dir is not None else None,

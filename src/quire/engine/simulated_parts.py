@@ -10,10 +10,10 @@ from quire.core.errors import ConfigError, WeightsError
 from quire.core.layout import BlockLayout
 from quire.engine.adapter_build import separate_blocks
 from quire.engine.resolve import (
-    Numbers,
+    Precision,
     default_limits,
     resolve_max_model_len,
-    resolve_numbers,
+    resolve_precision,
     resolve_scheduler,
 )
 from quire.engine.simulated_adapters import SizedAdapters, size_adapters
@@ -30,7 +30,7 @@ from quire.weights.source import Source
 @dataclass(frozen=True, slots=True)
 class SimulatedParts:
     device: SimulatedDevice
-    numbers: Numbers
+    numbers: Precision
     weights: WeightShape
     pool: PoolSize
     scheduler: SchedulerConfig
@@ -67,7 +67,7 @@ def simulated_parts(
         )
     # "meta" is a GPU that is not here: neither needs anything of the CPU's own formats
     here = replace(config.runner, device="meta" if device.on_gpu else "cpu")
-    numbers = resolve_numbers(replace(config, runner=here), model)
+    numbers = resolve_precision(replace(config, runner=here), model)
     max_model_len = resolve_max_model_len(config, model)
     weights = weight_shape(model, numbers.format)
     layout = _layout(model, numbers, config.memory.block_size)
@@ -105,16 +105,16 @@ def _num_swap_blocks(config: EngineConfig, device: SimulatedDevice, layout: Bloc
     return int(config.memory.swap_space * (1 << 30)) * device.ranks // layout.block_bytes
 
 
-def model_costs(model: ModelConfig, numbers: Numbers, block_size: int) -> ModelNumbers:
+def model_costs(model: ModelConfig, numbers: Precision, block_size: int) -> ModelNumbers:
     """What the model's steps read and compute in these numbers, for a cost model."""
     return _costs(model, numbers, weight_shape(model, numbers.format), _layout(model, numbers, block_size))
 
 
-def _layout(model: ModelConfig, numbers: Numbers, block_size: int) -> BlockLayout:
+def _layout(model: ModelConfig, numbers: Precision, block_size: int) -> BlockLayout:
     return BlockLayout(model.num_layers, block_size, model.num_kv_heads, model.head_dim, numbers.kv_dtype)
 
 
-def _costs(model: ModelConfig, numbers: Numbers, weights: WeightShape, layout: BlockLayout) -> ModelNumbers:
+def _costs(model: ModelConfig, numbers: Precision, weights: WeightShape, layout: BlockLayout) -> ModelNumbers:
     head = model.vocab_size * model.hidden_size
     return ModelNumbers(
         num_layers=model.num_layers,
@@ -133,7 +133,7 @@ def _costs(model: ModelConfig, numbers: Numbers, weights: WeightShape, layout: B
 def _pool(
     config: EngineConfig,
     device: SimulatedDevice,
-    numbers: Numbers,
+    numbers: Precision,
     layout: BlockLayout,
     weights: WeightShape,
     model: ModelConfig,

@@ -9,7 +9,7 @@ from quire.core.request import Sequence
 from quire.core.sampling import SamplingParams
 from quire.core.speculation import SpeculativeConfig
 from quire.engine.structured import StructuredOutputs
-from quire.scheduler.planned import Planned
+from quire.scheduler.planned import ScheduledStep
 from quire.speculate.adapt import (
     FIRST_AGREEMENT,
     FIRST_RESCUE,
@@ -215,7 +215,7 @@ class Speculation:
         if others and num_right < main:
             estimate.rescue = rescue_after(estimate.rescue, len(others), len(accepted) > num_right)
 
-    def committed(self, planned: Planned, seconds: float) -> None:
+    def committed(self, planned: ScheduledStep, seconds: float) -> None:
         """A step is over: what it cost, and whether guesses that nobody drafted came true."""
         step = planned.step
         if step.total_tokens == len(step.sample_rows):

@@ -9,12 +9,12 @@ import numpy as np
 from quire.core.draft import TokenTree, depths
 from quire.core.errors import InvalidRequest, QuireError
 from quire.core.request import Phase, Request, Sequence
-from quire.engine.arrival import Limits
+from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler, Grammar
 from quire.grammar.errors import GrammarError
 from quire.grammar.matcher import Matcher
 from quire.sampling.records import TokenMask
-from quire.scheduler.planned import Planned
+from quire.scheduler.planned import ScheduledStep
 from quire.speculate.tree import branches, merged
 
 
@@ -130,7 +130,7 @@ class StructuredOutputs:
         kept = [draft[: matcher.accepted(draft)] for draft in branches(drafted)]
         return merged(draft for draft in kept if draft)
 
-    def mask(self, planned: Planned) -> tuple[TokenMask, list[tuple[Sequence, GrammarError]]]:
+    def mask(self, planned: ScheduledStep) -> tuple[TokenMask, list[tuple[Sequence, GrammarError]]]:
         """What the masked samples of a step may be, all earlier steps being committed; and whom that fails.
 
         Those that ended meanwhile have no mask: their tokens are discarded.

@@ -3,7 +3,7 @@
 from functools import partial
 
 from quire.core.config import ModelOptions
-from quire.engine.arrival import Limits
+from quire.engine.validation import Limits
 from quire.grammar.errors import GrammarError
 from quire.grammar.vocabulary import Vocabulary
 from quire.text.load import choose_tokenizer

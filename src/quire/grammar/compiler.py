@@ -10,9 +10,9 @@ from typing import Any
 from quire.core.errors import QueueFull
 from quire.core.structured import StructuredOutput
 from quire.grammar.errors import GrammarError
-from quire.grammar.library import compile_matcher, make_tokenizer
+from quire.grammar.llguidance_backend import compile_matcher, make_tokenizer
 from quire.grammar.matcher import Matcher
-from quire.grammar.trial import Trial
+from quire.grammar.sandbox import GrammarSandbox
 from quire.grammar.vocabulary import Vocabulary
 
 MAX_CACHED = 64  # grammars, refused ones included
@@ -50,7 +50,7 @@ class Compiler:
         self._prepared: tuple[Vocabulary, Any] | None = None  # and the library's view of it
         self._preparing = threading.Lock()
         self._local = threading.local()  # each worker has a trial process of its own
-        self._trials: list[Trial] = []
+        self._trials: list[GrammarSandbox] = []
         self._closed = False
 
     def submit(self, structured: StructuredOutput) -> "Future[Grammar]":
@@ -101,10 +101,10 @@ class Compiler:
                 self._prepared = (vocabulary, make_tokenizer(vocabulary))
             return self._prepared
 
-    def _trial(self, vocabulary: Vocabulary) -> Trial:
-        trial: Trial | None = getattr(self._local, "trial", None)
+    def _trial(self, vocabulary: Vocabulary) -> GrammarSandbox:
+        trial: GrammarSandbox | None = getattr(self._local, "trial", None)
         if trial is None:
-            trial = self._local.trial = Trial(vocabulary, self._seconds)
+            trial = self._local.trial = GrammarSandbox(vocabulary, self._seconds)
             self._trials.append(trial)
         return trial
 

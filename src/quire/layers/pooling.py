@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.errors import ModelError
-from quire.layers.texts import Texts
+from quire.layers.encoder_batch import EncoderBatch
 
 KINDS = ("mean", "cls", "last", "max")
 
@@ -19,7 +19,7 @@ class Pooling:
         self.kind = kind
         self.normalize = normalize
 
-    def __call__(self, hidden: Tensor, texts: Texts) -> Tensor:
+    def __call__(self, hidden: Tensor, texts: EncoderBatch) -> Tensor:
         """hidden [T, width] -> vectors [R, width] float32, of length one if asked for."""
         hidden = hidden.float()
         if self.kind == "cls":

@@ -16,11 +16,11 @@ from quire.link.engine_process import EngineProcess
 from quire.link.messages import (
     Add,
     AnyReady,
-    AskFigures,
     CheckIntegrity,
     Done,
     Figures,
     FromEngine,
+    GetStats,
     LoadAdapter,
     Ready,
     Refused,
@@ -37,7 +37,7 @@ from quire.link.stream import Stream
 from quire.link.supervise import STEP_SECONDS
 
 CALL_SECONDS = 60.0
-Call = ResetPrefixCache | CheckIntegrity | AskFigures | LoadAdapter | UnloadAdapter
+Call = ResetPrefixCache | CheckIntegrity | GetStats | LoadAdapter | UnloadAdapter
 
 
 class EngineClient(EngineProcess[SequenceUpdate]):
@@ -110,7 +110,7 @@ class EngineClient(EngineProcess[SequenceUpdate]):
         return (await self._call(CheckIntegrity)).error
 
     async def fresh_figures(self) -> Figures:
-        return (await self._call(AskFigures)).figures
+        return (await self._call(GetStats)).figures
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Returns when requests can name it. Raises InvalidRequest with the reason if it cannot be served."""

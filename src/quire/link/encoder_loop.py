@@ -9,11 +9,11 @@ from quire.link.channel import WorkerChannel
 from quire.link.loop import IDLE_MILLISECONDS, Leaving
 from quire.link.messages import (
     Abort,
-    AskFigures,
     Done,
     Embed,
     Encoded,
     Figures,
+    GetStats,
     Refused,
     Shutdown,
     ToEngine,
@@ -70,7 +70,7 @@ class EncoderLoop:
             case Abort(request_ids):
                 for request_id in request_ids:
                     self._engine.abort(request_id)
-            case AskFigures(call_id):
+            case GetStats(call_id):
                 self._channel.send(Done(call_id, self.figures()))
 
     def _add(self, message: Embed) -> None:

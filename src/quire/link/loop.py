@@ -15,11 +15,11 @@ from quire.link.messages import (
     Abort,
     AdapterFigures,
     Add,
-    AskFigures,
     Began,
     CheckIntegrity,
     Done,
     Figures,
+    GetStats,
     LoadAdapter,
     Refused,
     ResetPrefixCache,
@@ -32,7 +32,7 @@ from quire.link.messages import (
     pack_updates,
     unpack_ints,
 )
-from quire.memory.second_home import HomeStats
+from quire.memory.offload_cache import OffloadStats
 from quire.observe.logs import get_logger
 
 log = get_logger(__name__)
@@ -123,7 +123,7 @@ class EngineLoop:
                 self._adapter_calls.unload(call_id, name)
             case RestoreAdapter(name, path):
                 self._adapter_calls.restore(name, path)
-            case AskFigures(call_id):
+            case GetStats(call_id):
                 self._answer(call_id)
 
     def _add(self, message: Add) -> None:
@@ -187,7 +187,7 @@ class EngineLoop:
         engine = self._engine
         scheduler, memory, stats = engine.scheduler, engine.memory, engine.stats
         drafted, home = engine.draft_stats, memory.home
-        kept = HomeStats() if home is None else home.stats
+        kept = OffloadStats() if home is None else home.stats
         return Figures(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + engine.num_compiling,

@@ -59,7 +59,7 @@ class CheckIntegrity(_Message, frozen=True):
     call_id: int
 
 
-class AskFigures(_Message, frozen=True):
+class GetStats(_Message, frozen=True):
     call_id: int
 
 
@@ -96,7 +96,7 @@ ToEngine = (
     | Stop
     | ResetPrefixCache
     | CheckIntegrity
-    | AskFigures
+    | GetStats
     | LoadAdapter
     | UnloadAdapter
     | RestoreAdapter

@@ -5,19 +5,19 @@ from typing import Protocol
 
 from quire.core.request import Request, Sequence
 from quire.memory.adapter_pages import AdapterPages
-from quire.memory.moves import PageMoves
+from quire.memory.offload_cache import OffloadCache
 from quire.memory.paged import MemoryStats, TableDelta
-from quire.memory.second_home import SecondHome
 from quire.memory.swap import SwapSpace
+from quire.memory.transfers import PendingTransfers
 
 
 class Memory(Protocol):
     """All-or-nothing: a call that cannot be granted changes nothing and says so."""
 
     stats: MemoryStats
-    moves: PageMoves  # that the next step must carry
+    moves: PendingTransfers  # that the next step must carry
     swap: SwapSpace
-    home: SecondHome | None  # of what is evicted
+    home: OffloadCache | None  # of what is evicted
     adapter_pages: AdapterPages
     block_size: int
 

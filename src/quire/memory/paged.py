@@ -7,10 +7,10 @@ from quire.core.ints import ints
 from quire.core.request import Request, Sequence
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockPool
-from quire.memory.moves import PageMoves
+from quire.memory.offload_cache import OffloadCache
 from quire.memory.prefix import PrefixIndex
-from quire.memory.second_home import SecondHome
 from quire.memory.swap import SwapSpace
+from quire.memory.transfers import PendingTransfers
 
 
 @dataclass(slots=True)
@@ -70,9 +70,9 @@ class PagedMemory:
         self.index = PrefixIndex(num_blocks, fingerprint)
         self.adapter_pages = AdapterPages(self.pool, self._take)
         self.stats = MemoryStats()
-        self.moves = PageMoves()  # that the next step must carry
+        self.moves = PendingTransfers()  # that the next step must carry
         self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.moves, self._take)
-        self.home: SecondHome | None = None  # None: what is evicted is gone
+        self.home: OffloadCache | None = None  # None: what is evicted is gone
         self._held: list[Sequence] = []  # prefixes that are never given up
         self._enable_prefix_caching = enable_prefix_caching and share
         self._share = share

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from quire.core.request import Request, Sequence
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockPool
-from quire.memory.moves import PageMoves
+from quire.memory.offload_cache import OffloadCache
 from quire.memory.paged import MemoryStats, TableDelta
 from quire.memory.prefix import PrefixIndex
 from quire.memory.runs import Run, RunPool
-from quire.memory.second_home import SecondHome
 from quire.memory.swap import SwapSpace
+from quire.memory.transfers import PendingTransfers
 
 Length = Callable[[Request, int], int]  # (request, max_model_len) → positions of one sequence
 
@@ -64,10 +64,10 @@ class ReservedMemory:
     def __init__(self, num_blocks: int, reservation: str, max_model_len: int) -> None:
         self.pool = RunPool(num_blocks)
         self.stats = MemoryStats()
-        self.moves = PageMoves()  # none, ever: nobody is preempted
+        self.moves = PendingTransfers()  # none, ever: nobody is preempted
         nothing = BlockPool(0)
         self.swap = SwapSpace(0, 1, nothing, PrefixIndex(0, ""), self.moves, nothing.take)
-        self.home: SecondHome | None = None
+        self.home: OffloadCache | None = None
         self.adapter_pages = AdapterPages(BlockPool(0), BlockPool(0).take)  # none: adapters need pages
         self.reservation = reservation
         self._length = LENGTHS[reservation]

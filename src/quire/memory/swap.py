@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from quire.core.request import Sequence
 from quire.memory.blocks import BlockPool
-from quire.memory.moves import PageMoves
 from quire.memory.prefix import PrefixIndex
+from quire.memory.transfers import PendingTransfers
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class SwapSpace:
         block_size: int,
         pool: BlockPool,
         index: PrefixIndex,
-        moves: PageMoves,
+        moves: PendingTransfers,
         take: Callable[[], int] | None = None,
     ) -> None:
         """`take` gives a free block of the pool, whatever else must be done for it."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.activation import KNOWN
+from quire.layers.encoder_batch import EncoderBatch
 from quire.layers.factory import LayerFactory
 from quire.layers.loader import Loader
 from quire.layers.state import Stateful, collect, distribute
-from quire.layers.texts import Texts
 from quire.models.hyperparameters import checkpoint_dtype, head_size, positive
 from quire.models.model import Encoder
 
@@ -181,7 +181,7 @@ class Bert:
         self.norm = factory.layer_norm(hidden, eps)
         self.blocks = [BertLayer(config, activation, eps, factory) for _ in range(config.num_layers)]
 
-    def __call__(self, texts: Texts) -> Tensor:
+    def __call__(self, texts: EncoderBatch) -> Tensor:
         hidden = self.tokens(texts.token_ids) + self.positions(texts.positions)
         if self.types is not None:  # a text alone is of type 0 throughout
             hidden += self.types.table[0].to(hidden.dtype)

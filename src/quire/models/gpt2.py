@@ -6,7 +6,7 @@ from typing import Any
 from quire.core.config import ModelConfig
 from quire.layers.factory import LayerFactory
 from quire.layers.loader import Loader
-from quire.models.classic import Classic, ClassicDecoder
+from quire.models.gpt_decoder import GptConfig, GptDecoder
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import Model
 
@@ -36,18 +36,18 @@ def build(config: ModelConfig, factory: LayerFactory) -> Model:
     return Gpt2(config, factory)
 
 
-def _kind(config: ModelConfig) -> Classic:
+def _kind(config: ModelConfig) -> GptConfig:
     hf = config.hf
     scale = config.head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0
     by_layer = bool(hf.get("scale_attn_by_inverse_layer_idx", False))
-    return Classic(
+    return GptConfig(
         activation=hf.get("activation_function", "gelu_new"),
         eps=float(hf.get("layer_norm_epsilon", 1e-5)),
         scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(config.num_layers)),
     )
 
 
-class Gpt2(ClassicDecoder):
+class Gpt2(GptDecoder):
     """The classic decoder under GPT-2's names."""
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:

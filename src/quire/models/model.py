@@ -7,11 +7,11 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.layers.batch import Batch
+from quire.layers.encoder_batch import EncoderBatch
 from quire.layers.loader import Loader
 from quire.layers.lora import LoraBatch
 from quire.layers.pool import Pool
 from quire.layers.state import Stateful
-from quire.layers.texts import Texts
 
 
 class Layer(Protocol):
@@ -56,7 +56,7 @@ class Loadable(Protocol):
 class Encoder(Loadable, Protocol):
     """Turns whole texts into hidden states, in one step and without memory."""
 
-    def __call__(self, texts: Texts) -> Tensor:
+    def __call__(self, texts: EncoderBatch) -> Tensor:
         """Hidden states of all tokens after the last layer: [T, width]."""
         ...
 

@@ -6,7 +6,7 @@ from typing import Any
 from quire.core.config import ModelConfig
 from quire.layers.factory import LayerFactory
 from quire.layers.loader import Loader
-from quire.models.classic import Classic, ClassicDecoder
+from quire.models.gpt_decoder import GptConfig, GptDecoder
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import Model
 
@@ -38,10 +38,10 @@ def build(config: ModelConfig, factory: LayerFactory) -> Model:
     return Opt(config, factory)
 
 
-def _kind(config: ModelConfig) -> Classic:
+def _kind(config: ModelConfig) -> GptConfig:
     hf = config.hf
     norm_first = bool(hf.get("do_layer_norm_before", True))
-    return Classic(
+    return GptConfig(
         activation=hf.get("activation_function", "relu"),
         eps=1e-5,
         scales=(config.head_dim**-0.5,) * config.num_layers,
@@ -54,7 +54,7 @@ def _kind(config: ModelConfig) -> Classic:
     )
 
 
-class Opt(ClassicDecoder):
+class Opt(GptDecoder):
     """The classic decoder under OPT's names."""
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Backlog:
+class PendingWork:
     """Work that is never lost: whoever raises is done again before anything that was added later."""
 
     def __init__(self) -> None:

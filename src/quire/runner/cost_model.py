@@ -8,7 +8,7 @@
     but at least what the blocks that are swapped take over the host's link, beside the pass
 
 `read` and `compute` are ideal times at the data sheet's rates; each term's factor over the ideal is fitted to measured
-steps (see quire.bench.fit). Everything is counted per rank: weights, KV, products and attention are split evenly.
+steps (see quire_lab.fit). Everything is counted per rank: weights, KV, products and attention are split evenly.
 """
 
 from dataclasses import asdict, dataclass, fields

@@ -82,14 +82,14 @@ class DeviceInputs:
 
     def apply(self, step: Step) -> None:
         """Starts rows, writes told tokens, drafts and table entries. Nothing waits."""
-        if not step.starts and not step.told_rows and not step.table_rows and not step.drafts:
+        if not step.starts and not step.forced_rows and not step.table_rows and not step.drafts:
             return
         deltas = (step.table_rows, step.table_indices, step.table_blocks)
         entries = [
             np.append(started, np.asarray(delta, np.int32))
             for started, delta in zip(_started(step.starts, "block_ids"), deltas, strict=True)
         ]
-        told = (step.told_rows, step.told_positions, step.told_tokens)
+        told = (step.forced_rows, step.forced_positions, step.forced_tokens)
         tokens = zip(_started(step.starts, "token_ids"), told, _drafted(step), strict=True)
         sections = Sections([*(np.concatenate(parts).astype(np.int32) for parts in tokens), *entries])
         parts = sections.split(send(sections.packed, self.device))

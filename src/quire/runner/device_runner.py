@@ -23,7 +23,7 @@ from quire.layers.lora import MANY_FROM, LoraBatch
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.adapters import AdapterSlots
-from quire.runner.backlog import Backlog
+from quire.runner.backlog import PendingWork
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, Staged
 from quire.runner.fake_steps import PROMPT, fake_steps
 from quire.runner.graphs import Graphs
@@ -32,7 +32,7 @@ from quire.runner.proposals import Proposals, choose_tokens
 from quire.runner.rows import RowSettings
 from quire.runner.runner import RunnerLimits
 from quire.runner.scored import ScoredRow
-from quire.runner.swap import PageMover
+from quire.runner.transfer import TransferEngine
 from quire.runner.trees import verified_trees
 from quire.runner.verify_inputs import VerifyInputs
 from quire.sampling.beams import candidate_records, on_host
@@ -101,7 +101,7 @@ class DeviceRunner:
         self._sampler = Sampler(self._device)
         self._pages = choose("pages", self._device)
         self._trees = choose("trees", self._device)
-        self.mover: PageMover | None = None  # None: nothing leaves the pool
+        self.mover: TransferEngine | None = None  # None: nothing leaves the pool
         self._graphs: Graphs | None = None
         if self._device.type == "cuda" and limits.record_decodes:
             self._graphs = Graphs(
@@ -113,7 +113,7 @@ class DeviceRunner:
                 limits.max_num_batched_tokens,
                 adapters,
             )
-        self._before_pass = Backlog()
+        self._before_pass = PendingWork()
         self._launched: deque[_Launched] = deque()
         self._last_arrival = 0.0
 
@@ -226,7 +226,7 @@ class DeviceRunner:
     def _add_to_backlog(self, step: Step) -> None:
         """Each piece may be done again where it came halfway only."""
         add = self._before_pass.add
-        if step.starts or step.told_rows or step.table_rows or step.drafts:
+        if step.starts or step.forced_rows or step.table_rows or step.drafts:
             add(lambda: self._change_rows(step))
         if (mover := self.mover) is not None:
             add(lambda: mover.move(step))

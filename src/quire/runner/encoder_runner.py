@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy
 import torch
 
+from quire.layers.encoder_batch import assemble_encoder_batch
 from quire.layers.pooling import Pooling
-from quire.layers.texts import assemble_texts
 from quire.models.model import Encoder
 
 
@@ -32,6 +32,6 @@ class EncoderRunner:
     def run(self, sequences: Sequence[Sequence[int]]) -> Vectors:
         """One vector for each sequence, none of which may be empty."""
         started = time.perf_counter()
-        texts = assemble_texts(sequences, self._device)
+        texts = assemble_encoder_batch(sequences, self._device)
         values = self._pooling(self._encoder(texts), texts).cpu().numpy()
         return Vectors(values, time.perf_counter() - started)

@@ -42,8 +42,8 @@ class Rows:
         """Starts rows, writes told tokens, drafts and table entries, in this order."""
         for start in step.starts:
             self._start(start)
-        if step.told_rows:
-            self.tokens[np.asarray(step.told_rows), np.asarray(step.told_positions)] = step.told_tokens
+        if step.forced_rows:
+            self.tokens[np.asarray(step.forced_rows), np.asarray(step.forced_positions)] = step.forced_tokens
         for draft in step.drafts:
             self.tokens[draft.row, draft.position : draft.position + len(draft.token_ids)] = draft.token_ids
         if step.table_rows:

@@ -24,7 +24,7 @@ from quire.runner.proposals import Proposals, choose_tokens
 from quire.runner.recorded import RecordedDecodes
 from quire.runner.rows import Rows
 from quire.runner.scored import ScoredRow
-from quire.runner.swap import PageMover
+from quire.runner.transfer import TransferEngine
 from quire.runner.trees import verified_trees
 from quire.sampling.beams import candidate_records
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
@@ -71,7 +71,7 @@ class Runner:
         self._pages = choose("pages", device)
         self._trees = choose("trees", device)
         self._recorded = RecordedDecodes(model, pool) if limits.record_decodes else None
-        self.mover: PageMover | None = None  # None: nothing leaves the pool
+        self.mover: TransferEngine | None = None  # None: nothing leaves the pool
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
         self._launched: deque[Future[StepResult]] = deque()
         self._masks: SimpleQueue[TokenMask | None] = SimpleQueue()  # of launched steps that wait for one

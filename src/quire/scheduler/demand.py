@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from quire.core.request import Sequence
 from quire.memory.interface import Memory
-from quire.scheduler.group import Group
+from quire.scheduler.group import SequenceGroup
 
 
-def blocks_to_resume(memory: Memory, group: Group) -> int:
+def blocks_to_resume(memory: Memory, group: SequenceGroup) -> int:
     """Blocks that hold all the group knows: followers share the prompt's full ones with their leader."""
     leader, *others = group.live
     shared = group.request.num_prompt_tokens // memory.block_size
@@ -15,7 +15,7 @@ def blocks_to_resume(memory: Memory, group: Group) -> int:
     return memory.blocks_for(len(leader.token_ids)) + own
 
 
-def blocks_promised(memory: Memory, running: Iterable[Sequence], forking: Iterable[Group]) -> int:
+def blocks_promised(memory: Memory, running: Iterable[Sequence], forking: Iterable[SequenceGroup]) -> int:
     """Blocks that these will still take: sequences for what they know, groups for followers that are to come."""
     blocks_for = memory.blocks_for
     promised = sum(max(0, blocks_for(s.target) - len(s.block_ids)) for s in running)

@@ -1,10 +1,10 @@
-"""EndedRows: sequences that have ended and keep their rows, as static batching has it."""
+"""FinishedRows: sequences that have ended and keep their rows, as static batching has it."""
 
 from quire.core.request import Sequence
-from quire.scheduler.plan import Plan
+from quire.scheduler.plan import StepPlan
 
 
-class EndedRows:
+class FinishedRows:
     """They hold row and memory until their batch is over, and compute as long as the others do.
 
     Each computes its last position again: the same weights, the same attention, the same memory as a decode, with
@@ -28,7 +28,7 @@ class EndedRows:
         self.sequences = [s for s in self.sequences if request_id not in (None, s.request.request_id)]
         return taken
 
-    def compute(self, plan: Plan, budget: int) -> None:
+    def compute(self, plan: StepPlan, budget: int) -> None:
         """Adds them to a plan that has so many tokens left: those that live come first."""
         for sequence in self.sequences[: max(0, budget)]:
             sequence.num_computed -= 1  # the plan's step brings it back

@@ -7,7 +7,7 @@ from quire.core.request import Phase, Request, Sequence
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class SequenceGroup:
     """`sequences` starts with one; the others are forked from it when its prompt is computed.
 
     After a preemption the same happens again: the first living sequence leads, and its followers share the

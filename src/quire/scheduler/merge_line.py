@@ -1,21 +1,23 @@
-"""MergeLine: one adapter at a time, merged into the model. What running any mix together is measured against."""
+"""MergedAdapterAdmission: one adapter at a time, merged into the model: the baseline of batched adapters."""
 
 from quire.core.errors import AdapterError
-from quire.scheduler.adapter_line import AdapterLine, Readiness
-from quire.scheduler.group import Group
+from quire.scheduler.adapter_admission import AdapterAdmission, Readiness
+from quire.scheduler.group import SequenceGroup
 
 MERGE_TURN = 64  # requests that may begin with one adapter before those of another have their turn
 
 
-class MergeLine(AdapterLine):
+class MergedAdapterAdmission(AdapterAdmission):
     """Requests of the merged adapter run together, the others wait until they have ended. Takes no pages."""
 
     governs_all = True
     _merged: str | None = None
     _num_begun = 0
 
-    def prepare(self, group: Group, reserved: int, alone: bool = False, early: bool = False) -> Readiness:
-        """As AdapterLine's, for requests without an adapter too: they need the model unmerged."""
+    def prepare(
+        self, group: SequenceGroup, reserved: int, alone: bool = False, early: bool = False
+    ) -> Readiness:
+        """As AdapterAdmission's, for requests without an adapter too: they need the model unmerged."""
         key = group.request.adapter
         if early:
             return Readiness.NO_ROOM

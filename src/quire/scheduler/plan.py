@@ -3,12 +3,12 @@
 from quire.core.draft import Draft, TokenTree
 from quire.core.ints import ints
 from quire.core.request import Sequence
-from quire.core.step import BeamSet, HostMoves, RowStart, Step
+from quire.core.step import BeamSet, HostTransfers, RowStart, Step
 from quire.memory.paged import TableDelta
-from quire.scheduler.adapter_line import AdapterLine
+from quire.scheduler.adapter_admission import AdapterAdmission
 
 
-class Plan:
+class StepPlan:
     """Entries in arrival order, so that a group that loses its blocks half-way is cut off the end."""
 
     def __init__(self, step_id: int) -> None:
@@ -67,14 +67,14 @@ class Plan:
             del self.drafts[index]
         return freed
 
-    def tell_beams(self) -> None:
+    def force_beam_tokens(self) -> None:
         """The runner hears which token each beam was given since its last step; of a new branch, all."""
         started = set(map(id, self.starts))
         for sequence in self.sequences:
             if sequence.is_beam and sequence.num_outputs and id(sequence) not in started:
                 (self.told if sequence.has_started else self.starts).append(sequence)
 
-    def step(self, moves: HostMoves | None = None, adapters: AdapterLine | None = None) -> Step:
+    def step(self, moves: HostTransfers | None = None, adapters: AdapterAdmission | None = None) -> Step:
         """Freezes the plan. Sequences' counters still say what was computed before this step."""
         delta = self.delta
         for sequence in self.starts:
@@ -92,9 +92,9 @@ class Plan:
             copy_targets=ints(delta.copy_targets),
             sample_sources=ints(self.sources),
             sample_rows=ints([s.row for s in self.receivers]),
-            told_rows=ints([s.row for s in self.told]),
-            told_positions=ints([len(s.token_ids) - 1 for s in self.told]),
-            told_tokens=ints([s.token_ids[-1] for s in self.told]),
+            forced_rows=ints([s.row for s in self.told]),
+            forced_positions=ints([len(s.token_ids) - 1 for s in self.told]),
+            forced_tokens=ints([s.token_ids[-1] for s in self.told]),
             masked=ints(
                 [i for i, s in enumerate(self.receivers) if s.request.sampling.structured is not None]
             ),

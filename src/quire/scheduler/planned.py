@@ -16,7 +16,7 @@ class SchedulerStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class ScheduledStep:
     """A step, and who is in it: what commit needs once the result is there."""
 
     step: Step

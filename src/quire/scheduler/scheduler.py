@@ -9,15 +9,15 @@ from quire.core.draft import TokenTree
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
-from quire.scheduler.adapter_line import LOOK_AHEAD, AdapterLine, Readiness
+from quire.scheduler.adapter_admission import LOOK_AHEAD, AdapterAdmission, Readiness
 from quire.scheduler.batching.policy import choose_batching
 from quire.scheduler.demand import blocks_promised, blocks_to_resume
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
-from quire.scheduler.ended import EndedRows
-from quire.scheduler.group import Group
+from quire.scheduler.ended import FinishedRows
+from quire.scheduler.group import SequenceGroup
 from quire.scheduler.order.policy import make_queue
-from quire.scheduler.plan import Plan
-from quire.scheduler.planned import Planned, SchedulerStats
+from quire.scheduler.plan import StepPlan
+from quire.scheduler.planned import ScheduledStep, SchedulerStats
 from quire.scheduler.preemption import Preemption
 
 
@@ -37,7 +37,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         preemption: Preemption | None = None,
         clock: Clock = time.monotonic,
-        adapters: AdapterLine | None = None,
+        adapters: AdapterAdmission | None = None,
     ) -> None:
         max_num_seqs, self._max_num_batched_tokens = config.limits
         self._max_prompt_chunk = config.max_prompt_chunk or self._max_num_batched_tokens
@@ -50,11 +50,13 @@ class Scheduler:
         self._preempted: set[str] = set()  # requests that were, and have not finished
         self.waiting = make_queue(config, by_adapter=adapters is not None)
         self.running: list[Sequence] = []  # in the schedule's order
-        self.ended = EndedRows()  # rows that a static batch keeps until its last sequence ends
-        self.watchers: list[Callable[[Planned], None]] = []  # told of every step as it is planned
+        self.ended = FinishedRows()  # rows that a static batch keeps until its last sequence ends
+        self.watchers: list[Callable[[ScheduledStep], None]] = []  # told of every step as it is planned
         self.stats = SchedulerStats()
-        self._groups: dict[str, Group] = {}
-        self._forking: dict[str, Group] = {}  # running groups whose forks or followers are still to come
+        self._groups: dict[str, SequenceGroup] = {}
+        self._forking: dict[
+            str, SequenceGroup
+        ] = {}  # running groups whose forks or followers are still to come
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
         self._next_step_id = 0
@@ -63,7 +65,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues the request or raises QueueFull."""
-        group = Group(request, self._num_arrivals)
+        group = SequenceGroup(request, self._num_arrivals)
         self.waiting.add(group)
         self._num_arrivals += 1
         self._groups[request.request_id] = group
@@ -118,7 +120,7 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
 
-    def _forget(self, group: Group) -> None:
+    def _forget(self, group: SequenceGroup) -> None:
         if group.queued:
             self.waiting.remove(group)
         self._groups.pop(group.request.request_id, None)
@@ -140,11 +142,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ one step
 
-    def schedule(self) -> Planned | None:
+    def schedule(self) -> ScheduledStep | None:
         """Decides the next step, or None when nothing can advance before a result is committed."""
         if self._drafter is not None and waits_for_drafts(self._drafter, self.running):
             return None
-        plan = Plan(self._next_step_id)
+        plan = StepPlan(self._next_step_id)
         budget, preempted = self._advance_running(plan, self._max_num_batched_tokens)
         if not preempted:
             self._admit(plan, budget)
@@ -153,7 +155,7 @@ class Scheduler:
         if not plan.sequences:
             return None
         self._fork_finished_prompts(plan)
-        plan.tell_beams()
+        plan.force_beam_tokens()
         self.waiting.charge(plan.receivers)
         if self.ended:
             self.ended.compute(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
@@ -164,12 +166,12 @@ class Scheduler:
             sequence.num_pending += not sequence.is_beam
         self._next_step_id += 1
         self.stats.num_steps += 1
-        planned = Planned(step, plan.sequences, plan.receivers)
+        planned = ScheduledStep(step, plan.sequences, plan.receivers)
         for watch in self.watchers:
             watch(planned)
         return planned
 
-    def _advance_running(self, plan: Plan, budget: int) -> tuple[int, bool]:
+    def _advance_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Returns the tokens left and whether anyone was preempted. Decodes are never crowded out by chunks."""
         running, memory = self.running, self.memory
         decodes_left: int | None = None  # counted only if a prompt competes with them
@@ -209,7 +211,7 @@ class Scheduler:
             budget -= distance
         return budget, preempted
 
-    def _preempt(self, victim: Sequence, plan: Plan) -> int:
+    def _preempt(self, victim: Sequence, plan: StepPlan) -> int:
         """Sends the victim's whole group back to the queue; returns the tokens that this frees in the plan."""
         group = self._groups[victim.request.request_id]
         first = next((s for s in group.live if s in plan.sequences), group.live[0])
@@ -230,7 +232,7 @@ class Scheduler:
             return False  # memory that is reserved has nobody to preempt
         return self.preemption.swaps(running, memory) and memory.swap.out(running, origins)
 
-    def _send_back(self, group: Group, keep: bool = False) -> None:
+    def _send_back(self, group: SequenceGroup, keep: bool = False) -> None:
         """Back to the queue. With `keep` what was computed waits in host memory."""
         for sequence in group.live:
             self._leave_row(sequence)
@@ -242,7 +244,7 @@ class Scheduler:
         self.waiting.put_back(group)
         self._end_batch_if_over()
 
-    def shed(self, planned: Planned) -> list[Sequence]:
+    def shed(self, planned: ScheduledStep) -> list[Sequence]:
         """Takes back a step that did not fit: its newest request ends, the others compute again.
 
         From then on steps are half as large. Returns the sequences that ended.
@@ -263,8 +265,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------ admission
 
-    def _admit(self, plan: Plan, budget: int) -> None:
-        parked: list[Group] = []  # whose adapter is on its way: others may go first
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        parked: list[SequenceGroup] = []  # whose adapter is on its way: others may go first
         promised = None  # blocks that running prompts will still take; counted only if someone waits
         room = self.batching.room(self.waiting, idle=not self.running and not self.ended)
         while budget > 0 and room > 0:
@@ -316,7 +318,7 @@ class Scheduler:
     def _has_room(self, needed: int, promised: int) -> bool:
         return needed + promised + self._num_spare() <= self.memory.num_free
 
-    def _swap_in_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
+    def _swap_in_group(self, group: SequenceGroup, plan: StepPlan, budget: int, promised: int) -> int | None:
         """Brings back all of the group or nothing. It advances in the next step: its blocks travel during this one."""
         swapped = [s for s in group.live if s.host_block_ids]
         num_away = len({host for s in swapped for host in s.host_block_ids})
@@ -336,7 +338,7 @@ class Scheduler:
             self._forking[group.request.request_id] = group
         return 0
 
-    def _admit_group(self, group: Group, plan: Plan, budget: int, promised: int) -> int | None:
+    def _admit_group(self, group: SequenceGroup, plan: StepPlan, budget: int, promised: int) -> int | None:
         """Admits all of the group or nothing; returns the tokens that its leader computes now."""
         leader = group.live[0]
         num_found = self.memory.match(leader)
@@ -364,7 +366,7 @@ class Scheduler:
             self._forking[group.request.request_id] = group
         return distance
 
-    def _fits(self, group: Group, promised: int) -> bool:
+    def _fits(self, group: SequenceGroup, promised: int) -> bool:
         """Whether there is memory for the group, beside what is promised. What is reserved is taken here."""
         leader = group.live[0]
         if self.memory.reserves:
@@ -373,7 +375,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ rows, samples, forks
 
-    def _enter_row(self, sequence: Sequence, plan: Plan) -> None:
+    def _enter_row(self, sequence: Sequence, plan: StepPlan) -> None:
         sequence.row = self._take_row(sequence)
         plan.starts.append(sequence)
         running = self.running
@@ -454,7 +456,7 @@ class Scheduler:
         self._replace(group, beams)
         return beams
 
-    def _replace(self, group: Group, beams: list[Sequence]) -> None:
+    def _replace(self, group: SequenceGroup, beams: list[Sequence]) -> None:
         """Rows run in the beams' order, so that ties between candidates go to the better beam."""
         running = self.running
         group.sequences[:] = beams
@@ -466,7 +468,7 @@ class Scheduler:
             )
             running[first:end] = [beam for beam in beams if beam.row >= 0]
 
-    def _fork_finished_prompts(self, plan: Plan) -> None:
+    def _fork_finished_prompts(self, plan: StepPlan) -> None:
         """Where this step completes a prompt, the request's other sequences begin from its blocks."""
         for group in list(self._forking.values()):
             leader, request = group.live[0], group.request
@@ -488,7 +490,7 @@ class Scheduler:
                 self._enter_row(child, plan)
                 plan.sample(source, child)
 
-    def _follow(self, leader: Sequence, followers: list[Sequence], plan: Plan) -> None:
+    def _follow(self, leader: Sequence, followers: list[Sequence], plan: StepPlan) -> None:
         """They begin from the prompt's full blocks, which their leader has computed."""
         full = leader.request.num_prompt_tokens // self.memory.block_size * self.memory.block_size
         for follower in followers:

@@ -21,7 +21,7 @@ from quire.server.errors import ApiError, ClientGone, as_api_error, from_validat
 from quire.server.health import health_router
 from quire.server.keys import Keys
 from quire.server.messages.router import messages_router
-from quire.server.middleware import Doorman
+from quire.server.middleware import RequestMiddleware
 from quire.server.models import models_router
 from quire.server.rates import RATE_HEADERS, Rates
 from quire.server.responses.router import responses_router
@@ -55,7 +55,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(QuireError, _on_error)
     app.add_exception_handler(ClientGone, _on_gone)
     app.add_middleware(
-        Doorman,
+        RequestMiddleware,
         keys=Keys(settings.api_keys, settings.max_concurrent_per_key),
         admin=Keys([settings.admin_key] if settings.admin_key else []),
         rates=Rates(settings.max_requests_per_minute_per_key, settings.max_tokens_per_minute_per_key),

@@ -7,11 +7,11 @@ from starlette.responses import Response
 
 from quire.core.sampling import SamplingParams
 from quire.llm.prompts import PreparedPrompt
+from quire.server.answer_parsers import AnswerParsers
 from quire.server.chat_reply import ChatReply
 from quire.server.documents import ERRORS, answers
 from quire.server.errors import ApiError
 from quire.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
-from quire.server.reading import Reading
 from quire.server.reply import DONE, Events, JsonReply, event, streamed
 from quire.server.sampling import chat_sampling
 from quire.server.service import ServedModel, Service
@@ -77,16 +77,18 @@ async def chat_prompt(
     )
 
 
-def _reading(plan: ToolPlan, formats: AnswerFormats, sampling: SamplingParams, prompt: str | None) -> Reading:
+def _reading(
+    plan: ToolPlan, formats: AnswerFormats, sampling: SamplingParams, prompt: str | None
+) -> AnswerParsers:
     """JSON that a grammar forms is all content, or all calls. Text of other forms has thoughts only if these allow it
     to say where they begin."""
     form = sampling.structured
     if form is None:
-        return Reading(formats.reasoning, prompt, plan.parser_maker(formats.tools), plan.max_calls)
+        return AnswerParsers(formats.reasoning, prompt, plan.parser_maker(formats.tools), plan.max_calls)
     if form.kind in ("json_schema", "json_object"):
-        return Reading(make_tool_parser=plan.parser_maker(None), max_calls=plan.max_calls)
+        return AnswerParsers(make_tool_parser=plan.parser_maker(None), max_calls=plan.max_calls)
     reasoning = "qwen3" if formats.reasoning else None
-    return Reading(reasoning, None, plan.parser_maker(formats.tools), plan.max_calls)
+    return AnswerParsers(reasoning, None, plan.parser_maker(formats.tools), plan.max_calls)
 
 
 async def _events(reply: ChatReply) -> Events:

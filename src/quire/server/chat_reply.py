@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from quire.server.answer_parsers import AnswerParsers, deltas, read_message
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.base import Usage
@@ -16,7 +17,6 @@ from quire.server.protocol.chat import (
     ChatDelta,
     ChatLogprobs,
 )
-from quire.server.reading import Reading, deltas, read_message
 from quire.server.reply import FINGERPRINT
 from quire.text.answer import AnswerSequence
 from quire.text.reader import AnswerReader
@@ -33,7 +33,7 @@ class ChatReply:
         model: str,
         generation: Generation,
         tokenizer: Tokenizer | None,
-        reading: Reading,
+        reading: AnswerParsers,
     ) -> None:
         self.response_id = response_id
         self.model = model

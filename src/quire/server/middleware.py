@@ -32,7 +32,7 @@ ADMIN_PATHS = frozenset(
 )
 
 
-class Doorman:
+class RequestMiddleware:
     """The outermost layer of ours: ids, keys, limits; the last that sees a fault; the log's writer."""
 
     def __init__(

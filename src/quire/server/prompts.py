@@ -9,7 +9,7 @@ from quire.core.errors import InvalidRequest
 from quire.link.messages import Ready
 from quire.llm.prompts import PreparedPrompt, as_list, prepare
 from quire.server.errors import ApiError
-from quire.server.sent_templates import Rendering, SentTemplates
+from quire.server.sent_templates import Rendering, RequestTemplates
 from quire.text.formats import choose_formats
 from quire.text.template import ChatTemplate, template_from
 from quire.text.tokenizer import Tokenizer, special_tokens
@@ -33,7 +33,7 @@ class PromptMaker:
         if described.tokenizer_json is not None:
             self.tokenizer = Tokenizer(described.tokenizer_json, described.tokenizer_config)
         self._special = special_tokens(described.template_config)
-        self._sent = SentTemplates()
+        self._sent = RequestTemplates()
         self._template: ChatTemplate | InvalidRequest
         try:
             self._template = template_from(described.template_config, ready.model, chat_template)

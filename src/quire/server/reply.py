@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from quire import __version__
 from quire.observe.logs import get_logger
 from quire.server.errors import ApiError, ClientGone, as_api_error
-from quire.server.line import Line
+from quire.server.sse import Line
 
 log = get_logger(__name__)
 DONE = b"data: [DONE]\n\n"

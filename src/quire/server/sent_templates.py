@@ -1,4 +1,4 @@
-"""SentTemplates: chat templates that came with requests, rendered where they can do no harm."""
+"""RequestTemplates: chat templates that came with requests, rendered where they can do no harm."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ class Rendering:
         return json.dumps({**job, "variables": self.variables or {}}).encode() + b"\n"
 
 
-class SentTemplates:
+class RequestTemplates:
     """A template that loops, swells or crashes costs its own request, with 400, and one worker process."""
 
     def __init__(self, seconds: float = SECONDS, max_characters: int = MAX_CHARACTERS) -> None:

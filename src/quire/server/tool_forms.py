@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.core.structured import StructuredOutput
-from quire.grammar.library import WHITESPACE
+from quire.grammar.llguidance_backend import WHITESPACE
 from quire.text.tools.hermes import CLOSE, OPEN
 
 Tools = Sequence[dict[str, Any]]

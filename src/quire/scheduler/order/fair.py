@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from quire.core.request import Request, Sequence
-from quire.scheduler.group import Group
+from quire.scheduler.group import SequenceGroup
 from quire.scheduler.queue import WaitingQueue
 
 PROMPT_WEIGHT = 1.0  # what a token costs in the account of its share
@@ -29,7 +29,7 @@ def tenant_and_adapter_of(request: Request) -> str:
 @dataclass(slots=True)
 class _Share:
     served: float = 0.0  # weighted tokens
-    waiting: list[tuple[int, Group]] = field(default_factory=list)  # a heap, first come, first served
+    waiting: list[tuple[int, SequenceGroup]] = field(default_factory=list)  # a heap, first come, first served
     listed: bool = False  # whether the line of shares names it
 
 
@@ -55,7 +55,7 @@ class FairQueue(WaitingQueue):
         self._shares: dict[str, _Share] = {}
         # a heap: (served when it was put there, arrival of its oldest, name); whoever is laid aside keeps its place
         self._line: list[tuple[float, int, str]] = []
-        self._returned: list[tuple[tuple[float, int], Group]] = []  # a heap, by rank
+        self._returned: list[tuple[tuple[float, int], SequenceGroup]] = []  # a heap, by rank
         self._last = _Share()  # whose request was the last to be admitted
         self._num_waiting = 0
 
@@ -68,12 +68,12 @@ class FairQueue(WaitingQueue):
         share = self._shares.get(name)
         return 0.0 if share is None else share.served
 
-    def put_back(self, group: Group) -> None:
+    def put_back(self, group: SequenceGroup) -> None:
         group.returns = True
         heapq.heappush(self._returned, (group.rank, group))
         self._enter(group)
 
-    def lay_aside(self) -> Group:
+    def lay_aside(self) -> SequenceGroup:
         """Nothing is served yet, so nothing is charged."""
         group = self.peek()
         if group is None:
@@ -85,7 +85,7 @@ class FairQueue(WaitingQueue):
         self._leave(group)
         return group
 
-    def take_up(self, group: Group) -> None:
+    def take_up(self, group: SequenceGroup) -> None:
         if group.returns:
             heapq.heappush(self._returned, (group.rank, group))
         else:
@@ -96,7 +96,7 @@ class FairQueue(WaitingQueue):
                 heapq.heappush(self._line, (share.served, group.order, self._share_of(group.request)))
         self._enter(group)
 
-    def peek(self) -> Group | None:
+    def peek(self) -> SequenceGroup | None:
         while self._returned and not self._returned[0][1].queued:
             heapq.heappop(self._returned)
         if self._returned:
@@ -115,7 +115,7 @@ class FairQueue(WaitingQueue):
                 return share.waiting[0][1]
         return None
 
-    def pop(self) -> Group:
+    def pop(self) -> SequenceGroup:
         group = self.peek()
         if group is None:
             raise IndexError("pop from an empty queue")
@@ -130,10 +130,10 @@ class FairQueue(WaitingQueue):
         self._leave(group)
         return group
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: SequenceGroup) -> None:
         self._leave(group)
 
-    def _push(self, group: Group) -> None:
+    def _push(self, group: SequenceGroup) -> None:
         share = self._share(group.request)
         if not share.listed:
             share.served = max(share.served, self._least_served())
@@ -142,12 +142,12 @@ class FairQueue(WaitingQueue):
         heapq.heappush(share.waiting, (group.order, group))
         self._enter(group)
 
-    def _enter(self, group: Group) -> None:
+    def _enter(self, group: SequenceGroup) -> None:
         group.queued = True
         self._num_waiting += 1
         self.num_tokens += group.request.num_prompt_tokens
 
-    def _leave(self, group: Group) -> None:
+    def _leave(self, group: SequenceGroup) -> None:
         group.queued = False
         self._num_waiting -= 1
         self.num_tokens -= group.request.num_prompt_tokens
@@ -175,7 +175,7 @@ class FairQueue(WaitingQueue):
     def __len__(self) -> int:
         return self._num_waiting
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[SequenceGroup]:
         returned = (group for _, group in self._returned)
         others = (group for share in self._shares.values() for _, group in share.waiting)
         return (group for group in itertools.chain(returned, others) if group.queued)

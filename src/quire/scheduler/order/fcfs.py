@@ -1,8 +1,8 @@
 """First come, first served."""
 
-from quire.scheduler.group import Group
+from quire.scheduler.group import SequenceGroup
 
 
-def rank(group: Group) -> float:
+def rank(group: SequenceGroup) -> float:
     """Equal for all: the arrival number decides between equals."""
     return 0.0

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from quire.core.config import SchedulerConfig
-from quire.scheduler.group import Group
+from quire.scheduler.group import SequenceGroup
 from quire.scheduler.order import fcfs, priority, shortest
 from quire.scheduler.order.fair import FairQueue, adapter_of, tenant_and_adapter_of, tenant_of
 from quire.scheduler.queue import WaitingQueue
 
-RANKS: dict[str, Callable[[Group], float]] = {
+RANKS: dict[str, Callable[[SequenceGroup], float]] = {
     "fcfs": fcfs.rank,
     "priority": priority.rank,
     "shortest": shortest.rank,

@@ -1,11 +1,11 @@
 """Shortest job first, with ageing: short answers are not held up by long ones, and nobody starves."""
 
-from quire.scheduler.group import Group
+from quire.scheduler.group import SequenceGroup
 
 AGEING = 16  # tokens by which a request is behind each that came before it
 
 
-def rank(group: Group) -> float:
+def rank(group: SequenceGroup) -> float:
     """Prompt and longest output together, of all its sequences, plus what makes latecomers wait.
 
     All age alike, so that an order between two requests never changes: a place in the queue is found once. A request

@@ -1,4 +1,4 @@
-"""MessageDraft: a message as it grows, and the events that say how."""
+"""MessageBuilder: a message as it grows, and the events that say how."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _TEXT_DELTAS = {
 _NOTHING: Usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 
 
-class MessageDraft:
+class MessageBuilder:
     """Takes a chat's deltas in their order: thoughts, text and calls each become a block of their own."""
 
     def __init__(self, message_id: str, model: str, max_tokens: int) -> None:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from quire.server.caller import caller_of
 from quire.server.documents import ERRORS, answers
 from quire.server.messages.asking import NAMES, chat_fields, prompt_fields
-from quire.server.messages.draft import MessageDraft
+from quire.server.messages.draft import MessageBuilder
 from quire.server.messages.errors import REQUEST_ID, anthropic_body
 from quire.server.protocol.messages import (
     Message,
@@ -36,7 +36,7 @@ def messages_router(service: Service) -> APIRouter:
         request_id = caller_of(request).request_id
         reply = await translated_chat(service, request, chat_fields(body), NAMES)
         message_id = f"msg_{reply.response_id.removeprefix('chatcmpl-')}"
-        draft = MessageDraft(message_id, reply.model, body.max_tokens)
+        draft = MessageBuilder(message_id, reply.model, body.max_tokens)
         if body.stream:
             events = draft_events(reply, draft)
             response: Response = await streamed(

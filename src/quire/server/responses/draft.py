@@ -1,4 +1,4 @@
-"""ResponseDraft: a response as it grows, and the typed events that say how."""
+"""ResponseBuilder: a response as it grows, and the typed events that say how."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # what each 
 _ARGUMENTS = "response.function_call_arguments"
 
 
-class ResponseDraft:
+class ResponseBuilder:
     """Takes a chat's deltas in their order: reasoning, text and calls each become an item of their own.
 
     A whole answer is taken as one large delta, so that both ways lead to the same response.

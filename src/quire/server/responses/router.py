@@ -18,7 +18,7 @@ from quire.server.protocol.responses import (
 )
 from quire.server.reply import JsonReply, streamed
 from quire.server.responses.asking import NAMES, chat_fields, prompt_fields, refuse_unsupported
-from quire.server.responses.draft import ResponseDraft
+from quire.server.responses.draft import ResponseBuilder
 from quire.server.responses.items import read_items
 from quire.server.responses.objects import new_response
 from quire.server.responses.store import ResponseStore
@@ -54,7 +54,7 @@ def responses_router(service: Service) -> APIRouter:
         keep = body.store is not False and store.max_responses > 0
         response_id = f"resp_{reply.response_id.removeprefix('chatcmpl-')}"
         recommended = service.model_named(body.model).ready.default_sampling
-        draft = ResponseDraft(new_response(body, response_id, reply.model, keep, recommended))
+        draft = ResponseBuilder(new_response(body, response_id, reply.model, keep, recommended))
 
         def ended() -> None:
             if keep:

@@ -1,0 +1,155 @@
+"""Pictures for people: one palette that colour-blind readers can tell apart, legible in grey and on paper."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.core.errors import ConfigError
+
+DPI = 160
+GREY = "#595959"  # of second importance: grids, notes
+LIGHT = "#d9d9d9"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """`draw` fills an empty matplotlib figure; title and take-away are set above it."""
+
+    name: str  # of the file, without its ending; the experiment's own name for its first picture
+    title: str
+    take_away: str  # one line
+    draw: Callable[[Any], None]
+    width: float = 9.0  # inches: it is read at this size when printed
+    height: float = 4.2
+
+
+class Look(NamedTuple):
+    """Of one series: told apart by colour, and on a grey print by marker, line and hatching."""
+
+    color: str
+    marker: str
+    line: str
+    hatch: str
+
+
+# Okabe and Ito's colours, in an order whose greys differ as well
+LOOKS = (
+    Look("#0072B2", "o", "-", ""),  # blue
+    Look("#D55E00", "s", "--", "///"),  # vermilion
+    Look("#009E73", "^", "-.", "..."),  # green
+    Look("#E69F00", "D", ":", "xxx"),  # orange
+    Look("#CC79A7", "v", (0, (5, 1, 1, 1, 1, 1)), "\\\\\\"),  # type: ignore[arg-type] # purple
+    Look("#56B4E9", "P", (0, (1, 1)), "ooo"),  # type: ignore[arg-type] # sky blue
+    Look("#000000", "X", "-", "++"),
+    Look("#F0E442", "*", "--", "**"),  # yellow: last, it is faint on paper
+)
+# the same thing looks the same in every picture
+NAMED = {
+    "paged": 0, "max": 1, "pow2": 3, "oracle": 2,
+    "continuous": 0, "static": 1, "dynamic": 2, "none": 3, "ft": 4,
+    "swap": 1, "recompute": 0, "auto": 2,
+}  # fmt: skip
+_STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LIGHT,
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",
+}
+
+
+def look(series: int | str) -> Look:
+    """Of a series by its number, or of one of NAMED."""
+    return LOOKS[(NAMED[series] if isinstance(series, str) else series) % len(LOOKS)]
+
+
+def line_style(series: int | str) -> dict[str, Any]:
+    """For `axis.plot`."""
+    one = look(series)
+    return {"color": one.color, "marker": one.marker, "linestyle": one.line}
+
+
+def bar_style(series: int | str) -> dict[str, Any]:
+    """For `axis.bar`: hatched, so that a grey print tells bars apart."""
+    one = look(series)
+    return {"color": one.color, "hatch": one.hatch, "edgecolor": "white", "linewidth": 0.5}
+
+
+def plain_log(axis: Any, which: str) -> None:
+    """A logarithmic axis whose labels are numbers as people write them: 20, 50, 100 or 1,000, not powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    (axis.set_xscale if which == "x" else axis.set_yscale)("log")
+    one = axis.xaxis if which == "x" else axis.yaxis
+    low, high = sorted(one.get_view_interval())
+    ratio = high / max(low, 1e-12)
+    steps = (1.0,) if ratio >= 200 else (1.0, 2.0, 5.0) if ratio > 4 else tuple(map(float, range(1, 10)))
+    one.set_major_locator(LogLocator(base=10, subs=steps))
+    one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    one.set_minor_formatter(NullFormatter())
+
+
+def check_matplotlib() -> None:
+    """Before anything is measured: a picture that cannot be drawn is known at once."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("the laboratory draws with matplotlib: pip install 'quire[bench]'") from None
+
+
+def write_picture(picture: Picture, folder: Path) -> Path:
+    """As a PNG named after it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    path = folder / f"{picture.name}.png"
+    with _styled():
+        figure = Figure(figsize=(picture.width, picture.height), layout="constrained")
+        FigureCanvasAgg(figure)  # files only: no display is needed
+        picture.draw(figure)
+        figure.suptitle(
+            f"{picture.title}\n", x=0.01, ha="left", fontsize=11, fontweight="bold"
+        )  # the empty second line is the take-away's
+        _subtitle(figure, picture)
+        try:
+            figure.savefig(path, dpi=DPI)
+        except OSError as error:
+            raise ConfigError(f"--output-dir {folder}: {path.name} cannot be written ({error})") from error
+    return path
+
+
+def _subtitle(figure: Any, picture: Picture) -> None:
+    """Under the title, in the line that it left free: 11 points of title in a line of 1.2."""
+    points_down = 1.55 * 11 + 3
+    figure.text(
+        0.01,
+        1 - points_down / 72 / picture.height,
+        picture.take_away,
+        ha="left",
+        va="top",
+        fontsize=9,
+        color=GREY,
+    )
+
+
+@contextmanager
+def _styled() -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        yield

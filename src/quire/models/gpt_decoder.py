@@ -1,0 +1,157 @@
+"""The decoder that OPT and GPT-2 share: layer norms, biases, learned positions. Their files own the names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.core.config import ModelConfig
+from quire.layers.batch import Batch
+from quire.layers.factory import LayerFactory
+from quire.layers.loader import Loader
+from quire.layers.lora import LoraBatch
+from quire.layers.norm import LayerNorm
+from quire.layers.pool import Pool
+from quire.layers.state import Stateful, collect, distribute
+from quire.models.model import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class GptConfig:
+    """What sets one decoder of this kind apart."""
+
+    activation: str
+    eps: float
+    scales: tuple[float, ...]  # of attention's scores, per layer
+    bias: bool = True  # of every projection
+    affine: bool = True  # norms have weights
+    norm_first: bool = True  # False: after each sum, as in OPT-350m
+    final_norm: bool = True
+    embedding_width: int | None = None  # other than the hidden size: projected in and out
+    skipped_positions: int = 0  # rows of the checkpoint's position table before position 0
+
+
+class GptLayer:
+    """qkv → attention → output, up → activation → down, a norm before or after each; sums are fused."""
+
+    def __init__(self, config: ModelConfig, kind: GptConfig, factory: LayerFactory, index: int) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self._norm_first = kind.norm_first
+        self.attention_norm = factory.layer_norm(hidden, kind.eps, kind.affine)
+        self.qkv = factory.linear(3 * hidden, hidden, kind.bias)
+        self.attention = factory.attention(
+            index, config.num_heads, config.num_heads, config.head_dim, kind.scales[index]
+        )
+        self.output = factory.linear(hidden, hidden, kind.bias)
+        self.mlp_norm = factory.layer_norm(hidden, kind.eps, kind.affine)
+        self.up = factory.linear(inner, hidden, kind.bias)
+        # relu is part of the product
+        self.activation = None if kind.activation == "relu" else factory.activation(kind.activation)
+        self.down = factory.linear(hidden, inner, kind.bias)
+
+    def attend(self, hidden: Tensor, update: Tensor | None, batch: Batch, pool: Pool) -> Tensor:
+        """What the output projection will take [T, hidden]. `update` is added to hidden [T, hidden] first."""
+        x = _normed(self.attention_norm, hidden, update) if self._norm_first else hidden
+        return self.attention(self.qkv(x, lora=batch.lora), batch, pool)
+
+    def finish(
+        self, attended: Tensor, hidden: Tensor, lora: LoraBatch | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rest of the layer, token by token: hidden states, and what is still to be added to them.
+
+        Sums wait for the next norm, which makes them on its way.
+        """
+        output = self.output(attended, lora=lora)
+        x = (self.mlp_norm if self._norm_first else self.attention_norm).add(output, hidden)
+        inner = self.activation(self.up(x, lora=lora)) if self.activation else self.up.relu(x, lora)
+        update = self.down(inner, lora=lora)
+        if self._norm_first:
+            return hidden, update
+        return self.mlp_norm.add(update, x), None
+
+    def layers(self) -> dict[str, Stateful]:
+        return {
+            "attention_norm": self.attention_norm,
+            "qkv": self.qkv,
+            "output": self.output,
+            "mlp_norm": self.mlp_norm,
+            "up": self.up,
+            "down": self.down,
+        }
+
+
+def _normed(norm: LayerNorm, hidden: Tensor, update: Tensor | None) -> Tensor:
+    """The norm of hidden, to which `update` is added in place."""
+    return norm(hidden) if update is None else norm.add(update, hidden)
+
+
+class GptDecoder:
+    """Token and position embeddings, layers, a final norm, the output head."""
+
+    recordable = False  # sums and activations between kernels are torch's
+
+    def __init__(self, config: ModelConfig, kind: GptConfig, factory: LayerFactory) -> None:
+        self.config = config
+        self._select = factory.select
+        hidden = config.hidden_size
+        width = kind.embedding_width or hidden
+        self.tokens = factory.embedding(config.vocab_size, width)
+        self.positions = factory.embedding(config.max_position, hidden, kind.skipped_positions)
+        self.project_in = factory.linear(hidden, width) if width != hidden else None
+        self.project_out = factory.linear(width, hidden) if width != hidden else None
+        self.blocks = [GptLayer(config, kind, factory, i) for i in range(config.num_layers)]
+        self.stack: list[Layer] = [*self.blocks]
+        self.norm: LayerNorm | None = None
+        if kind.final_norm:
+            self.norm = factory.layer_norm(hidden, kind.eps, kind.affine)
+        tied_to = self.tokens if config.tie_word_embeddings else None
+        self.head = factory.output_head(config.vocab_size, width, tied_to)
+
+    def __call__(self, batch: Batch, pool: Pool) -> Tensor:
+        hidden = self.tokens(batch.token_ids, batch.lora)
+        if self.project_in is not None:
+            hidden = self.project_in(hidden, lora=batch.lora)
+        hidden = hidden + self.positions(batch.positions, batch.lora)
+        update: Tensor | None = None
+        for layer in self.stack[:-1]:
+            hidden, update = layer.finish(layer.attend(hidden, update, batch, pool), hidden, batch.lora)
+        # what follows the last attention is needed only where logits are
+        last, wanted = self.stack[-1], batch.logits_indices
+        attended = last.attend(hidden, update, batch, pool)
+        hidden, update = last.finish(
+            self._select(attended, wanted), self._select(hidden, wanted), batch.wanted_lora
+        )
+        if self.norm is not None:
+            hidden = _normed(self.norm, hidden, update)
+        elif update is not None:
+            hidden = hidden + update
+        return hidden if self.project_out is None else self.project_out(hidden, lora=batch.wanted_lora)
+
+    def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        return self.head(hidden, lora)
+
+    def embedding_loaders(self, tokens: str, head: str) -> dict[str, Loader]:
+        """For the token table and, where it has weights of its own, the output head."""
+        if self.config.tie_word_embeddings:
+            return {tokens: self.head.loader()}
+        return {tokens: self.tokens.loader(), head: self.head.loader()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        return collect(self._layers())
+
+    def adopt(self, parameters: Mapping[str, Tensor]) -> None:
+        distribute(self._layers(), parameters)
+
+    def _layers(self) -> dict[str, Stateful]:
+        found: dict[str, Stateful] = {
+            "tokens": self.tokens,
+            "positions": self.positions,
+            "head": self.head,
+        }
+        if self.norm is not None:
+            found["norm"] = self.norm
+        if self.project_in is not None and self.project_out is not None:
+            found |= {"project_in": self.project_in, "project_out": self.project_out}
+        for i, block in enumerate(self.blocks):
+            found |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
+        return found

@@ -1,0 +1,266 @@
+"""FileDiskTier: blocks in files, so that a prefix outlives the pool, host memory and the process."""
+
+import hashlib
+import os
+import queue
+import struct
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from quire.core.shelf import DiskTierRead
+from quire.observe.logs import get_logger
+from quire.runner.transfer import HostArena
+
+MAGIC = b"QUIREKV1"
+HEADER = struct.Struct("<8s32s32sQ")  # magic, content hash, SHA-256 of the payload, its length
+UNFINISHED = ".writing-"  # then the process id and a number
+QUEUED_WRITES = 64  # more are not taken: the loop never waits for a disk
+NEWEST = 0.25  # how much the newest read counts
+MOVE_WAIT = 0.2  # seconds between looks at whether the engine ends
+
+logger = get_logger(__name__)
+
+
+def settings_folder(folder: Path, *settings: object) -> Path:
+    """Where blocks of this model in these settings lie: another model, layout or number format has another place."""
+    named = hashlib.sha256("\0".join([MAGIC.decode(), *map(str, settings)]).encode()).hexdigest()
+    return folder / f"kv-{named[:32]}"
+
+
+class FileDiskTier:
+    """One file per block, named by its content hash; written under another name and renamed, so that a file with its
+    own name is whole unless the machine failed. What is read is checked against its SHA-256 before anyone hears of it.
+
+    A writer and a reader thread do the work. A disk that is full or gone is said once, and nothing is written any more.
+    """
+
+    def __init__(
+        self, folder: Path, arena: HostArena, wait_moved: Callable[[int, float], bool], max_bytes: int
+    ) -> None:
+        """Raises OSError where the folder cannot be made or written. `wait_moved` as TransferEngine has it."""
+        self.folder = folder
+        self._arena = arena
+        self._wait_moved = wait_moved
+        self._block_bytes = arena.block_bytes
+        self._max_blocks = max_bytes // self.file_bytes
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # on the disk, least recently used first
+        self._writes: queue.Queue[tuple[bytes, int, memoryview, int] | None] = queue.Queue(QUEUED_WRITES)
+        self._reads: queue.SimpleQueue[tuple[bytes, int, memoryview] | None] = queue.SimpleQueue()
+        self._written: deque[int] = deque()
+        self._ended: deque[DiskTierRead] = deque()
+        self._something = threading.Event()
+        self._closing = False
+        self._can_write = True
+        self._num_written = 0
+        self._read_seconds = 0.0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write_file(folder / f"{UNFINISHED}{os.getpid()}", [b"a try"]).unlink()
+        self._find()
+        self._threads = [
+            threading.Thread(target=target, daemon=True, name=f"quire-shelf-{target.__name__.strip('_')}")
+            for target in (self._write_all, self._read_all)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def file_bytes(self) -> int:
+        return HEADER.size + self._block_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._known)
+
+    # ------------------------------------------------------------------ asked by the engine's thread: nothing waits
+
+    def has(self, content: bytes) -> bool:
+        return content in self._known
+
+    def write(self, content: bytes, host: int, ticket: int) -> bool:
+        """Takes the host block to be written once the moves of `ticket` are made; False if it is too far behind."""
+        if not self._can_write or self._writes.full():
+            return False
+        self._writes.put_nowait((content, host, self._bytes_of(host), ticket))
+        return True
+
+    def read(self, content: bytes, host: int) -> None:
+        self._reads.put((content, host, self._bytes_of(host)))
+
+    def finished(self) -> tuple[list[int], list[DiskTierRead]]:
+        """Host blocks that were written or given up, and reads that ended, since the last call."""
+        self._something.clear()
+        return list(_emptied(self._written)), list(_emptied(self._ended))
+
+    def wait(self, seconds: float) -> None:
+        if not self._ended:
+            self._something.wait(seconds)
+
+    def block_seconds(self) -> float:
+        """What reading one block takes; 0 until one was read."""
+        return self._read_seconds
+
+    def clear(self) -> None:
+        """Deletes what is there now."""
+        with self._lock:
+            contents = list(self._known)
+            self._known.clear()
+        for content in contents:
+            self._path(content).unlink(missing_ok=True)
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Writes what was taken, for so long at most."""
+        deadline = time.monotonic() + seconds
+        while not self._writes.empty() and self._can_write and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._closing = True
+        self._reads.put(None)
+        with suppress(queue.Full):  # then the thread looks at `_closing` between two blocks
+            self._writes.put_nowait(None)
+        for thread in self._threads:
+            thread.join(max(0.1, deadline - time.monotonic()))
+
+    def _bytes_of(self, host: int) -> memoryview:
+        """The host block's own memory."""
+        return self._arena.blocks(host)[0].numpy().data
+
+    # ------------------------------------------------------------------ threads
+
+    def _write_all(self) -> None:
+        while not self._closing and (job := self._writes.get()) is not None:
+            content, host, payload, ticket = job
+            while not (moved := self._wait_moved(ticket, MOVE_WAIT)) and not self._closing:
+                pass
+            if moved and self._can_write:
+                self._keep(content, payload)
+            self._written.append(host)
+            self._something.set()
+
+    def _keep(self, content: bytes, payload: memoryview) -> None:
+        if self.has(content):
+            return
+        header = HEADER.pack(MAGIC, content, hashlib.sha256(payload).digest(), self._block_bytes)
+        path = self._path(content)
+        self._num_written += 1
+        try:
+            while len(self._known) >= max(1, self._max_blocks):
+                with self._lock:
+                    oldest, _ = self._known.popitem(last=False)
+                self._path(oldest).unlink(missing_ok=True)
+            path.parent.mkdir(exist_ok=True)
+            unfinished = self.folder / f"{UNFINISHED}{os.getpid()}-{self._num_written}"
+            self._write_file(unfinished, [header, payload]).replace(path)
+        except OSError as error:
+            self._can_write = False
+            logger.warning(
+                "kv_offload_dir %s: %s: going on without writing there; make room, or choose another folder",
+                self.folder, error.strerror or error,
+            )  # fmt: skip
+            return
+        with self._lock:
+            self._known[content] = None
+
+    @staticmethod
+    def _write_file(path: Path, parts: list[bytes | memoryview]) -> Path:
+        try:
+            with open(path, "wb", buffering=0) as file:
+                for part in parts:
+                    rest = memoryview(part).cast("B")
+                    while rest:
+                        rest = rest[file.write(rest) :]
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        return path
+
+    def _read_all(self) -> None:
+        while not self._closing and (job := self._reads.get()) is not None:
+            content, host, payload = job
+            started = time.perf_counter()
+            fine = self._fill(content, payload)
+            seconds = time.perf_counter() - started
+            if fine:
+                before = self._read_seconds
+                self._read_seconds = before + NEWEST * (seconds - before) if before else seconds
+                with self._lock:
+                    if content in self._known:
+                        self._known.move_to_end(content)
+            else:
+                with self._lock:
+                    self._known.pop(content, None)
+            self._ended.append(DiskTierRead(content, host, fine))
+            self._something.set()
+
+    def _fill(self, content: bytes, payload: memoryview) -> bool:
+        """Reads a content into memory; False if it is gone, cut short or changed, and then the file goes too."""
+        path = self._path(content)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                header = file.read(HEADER.size)
+                magic, named, digest, size = HEADER.unpack(header)
+                if (magic, named, size) != (MAGIC, content, self._block_bytes):
+                    raise ValueError("its header is another's")
+                rest = payload
+                while rest:
+                    count = file.readinto(rest)
+                    if not count:
+                        raise ValueError("it is cut short")
+                    rest = rest[count:]
+            if hashlib.sha256(payload).digest() != digest:
+                raise ValueError("its bytes have changed")
+            os.utime(path)
+        except (OSError, ValueError, struct.error) as error:
+            if not isinstance(error, FileNotFoundError):
+                logger.warning(
+                    "%s is not used (%s) and removed: its tokens are computed instead", path, error
+                )
+                path.unlink(missing_ok=True)
+            return False
+        return True
+
+    # ------------------------------------------------------------------ files
+
+    def _path(self, content: bytes) -> Path:
+        name = content.hex()
+        return self.folder / name[:2] / name
+
+    def _find(self) -> None:
+        """What earlier engines left: whole files become known, pieces of files go."""
+        found: list[tuple[float, bytes]] = []
+        for entry in self.folder.iterdir():
+            if entry.name.startswith(UNFINISHED):
+                if not _is_alive(entry.name[len(UNFINISHED) :].partition("-")[0]):
+                    entry.unlink(missing_ok=True)
+                continue
+            if len(entry.name) != 2 or not entry.is_dir():
+                continue
+            for file in os.scandir(entry):
+                status = file.stat()
+                if status.st_size == self.file_bytes and len(file.name) == 64:
+                    found.append((status.st_mtime, bytes.fromhex(file.name)))
+                else:
+                    Path(file.path).unlink(missing_ok=True)
+        for _, content in sorted(found):
+            self._known[content] = None
+
+
+def _emptied(finished: deque) -> Iterator:
+    while finished:
+        yield finished.popleft()
+
+
+def _is_alive(process_id: str) -> bool:
+    """Whether the process that writes a file is still there; itself counts as another, before it wrote anything."""
+    if not process_id.isdigit() or int(process_id) == os.getpid():
+        return False
+    try:
+        os.kill(int(process_id), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,1 @@
+"""The laboratory: experiments, baselines and simulated devices over the engine of `quire`."""

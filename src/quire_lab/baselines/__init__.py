@@ -1,0 +1,1 @@
+"""What paging, continuous batching and unified adapter pages are measured against."""

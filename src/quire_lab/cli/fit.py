@@ -1,0 +1,189 @@
+"""`quire bench fit`: fits the simulator's cost model to this machine, or to files of measured steps."""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from quire.bench.machine import cpu_name, memory_bytes
+from quire.bench.probe import cpu_copy_rate, cpu_product_rate, cpu_read_rate
+from quire.bench.report import BenchReport
+from quire.cli.engine_flags import engine_settings
+from quire.cli.parser import Parser
+from quire.cli.start import announce_compiling
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.engine.build import build
+from quire.runner.cost_model import FACTOR_NAMES, Rates
+from quire.runner.devices import DEFAULT_DEVICE, device_names, find_device
+from quire_lab.fit import Fit, Sample, charged_errors, fit_factors
+from quire_lab.fit_samples import CPU_CELLS, Measured, measure_here, read_samples
+
+
+def add_fit(parser: Parser) -> None:
+    parser.add_argument(
+        "--samples",
+        nargs="+",
+        metavar="FILE",
+        help="fit to these measurements of another machine, instead of measuring this one",
+    )
+    parser.add_argument(
+        "--base",
+        default=DEFAULT_DEVICE,
+        metavar="NAME",
+        help=f"whose data sheet the measurements are compared with: {', '.join(device_names())} "
+        f"(default: {DEFAULT_DEVICE})",
+    )
+    parser.add_argument(
+        "--check",
+        nargs="+",
+        metavar="FILE",
+        help="measurements that are not fitted to: how well the fit foretells them",
+    )
+    parser.add_argument(
+        "--save", metavar="FILE.json", help="write the device, for --device simulated:FILE.json"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="of every measured step (default: 3)"
+    )
+
+
+def fit(arguments: argparse.Namespace) -> BenchReport:
+    if arguments.repeats < 1:
+        raise ConfigError(f"--repeats is {arguments.repeats}: give at least 1")
+    if arguments.save is not None and not arguments.save.endswith(".json"):
+        raise ConfigError(f"--save {arguments.save}: give a name that ends in .json")
+    record, measured = _from_files(arguments) if arguments.samples else _from_here(arguments)
+    rates = Rates(*(float(record.get(name, 0.0)) for name in ("bandwidth", "flops")))
+    found = fit_factors(rates, measured.samples, by_data_sheet=bool(arguments.samples))
+    record["factors"] = {name: float(f"{value:.5g}") for name, value in found.factors.as_dict().items()}
+    errors = {name: round(value, 4) for name, value in found.summary().items()}
+    record["fit"] = {
+        "on": measured.on,
+        "measured": measured.date,
+        "fitted": datetime.now(UTC).date().isoformat(),
+        "sources": list(measured.sources),
+        **errors,
+    }
+    checks = _checked(arguments, rates, found) if arguments.check else []
+    if checks:
+        record["fit"]["checked_on"] = [Path(path).name for path in arguments.check]
+        record["fit"]["checked_median_error"] = round(statistics.median(abs(one) for _, one in checks), 4)
+    if arguments.save is not None:
+        _save(record, arguments.save)
+    return _report(record, found, checks)
+
+
+def _checked(arguments: argparse.Namespace, rates: Rates, found: Fit) -> list[tuple[str, float]]:
+    """What each of them is, and its error."""
+    samples = [one for path in arguments.check for one in read_samples(path, arguments.base).samples]
+    errors = charged_errors(rates, found.factors, samples)
+    return [(one.what, error) for one, error in zip(samples, errors, strict=True)]
+
+
+def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]:
+    base = find_device(f"simulated:{arguments.base}")
+    with tqdm(disable=not sys.stderr.isatty(), unit="run", leave=False) as bar:
+        several = [
+            read_samples(path, arguments.base, lambda _: bar.update(1) and None) for path in arguments.samples
+        ]
+    measured = replace(
+        several[0],
+        samples=[sample for one in several for sample in one.samples],
+        sources=[source for one in several for source in one.sources],
+        date=max(one.date for one in several),
+    )
+    rates = base.rates
+    record = {
+        "title": base.title,
+        "on_gpu": base.on_gpu,
+        "memory_bytes": base.memory_bytes,
+        "bandwidth": rates.bandwidth,
+        "flops": rates.flops,
+        "link_bandwidth": rates.link_bandwidth,
+        "link_latency": rates.link_latency,
+        "host_link": rates.host_link,
+        "source": base.source,
+    }
+    if base.lora_fit and not base.derived_from:  # benchmarks/lora_fit.py measured adapters apart
+        record |= {"lora": base.lora.as_dict(), "lora_fit": dict(base.lora_fit)}
+    return record, measured
+
+
+def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]:
+    settings = {"device": "cpu", "enable_prefix_caching": False, **engine_settings(arguments)}
+    if settings["device"] != "cpu":
+        raise ConfigError(
+            "a GPU is fitted from files: run benchmarks/step_times_gpu.py there and give its output to --samples"
+        )
+    record = {
+        "title": f"{cpu_name()}",
+        "on_gpu": False,
+        "memory_bytes": memory_bytes(),
+        "bandwidth": float(f"{cpu_read_rate():.4g}"),
+        "flops": float(f"{cpu_product_rate():.4g}"),
+        "host_link": float(f"{cpu_copy_rate():.4g}"),
+        "source": "measured: a matrix times a vector, and float32 products",
+    }
+    announce_compiling()
+    built = build(EngineConfig.of(**settings))
+    try:
+        with tqdm(
+            total=arguments.repeats * len(CPU_CELLS),
+            disable=not sys.stderr.isatty(),
+            unit="batch",
+            leave=False,
+        ) as bar:
+            samples = measure_here(built, CPU_CELLS, arguments.repeats, lambda _: bar.update(1) and None)
+    finally:
+        built.engine.close()
+    report = built.report
+    on = f"{cpu_name()}, {report.num_threads} threads, {report.model} in {report.numbers.format_name}"
+    return record, Measured(samples, on, datetime.now(UTC).date().isoformat(), ("this machine",))
+
+
+def _save(record: dict[str, Any], path: str) -> None:
+    try:
+        Path(path).expanduser().write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--save {path}: cannot be written ({error})") from error
+
+
+def _report(record: dict[str, Any], found: Fit, checks: Sequence[tuple[str, float]]) -> BenchReport:
+    samples = found.samples
+    units = dict.fromkeys(("step", "layer", "row", "start"), "µs")
+    rows = [("device", record["title"]), ("fitted on", record["fit"]["on"])]
+    for name in FACTOR_NAMES:
+        value = getattr(found.factors, name)
+        rows.append((name, f"{1e6 * value:.1f} µs" if name in units else f"{value:.2f} × the ideal"))
+    summary = found.summary()
+    rows.append(("samples", f"{summary['num_samples']:.0f}"))
+    for name in ("", "held_out_"):
+        what = "error, held out" if name else "error"
+        rows.append(
+            (what, f"median {summary[f'{name}median_error']:.1%}, p90 {summary[f'{name}p90_error']:.1%}")
+        )
+    worst = sorted(zip(found.held_out, samples, strict=True), key=lambda pair: -pair[0])[:3]
+    notes = ["worst held out: " + "; ".join(f"{_what(one)} {error:.0%}" for error, one in worst)]
+    if found.left_out:
+        notes.append("left out, disturbed: " + "; ".join(map(_what, found.left_out)))
+    if checks:
+        notes.append("foretold, not fitted: " + "; ".join(f"{what} {error:+.0%}" for what, error in checks))
+    each = [
+        {"what": one.what, "seconds": one.seconds, "error": error, "held_out_error": held_out}
+        for one, error, held_out in zip(samples, found.errors, found.held_out, strict=True)
+    ]
+    return BenchReport(
+        "fit", {}, {"device": record, "samples": each, "checked": [list(one) for one in checks]}, rows, notes
+    )
+
+
+def _what(sample: Sample) -> str:
+    return f"{sample.what} ({1e3 * sample.seconds:.3g} ms)"

@@ -1,0 +1,235 @@
+"""`numbers`: the rules of thumb that every developer with LLMs should know, measured on this machine."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from quire.bench.drive import Bench
+from quire.bench.figure import Picture, line_style, look, plain_log
+from quire.bench.passages import PASSAGES, QUESTIONS
+from quire.bench.table import in_bytes
+from quire.engine.build import block_layout
+from quire.models.weight_shape import weight_shape
+from quire_lab.experiments.engines import in_words, opened, prompt_rate, step_seconds, warm_up
+from quire_lab.experiments.experiment import Experiment, Finding, Setup, Table
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXT = 64
+USUAL_CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """How the tokenizer cuts English prose."""
+
+    num_words: int
+    num_characters: int
+    num_tokens: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    num_sequences: int
+    tokens_per_second: float
+
+    def cost_per_million(self, price_per_hour: float) -> float:
+        return price_per_hour / 3600 / self.tokens_per_second * 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    num_parameters: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    kv_dtype: str
+    format_name: str
+
+
+def run(setup: Setup) -> Finding:
+    with opened(setup, enable_prefix_caching=False, steps_in_flight=0) as bench:
+        warm_up(bench)
+        report = bench.built.report
+        text = _text(setup, bench)
+        memory = _memory(bench)
+        fit = min(setup.pick(4, 64, 128), report.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
+        batches = [n for n in BATCHES if n <= fit]
+        rounds = setup.pick(1, 3, 5)
+        with setup.progress(rounds * len(batches) + 1, "points") as bar:
+            bar.note("prompts")
+            prompt = prompt_rate(bench, setup.pick(64, 512, 2048))
+            bar()
+            times: dict[int, list[float]] = {n: [] for n in batches}
+            for _ in range(rounds):
+                for n in batches:
+                    bar.note(f"{n} sequences")
+                    times[n] += step_seconds(bench, n, CONTEXT, setup.pick(4, 8, 24))
+                    bar()
+        speeds = [Speed(n, n / min(seconds)) for n, seconds in times.items()]
+        words = in_words(bench)
+    return _finding(setup, text, memory, prompt, speeds, words)
+
+
+def _text(setup: Setup, bench: Bench) -> Text | None:
+    """None for a model without a tokenizer."""
+    if bench.tokenizer is None:
+        return None
+    texts, source = [*PASSAGES, *QUESTIONS], "passages and questions of the benchmarks"
+    folder = setup.data.folder
+    if folder is not None and (folder / "xquad/xquad.en.json").is_file():
+        articles = json.loads((folder / "xquad/xquad.en.json").read_text(encoding="utf-8"))["data"]
+        texts = [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
+        source = f"{len(texts)} paragraphs of encyclopedia text (XQuAD, English)"
+    return Text(
+        sum(len(text.split()) for text in texts),
+        sum(map(len, texts)),
+        sum(len(bench.tokenizer.encode(text)) for text in texts),
+        source,
+    )
+
+
+def _memory(bench: Bench) -> Memory:
+    built = bench.built
+    numbers = built.report.numbers
+    return Memory(
+        weight_shape(built.model, numbers.format).num_parameters,
+        built.report.weights_bytes,
+        block_layout(built.report.pool.block_size, built.model, numbers).bytes_per_token,
+        numbers.kv_dtype,
+        numbers.format_name,
+    )
+
+
+def _finding(
+    setup: Setup, text: Text | None, memory: Memory, prompt: float, speeds: list[Speed], words: str
+) -> Finding:
+    one, best = speeds[0], max(speeds, key=lambda speed: speed.tokens_per_second)
+    gain = best.tokens_per_second / one.tokens_per_second
+    price, currency = setup.price_per_hour, setup.currency
+    per_word = "" if text is None else f"{text.num_tokens / text.num_words:.2f} tokens per word; "
+    take_away = (
+        f"{per_word}{memory.weights_bytes / memory.num_parameters:.2f} bytes per parameter; "
+        f"{in_bytes(memory.kv_bytes_per_token)} of KV per token; a batch of {best.num_sequences} gives {gain:.0f} "
+        f"times the tokens of one sequence and cuts a million of them from {currency}"
+        f"{one.cost_per_million(price):.2f} to {currency}{best.cost_per_million(price):.2f}."
+    )
+    rows = _rows(setup, text, memory, prompt, one, best)
+    picture = Picture(
+        "numbers",
+        "What tokens cost here",
+        f"At {currency}{price:g} an hour, batching takes a million tokens from {currency}"
+        f"{one.cost_per_million(price):.2f} to {currency}{best.cost_per_million(price):.2f}.",
+        lambda figure: _draw(figure, setup, memory, speeds),
+    )
+    results = {
+        "tokens_per_word": None if text is None else text.num_tokens / text.num_words,
+        "characters_per_token": None if text is None else text.num_characters / text.num_tokens,
+        "num_parameters": memory.num_parameters,
+        "weights_bytes": memory.weights_bytes,
+        "bytes_per_parameter": memory.weights_bytes / memory.num_parameters,
+        "kv_bytes_per_token": memory.kv_bytes_per_token,
+        "prompt_tokens_per_second": prompt,
+        "decode_tokens_per_second": {speed.num_sequences: speed.tokens_per_second for speed in speeds},
+        "gain_from_batching": gain,
+        "price_per_hour": price,
+        "cost_per_million_tokens_alone": one.cost_per_million(price),
+        "cost_per_million_tokens_batched": best.cost_per_million(price),
+        "cost_per_million_prompt_tokens": price / 3600 / prompt * 1e6,
+    }
+    return Finding(
+        take_away,
+        [Table("Measured here", ["what", "here", "rule of thumb"], rows, left=3)],
+        [picture],
+        results,
+        {"seed": setup.seed, "context": CONTEXT, "price_per_hour": price, "model": words},
+        (),
+        (
+            words,
+            *(() if text is None else (f"text: {text.source}",)),
+            f"decoding: steps with {CONTEXT} tokens of context and more; the least of many steps",
+            f"costs: {currency}{price:g} an hour for this machine, always busy (--price-per-hour changes it)",
+            "rules of thumb: as usually quoted for English text, 16-bit weights and large models on GPUs; a small "
+            "model on a CPU differs, and that is the point of measuring",
+        ),
+    )
+
+
+def _rows(
+    setup: Setup, text: Text | None, memory: Memory, prompt: float, one: Speed, best: Speed
+) -> list[list[str]]:
+    price, currency = setup.price_per_hour, setup.currency
+    kv = memory.kv_bytes_per_token
+    cost_in = price / 3600 / prompt * 1e6
+    rows = []
+    if text is not None:
+        rows += [
+            ["tokens per English word", f"{text.num_tokens / text.num_words:.2f}", "1.3"],
+            ["characters per token", f"{text.num_characters / text.num_tokens:.1f}", "4"],
+        ]
+    return [
+        *rows,
+        ["parameters", f"{memory.num_parameters / 1e6:,.1f} million", "–"],
+        [
+            f"memory per parameter ({memory.format_name})",
+            f"{memory.weights_bytes / memory.num_parameters:.2f} bytes",
+            "2 bytes in 16 bits, 1 in 8",
+        ],
+        [f"KV per token ({memory.kv_dtype})", in_bytes(kv), "about 1 MB for 13 billion parameters"],
+        [f"KV of one sequence of {USUAL_CONTEXT:,} tokens", in_bytes(kv * USUAL_CONTEXT), "–"],
+        ["tokens whose KV weighs as much as the weights", f"{memory.weights_bytes / kv:,.0f}", "–"],
+        ["operations per token", f"{2 * memory.num_parameters / 1e6:,.0f} million", "2 per parameter"],
+        ["prompt tokens per second", f"{prompt:,.0f}", "–"],
+        ["output tokens per second, one sequence", f"{one.tokens_per_second:,.0f}", "–"],
+        [f"output tokens per second, batch of {best.num_sequences}", f"{best.tokens_per_second:,.0f}", "–"],
+        ["gain from batching", f"{best.tokens_per_second / one.tokens_per_second:.1f} ×", "10 × and more"],
+        ["an output token alone over a prompt token, time", f"{prompt / one.tokens_per_second:.1f} ×", "–"],
+        ["a million output tokens, one sequence", f"{currency}{one.cost_per_million(price):.3f}", "–"],
+        [
+            f"a million output tokens, batch of {best.num_sequences}",
+            f"{currency}{best.cost_per_million(price):.3f}",
+            "–",
+        ],
+        ["a million prompt tokens", f"{currency}{cost_in:.3f}", "a third to a fifth of output tokens"],
+    ]
+
+
+def _draw(figure: Any, setup: Setup, memory: Memory, speeds: list[Speed]) -> None:
+    left, right = figure.subplots(1, 2)
+    counts = [speed.num_sequences for speed in speeds]
+    costs = [speed.cost_per_million(setup.price_per_hour) for speed in speeds]
+    left.plot(counts, costs, **line_style(0))
+    plain_log(left, "x")
+    plain_log(left, "y")
+    left.set_xticks(counts, [str(n) for n in counts])
+    for speed, cost in zip(speeds, costs, strict=True):
+        left.annotate(
+            f"{speed.tokens_per_second:,.0f}", (speed.num_sequences, cost), textcoords="offset points", xytext=(4, 5),
+            fontsize=7,
+        )  # fmt: skip
+    left.set(
+        title="cost of output tokens (labels: tokens per second)",
+        xlabel="sequences in the batch",
+        ylabel=f"{setup.currency} per million tokens",
+    )
+    contexts = [128, 512, 2048, 8192]
+    for series, count in enumerate((1, 8, 64)):
+        sizes = [count * context * memory.kv_bytes_per_token / 1e6 for context in contexts]
+        right.plot(
+            contexts, sizes, label=f"KV of {count} sequence{'s' if count > 1 else ''}", **line_style(series)
+        )
+    right.axhline(
+        memory.weights_bytes / 1e6, color=look(6).color, linewidth=1.2, label="weights"
+    )  # the one line that does not grow
+    plain_log(right, "x")
+    plain_log(right, "y")
+    right.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    right.set(title="memory", xlabel="tokens of each sequence", ylabel="MB")
+    right.legend(loc="upper left")
+
+
+EXPERIMENT = Experiment(
+    "numbers",
+    "Numbers every LLM developer should know",
+    "Tokens per word, bytes per parameter and per token, what batching gains and what a million tokens cost.",
+    run,
+)

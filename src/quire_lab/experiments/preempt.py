@@ -1,0 +1,275 @@
+"""`preempt`: when the pool is full, a request leaves it: swapped to host memory, or computed again."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from quire.bench.drive import Bench, BenchRequest
+from quire.bench.figure import Picture, bar_style, line_style, plain_log
+from quire.bench.lengths import Lengths
+from quire.bench.table import in_bytes
+from quire_lab.experiments.engines import in_words, opened, submit, warm_up
+from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.experiments.preempt_moves import Return, measure_return
+
+MODES = ("recompute", "swap", "auto")
+MICRO_SIZES = (1, 4, 16, 64, 256)
+SHORT, LONG = 16, 48  # tokens in and out of every request, end to end
+DEMAND_SHARE = 4  # the pool is a quarter of what all requests would hold together
+
+
+@dataclass(slots=True)
+class Served:
+    """All requests under one mode with one block size; the least of the rounds."""
+
+    mode: str
+    block_size: int
+    seconds: float = float("inf")
+    latency: float = float("inf")  # seconds per token, mean
+    preemptions: int = 0
+    num_computed: int = 0  # tokens, those of preempted requests again and again
+    token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+def run(setup: Setup) -> Finding:
+    micro_sizes = setup.pick((1, 16), MICRO_SIZES, MICRO_SIZES)
+    sizes = setup.pick((16,), (4, 16, 32), (1, 4, 16, 32))
+    rounds, count, num_tokens = setup.pick((1, 6, 32), (2, 12, 256), (5, 64, 1024))
+    total = len(micro_sizes) + (rounds * len(sizes) * len(MODES) + 1) * count
+    with setup.progress(total, "measurements and requests") as bar:
+        returns = []
+        for size in micro_sizes:
+            bar.note(f"one sequence, blocks of {size}")
+            with opened(setup, block_size=size, num_blocks=4 * num_tokens // size, **_PLAIN) as bench:
+                warm_up(bench)
+                returns.append(measure_return(bench, num_tokens, setup.pick(2, 5, 20), setup.seed))
+            bar()
+        with opened(setup, **_PLAIN) as bench:
+            requests, words = bench.requests([Lengths(SHORT, LONG)] * count), in_words(bench)
+            bar.note("a pool for all")
+            expected = _run(bench, requests, Served("", 16), bar).token_ids
+        served = _serve_all(setup, requests, sizes, rounds, bar)
+    return _finding(setup, returns, served, expected, words, count)
+
+
+_PLAIN: dict[str, Any] = {"enable_prefix_caching": False}
+
+
+def _serve_all(
+    setup: Setup, requests: list[BenchRequest], sizes: tuple[int, ...], rounds: int, bar: Any
+) -> list[Served]:
+    """Modes take turns, so that a disturbance hits all of them alike."""
+    found = []
+    for size in sizes:
+        each = [Served(mode, size) for mode in MODES]
+        num_blocks = max(
+            2 * -(-(SHORT + LONG) // size), len(requests) * (SHORT + LONG) // DEMAND_SHARE // size
+        )
+        with ExitStack() as stack:
+            benches = []
+            for one in each:
+                changes = {
+                    "block_size": size,
+                    "num_blocks": num_blocks,
+                    "preemption_mode": one.mode,
+                    **_PLAIN,
+                }
+                benches.append(stack.enter_context(opened(setup, **changes)))
+                warm_up(benches[-1])
+            for _ in range(rounds):
+                for one, bench in zip(each, benches, strict=True):
+                    bar.note(f"{one.mode}, blocks of {size}")
+                    _run(bench, requests, one, bar)
+        found += each
+    return found
+
+
+def _run(bench: Bench, requests: list[BenchRequest], one: Served, bar: Callable[[], None]) -> Served:
+    engine = bench.engine
+    before, started = engine.scheduler.stats.num_preemptions, engine.clock()
+    computed = engine.stats.num_computed_tokens
+    ids = submit(engine, requests, f"preempt-{engine.stats.num_requests}")
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    latencies = []
+    while engine.has_work:
+        for update in engine.step():
+            tokens[update.request_id] += update.token_ids
+            if update.finish_reason is not None:
+                latencies.append((engine.clock() - started) / len(tokens[update.request_id]))
+                bar()
+    engine.check_integrity()
+    one.seconds = min(one.seconds, engine.clock() - started)
+    one.latency = min(one.latency, sum(latencies) / len(latencies))
+    one.preemptions = engine.scheduler.stats.num_preemptions - before
+    one.num_computed = engine.stats.num_computed_tokens - computed
+    one.token_ids = tuple(tuple(tokens[request_id]) for request_id in ids)
+    return one
+
+
+def _finding(
+    setup: Setup,
+    returns: list[Return],
+    served: list[Served],
+    expected: tuple[tuple[int, ...], ...],
+    words: str,
+    count: int,
+) -> Finding:
+    usual = next(one for one in returns if one.block_size == 16)
+    same = all(one.token_ids == expected for one in served)
+    at_16 = {one.mode: one for one in served if one.block_size == 16}
+    quicker = "Swapping" if usual.swap < usual.recompute else "Computing again"
+    ratio = max(usual.swap, usual.recompute) / min(usual.swap, usual.recompute)
+    take_away = (
+        f"{quicker} is {ratio:.0f} times as fast here for a sequence of {usual.num_tokens} tokens with blocks of 16 "
+        f"({1e3 * usual.swap:.1f} ms out and back, {1e3 * usual.recompute:.0f} ms to compute again). With a quarter of "
+        f"the memory, {count} requests take {at_16['recompute'].seconds:.1f} s by recomputing, "
+        f"{at_16['swap'].seconds:.1f} s by swapping and {at_16['auto'].seconds:.1f} s with auto."
+    )
+    picture = Picture(
+        "preempt",
+        "Leaving the pool and coming back",
+        f"{usual.num_tokens} tokens, blocks of 16: {1e3 * usual.swap:.1f} ms to swap out and in, "
+        f"{1e3 * usual.recompute:.0f} ms to compute again.",
+        lambda figure: _draw(figure, returns, served),
+    )
+    return Finding(
+        take_away,
+        [_micro_table(returns), _served_table(served)],
+        [picture],
+        _record(returns, served, same),
+        {"seed": setup.seed, "num_requests": count, "tokens_in": SHORT, "tokens_out": LONG, "model": words},
+        _checks(served, same),
+        (
+            words,
+            "one sequence: its blocks lie anywhere in the pool and are copied out to host memory and back; recomputing "
+            "is a prompt of as many tokens; the least of several",
+            f"end to end: {count} requests at once, {SHORT} tokens in and {LONG} out, a pool of a quarter of what they "
+            "hold together; no prefix is found again; the least of the rounds",
+        ),
+    )  # fmt: skip
+
+
+def _checks(served: list[Served], same: bool) -> list[Check]:
+    at_16 = {one.mode: one for one in served if one.block_size == 16}
+    best = min(at_16["recompute"].seconds, at_16["swap"].seconds)
+    return [
+        Check(
+            "all modes and block sizes give the tokens of a large pool",
+            "the same" if same else "different",
+            same,
+        ),
+        Check(
+            "requests were preempted in every run",
+            f"{min(one.preemptions for one in served)} to {max(one.preemptions for one in served)} times",
+            all(one.preemptions > 0 for one in served),
+        ),
+        Check(
+            "swapping computes no token twice: fewer tokens than recomputing",
+            f"{at_16['swap'].num_computed:,} against {at_16['recompute'].num_computed:,}",
+            at_16["swap"].num_computed < at_16["recompute"].num_computed,
+        ),
+        Check(
+            "auto is not much slower than the better of the two (within 25 %)",
+            f"{at_16['auto'].seconds / best:.2f} times its time",
+            at_16["auto"].seconds <= 1.25 * best,
+        ),
+    ]
+
+
+def _record(returns: list[Return], served: list[Served], same: bool) -> dict[str, Any]:
+    return {
+        "one_sequence": [
+            {
+                "block_size": one.block_size,
+                "num_tokens": one.num_tokens,
+                "swap_seconds": one.swap,
+                "recompute_seconds": one.recompute,
+                "bytes_one_way": one.num_bytes,
+            }
+            for one in returns
+        ],
+        "end_to_end": [
+            {
+                "mode": one.mode,
+                "block_size": one.block_size,
+                "seconds": one.seconds,
+                "normalised_latency_seconds": one.latency,
+                "preemptions": one.preemptions,
+                "tokens_computed": one.num_computed,
+            }
+            for one in served
+        ],
+        "same_tokens": same,
+    }
+
+
+def _micro_table(returns: list[Return]) -> Table:
+    rows = [
+        [
+            str(one.block_size),
+            f"{1e3 * one.swap:.2f}",
+            f"{1e3 * one.recompute:.1f}",
+            f"{one.recompute / one.swap:.1f}",
+            f"{in_bytes(2 * one.num_bytes / one.swap)}/s",
+        ]
+        for one in returns
+    ]
+    title = f"One sequence of {returns[0].num_tokens} tokens"
+    return Table(title, ["block size", "swap, ms", "recompute, ms", "ratio", "moved at"], rows, left=0)
+
+
+def _served_table(served: list[Served]) -> Table:
+    rows = [
+        [
+            one.mode,
+            str(one.block_size),
+            f"{one.seconds:.2f}",
+            f"{1e3 * one.latency:.1f}",
+            str(one.preemptions),
+            f"{one.num_computed:,}",
+        ]
+        for one in served
+    ]
+    head = ["mode", "block size", "all requests, s", "ms per token", "preempted", "tokens computed"]
+    return Table("A quarter of the memory, end to end", head, rows)
+
+
+def _draw(figure: Any, returns: list[Return], served: list[Served]) -> None:
+    left, right = figure.subplots(1, 2)
+    sizes = [one.block_size for one in returns]
+    left.plot(sizes, [1e3 * one.swap for one in returns], label="swap out and in", **line_style("swap"))
+    left.plot(sizes, [1e3 * one.recompute for one in returns], label="recompute", **line_style("recompute"))
+    plain_log(left, "x")
+    plain_log(left, "y")
+    left.set_xticks(sizes, [str(size) for size in sizes])
+    left.minorticks_off()
+    left.set(
+        title=f"one sequence of {returns[0].num_tokens} tokens",
+        xlabel="tokens per block",
+        ylabel="milliseconds",
+    )
+    left.legend(loc="best")
+    each = list(dict.fromkeys(one.block_size for one in served))
+    for place, mode in enumerate(MODES):
+        found = [one for one in served if one.mode == mode]
+        places = [each.index(one.block_size) + 0.27 * (place - 1) for one in found]
+        bars = right.bar(places, [one.seconds for one in found], 0.25, label=mode, **bar_style(mode))
+        right.bar_label(bars, labels=[f"{one.preemptions}" for one in found], fontsize=7)
+    right.set_xticks(range(len(each)), [str(size) for size in each])
+    right.set(
+        title="a quarter of the memory (labels: preemptions)",
+        xlabel="tokens per block",
+        ylabel="seconds, all requests",
+    )
+    right.grid(axis="x", visible=False)
+    right.margins(y=0.25)
+    right.legend(loc="upper right", ncols=3)
+
+
+EXPERIMENT = Experiment(
+    "preempt",
+    "When memory runs out",
+    "A request that must leave the pool can be moved to host memory, or computed again later. Which is cheaper?",
+    run,
+)

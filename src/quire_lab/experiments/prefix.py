@@ -1,0 +1,356 @@
+"""`prefix`: what finding prompts again saves, for a system prompt that all requests share and for chats."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.bench.drive import Bench, BenchRequest, plain_token_ids
+from quire.bench.figure import GREY, Picture, bar_style, line_style, plain_log
+from quire.core.config import SchedulerConfig
+from quire.engine.engine import Engine
+from quire.engine.validation import Limits
+from quire.memory.paged import PagedMemory
+from quire_lab.counting_runner import CountingRunner
+from quire_lab.experiments.engines import greedy, in_words, opened, prompt_rate, submit, warm_up
+from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.experiments.prefix_trace import ChatTrace, ChatTurn, Scale, chat_trace
+from quire_lab.sharing import SHARES
+
+BLOCK_SIZE = 16
+QUESTION, ANSWER = 16, 4  # tokens of each request behind the system prompt
+VOCABULARY = 50_000
+CHAT_CONTEXT = 1024  # scaled tokens: longer turns are left out
+CHATS_AT_ONCE = 4  # on the model: a turn should find its predecessor finished
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One run of the same requests, with or without the prefix cache."""
+
+    seconds: float
+    hit_rate: float  # of the prompts' tokens
+    first_token: float  # seconds until a request's first token, mean, from its turn on
+    num_computed: int  # tokens that the model computed
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    num_tokens: int  # of the system prompt
+    on: Served
+    off: Served
+
+    @property
+    def speedup(self) -> float:
+        return self.off.seconds / self.on.seconds
+
+    @property
+    def computed_share(self) -> float:
+        """Of the tokens that are computed without a cache."""
+        return self.on.num_computed / self.off.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How much a pool of a size finds again."""
+
+    num_blocks: int
+    hit_rate: float
+
+
+def run(setup: Setup) -> Finding:
+    with opened(setup, enable_prefix_caching=True, block_size=BLOCK_SIZE) as bench:
+        warm_up(bench)
+        plan = _Plan.of(setup, bench)
+        total = (
+            2 * len(plan.systems) * plan.num_requests
+            + 2 * plan.num_turns
+            + plan.num_replayed * len(plan.pools)
+        )
+        with setup.progress(total, "req") as bar:
+            bar.note("a system prompt")
+            systems = [_system(bench, count, plan.num_requests, setup.seed, bar) for count in plan.systems]
+            bar.note("chats on the model")
+            tokens = plain_token_ids(bench.built, bench.tokenizer)
+            scale = Scale(BLOCK_SIZE, plan.longest_turn)
+            turns = chat_trace(setup.data, plan.num_turns, scale, tokens, setup.seed, only_returning=True)
+            requests = [
+                BenchRequest(one.prompt_token_ids, greedy(one.num_output_tokens)) for one in turns.turns
+            ]
+            chats = _served(bench, requests, True, bar), _served(bench, requests, False, bar)
+            bar.note("chats and the pool's size")
+            scale = Scale(BLOCK_SIZE, CHAT_CONTEXT)
+            replay = chat_trace(setup.data, plan.num_replayed, scale, range(2, VOCABULARY), setup.seed)
+            kept = [_kept(replay.turns, num_blocks, bar) for num_blocks in plan.pools]
+        words = in_words(bench)
+    return _finding(setup, systems, turns, chats, replay, kept, words)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A size that fits the machine: prompts are what costs here."""
+
+    systems: tuple[int, ...]
+    num_requests: int
+    num_turns: int
+    longest_turn: int
+    num_replayed: int
+    pools: tuple[int, ...]
+
+    @classmethod
+    def of(cls, setup: Setup, bench: Bench) -> "_Plan":
+        report = bench.built.report
+        room = min(report.max_model_len, report.pool.num_tokens // 4) - QUESTION - ANSWER
+        rate = prompt_rate(bench)
+        systems = tuple(n for n in setup.pick((16, 64), (64, 256, 512), (64, 256, 1024, 2048)) if n <= room)
+        tokens = setup.pick(1.0, 12.0, 120.0) * rate  # that are computed without a cache, in each half
+        num_requests = max(3, min(setup.pick(3, 16, 64), int(tokens / max(1, sum(systems)))))
+        num_turns = max(setup.pick(6, 40, 200), min(setup.pick(6, 80, 400), int(tokens / 250)))
+        return cls(
+            systems or (max(1, room // 2),),
+            num_requests,
+            num_turns,
+            min(room, setup.pick(128, 512, CHAT_CONTEXT)),
+            setup.pick(40, 1500, 12_000),
+            setup.pick(
+                (128, 1024), (256, 1024, 4096, 16_384, 65_536), (256, 1024, 4096, 16_384, 65_536, 262_144)
+            ),
+        )
+
+
+def _system(bench: Bench, num_tokens: int, count: int, seed: int, bar: Callable[[], None]) -> System:
+    """Requests that share their first tokens, one after the other, so that each may find what the last computed."""
+    tokens, maker = plain_token_ids(bench.built, bench.tokenizer), random.Random(seed)
+    system = maker.choices(tokens, k=num_tokens)
+    requests = [
+        BenchRequest([*system, *maker.choices(tokens, k=QUESTION)], greedy(ANSWER)) for _ in range(count)
+    ]
+    return System(num_tokens, _served(bench, requests, True, bar, 1), _served(bench, requests, False, bar, 1))
+
+
+def _served(
+    bench: Bench,
+    requests: Sequence[BenchRequest],
+    cached: bool,
+    bar: Callable[[], None],
+    at_once: int = CHATS_AT_ONCE,
+) -> Served:
+    """`at_once` requests run at any time; without a cache every request has a salt of its own and finds nothing."""
+    engine, memory = bench.engine, bench.engine.memory
+    memory.reset_prefix_index()
+    queries, hits = memory.stats.prefix_queries, memory.stats.prefix_hits
+    computed = engine.stats.num_computed_tokens
+    name, todo = time.monotonic_ns(), list(enumerate(requests))
+    begun: dict[str, tuple[float, bool]] = {}
+    firsts: list[float] = []
+    started = time.perf_counter()
+    while todo or engine.has_work:
+        while todo and len(begun) < at_once:
+            index, one = todo.pop(0)
+            request_id = f"prefix-{name}-{index}"
+            salt = "" if cached else request_id
+            engine.add(request_id, one.prompt_token_ids, one.sampling, cache_salt=salt)
+            begun[request_id] = (time.perf_counter(), False)
+        for update in engine.step():
+            since, seen = begun[update.request_id]
+            if update.token_ids and not seen:
+                firsts.append(time.perf_counter() - since)
+                begun[update.request_id] = (since, True)
+            if update.finish_reason is not None:
+                del begun[update.request_id]
+                bar()
+    seconds = time.perf_counter() - started
+    found, asked = memory.stats.prefix_hits - hits, memory.stats.prefix_queries - queries
+    computed = engine.stats.num_computed_tokens - computed
+    return Served(seconds, found / max(1, asked), sum(firsts) / max(1, len(firsts)), computed)
+
+
+def _kept(turns: Sequence[ChatTurn], num_blocks: int, bar: Callable[[], None]) -> Kept:
+    """The trace through scheduler and memory alone, turn by turn: no model, the engine's own prefix index."""
+    memory = PagedMemory(num_blocks, BLOCK_SIZE)
+    limits = Limits(VOCABULARY, CHAT_CONTEXT + 1, 1, ())
+    config = SchedulerConfig(1, 8192, steps_in_flight=0)
+    engine = Engine(config, limits, memory, CountingRunner(VOCABULARY, SHARES, 0), 0)
+    for index, one in enumerate(turns):
+        if memory.blocks_for(len(one.prompt_token_ids) + one.num_output_tokens) <= num_blocks:
+            submit(
+                engine, [BenchRequest(one.prompt_token_ids, greedy(one.num_output_tokens))], f"turn-{index}"
+            )
+            while engine.has_work:
+                engine.step()
+        bar()
+    engine.check_integrity()
+    return Kept(num_blocks, memory.stats.prefix_hits / max(1, memory.stats.prefix_queries))
+
+
+def _finding(
+    setup: Setup,
+    systems: list[System],
+    turns: ChatTrace,
+    chats: tuple[Served, Served],
+    replay: ChatTrace,
+    kept: list[Kept],
+    words: str,
+) -> Finding:
+    longest, (on, off) = systems[-1], chats
+    chat_speedup = off.seconds / on.seconds
+    take_away = (
+        f"A system prompt of {longest.num_tokens} tokens that is found again makes requests {longest.speedup:.1f} "
+        f"times as fast; in the chats {100 * on.hit_rate:.0f} % of all prompt tokens are found, which makes the whole "
+        f"{chat_speedup:.2f} times as fast."
+    )
+    picture = Picture(
+        "prefix",
+        "What finding prompts again saves",
+        f"{longest.num_tokens} shared tokens: first token {off_on(longest):.1f} times sooner. Chats: "
+        f"{100 * kept[-1].hit_rate:.0f} % of prompt tokens found with the largest pool.",
+        lambda figure: _draw(figure, systems, kept, replay),
+        height=3.9,
+    )
+    results = {
+        "systems": [
+            {
+                "system_tokens": one.num_tokens,
+                "speedup": one.speedup,
+                "on": _record(one.on),
+                "off": _record(one.off),
+            }
+            for one in systems
+        ],
+        "chats": {
+            "num_turns": len(turns.turns),
+            "speedup": chat_speedup,
+            "on": _record(on),
+            "off": _record(off),
+        },
+        "replay": {
+            "num_turns": len(replay.turns),
+            "repeated_share": replay.repeated_share,
+            "pools": [{"num_blocks": one.num_blocks, "hit_rate": one.hit_rate} for one in kept],
+        },
+    }
+    checks = [
+        Check(
+            "the longer the shared prompt, the fewer of all tokens are computed",
+            ", ".join(f"{one.num_tokens}: {100 * one.computed_share:.0f} %" for one in systems),
+            systems[-1].computed_share <= systems[0].computed_share,
+        ),
+        Check(
+            "a larger pool finds no less, and never more than the trace repeats",
+            f"{100 * kept[0].hit_rate:.1f} % to {100 * kept[-1].hit_rate:.1f} %, "
+            f"{100 * replay.repeated_share:.1f} % repeat",
+            kept[-1].hit_rate >= kept[0].hit_rate and kept[-1].hit_rate <= replay.repeated_share + 0.01,
+        ),
+    ]
+    return Finding(
+        take_away,
+        [_system_table(systems, len(turns.turns), chats), _pool_table(kept)],
+        [picture],
+        results,
+        {"seed": setup.seed, "block_size": BLOCK_SIZE, "model": words},
+        checks,
+        (
+            words,
+            f"system prompt: requests one after the other, {QUESTION} tokens of their own, {ANSWER} tokens out; "
+            f"chats: {CHATS_AT_ONCE} requests at any time",
+            turns.source,
+            f"{replay.source}, turn by turn through scheduler and memory, no model",
+            "off: every request has a cache salt of its own, so the same engine finds nothing",
+        ),
+    )  # fmt: skip
+
+
+def off_on(system: System) -> float:
+    return system.off.first_token / system.on.first_token
+
+
+def _record(one: Served) -> dict[str, float]:
+    return {
+        "seconds": one.seconds,
+        "hit_rate": one.hit_rate,
+        "first_token_seconds": one.first_token,
+        "tokens_computed": one.num_computed,
+    }
+
+
+def _system_table(systems: list[System], num_turns: int, chats: tuple[Served, Served]) -> Table:
+    on, off = chats
+    lines = [(f"system prompt of {one.num_tokens} tokens", one.on, one.off) for one in systems]
+    lines.append((f"{num_turns} turns of chats", on, off))
+    rows = [
+        [
+            name,
+            f"{100 * with_it.hit_rate:.1f}",
+            f"{with_it.num_computed:,}",
+            f"{without.num_computed:,}",
+            f"{1e3 * with_it.first_token:.0f}",
+            f"{1e3 * without.first_token:.0f}",
+            f"{with_it.seconds:.2f}",
+            f"{without.seconds:.2f}",
+            f"{without.seconds / with_it.seconds:.2f}",
+        ]
+        for name, with_it, without in lines
+    ]
+    head = [
+        "requests",
+        "found, %",
+        "computed on",
+        "off",
+        "first token on, ms",
+        "off, ms",
+        "all on, s",
+        "off, s",
+        "speed-up",
+    ]
+    return Table("On the model, prefix cache on and off", head, rows)
+
+
+def _pool_table(kept: list[Kept]) -> Table:
+    rows = [
+        [f"{one.num_blocks:,}", f"{one.num_blocks * BLOCK_SIZE:,}", f"{100 * one.hit_rate:.1f}"]
+        for one in kept
+    ]
+    return Table("Chats and the pool's size", ["blocks", "tokens", "found, % of prompt tokens"], rows, left=0)
+
+
+def _draw(figure: Any, systems: list[System], kept: list[Kept], replay: ChatTrace) -> None:
+    left, middle, right = figure.subplots(1, 3)
+    places = range(len(systems))
+    names = [str(one.num_tokens) for one in systems]
+    for series, (words, times) in enumerate(
+        (
+            ("cache on", [1e3 * one.on.first_token for one in systems]),
+            ("cache off", [1e3 * one.off.first_token for one in systems]),
+        )
+    ):
+        left.bar([i + 0.4 * series for i in places], times, 0.38, label=words, **bar_style(series))
+    left.set_xticks([i + 0.2 for i in places], names)
+    left.set(title="time to first token", xlabel="tokens of system prompt", ylabel="milliseconds")
+    left.legend(loc="best")
+    middle.bar(places, [one.speedup for one in systems], 0.6, **bar_style(2))
+    middle.set_xticks(list(places), names)
+    middle.axhline(1, color=GREY, linewidth=0.9)
+    middle.set(title="speed-up of whole requests", xlabel="tokens of system prompt", ylabel="times as fast")
+    for axis in (left, middle):
+        axis.grid(axis="x", visible=False)
+    right.plot(
+        [one.num_blocks for one in kept], [100 * one.hit_rate for one in kept], label="found", **line_style(0)
+    )
+    right.axhline(
+        100 * replay.repeated_share, color=GREY, linewidth=1, linestyle="--", label="repeats in the trace"
+    )
+    plain_log(right, "x")
+    right.set_ylim(bottom=0)
+    right.set(
+        title="chats and the pool", xlabel=f"blocks of {BLOCK_SIZE} tokens", ylabel="% of prompt tokens"
+    )
+    right.legend(loc="lower right")
+
+
+EXPERIMENT = Experiment(
+    "prefix",
+    "What finding prompts again saves",
+    "Many prompts begin with what was computed before: a system prompt, a chat's history. What is that worth?",
+    run,
+)

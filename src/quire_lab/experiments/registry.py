@@ -1,0 +1,60 @@
+"""Which experiments there are. A module is imported when its experiment is chosen: most of them need torch."""
+
+import difflib
+import importlib
+from typing import NamedTuple
+
+from quire.core.errors import ConfigError
+from quire_lab.experiments.experiment import Experiment
+
+
+class Listed(NamedTuple):
+    module: str  # has EXPERIMENT
+    about: str  # one line for `quire bench lab list`
+
+
+# in the order of the report: what memory and batches are, then what they cost, then whole workloads
+EXPERIMENTS = {
+    "numbers": Listed("quire_lab.experiments.numbers", "rules of thumb, measured on this machine"),
+    "kvcache": Listed("quire_lab.experiments.kvcache", "generating with and without a KV cache"),
+    "roofline": Listed("quire_lab.experiments.roofline", "what bounds decoding: reading memory or computing"),
+    "waste": Listed(
+        "quire_lab.experiments.waste", "how KV memory is spent under paging and three reservations"
+    ),
+    "batching": Listed(
+        "quire_lab.experiments.batching", "static, dynamic and continuous batches over time and load"
+    ),
+    "sharing": Listed("quire_lab.experiments.sharing", "blocks that parallel samples and beams share"),
+    "blocksize": Listed(
+        "quire_lab.experiments.blocksize", "latency and attention time for blocks of 1 to 256 tokens"
+    ),
+    "preempt": Listed(
+        "quire_lab.experiments.preempt", "when memory runs out: swapping against computing again"
+    ),
+    "prefix": Listed(
+        "quire_lab.experiments.prefix", "what remembering prompts saves: a system prompt, chats"
+    ),
+    "adapters": Listed(
+        "quire_lab.experiments.adapters", "many adapters: batched together, or merged one by one"
+    ),
+    "batched": Listed(
+        "quire_lab.experiments.batched", "requests that fit at once, by how memory is given (simulated)"
+    ),
+    "rate": Listed("quire_lab.experiments.rate", "latency against request rate for every policy (simulated)"),
+    "characterize": Listed(
+        "quire_lab.experiments.characterize", "batching and paging over models, devices and rates (simulated)"
+    ),
+    "trace": Listed(
+        "quire_lab.experiments.trace", "an hour's conversations replayed: the service level held (simulated)"
+    ),
+}
+
+
+def find(name: str) -> Experiment:
+    """ConfigError with the closest names if there is none of this name."""
+    if name not in EXPERIMENTS:
+        near = difflib.get_close_matches(name, [*EXPERIMENTS, "all", "list"], n=1)
+        hint = f"did you mean {near[0]}?" if near else "`quire bench lab list` shows them"
+        raise ConfigError(f"there is no experiment {name!r}: {hint}")
+    found: Experiment = importlib.import_module(EXPERIMENTS[name].module).EXPERIMENT
+    return found

@@ -1,0 +1,252 @@
+"""`roofline`: what this machine reads and computes in a second, and which of the two bounds a decode step."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.bench.drive import Bench
+from quire.bench.figure import GREY, Picture, line_style, look, plain_log
+from quire.bench.probe import cpu_read_rate
+from quire.bench.table import in_bytes
+from quire.models.weight_shape import WeightShape, weight_shape
+from quire_lab.experiments.engines import in_words, opened, prompt_rate, step_seconds, warm_up
+from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.experiments.fits import Line, fit_line
+
+CONTEXT = 32  # tokens of each sequence: short, so that weights are nearly all that a step reads
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+PRODUCT = 1024  # rows and columns of the matrix whose products measure computing
+PRODUCT_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    read_rate: float  # bytes a second
+    compute_rate: float  # operations a second, in the model's own products
+
+    def step_floor(self, weights: WeightShape, num_sequences: int) -> tuple[float, float]:
+        """Seconds that a step needs at least: to read the weights, and to multiply with them."""
+        operations = 2 * weights.read_parameters * num_sequences
+        return weights.read_bytes / self.read_rate, operations / self.compute_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    num_sequences: int
+    seconds: float  # of one step, the least of many: others were disturbed
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_sequences / self.seconds
+
+
+def run(setup: Setup) -> Finding:
+    with opened(setup, enable_prefix_caching=False, steps_in_flight=0) as bench:
+        warm_up(bench)
+        report = bench.built.report
+        weights = weight_shape(bench.built.model, report.numbers.format)
+        # a batch's prompts are computed before it is timed: so many that they take no longer than its steps
+        prompts = prompt_rate(bench) * setup.pick(1.0, 6.0, 20.0) / CONTEXT
+        most = min(setup.pick(8, 256, 512), report.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
+        batches = [n for n in BATCHES if n <= min(most, max(8, prompts))]
+        rounds, num_steps = setup.pick((1, 4), (3, 8), (5, 32))
+        read_rate = compute_rate = 0.0
+        with setup.progress(rounds * (len(batches) + 1), "points") as bar:
+            times: dict[int, list[float]] = {count: [] for count in batches}
+            for _ in range(rounds):  # all in turn, so that a disturbance hits none of them alone
+                bar.note("reading and computing")
+                read_rate = max(read_rate, _read_rate(bench))
+                compute_rate = max(compute_rate, _compute_rate(bench))
+                bar()
+                for count in batches:
+                    bar.note(f"{count} sequences")
+                    times[count] += step_seconds(bench, count, CONTEXT, num_steps)
+                    bar()
+        machine = Machine(read_rate, compute_rate)
+        found = [Decoded(count, min(seconds)) for count, seconds in times.items()]
+        words = in_words(bench)
+    return _finding(setup, machine, weights, found, words)
+
+
+def _read_rate(bench: Bench) -> float:
+    device = bench.built.report.numbers.device
+    if device.type == "cpu":
+        threads = torch.get_num_threads()  # torch keeps to one where native kernels do the model's work
+        torch.set_num_threads(bench.built.report.num_threads)
+        try:
+            return cpu_read_rate()
+        finally:
+            torch.set_num_threads(threads)
+    source = torch.ones(1 << 28, dtype=torch.float32, device=device)
+    return source.numel() * 4 / _best(lambda: source.sum(), device)
+
+
+def _compute_rate(bench: Bench) -> float:
+    """Of a product in the model's own number format, with as many rows as a long prompt has."""
+    numbers = bench.built.report.numbers
+    on_gpu = numbers.device.type == "cuda"
+    side, rows = (8192, 8192) if on_gpu else (PRODUCT, PRODUCT_ROWS)
+    dtype = numbers.format.activation_dtype
+    matrix = numbers.format.matrix(side, side)
+    matrix.load_rows(0, torch.randn(side, side, device=numbers.device).to(dtype))
+    x = torch.randn(rows, side, device=numbers.device).to(dtype)
+    return 2 * rows * side * side / _best(lambda: matrix.linear(x, None, None), numbers.device)
+
+
+def _best(work: Callable[[], object], device: torch.device, seconds: float = 0.4) -> float:
+    """The least time of a call, over many: a rate is what the machine can do undisturbed."""
+    work()
+    best, ends = float("inf"), time.perf_counter() + seconds
+    while (started := time.perf_counter()) < ends:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _finding(
+    setup: Setup, machine: Machine, weights: WeightShape, found: list[Decoded], words: str
+) -> Finding:
+    counts = [one.num_sequences for one in found]
+    seconds = [one.seconds for one in found]
+    line = fit_line(counts, seconds, [1 / value for value in seconds])
+    measured_knee = line.intercept / line.slope if line.slope > 0 else None  # None: beyond what was measured
+    reading, computing = machine.step_floor(weights, 1)
+    ideal_knee = reading / computing
+    best = max(found, key=lambda one: one.tokens_per_second)
+    free, bound = _knee_in_words(measured_knee, counts[-1])
+    take_away = (
+        f"{bound}: one sequence gets "
+        f"{found[0].tokens_per_second:.0f} tokens/s, {best.num_sequences} together get "
+        f"{best.tokens_per_second:,.0f}. From {in_bytes(machine.read_rate)}/s and "
+        f"{machine.compute_rate / 1e9:,.0f} GOP/s alone it would be {ideal_knee:.0f}."
+    )
+    results = {
+        "read_bytes_per_second": machine.read_rate,
+        "operations_per_second": machine.compute_rate,
+        "weights_read_bytes": weights.read_bytes,
+        "weights_read_parameters": weights.read_parameters,
+        "knee_measured": measured_knee,
+        "knee_from_rates": ideal_knee,
+        "fixed_seconds": line.intercept,
+        "seconds_per_sequence": line.slope,
+        "fit_r_squared": line.r_squared,
+        "steps": [
+            {
+                "num_sequences": one.num_sequences,
+                "seconds": one.seconds,
+                "tokens_per_second": one.tokens_per_second,
+            }
+            for one in found
+        ],
+    }
+    picture = Picture(
+        "roofline",
+        "What bounds decoding",
+        f"{free} a larger batch is nearly free: its weights are read anyway.",
+        lambda figure: _draw(figure, machine, weights, found, line, measured_knee),
+    )
+    share = reading / found[0].seconds
+    checks = [
+        Check(
+            "no step is faster than the machine's own rates allow",
+            f"one sequence reaches {100 * share:.0f} % of the reading floor",
+            all(one.seconds > 0.8 * max(machine.step_floor(weights, one.num_sequences)) for one in found),
+        ),
+        Check(
+            "more sequences give more tokens a second",
+            f"{best.tokens_per_second / found[0].tokens_per_second:.1f} ×",
+            best.num_sequences > 1,
+        ),
+    ]
+    return Finding(
+        take_away,
+        [_table(machine, weights, found)],
+        [picture],
+        results,
+        {"seed": setup.seed, "context": CONTEXT, "batches": counts, "model": words},
+        checks,
+        (
+            f"{words}; decode steps with {CONTEXT} tokens of context and more, the least of many",
+            f"a step reads {in_bytes(weights.read_bytes)} of weights and computes "
+            f"{2 * weights.read_parameters / 1e6:,.0f} million operations for each sequence",
+            "reading: a matrix-vector product larger than the caches; computing: a product in the model's own "
+            "number format; the best of many",
+            f"measured knee: seconds of a step = {1e3 * line.intercept:.1f} ms + {1e3 * line.slope:.2f} ms × "
+            f"sequences (R² {line.r_squared:.3f}), where both terms are equal",
+        ),
+    )
+
+
+def _knee_in_words(knee: float | None, largest: int) -> tuple[str, str]:
+    """How far a larger batch is free, and where it stops being so."""
+    if knee is None:
+        return (
+            "In every batch measured here",
+            f"Up to {largest} sequences decoding stays bound by memory here",
+        )
+    return (
+        f"Up to about {knee:.0f} sequences",
+        f"Decoding stops being bound by memory at about {knee:.0f} sequences here",
+    )
+
+
+def _table(machine: Machine, weights: WeightShape, found: list[Decoded]) -> Table:
+    rows = []
+    for one in found:
+        reading, computing = machine.step_floor(weights, one.num_sequences)
+        rows.append([
+            f"{one.num_sequences}",
+            f"{1e3 * one.seconds:.1f}",
+            f"{1e3 * reading:.1f}",
+            f"{1e3 * computing:.1f}",
+            "reading" if reading > computing else "computing",
+            f"{one.tokens_per_second:,.0f}",
+        ])  # fmt: skip
+    head = ["sequences", "a step, ms", "to read, ms", "to compute, ms", "the higher floor", "tokens/s"]
+    return Table("Decode steps and their floors", head, rows, left=0)
+
+
+def _draw(
+    figure: Any, machine: Machine, weights: WeightShape, found: list[Decoded], line: Line, knee: float | None
+) -> None:
+    left, right = figure.subplots(1, 2)
+    counts = [one.num_sequences for one in found]
+    floors = [machine.step_floor(weights, count) for count in counts]
+    left.plot(counts, [one.tokens_per_second for one in found], label="measured", **line_style(0))
+    for series, place, words in ((1, 0, "bound of reading weights"), (2, 1, "bound of computing")):
+        style = {**line_style(series), "marker": ""}
+        left.plot(
+            counts, [n / floor[place] for n, floor in zip(counts, floors, strict=True)], label=words, **style
+        )
+    right.plot(counts, [1e3 * one.seconds for one in found], label="measured", **line_style(0))
+    right.plot(
+        counts,
+        [1e3 * line.at(n) for n in counts],
+        color=GREY,
+        linestyle=":",
+        label=f"{1e3 * line.intercept:.1f} ms + {1e3 * line.slope:.2f} ms each",
+    )
+    for axis in (left, right):
+        plain_log(axis, "x")
+        plain_log(axis, "y")
+        if knee is not None and counts[0] <= knee <= counts[-1]:
+            axis.axvline(knee, color=look(3).color, linewidth=1.2, label=f"knee: {knee:.0f} sequences")
+        axis.set_xticks(counts, [str(n) for n in counts])
+        axis.minorticks_off()
+        axis.set_xlabel("sequences in the batch")
+        axis.legend(loc="best")
+    left.set(title="speed", ylabel="tokens per second, all sequences")
+    right.set(title="one step", ylabel="milliseconds")
+
+
+EXPERIMENT = Experiment(
+    "roofline",
+    "What bounds decoding",
+    "A step reads all weights once, however many sequences share it. When does computing take over?",
+    run,
+)

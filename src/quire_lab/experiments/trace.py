@@ -1,0 +1,220 @@
+"""`trace`: an hour of real conversations replayed faster and faster, and the service level that is held."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from quire.bench.arrivals import arrival_times, replayed
+from quire.bench.figure import GREY, Picture, line_style, plain_log
+from quire.bench.lengths import Lengths, LogNormal
+from quire.bench.trace import read_trace
+from quire_lab.experiments.data import DataFolder
+from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.experiments.simulated import basis, build_simulated, side_by_side, simulated_settings
+from quire_lab.replay import Arrival, Replay, Served
+
+BASE: dict[str, Any] = {
+    "model": "llama-8b",
+    "device": "simulated:h200",
+    "enable_prefix_caching": False,  # the trace names no text that could be found again
+}
+SPEEDS = (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+FIRST_TOKEN, PER_TOKEN = 1.0, 0.05  # seconds: the targets
+WANTED = 0.95  # of all requests, within both
+# what the Azure 2023 conversation trace has on the average, where the trace itself is missing
+STAND_IN = (LogNormal(1155, 1.2, 2, 6000), LogNormal(211, 0.9, 2, 1000))
+STAND_IN_RATE = 5.5  # requests per second
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    arrivals: Sequence[Arrival]
+    source: str  # in words
+    is_real: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    settings: Mapping[str, Any]
+    arrivals: Sequence[Arrival]
+    speed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What was held at one speed; times in seconds."""
+
+    speed: float
+    rate: float  # requests per second that came
+    first_median: float
+    first_p99: float
+    per_token_median: float
+    per_token_p99: float
+    first_held: float  # shares of all requests
+    per_token_held: float
+    held: float  # within both targets
+    output_rate: float
+    num_preemptions: int
+    num_refused: int
+
+
+def run(setup: Setup) -> Finding:
+    settings = simulated_settings(setup, BASE)
+    trace = load_trace(setup.data, setup.pick(200, 2000, 20000), setup.seed)
+    speeds = setup.pick(SPEEDS[1::3], SPEEDS, SPEEDS)
+    jobs = [Job(settings, trace.arrivals, speed) for speed in speeds]
+    with setup.progress(len(jobs), "speeds") as bar:
+        levels = side_by_side(setup, hold, jobs, bar)
+    return _finding(setup, settings, trace, levels)
+
+
+def load_trace(data: DataFolder, count: int, seed: int) -> Trace:
+    path = data.path("azure")
+    if path is None:
+        chance = random.Random(f"trace {seed}")
+        times = arrival_times(count, STAND_IN_RATE, 1.0, chance)
+        prompt, output = STAND_IN
+        arrivals = [Arrival(at, Lengths(prompt.draw(chance), output.draw(chance))) for at in times]
+        words = (
+            f"a stand-in, since there is no trace here: Poisson arrivals, {STAND_IN_RATE:g} requests/s, log-normal "
+            f"lengths with means {prompt.mean:g} and {output.mean:g} tokens, those of the Azure conversation trace"
+        )
+        return Trace(arrivals, words, False)
+    rows = read_trace(path)[:count]
+    times = replayed([row.at or 0.0 for row in rows], 1.0)
+    arrivals = [Arrival(at, row.lengths) for at, row in zip(times, rows, strict=True)]
+    words = (
+        f"the first {len(rows):,} requests ({times[-1] / 60:.0f} minutes) of Azure's conversation trace of 2023, "
+        "CC-BY-4.0, Microsoft Azure"
+    )
+    return Trace(arrivals, words, True)
+
+
+def hold(job: Job) -> Level:
+    arrivals = [Arrival(one.at / job.speed, one.lengths) for one in job.arrivals]
+    found = Replay(build_simulated(job.settings), arrivals).run()
+    total = max(1, len(found.served) + found.num_refused)
+
+    def share(good: Sequence[Served]) -> float:
+        return len(good) / total
+
+    in_time = [one for one in found.served if one.time_to_first <= FIRST_TOKEN]
+    fluent = [one for one in found.served if one.per_token <= PER_TOKEN]
+    return Level(
+        speed=job.speed,
+        rate=len(arrivals) / max(arrivals[-1].at, 1e-9),
+        first_median=found.percentile(lambda one: one.time_to_first, 50),
+        first_p99=found.percentile(lambda one: one.time_to_first, 99),
+        per_token_median=found.percentile(lambda one: one.per_token, 50),
+        per_token_p99=found.percentile(lambda one: one.per_token, 99),
+        first_held=share(in_time),
+        per_token_held=share(fluent),
+        held=share([one for one in in_time if one.per_token <= PER_TOKEN]),
+        output_rate=found.output_rate,
+        num_preemptions=found.num_preemptions,
+        num_refused=found.num_refused,
+    )
+
+
+def _finding(setup: Setup, settings: Mapping[str, Any], trace: Trace, levels: list[Level]) -> Finding:
+    good = [one for one in levels if one.held >= WANTED]
+    best = max(good, key=lambda one: one.speed, default=None)
+    name = str(settings["model"])
+    what = f"a first token within {FIRST_TOKEN:g} s and {1e3 * PER_TOKEN:g} ms per token"
+    if best is None:
+        take_away = f"{name} holds {what} for {WANTED:.0%} of requests at none of the speeds that were tried."
+        short = "The service level is held at no speed that was tried."
+    else:
+        take_away = (
+            f"Up to {best.speed:g} × the trace's speed, {best.rate:.1f} requests per second, {name} holds {what} for "
+            f"{best.held:.1%} of all requests."
+        )
+        short = f"{WANTED:.0%} are served within both targets up to {best.speed:g} × the trace's speed."
+    falling = all(after.held <= before.held + 0.02 for before, after in pairwise(levels))
+    source = "Azure trace" if trace.is_real else "stand-in for the Azure trace"
+    return Finding(
+        take_away,
+        [_table(levels)],
+        [
+            Picture(
+                "trace",
+                f"Service level of {name} under the {source}",
+                short,
+                lambda figure: _draw(figure, levels),
+            )
+        ],
+        {
+            "levels": [asdict(one) for one in levels],
+            "targets": {"first_token": FIRST_TOKEN, "per_token": PER_TOKEN, "share": WANTED},
+            "is_real_trace": trace.is_real,
+        },
+        {"seed": setup.seed, "engine": dict(settings), "num_requests": len(trace.arrivals)},
+        [
+            Check(
+                "the faster the trace, the fewer are served in time",
+                " ≥ ".join(f"{one.held:.0%}" for one in levels),
+                falling,
+            )
+        ],
+        [
+            *basis(settings),
+            f"requests: {trace.source}",
+            f"targets: first token within {FIRST_TOKEN:g} s of arrival, then {1e3 * PER_TOKEN:g} ms per token on the "
+            "average; requests longer than the context are refused, and count as not held",
+        ],
+    )
+
+
+def _table(levels: list[Level]) -> Table:
+    rows = [
+        [
+            f"{one.speed:g} ×",
+            f"{one.rate:.1f}",
+            f"{one.first_median:.2f}",
+            f"{one.first_p99:.2f}",
+            f"{1e3 * one.per_token_median:.1f}",
+            f"{1e3 * one.per_token_p99:.1f}",
+            f"{one.held:.1%}",
+            f"{one.output_rate:,.0f}",
+            f"{one.num_preemptions:,}",
+            f"{one.num_refused:,}",
+        ]
+        for one in levels
+    ]
+    head = [
+        *("speed", "requests/s", "first token, s", "p99", "per token, ms", "p99", "held", "tokens/s"),
+        *("preempted", "refused"),
+    ]
+    return Table("The trace at several speeds", head, rows, left=0)
+
+
+def _draw(figure: Any, levels: list[Level]) -> None:
+    left, right = figure.subplots(1, 2)
+    speeds = [one.speed for one in levels]
+    for place, (words, values) in enumerate(
+        (
+            ("both targets", [one.held for one in levels]),
+            ("first token", [one.first_held for one in levels]),
+            ("per token", [one.per_token_held for one in levels]),
+        )
+    ):
+        left.plot(speeds, [100 * value for value in values], label=words, **line_style(place))
+    left.axhline(100 * WANTED, color=GREY, linewidth=0.8, linestyle=":")
+    left.set(title="served in time", xlabel="speed of the trace, ×", ylabel="% of requests", ylim=(0, 103))
+    left.legend(loc="best")
+    right.plot(speeds, [one.first_p99 for one in levels], label="first token, p99", **line_style(1))
+    right.plot(speeds, [one.first_median for one in levels], label="first token, median", **line_style(0))
+    right.axhline(FIRST_TOKEN, color=GREY, linewidth=0.8, linestyle=":")
+    right.set(title="time to the first token", xlabel="speed of the trace, ×", ylabel="seconds")
+    plain_log(right, "y")
+    right.legend(loc="best")
+
+
+EXPERIMENT = Experiment(
+    "trace",
+    "A real hour, faster and faster",
+    "How much of a real service's traffic can one device take before its users notice?",
+    run,
+)

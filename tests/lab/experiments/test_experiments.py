@@ -1,0 +1,150 @@
+"""Each experiment, quickly: what it claims holds where it does not depend on time, and its picture is drawn."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from quire.bench.lengths import Lengths
+from quire_lab.experiments.batching_timeline import POLICIES, draw_timelines
+from quire_lab.experiments.prefix_trace import Scale, chat_trace
+from quire_lab.experiments.registry import find
+from quire_lab.experiments.report import write_finding
+from quire_lab.experiments.waste_run import spend
+from quire_lab.experiments.waste_tables import table_stages
+
+pytest.importorskip("matplotlib")
+
+
+def found(name, setup, folder):
+    """The finding, once it was written down as the command does."""
+    experiment = find(name)
+    done = write_finding(experiment, experiment.run(setup), 1.0, folder)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in done.pictures)
+    record = json.loads((folder / f"{name}.json").read_text())
+    assert record["benchmark"] == f"lab {name}"
+    assert record["machine"]["cpu"]
+    assert record["versions"]["torch"]
+    assert done.finding.take_away in (folder / f"{name}.txt").read_text()
+    return done.finding
+
+
+def held(finding, words):
+    return next(check.held for check in finding.checks if words in check.claim)
+
+
+def test_kvcache_gives_the_same_tokens_and_grows_by_another_power(setup, tmp_path):
+    finding = found("kvcache", setup, tmp_path)
+    assert held(finding, "same tokens")
+    assert held(finding, "tokens computed grow as the square")
+    assert len(finding.results["seconds_without_cache"]) == finding.results["length"]
+
+
+def test_roofline_finds_rates_and_a_knee(setup, tmp_path):
+    finding = found("roofline", setup, tmp_path)
+    assert finding.results["read_bytes_per_second"] > 1e8
+    assert finding.results["operations_per_second"] > 1e8
+    assert [step["num_sequences"] for step in finding.results["steps"]] == [1, 2, 4, 8]
+
+
+def test_numbers_follow_from_the_price(setup, tmp_path):
+    results = found("numbers", setup, tmp_path).results
+    rate = results["decode_tokens_per_second"][1]
+    assert results["cost_per_million_tokens_alone"] == pytest.approx(1e6 / rate / 3600)
+    assert results["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * (2 if results["bytes_per_parameter"] < 3 else 4)
+
+
+def test_blocksize_large_blocks_hold_fewer_requests(setup, tmp_path):
+    finding = found("blocksize", setup, tmp_path)
+    assert held(finding, "blocks of 256 holds fewer")
+    assert [point["block_size"] for point in finding.results["points"]] == [1, 16, 256]
+
+
+def test_prefix_computes_less_and_finds_no_more_than_repeats(setup, tmp_path):
+    finding = found("prefix", setup, tmp_path)
+    assert all(check.held for check in finding.checks)
+    for system in finding.results["systems"]:
+        assert system["off"]["hit_rate"] == 0.0 < system["on"]["hit_rate"]
+
+
+def test_waste_holds_its_claims_on_stand_ins(setup, tmp_path):
+    finding = found("waste", setup, tmp_path)
+    for words in ("whole block", "no external fragmentation", "less than 40 %"):
+        assert held(finding, words), words
+    assert (tmp_path / "waste-tables.png").exists()
+
+
+def test_waste_of_paging_is_under_4_percent_on_real_lengths(real_data):
+    lengths = real_data.lengths("sharegpt", 60, 0).lengths
+    paged = spend("sharegpt", lengths, "paged", pool_tokens=8192)
+    largest = spend("sharegpt", lengths, "max", pool_tokens=8192)
+    assert paged.held_waste < 0.04
+    assert paged.max_slack < 16
+    assert paged.shares["external"] == 0.0
+    assert largest.shares["tokens"] < 0.4
+
+
+def test_waste_no_lengths_make_a_sequence_waste_a_block():
+    worst = [Lengths(1 + 16 * (i % 5), 1 + 16 * (i % 3)) for i in range(40)]  # always one token into a block
+    spent = spend("worst", worst, "paged", pool_tokens=512)
+    assert spent.max_slack == 15
+    assert sum(spent.shares.values()) == pytest.approx(1.0)
+
+
+def test_the_block_tables_are_those_of_the_lecture():
+    prompts, later = table_stages()
+    assert [entry.filled for entry in prompts.tables["A"]] == [4, 2]
+    assert later.words["A"][:6] == ["Alan", "Turing", "is", "a", "computer", "scientist"]
+    assert [entry.filled for entry in later.tables["A"]] == [4, 4, 1]
+    physical = [entry.physical for entries in later.tables.values() for entry in entries]
+    assert len(set(physical)) == len(physical)
+    assert physical != sorted(physical)
+
+
+def test_batching_time_lines_come_from_runs(setup):
+    drawn = {one.policy: one for one in draw_timelines(setup)}
+    assert set(drawn) == set(POLICIES)
+    assert drawn["continuous"].ended_share == 0.0 < drawn["static"].ended_share
+    for one in drawn.values():
+        assert {row.request_id for moment in one.moments for row in moment.rows} == {
+            f"S{i}" for i in range(1, 9)
+        }
+        assert all(moment.begins <= moment.ends for moment in one.moments)
+
+
+def test_batching_static_does_well_where_lengths_are_uniform(setup, tmp_path):
+    finding = found("batching", setup, tmp_path)
+    assert held(finding, "static batches do well on uniform lengths")
+    assert held(finding, "never computes for an answer that is over")
+    assert (tmp_path / "batching-load.png").exists()
+
+
+def test_preempt_gives_the_same_tokens_in_all_modes(setup, tmp_path):
+    finding = found("preempt", setup, tmp_path)
+    assert held(finding, "tokens of a large pool")
+    assert held(finding, "preempted in every run")
+    assert held(finding, "no token twice")
+
+
+def test_sharing_is_an_experiment(setup, tmp_path):
+    assert len(found("sharing", setup, tmp_path).results["savings"]) == 12
+
+
+def test_chats_repeat_their_history(real_data, setup):
+    scale = Scale(16, 512)
+    real = chat_trace(real_data, 200, scale, range(2, 1000), 0, only_returning=True)
+    assert real.is_real
+    assert 0.2 < real.repeated_share < 0.9
+    assert all(len(turn.prompt_token_ids) + turn.num_output_tokens <= 512 for turn in real.turns)
+    drawn = chat_trace(replace(setup).data, 50, scale, range(2, 1000), 0)
+    assert not drawn.is_real
+    assert "stand-in" in drawn.source
+    assert drawn.repeated_share > 0.2
+
+
+def test_adapters_are_batched_and_merged_and_unified_memory_has_no_gaps(setup, tmp_path):
+    finding = found("adapters", setup, tmp_path)
+    assert held(finding, "no external fragmentation")
+    served = finding.results["served"]
+    assert {one["mode"] for one in served} == {"base", "batched", "merge"}
+    assert all(one["loads"] > 0 for one in served if one["mode"] != "base")
