@@ -15,8 +15,8 @@ torch_ready = time.time()
 from quire.bench.machine import resident_bytes  # noqa: E402
 from quire.core.sampling import SamplingParams  # noqa: E402
 from quire.llm.llm import LLM  # noqa: E402
-from quire.llm.prompts import prepare  # noqa: E402
 from quire.llm.stream import stream  # noqa: E402
+from quire.text.prompts import prepare  # noqa: E402
 
 imported = time.time()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from quire.core.errors import InvalidRequest
 from quire.llm.llm import LLM, Message
-from quire.llm.prompts import PreparedPrompt, prepare
+from quire.text.prompts import PreparedPrompt, prepare
 
 ANSWER_SHARE = 4  # a quarter of the context is kept for the answer, unless less is asked for
 

@@ -23,8 +23,8 @@ from quire.core.sampling import SamplingParams
 from quire.engine.build import DEFAULT_MAX_TOKENS
 from quire.llm.llm import LLM
 from quire.llm.outputs import RequestOutput
-from quire.llm.prompts import PreparedPrompt, prepare
 from quire.llm.stream import generate_each, stream
+from quire.text.prompts import PreparedPrompt, prepare
 
 REFUSED, INTERRUPTED = 2, 130
 

@@ -14,9 +14,9 @@ from quire.engine.build import build
 from quire.llm.engine_thread import EngineThread
 from quire.llm.outputs import RequestOutput, request_output
 from quire.llm.progress import load_progress
-from quire.llm.prompts import Prompt, prepare, ready_to_sample
 from quire.text.answer import Answer
 from quire.text.load import choose_tokenizer
+from quire.text.prompts import Prompt, prepare, ready_to_sample
 from quire.text.tokenizer import Tokenizer
 
 _ABORTED = SequenceUpdate("", 0, (), finish_reason="abort")

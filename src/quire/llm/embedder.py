@@ -11,8 +11,8 @@ from quire.core.config import EngineConfig
 from quire.core.errors import InvalidRequest, QuireError
 from quire.engine.encoder_build import EncoderReport, build_encoder
 from quire.llm.progress import load_progress
-from quire.llm.prompts import Prompt, as_list, cut, prepare
 from quire.text.load import choose_tokenizer
+from quire.text.prompts import Prompt, as_list, cut, prepare
 from quire.text.tokenizer import Tokenizer
 
 

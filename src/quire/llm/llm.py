@@ -14,9 +14,9 @@ from quire.engine.adapters import Adapters
 from quire.engine.build import Built, Report, build
 from quire.llm.outputs import RequestOutput, request_output
 from quire.llm.progress import load_progress
-from quire.llm.prompts import PreparedPrompt, Prompt, as_list, prepare, ready_to_sample
 from quire.text.answer import Answer
 from quire.text.load import choose_tokenizer
+from quire.text.prompts import PreparedPrompt, Prompt, as_list, prepare, ready_to_sample
 from quire.text.template import ChatTemplate, load_template
 from quire.text.tokenizer import Tokenizer
 

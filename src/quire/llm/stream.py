@@ -12,8 +12,8 @@ from quire.core.errors import QueueFull, QuireError
 from quire.core.sampling import SamplingParams
 from quire.llm.llm import LLM
 from quire.llm.outputs import RequestOutput, request_output
-from quire.llm.prompts import PreparedPrompt, ready_to_sample
 from quire.text.answer import Answer
+from quire.text.prompts import PreparedPrompt, ready_to_sample
 
 _ids = itertools.count()
 

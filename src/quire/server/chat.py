@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.sampling import SamplingParams
-from quire.llm.prompts import PreparedPrompt
 from quire.server.answer_parsers import AnswerParsers
 from quire.server.chat_reply import ChatReply
 from quire.server.documents import ERRORS, answers
@@ -18,6 +17,7 @@ from quire.server.service import ServedModel, Service
 from quire.server.tools import ToolPlan, tool_plan
 from quire.server.unsupported import refuse_unsupported_chat
 from quire.text.formats import AnswerFormats
+from quire.text.prompts import PreparedPrompt
 
 
 def chat_router(service: Service) -> APIRouter:

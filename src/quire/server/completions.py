@@ -7,7 +7,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.step import TokenLogprobs
-from quire.llm.prompts import PreparedPrompt
 from quire.server.documents import ERRORS, answers
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
@@ -23,6 +22,7 @@ from quire.server.sampling import completion_sampling
 from quire.server.service import Service
 from quire.server.unsupported import refuse_unsupported_completion
 from quire.text.answer import Answer, AnswerSequence
+from quire.text.prompts import PreparedPrompt
 from quire.text.tokenizer import Tokenizer
 
 

@@ -12,7 +12,6 @@ from quire.core.pooled import Pooled
 from quire.link.admission import EmbedAsk
 from quire.link.messages import EncoderReady
 from quire.link.stream import Stream
-from quire.llm.prompts import as_list, cut, prepare
 from quire.server.caller import Caller, caller_of, until_gone
 from quire.server.documents import ERRORS, answers
 from quire.server.encoders import ServedEncoder
@@ -22,6 +21,7 @@ from quire.server.protocol.embeddings import EmbeddingList, EmbeddingRequest
 from quire.server.reply import JsonReply
 from quire.server.service import Service
 from quire.server.vectors import written
+from quire.text.prompts import as_list, cut, prepare
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 

@@ -11,12 +11,12 @@ from quire.core.step import SequenceUpdate
 from quire.link.admission import Ask
 from quire.link.client import EngineClient
 from quire.link.stream import Stream
-from quire.llm.prompts import PreparedPrompt
 from quire.server.caller import Caller, until_gone
 from quire.server.errors import ClientGone, TimedOut
 from quire.server.metrics import Metrics
 from quire.server.protocol.base import Usage
 from quire.text.answer import Answer, AnswerSequence
+from quire.text.prompts import PreparedPrompt
 from quire.text.tokenizer import Tokenizer
 
 

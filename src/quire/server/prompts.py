@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from quire.core.errors import InvalidRequest
 from quire.link.messages import Ready
-from quire.llm.prompts import PreparedPrompt, as_list, prepare
 from quire.server.errors import ApiError
 from quire.server.sent_templates import Rendering, RequestTemplates
 from quire.text.formats import choose_formats
+from quire.text.prompts import PreparedPrompt, as_list, prepare
 from quire.text.template import ChatTemplate, template_from
 from quire.text.tokenizer import Tokenizer, special_tokens
 from quire.text.tools.describe import described

@@ -15,7 +15,6 @@ from quire.link.client import EngineClient
 from quire.link.encoder_client import EncoderClient
 from quire.link.engine_process import EngineProcess
 from quire.link.messages import Ready
-from quire.llm.prompts import PreparedPrompt, ready_to_sample
 from quire.server.caller import Caller, caller_of
 from quire.server.encoders import Encoders, ServedEncoder
 from quire.server.errors import ApiError, Unavailable, as_api_error
@@ -25,6 +24,7 @@ from quire.server.prompts import PromptMaker
 from quire.server.protocol.sampling import SamplingFields
 from quire.server.settings import ServerSettings
 from quire.server.traces import open_traces
+from quire.text.prompts import PreparedPrompt, ready_to_sample
 
 SICK_AFTER = 5  # engines that failed in a row: then someone else should look at this machine
 

@@ -4,7 +4,6 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
-from quire.llm.prompts import PreparedPrompt
 from quire.server.documents import ERRORS, answers
 from quire.server.logprobs import token_text
 from quire.server.prompts import PromptMaker
@@ -12,6 +11,7 @@ from quire.server.protocol.tokens import Detokenized, DetokenizeRequest, Tokeniz
 from quire.server.reply import JsonReply
 from quire.server.service import Service
 from quire.server.tools import checked_tools
+from quire.text.prompts import PreparedPrompt
 
 
 def tokens_router(service: Service) -> APIRouter:

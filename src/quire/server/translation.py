@@ -10,7 +10,6 @@ import pydantic
 from fastapi import Request
 
 from quire.core.errors import InvalidRequest
-from quire.llm.prompts import PreparedPrompt
 from quire.server.chat import answer_chat, chat_prompt
 from quire.server.chat_reply import ChatReply
 from quire.server.errors import ApiError, as_api_error, from_validation
@@ -18,6 +17,7 @@ from quire.server.protocol.base import Usage
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.reply import Events, named_event
 from quire.server.service import Service
+from quire.text.prompts import PreparedPrompt
 
 Payloads = list[dict[str, Any]]  # of typed events
 
