@@ -14,6 +14,8 @@ NAMES = ("smollm-med-5epochs", "smollm-med-100epochs")
 QUESTIONS = ("What causes a fever?", "The patient has a headache and", "1, 2, 3,")
 TIE = 1e-3  # the reference's own two best logits may be this close; then either is right
 TOP = 20  # logits that are compared at every token
+# Of a logprob. fp32 sums in another order over 30 layers; 1.1e-3 was seen on AVX-512 without AMX.
+CLOSE = 2e-3
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,10 @@ def _merged(model, name: str | None):
         return
     model.set_adapter(name)
     model.merge_adapter([name])
-    yield
-    model.unmerge_adapter()
+    try:
+        yield
+    finally:  # the reference is shared: later tests need its own weights
+        model.unmerge_adapter()
 
 
 @torch.inference_mode()
@@ -64,10 +68,10 @@ def _check(model, output) -> None:
     chosen = logits.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
     assert float((logits.max(-1).values - chosen).max()) <= TIE
     right = torch.log_softmax(logits, -1)  # as logits, but for a number of each line's own
-    for line, found in zip(right, output.outputs[0].logprobs, strict=True):
-        assert len(found) >= TOP
-        for token, one in found.items():
-            assert abs(one.logprob - float(line[token])) <= TIE
+    for line, logprobs in zip(right, output.outputs[0].logprobs, strict=True):
+        assert len(logprobs) >= TOP
+        for token, logprob in logprobs.items():
+            assert abs(logprob.logprob - float(line[token])) <= CLOSE
 
 
 def test_on_int8_adapters_answer_the_same_alone_and_together(folders):
