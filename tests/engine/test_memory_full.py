@@ -19,11 +19,11 @@ from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import DeviceInputs
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.graphs import Graphs
-from quire.runner.merged import MergedAdapter
 from quire.runner.transfer import TransferEngine
 from quire.sampling import penalties
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.sampler import Sampler
+from quire_lab.baselines.merged import MergedAdapter
 from tests.adapters.making import write, write_model
 from tests.engine.test_device_runner import PROMPTS, SAMPLINGS, SHAPE, EagerGraphs, PaddingRunner
 

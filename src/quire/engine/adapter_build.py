@@ -10,6 +10,7 @@ from quire.adapters.packing import ALIGNMENT, BlockShape
 from quire.adapters.peft import Reader
 from quire.adapters.sites import Site, Sites
 from quire.adapters.store import AdapterStore, HostLimits
+from quire.core import laboratory
 from quire.core.adapters import AdapterConfig
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -25,7 +26,6 @@ from quire.memory.separate_pages import SeparatePages
 from quire.models.model import Model
 from quire.models.streamed import is_streamed
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
-from quire.runner.merged import MergedAdapter, MergeSite
 from quire.runner.runner import RunnerLimits
 from quire.runner.sizing import free_host_bytes
 from quire.runner.transfer import TransferEngine
@@ -108,7 +108,8 @@ def _build(
         raise ConfigError(
             "lora_mode='merge' changes weights in place, and these stream: leave out the offloading of weights"
         )
-    merging = merge_sites(model) if config.lora_mode == "merge" else None
+    merged = laboratory.load("baselines.merged", "--lora-mode merge") if config.lora_mode == "merge" else None
+    merging = merged.merge_sites(model) if merged is not None else None
     kernel = factory.kernel("lora")
     sites = install_sites(model.loaders(), kernel)
     if merging is not None:
@@ -131,10 +132,9 @@ def _build(
         min(GPU_THREADS, os.cpu_count() or 1) if on_gpu else CPU_THREADS,
     )
     library.register_named(config.modules())
-    if merging is not None:
-        return BuiltAdapters(
-            library, MergedAdapter(tuple(merging[site.name] for site in sites), dtype, library.want)
-        )
+    if merged is not None and merging is not None:
+        merge_sites = tuple(merging[site.name] for site in sites)
+        return BuiltAdapters(library, merged.MergedAdapter(merge_sites, dtype, library.want))
     slots = AdapterSlots(
         sites,
         pool,
@@ -151,26 +151,6 @@ def _build(
 
 def _has_triton() -> bool:
     return not forces_reference() and "triton" in alternatives("lora_pack")
-
-
-def merge_sites(model: Model) -> dict[str, MergeSite]:
-    """By name, those whose weights are the layer's own: a tied head's are the embedding's."""
-    found: dict[str, MergeSite] = {}
-    for tensor, loader in model.loaders().items():
-        for part in loader.parts:
-            state = part.layer.state()
-            is_embedding = "table" in state
-            weight = state.get("table" if is_embedding else "weight")
-            if weight is None and not state:
-                continue
-            if weight is None or weight.dtype.itemsize < 2:
-                raise ConfigError(
-                    "lora_mode='merge' needs weights in full precision: choose quantization='none'"
-                )
-            rows = weight if is_embedding else weight[part.first_row : part.first_row + part.num_outputs]
-            if not is_embedding or len(rows) == part.num_inputs:
-                found[part.module or tensor.removesuffix(".weight")] = MergeSite(rows, is_embedding)
-    return found
 
 
 def separate_blocks(config: AdapterConfig, num_blocks: int, block_bytes: int) -> int:

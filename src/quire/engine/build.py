@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from quire.core import laboratory
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.errors import QuireError
 from quire.core.layout import BlockLayout
@@ -23,12 +24,12 @@ from quire.engine.proposers import LoadedDraft, check_trees, load_draft, make_pr
 from quire.engine.resolve import (
     Precision,
     default_limits,
+    is_simulated,
     resolve_max_model_len,
     resolve_memory,
     resolve_precision,
     resolve_scheduler,
 )
-from quire.engine.simulated_parts import open_shape, simulated_parts
 from quire.engine.speculation import Speculation
 from quire.engine.validation import Limits
 from quire.engine.vocabulary import model_vocabulary
@@ -43,7 +44,6 @@ from quire.models.model import Model
 from quire.models.streamed import Streaming, is_streamed
 from quire.runner.adapters import device_bytes
 from quire.runner.device_runner import DeviceRunner
-from quire.runner.devices import is_simulated
 from quire.runner.graphs import token_counts
 from quire.runner.profile import activation_bytes
 from quire.runner.proposals import Proposals
@@ -139,7 +139,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     started = time.perf_counter()
     config = replace(config, memory=resolve_memory(config.memory))
     if is_simulated(config.runner.device):
-        return _build_simulated(config, started)
+        built: Built = laboratory.load("simulate.build", "--device simulated").build_simulated(
+            config, started
+        )
+        return built
     options = config.model
     source = open_source(
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
@@ -223,54 +226,6 @@ def _look_ahead(engine: Engine, runner: Runner | DeviceRunner, host: HostMemory)
         engine.when_filling = partial(host.mover.prepare, num_blocks)
     if isinstance(runner, DeviceRunner):
         engine.in_new_thread = runner.prepare_thread
-
-
-def _build_simulated(config: EngineConfig, started: float) -> Built:
-    """The real scheduler and memory over a runner that only charges time, on a clock of its own."""
-    source = open_shape(config)
-    described = registry.describe(source.config)
-    ends = end_token_ids(source, described)
-    parts = simulated_parts(config, described, ends)
-    size, scheduler = parts.pool, parts.scheduler
-    num_blocks = size.num_blocks - parts.num_apart
-    memory = make_memory(
-        config.memory, num_blocks, parts.max_model_len, source.fingerprint, parts.num_swap_blocks
-    )
-    adapters = None
-    if parts.adapters is not None:
-        adapters = parts.adapters.serve(config, memory, parts.num_apart, parts.clock)
-    max_num_seqs, max_tokens = scheduler.limits
-    limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
-    make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))
-    preemption = Preemption(scheduler.preemption_mode, parts.move_seconds)
-    engine = Engine(
-        scheduler,
-        limits,
-        memory,
-        parts.runner,
-        config.model.seed,
-        make_compiler,
-        preemption=preemption,
-        clock=parts.clock,
-        adapters=adapters,
-    )
-    report = Report(
-        model=config.model.served_model_name or source.name,
-        numbers=parts.numbers,
-        weights_bytes=parts.weights.num_bytes,
-        pool=size,
-        device_memory=None,
-        max_model_len=parts.max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_tokens,
-        num_threads=0,
-        num_graphs=0,
-        tiles="",
-        seconds=time.perf_counter() - started,
-        policies=policies_in_words(config.memory, scheduler),
-        simulated=parts.device.in_words,
-    )
-    return Built(engine, source, described, default_sampling(source), report)
 
 
 def _rehearse(

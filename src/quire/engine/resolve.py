@@ -9,6 +9,7 @@ from quire.core.errors import ConfigError
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
 
+SIMULATED = "simulated"  # a device setting with this prefix names a simulated device
 CPU_BATCHED_TOKENS = 512  # a step stays short enough for others' tokens to flow
 GPU_BATCHED_TOKENS = 8192
 CPU_NUM_SEQS = 256
@@ -27,6 +28,10 @@ class Precision:
     def format_name(self) -> str:
         """`int8`, `float32`: a format's own name may go on with a digest of its layout."""
         return self.format.name.partition("-")[0]
+
+
+def is_simulated(device: str) -> bool:
+    return device == SIMULATED or device.startswith(f"{SIMULATED}:")
 
 
 def resolve_precision(config: EngineConfig, model: ModelConfig) -> Precision:
