@@ -13,11 +13,10 @@ from quire.core.sampling import SamplingParams
 from quire.engine import build as building
 from quire.kernels.registry import alternatives
 from quire.llm.llm import LLM
-from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
 from quire.runner.staging import Staging
 from tests.adapters.making import WIDTHS, config, random_tensors, write, write_model
-from tests.engine.test_device_runner import PaddingRunner
+from tests.engine.test_device_runner import DeviceRunner, PaddingRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9] * 17, list(range(10, 26)), [3], list(range(20, 40))]

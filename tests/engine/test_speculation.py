@@ -18,10 +18,9 @@ from quire.core.speculation import parse_speculative
 from quire.engine import build as building
 from quire.engine.engine import Engine
 from quire.engine.proposers import check_trees
-from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
 from quire_lab.baselines.synthetic_drafts import SyntheticProposer
-from tests.engine.test_device_runner import SHAPE, PaddingRunner
+from tests.engine.test_device_runner import SHAPE, DeviceRunner, PaddingRunner
 
 REPEATING = [5, 6, 7, 8, 9, 10, 11, 12] * 4
 PROMPTS = [REPEATING, [3, 4, *REPEATING, 5, 6, 7], list(range(10, 60)), [9] * 17, REPEATING[:20], [2, 3] * 9]

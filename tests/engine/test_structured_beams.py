@@ -21,8 +21,8 @@ from quire.grammar.compiler import Compiler
 from quire.grammar.errors import GrammarError
 from quire.grammar.vocabulary import Vocabulary
 from quire.memory.paged import PagedMemory
-from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
+from tests.engine.test_device_runner import DeviceRunner
 from tests.engine.test_structured import (
     END,
     FORMS,

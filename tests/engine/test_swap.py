@@ -11,10 +11,9 @@ from quire.engine import build as building
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
-from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
 from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
-from tests.engine.test_device_runner import SHAPE
+from tests.engine.test_device_runner import SHAPE, DeviceRunner
 
 QUARTER = {"num_blocks": 18, "max_num_seqs": 8}
 SAMPLINGS = [

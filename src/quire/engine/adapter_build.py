@@ -26,7 +26,7 @@ from quire.memory.separate_pages import SeparatePages
 from quire.models.model import Model
 from quire.models.streamed import is_streamed
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
-from quire.runner.runner import RunnerLimits
+from quire.runner.device_ops import RunnerLimits
 from quire.runner.sizing import free_host_bytes
 from quire.runner.transfer import TransferEngine
 

@@ -43,13 +43,12 @@ from quire.models import registry
 from quire.models.model import Model
 from quire.models.streamed import Streaming, is_streamed
 from quire.runner.adapters import device_bytes
-from quire.runner.device_runner import DeviceRunner
+from quire.runner.device_ops import RunnerLimits
+from quire.runner.drafts import Proposals
 from quire.runner.graphs import token_counts
-from quire.runner.profile import activation_bytes
-from quire.runner.proposals import Proposals
-from quire.runner.runner import Runner, RunnerLimits
+from quire.runner.runner import Runner
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
-from quire.runner.warmup import KernelWarmup, warm_up_attention, warm_up_sampling
+from quire.runner.warmup import KernelWarmup, activation_bytes, warm_up_attention, warm_up_sampling
 from quire.scheduler.preemption import Preemption
 from quire.weights.open import open_source
 from quire.weights.source import Source
@@ -163,14 +162,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     num_apart = separate_blocks(config.adapters, size.num_blocks, size.block_bytes)
     scheduler = resolve_scheduler(config.scheduler, numbers.device, size.num_blocks - num_apart)
     runner_limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
-    on_gpu = numbers.device.type == "cuda"
     proposals = Proposals() if speculative is not None and speculative.acceptance == "rejection" else None
     adapted = build_adapters(config, model, factory, pool, numbers, runner_limits, source.name)
-    given = (model, pool, runner_limits, numbers.device, proposals, adapted.slots if adapted else None)
-    runner = DeviceRunner(*given) if on_gpu else Runner(*given)
-    num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     host = make_host_memory(config, pool)
-    runner.mover = host.mover
+    slots = adapted.slots if adapted else None
+    runner = Runner(model, pool, runner_limits, numbers.device, proposals, slots, host.mover)
+    num_graphs = runner.warm_up(GRAPH_SECONDS)
     memory = make_memory(
         config.memory, size.num_blocks - num_apart, max_model_len, source.fingerprint, host.num_swap_blocks
     )
@@ -191,7 +188,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         max_num_batched_tokens=max_tokens,
         num_threads=num_threads,
         num_graphs=num_graphs,
-        tiles=runner.tiles if isinstance(runner, DeviceRunner) else "",
+        tiles=runner.tiles,
         seconds=0.0,
         speculation=speculative.in_words if speculative else "",
         policies=policies_in_words(config.memory, scheduler),
@@ -219,13 +216,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     return Built(engine, source, described, default_sampling(source), report)
 
 
-def _look_ahead(engine: Engine, runner: Runner | DeviceRunner, host: HostMemory) -> None:
+def _look_ahead(engine: Engine, runner: Runner, host: HostMemory) -> None:
     """What would hold steps up is done before they need it."""
     if host.mover is not None and host.num_swap_blocks:
         num_blocks = min(host.num_swap_blocks, engine.memory.num_blocks)
         engine.when_filling = partial(host.mover.prepare, num_blocks)
-    if isinstance(runner, DeviceRunner):
-        engine.in_new_thread = runner.prepare_thread
+    engine.in_new_thread = runner.prepare_thread
 
 
 def _rehearse(
@@ -318,10 +314,8 @@ def _draft_model(
     layout = block_layout(size.block_size, model.config, numbers)
     pool = Pool(layout, size.num_blocks + 1, numbers.device)
     limits = _runner_limits(config, scheduler, model, numbers, max_model_len)
-    runner_type = DeviceRunner if numbers.device.type == "cuda" else Runner
-    runner = runner_type(model, pool, limits, numbers.device, proposals)
-    if isinstance(runner, DeviceRunner):
-        runner.warm_up(GRAPH_SECONDS)
+    runner = Runner(model, pool, limits, numbers.device, proposals)
+    runner.warm_up(GRAPH_SECONDS)
     return DraftModel(runner, limits.max_num_batched_tokens, draws=proposals is not None)
 
 
