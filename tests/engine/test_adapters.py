@@ -10,7 +10,6 @@ import torch
 
 from quire.core.errors import AdapterError
 from quire.core.sampling import SamplingParams
-from quire.engine import build as building
 from quire.kernels.registry import alternatives
 from quire.llm.llm import LLM
 from quire.runner.runner import Runner
@@ -67,7 +66,7 @@ def alone(model, folder) -> dict[str | None, list[list[int]]]:
     {"num_blocks": 262, "max_num_seqs": 18},
 ])  # fmt: skip
 def test_all_mixes_in_one_batch_equal_one_by_one(model, folder, alone, runner, settings, monkeypatch):
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     assert len({str(outputs) for outputs in alone.values()}) == 4  # they do differ
     with _llm(model, folder, **settings) as llm:
         for names in (NAMES, NAMES[::-1], [None] * 6, ["wide"] * 6):

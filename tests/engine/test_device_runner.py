@@ -76,7 +76,7 @@ class PaddingRunner(DeviceRunner):
 def _outputs(
     runner: type, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object
 ) -> dict[tuple[str, int], tuple]:
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     config = EngineConfig.of(
         model=str(folder), load_format="dummy", dtype="float32", device="cpu", block_size=4, **settings
     )

@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "Runner", DeviceRunner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", DeviceRunner)
 
 
 def _engine(folder: Path, **settings: object) -> Engine:
@@ -252,7 +252,7 @@ def test_a_graph_that_does_not_fit_costs_nobody(folder: Path, monkeypatch: pytes
             tried.append(what)
             raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(building, "Runner", PaddingRunner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", PaddingRunner)
     engine = _engine(folder)
     graphs = engine._runner._ops._graphs
     graphs.__class__, graphs._captured, graphs._too_large = FullGraphs, {}, set()

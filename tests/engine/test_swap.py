@@ -65,7 +65,7 @@ DRAFTS = {"speculative_config": '{"method": "ngram", "adaptive": false}'}
 def test_a_quarter_of_the_pool_gives_the_same_tokens_in_every_mode(folder, monkeypatch, runner, modes, extra):
     wanted, stats, _ = outputs(folder, num_blocks=2000)
     assert not stats.num_preemptions
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     for mode in modes:
         found, stats, _ = outputs(folder, preemption_mode=mode, **QUARTER, **extra)
         assert found == wanted

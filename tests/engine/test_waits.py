@@ -71,7 +71,7 @@ class Watched:
 ])  # fmt: skip
 def test_a_launch_reads_nothing_back(tmp_path: Path, monkeypatch, runner: type, settings: dict) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     config = EngineConfig.of(
         model=str(tmp_path), load_format="dummy", dtype="float32", device="cpu", block_size=4, num_blocks=200,
         swap_space=0.001, **settings,

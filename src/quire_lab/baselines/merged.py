@@ -55,7 +55,6 @@ class MergedAdapter(AdapterSlots):
         self._kept: list[tuple[Tensor, Tensor]] = []  # weights, and what they were before
         self.kinds = 0
         self.recordable = True
-        self.side = None
         self.num_merges = 0
 
     def fetch(self, step: Step) -> tuple[Fetched, ...]:

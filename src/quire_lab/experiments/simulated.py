@@ -14,7 +14,7 @@ from quire.bench.lengths import Lengths
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, build
-from quire.engine.resolve import is_simulated
+from quire.engine.build.resolve import is_simulated
 from quire_lab.experiments.data import DataFolder
 from quire_lab.experiments.experiment import Bar, Setup, Size
 from quire_lab.replay import Arrival, Replay, Replayed, plain

@@ -13,9 +13,9 @@ from quire.adapters.store import AdapterStore, HostLimits
 from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
-from quire.engine.adapter_build import HOST_LIMIT, adapter_dtype
 from quire.engine.adapters import Adapters
-from quire.engine.resolve import Precision
+from quire.engine.build.adapters import HOST_LIMIT, adapter_dtype
+from quire.engine.build.resolve import Precision
 from quire.kernels.registry import REFERENCE, load
 from quire.layers.lora_sites import install_sites
 from quire.memory.interface import Memory

@@ -10,19 +10,19 @@ from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.errors import ConfigError, WeightsError
 from quire.core.layout import BlockLayout
-from quire.engine.adapter_build import separate_blocks
 from quire.engine.build import Built, Report, default_sampling, end_token_ids
-from quire.engine.engine import Engine
-from quire.engine.policy_words import policies_in_words
-from quire.engine.resolve import (
+from quire.engine.build.adapters import separate_blocks
+from quire.engine.build.assemble import model_vocabulary
+from quire.engine.build.report import policies_in_words
+from quire.engine.build.resolve import (
     Precision,
     default_limits,
     resolve_max_model_len,
     resolve_precision,
     resolve_scheduler,
 )
+from quire.engine.engine import Engine
 from quire.engine.validation import Limits
-from quire.engine.vocabulary import model_vocabulary
 from quire.grammar.compiler import Compiler
 from quire.memory.choose import make_memory
 from quire.models import registry

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.errors import ConfigError
-from quire.engine.resolve import SIMULATED
+from quire.engine.build.resolve import SIMULATED
 from quire_lab.simulate.cost_model import FACTOR_NAMES, Factors, Rates
 from quire_lab.simulate.lora_cost import LORA_FACTOR_NAMES, LoraFactors, assumed_factors
 
