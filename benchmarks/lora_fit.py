@@ -1,6 +1,6 @@
 """Fits what adapters add to a simulated step to their kernels as measured, and checks it against whole runs.
 
-    python benchmarks/lora_fit.py [--save src/quire/runner/devices/h200.json]
+    python benchmarks/lora_fit.py [--save src/quire_lab/simulate/devices/h200.json]
 
 The samples are the shapes of results/lora_gpu.json: layers of q, k, v and o of llama-8b, ranks 8, 16, 32 and 64 in
 turn. Each is held out once. The runs of results/h200_lora.json are not fitted to: the simulator plans the same requests
@@ -20,9 +20,9 @@ from quire.bench.report import percentile
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
-from quire.runner.devices import find_device
-from quire.runner.lora_cost import LORA_FACTOR_NAMES, LoraCounts, ideal_lora_terms
 from quire_lab.fit import nonnegative_least_squares
+from quire_lab.simulate.devices import find_device
+from quire_lab.simulate.lora_cost import LORA_FACTOR_NAMES, LoraCounts, ideal_lora_terms
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RANKS = (8, 16, 32, 64)

@@ -21,7 +21,7 @@ import workloads
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
 from quire.core.step import Step, StepResult
-from quire.runner.cost_model import StepCounts, count_step
+from quire_lab.simulate.cost_model import StepCounts, count_step
 
 SIMULATED = {"llama8b": "llama-8b", "opt13b": "opt-13b"}
 FAR = 0.02  # seconds above what is charged

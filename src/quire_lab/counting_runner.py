@@ -6,8 +6,8 @@ import numpy as np
 
 from quire.core.ints import ints
 from quire.core.step import Step, StepResult
-from quire.runner.drawn_beams import FIRST_TOKEN, draw_candidates
 from quire.sampling.records import TokenMask
+from quire_lab.simulate.beams import FIRST_TOKEN, draw_candidates
 
 
 class CountingRunner:

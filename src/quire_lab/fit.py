@@ -7,7 +7,7 @@ import numpy as np
 
 from quire.bench.report import percentile
 from quire.core.errors import ConfigError
-from quire.runner.cost_model import (
+from quire_lab.simulate.cost_model import (
     FACTOR_NAMES,
     CostModel,
     Factors,

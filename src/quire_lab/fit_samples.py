@@ -12,9 +12,9 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, build
-from quire.engine.simulated_parts import model_costs
-from quire.runner.cost_model import StepCounts
 from quire_lab.fit import Sample
+from quire_lab.simulate.build import model_costs
+from quire_lab.simulate.cost_model import StepCounts
 from quire_lab.step_grid import Cell, WatchedRunner, measure_grid
 
 # the shared workloads' names for what weights/shapes.py calls otherwise, and their cases

@@ -14,8 +14,8 @@ from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
-from quire.runner.drawn_beams import SHARES as SHARES
 from quire_lab.counting_runner import CountingRunner
+from quire_lab.simulate.beams import SHARES as SHARES
 
 CONTEXT = 2048  # tokens, as the paper's models have
 VOCABULARY = 50_000

@@ -11,8 +11,8 @@ from quire.bench.lengths import Lengths
 from quire.core.sampling import SamplingParams
 from quire.core.step import Step, StepResult
 from quire.engine.engine import StepRunner
-from quire.runner.cost_model import StepCounts, count_step
 from quire.sampling.records import TokenMask
+from quire_lab.simulate.cost_model import StepCounts, count_step
 
 Seen = list[tuple[StepCounts, float]]  # one run's steps
 SETTLING = 3  # decode steps before the measured ones: the last prompts, the first pass of a size

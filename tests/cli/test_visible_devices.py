@@ -11,7 +11,7 @@ from quire.bench.gpus import find_gpu
 from quire.bench.machine import describe_environment
 from quire.cli.main import main
 from quire.core.errors import ConfigError
-from quire.engine.resolve import resolve_device
+from quire.engine.build.resolve import resolve_device
 
 NAMES = [
     "0",

@@ -9,7 +9,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequest
-from quire.engine.pins import pin_prefixes
+from quire.engine.build.pins import pin_prefixes
 
 RULES = "You answer in one short sentence. " + "Rule: be kind, exact and brief. " * 12
 MESSAGES = [{"role": "system", "content": RULES}]

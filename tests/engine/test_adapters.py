@@ -10,14 +10,12 @@ import torch
 
 from quire.core.errors import AdapterError
 from quire.core.sampling import SamplingParams
-from quire.engine import build as building
 from quire.kernels.registry import alternatives
 from quire.llm.llm import LLM
-from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
 from quire.runner.staging import Staging
 from tests.adapters.making import WIDTHS, config, random_tensors, write, write_model
-from tests.engine.test_device_runner import PaddingRunner
+from tests.engine.test_device_runner import DeviceRunner, PaddingRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9] * 17, list(range(10, 26)), [3], list(range(20, 40))]
@@ -68,7 +66,7 @@ def alone(model, folder) -> dict[str | None, list[list[int]]]:
     {"num_blocks": 262, "max_num_seqs": 18},
 ])  # fmt: skip
 def test_all_mixes_in_one_batch_equal_one_by_one(model, folder, alone, runner, settings, monkeypatch):
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     assert len({str(outputs) for outputs in alone.values()}) == 4  # they do differ
     with _llm(model, folder, **settings) as llm:
         for names in (NAMES, NAMES[::-1], [None] * 6, ["wide"] * 6):

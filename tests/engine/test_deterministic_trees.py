@@ -33,7 +33,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for operation in ("attention", "invariant_linear", "trees"):
         monkeypatch.setitem(registry._ALTERNATIVES, operation, (("triton", "cpu"),))
     monkeypatch.setattr(choice, "FullPrecision", lambda dtype, device, _: FullPrecision(dtype, device, True))
-    monkeypatch.setattr(building, "Runner", PaddingRunner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", PaddingRunner)
     monkeypatch.setattr(PaddingRunner, "warm_up", lambda self, seconds: 0)
     small = loading._random_tensors  # matrices too small for attention's last bits to show in a logprob
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""DeviceRunner gives the tokens of Runner: same steps, same model, rows kept on the device."""
+"""CudaOps gives the tokens of CpuOps: same steps, same model, rows kept on the device."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ import pytest
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
-from quire.runner.device_runner import DeviceRunner
+from quire.runner.cuda import CudaOps
 from quire.runner.graphs import PROMPT_SIZES, Graphs, Kind, adapted_sizes, decode_sizes
 from quire.runner.runner import Runner
 
@@ -54,16 +54,29 @@ class EagerGraphs(Graphs):
         return self._model(self._batch(kind, size, adapted), self._pool)
 
 
-class PaddingRunner(DeviceRunner):
-    def __init__(self, model, pool, limits, device, proposals=None, adapters=None) -> None:
-        super().__init__(model, pool, limits, device, proposals, adapters)
+class DeviceRunner(Runner):
+    """A Runner with the GPU's operations, here through the reference kernels."""
+
+    make_ops = CudaOps
+
+    def __init__(self, model, pool, limits, device, proposals=None, adapters=None, transfers=None) -> None:
+        super().__init__(model, pool, limits, device, proposals, adapters, transfers, self.make_ops)
+
+
+class PaddingOps(CudaOps):
+    def __init__(self, model, pool, limits, device, adapters=None) -> None:
+        super().__init__(model, pool, limits, device, adapters)
         self._graphs = EagerGraphs(model, pool, self._inputs, self._drafts, limits, adapters)
+
+
+class PaddingRunner(DeviceRunner):
+    make_ops = PaddingOps
 
 
 def _outputs(
     runner: type, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object
 ) -> dict[tuple[str, int], tuple]:
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     config = EngineConfig.of(
         model=str(folder), load_format="dummy", dtype="float32", device="cpu", block_size=4, **settings
     )

@@ -16,16 +16,23 @@ from quire.engine.engine import Engine
 from quire.grammar.compiler import Compiler
 from quire.grammar.vocabulary import Vocabulary
 from quire.runner.adapters import AdapterSlots
+from quire.runner.cuda import CudaOps
 from quire.runner.device_inputs import DeviceInputs
-from quire.runner.device_runner import DeviceRunner
 from quire.runner.graphs import Graphs
-from quire.runner.merged import MergedAdapter
 from quire.runner.transfer import TransferEngine
 from quire.sampling import penalties
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.sampler import Sampler
+from quire_lab.baselines.merged import MergedAdapter
 from tests.adapters.making import write, write_model
-from tests.engine.test_device_runner import PROMPTS, SAMPLINGS, SHAPE, EagerGraphs, PaddingRunner
+from tests.engine.test_device_runner import (
+    PROMPTS,
+    SAMPLINGS,
+    SHAPE,
+    DeviceRunner,
+    EagerGraphs,
+    PaddingRunner,
+)
 
 PLAIN = {
     "load_format": "dummy", "dtype": "float32", "device": "cpu", "block_size": 4, "num_blocks": 200,
@@ -64,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "Runner", DeviceRunner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", DeviceRunner)
 
 
 def _engine(folder: Path, **settings: object) -> Engine:
@@ -107,7 +114,7 @@ def _others(found: Answers, errors: dict[str, str]) -> Answers:
 PLACES: dict[str, tuple[object, str, dict[str, object]]] = {
     "rows": (DeviceInputs, "apply", {}),
     "parameters": (DeviceColumns, "update", {}),
-    "forward": (DeviceRunner, "_forward", {}),
+    "forward": (CudaOps, "forward", {}),
     "sampling": (Sampler, "__call__", {}),
     "penalties": (penalties, "_repetition", {}),
     "moves": (TransferEngine, "move", {"num_blocks": 44, "preemption_mode": "swap"}),
@@ -245,9 +252,9 @@ def test_a_graph_that_does_not_fit_costs_nobody(folder: Path, monkeypatch: pytes
             tried.append(what)
             raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(building, "Runner", PaddingRunner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", PaddingRunner)
     engine = _engine(folder)
-    graphs = engine._runner._graphs
+    graphs = engine._runner._ops._graphs
     graphs.__class__, graphs._captured, graphs._too_large = FullGraphs, {}, set()
     assert _run(engine) == (wanted, {})
     assert len(tried) == len(set(tried)) > 2
@@ -258,9 +265,9 @@ def test_drafts_that_do_not_fit_are_not_made(folder: Path, plain: Callable[..., 
     wanted = plain()
     drafting = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
     engine = _engine(folder, speculative_config=drafting)
-    runner = engine.speculation._proposer._runner
-    fault = Fault(runner._forward, range(2, 9))
-    runner._forward = fault
+    ops = engine.speculation._proposer._runner._ops
+    fault = Fault(ops.forward, range(2, 9))
+    ops.forward = fault
     found, errors = _run(engine)
     assert fault.num_faults == 7
     assert not errors

@@ -16,12 +16,11 @@ from quire.core.ints import Ints
 from quire.core.sampling import SamplingParams
 from quire.core.speculation import parse_speculative
 from quire.engine import build as building
+from quire.engine.build.drafts import check_trees
 from quire.engine.engine import Engine
-from quire.engine.proposers import check_trees
-from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
 from quire_lab.baselines.synthetic_drafts import SyntheticProposer
-from tests.engine.test_device_runner import SHAPE, PaddingRunner
+from tests.engine.test_device_runner import SHAPE, DeviceRunner, PaddingRunner
 
 REPEATING = [5, 6, 7, 8, 9, 10, 11, 12] * 4
 PROMPTS = [REPEATING, [3, 4, *REPEATING, 5, 6, 7], list(range(10, 60)), [9] * 17, REPEATING[:20], [2, 3] * 9]
@@ -108,7 +107,7 @@ def test_the_same_tokens_with_and_without(
 ) -> None:
     settings = {"block_size": 4, **settings}
     expected = plain(**settings)
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     engine = _engine_of(folder, speculative_config=speculative, **settings)
     assert _answers(engine) == expected
     assert engine.draft_stats.num_draft_tokens > engine.draft_stats.num_accepted_tokens > 0
@@ -147,7 +146,7 @@ def test_branches_that_are_not_the_first_are_followed(
     """Pages of accepted nodes move, are read by later steps, and are found again by other requests."""
     settings = {"block_size": 4, **settings}
     expected = plain(**settings)
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     engine = _engine_of(folder, speculative_config=TREES, **settings)
     answers = {
         (tuple(PROMPTS[int(request_id)]), index): tokens
@@ -171,7 +170,7 @@ def test_beams_and_trees_run_in_one_batch(
     monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [*PROMPTS, FORKING, FORKING])
     monkeypatch.setattr(sys.modules[__name__], "SAMPLINGS", [*SAMPLINGS, beams, SAMPLINGS[0]])
     expected = _answers(_engine_of(folder, block_size=4))
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     engine = _engine_of(folder, speculative_config=TREES, block_size=4)
     assert _answers(engine) == expected
     assert engine.draft_stats.num_drafts
@@ -288,7 +287,7 @@ def test_rejection_leaves_seeded_and_greedy_answers_alone(
     drawn = SamplingParams(temperature=0.8, top_p=0.9, logit_bias={3: 1.0}, max_tokens=20, ignore_eos=True)
     monkeypatch.setattr(sys.modules[__name__], "SAMPLINGS", [*SAMPLINGS, drawn])
     expected = _answers(_engine_of(folder, block_size=4))
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     drafting = {
         "method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, "adaptive": False,
         "tree_width": 2, "acceptance": "rejection",

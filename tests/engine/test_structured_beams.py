@@ -13,7 +13,6 @@ from quire.core.ints import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import BeamCandidates, BeamSet
 from quire.core.structured import StructuredOutput
-from quire.engine import build as building
 from quire.engine.engine import Engine
 from quire.engine.structured import StructuredOutputs
 from quire.engine.validation import Limits
@@ -21,8 +20,8 @@ from quire.grammar.compiler import Compiler
 from quire.grammar.errors import GrammarError
 from quire.grammar.vocabulary import Vocabulary
 from quire.memory.paged import PagedMemory
-from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
+from tests.engine.test_device_runner import DeviceRunner
 from tests.engine.test_structured import (
     END,
     FORMS,
@@ -147,7 +146,7 @@ def test_the_hypotheses_are_those_of_a_search_written_out(compiler, in_flight, n
 @pytest.mark.parametrize("runner", [Runner, DeviceRunner])
 def test_a_models_beams_are_those_of_a_search_written_out(tmp_path, monkeypatch, runner):
     model = save(tmp_path, VARIANTS["llama"]())
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     letters = [bytes([31 + token]) for token in range(VOCAB)]
 
     def scores_of(context: list[int]) -> list[float]:

@@ -11,10 +11,9 @@ from quire.engine import build as building
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
-from quire.runner.device_runner import DeviceRunner
 from quire.runner.runner import Runner
 from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
-from tests.engine.test_device_runner import SHAPE
+from tests.engine.test_device_runner import SHAPE, DeviceRunner
 
 QUARTER = {"num_blocks": 18, "max_num_seqs": 8}
 SAMPLINGS = [
@@ -66,7 +65,7 @@ DRAFTS = {"speculative_config": '{"method": "ngram", "adaptive": false}'}
 def test_a_quarter_of_the_pool_gives_the_same_tokens_in_every_mode(folder, monkeypatch, runner, modes, extra):
     wanted, stats, _ = outputs(folder, num_blocks=2000)
     assert not stats.num_preemptions
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     for mode in modes:
         found, stats, _ = outputs(folder, preemption_mode=mode, **QUARTER, **extra)
         assert found == wanted

@@ -10,13 +10,12 @@ import torch
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
-from quire.runner.device_runner import DeviceRunner
 from quire.sampling.logprobs import prompt_logprobs
-from tests.engine.test_device_runner import SHAPE, PaddingRunner
+from tests.engine.test_device_runner import SHAPE, DeviceRunner, PaddingRunner
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 # What stands in for a GPU's kernels here; and host memory that is about to be sent, filled through numpy.
-ELSEWHERE = ("quire/kernels/", "quire/sampling/draw.py", "quire/runner/packing.py", "device_columns.py")
+ELSEWHERE = ("quire/kernels/", "quire/sampling/draw.py", "quire/runner/staging.py", "device_columns.py")
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9] * 17, list(range(10, 26)), [3], list(range(20, 40))]
 SAMPLINGS = [
     SamplingParams(temperature=0, max_tokens=20),
@@ -72,7 +71,7 @@ class Watched:
 ])  # fmt: skip
 def test_a_launch_reads_nothing_back(tmp_path: Path, monkeypatch, runner: type, settings: dict) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    monkeypatch.setattr(building, "Runner", runner)
+    monkeypatch.setattr("quire.engine.build.runner.Runner", runner)
     config = EngineConfig.of(
         model=str(tmp_path), load_format="dummy", dtype="float32", device="cpu", block_size=4, num_blocks=200,
         swap_space=0.001, **settings,

@@ -10,9 +10,9 @@ from quire.bench.drive import Bench
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import build
-from quire.runner.cost_model import CostModel, Factors, ModelNumbers, Rates, StepCounts
 from quire_lab.fit import Sample, charged_errors, fit_factors, nonnegative_least_squares
 from quire_lab.fit_samples import read_samples
+from quire_lab.simulate.cost_model import CostModel, Factors, ModelNumbers, Rates, StepCounts
 from quire_lab.step_grid import Cell, measure_grid
 
 RATES = Rates(bandwidth=1e12, flops=1e14)

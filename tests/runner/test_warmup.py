@@ -10,9 +10,9 @@ from quire.core.config import ModelConfig
 from quire.core.layout import BlockLayout
 from quire.kernels import registry
 from quire.models import registry as models
-from quire.runner import device_runner, warmup
+from quire.runner import cuda, warmup
+from quire.runner.device_ops import RunnerLimits
 from quire.runner.graphs import decode_sizes, token_counts
-from quire.runner.runner import RunnerLimits
 from quire.runner.warmup import KernelWarmup, warm_up_attention, warm_up_sampling
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def by_triton(monkeypatch):
     for operation, name in (("sample", "sample_rows"), ("attention", "paged_attention")):
         module = registry.load(operation, "triton")
         monkeypatch.setattr(module, name, noted(getattr(module, name)))
-    for room in (warmup, device_runner):
+    for room in (warmup, cuda):
         monkeypatch.setattr(room, "choose", lambda operation, device: registry.load(operation, "triton"))
     return called
 
@@ -70,9 +70,7 @@ def test_where_there_is_nothing_to_compile_nothing_is_done(monkeypatch):
     limits = RunnerLimits(20, 32, 64, True, torch.float32)
     warm_up_attention(_config(), limits, BlockLayout(1, 16, 2, 16, "float32"), CPU)
     assert not hasattr(registry.choose("sample", CPU), "sample_rows")
-    assert (
-        device_runner.attention_planner(_config(), limits, BlockLayout(1, 16, 2, 16, "float32"), CPU) is None
-    )
+    assert cuda.attention_planner(_config(), limits, BlockLayout(1, 16, 2, 16, "float32"), CPU) is None
 
 
 def test_pieces_run_beside_the_start_and_a_fault_stays_inside(monkeypatch):

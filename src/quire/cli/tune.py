@@ -15,7 +15,7 @@ from quire.cli.engine_flags import add_engine_flags, engine_settings
 from quire.cli.parser import Parser
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.engine.resolve import resolve_device, resolve_precision
+from quire.engine.build.resolve import resolve_device, resolve_precision
 from quire.kernels.attention import tuned
 from quire.kernels.attention.tune import tune
 from quire.kernels.linear import kept as products

@@ -10,8 +10,8 @@ import torch
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import Progress, set_threads
+from quire.engine.build.resolve import CPU_BATCHED_TOKENS, Precision, resolve_precision
 from quire.engine.encoder_engine import EncoderEngine, EncoderLimits
-from quire.engine.resolve import CPU_BATCHED_TOKENS, Precision, resolve_precision
 from quire.layers.factory import LayerFactory
 from quire.layers.pooling import Pooling
 from quire.models import registry

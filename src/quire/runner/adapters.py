@@ -121,7 +121,9 @@ class AdapterSlots:
         kinds: int = 0,
         recordable: bool = False,
         invariant: bool = False,
+        side: torch.cuda.Stream | None = None,
     ) -> None:
+        """`side`: the stream that loads are copied on; None: one of its own, on a CPU none."""
         self._pool = pool
         self._device = device = pool.data.device
         self._host_copy = host_copy
@@ -150,7 +152,9 @@ class AdapterSlots:
         self._invariant = invariant  # a line's bits must not depend on its neighbours
         self._tokens = SegmentBuffer(max_lines, max_rows, device, invariant)
         self._wanted = SegmentBuffer(max_lines + max_rows, max_rows, device, invariant)
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None  # where loads are copied
+        if side is None and device.type == "cuda":
+            side = torch.cuda.Stream(device)
+        self._side = side
         # A load must fit its largest block; many of them should not wait for each other.
         size = max(STAGING_BYTES, pool.layout.block_bytes)
         self._staging = Staging(size, pin=True, device=device) if device.type == "cuda" else None
@@ -192,14 +196,14 @@ class AdapterSlots:
     def _load(self, fetched: tuple[Fetched, ...]) -> None:
         for one in fetched:
             self._evict(one.load.key)
-        if self.side is None:
+        if self._side is None:
             self._copy(fetched)
             copied = None
         else:  # the step in flight may still read these pages; this one and what follows does not, but by `_start`
-            self.side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self.side):
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._side):
                 self._copy(fetched)
-            copied = self.side.record_event()
+            copied = self._side.record_event()
         for one in fetched:
             resident = self._placed(one, copied)
             self._resident[one.load.key] = resident

@@ -1,4 +1,4 @@
-"""DeviceInputs: rows live on the device; a step sends what changed and who advances, and gathers the rest there."""
+"""DeviceInputs: rows live on the device; a step sends changes and the rows that advance; the rest is gathered there."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,24 +14,14 @@ from quire.layers.batch import Batch, Span, TreeMasks
 from quire.layers.lora import LoraBatch
 from quire.layers.plans import AttentionPlans
 from quire.runner.adapters import AdapterSlots
-from quire.runner.packing import Sections, pinned, round_up, send
-from quire.runner.rows import RowSettings
-from quire.runner.scored import ScoredRow, scored_rows, wanted_tokens
-from quire.runner.trees import spread_trees
+from quire.runner.drafts import NO_TREE
+from quire.runner.staging import Sections, pinned, round_up, send
+from quire.runner.step_inputs import StepInputs, TokenInputs
 from quire.sampling.records import on_device
 
 SMALL_ROWS = 16  # of a step with prompts that fits a graph, one row of padding included
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """One step as the host knows it."""
-
-    is_decode: bool  # every row advances by one token and is sampled, in order
-    size: int  # rows of a decode, tokens of a small step, both with their padding; rows otherwise
-    sample_rows: np.ndarray  # [S] int64
-    sample_positions: np.ndarray  # [S] int64, where the sampled token will stand
-    scored: tuple[ScoredRow, ...] = ()
+# Tokens of a step that verifies drafts. Larger ones keep the device busier than the host is with launching.
+VERIFY_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,6 @@ class DeviceInputs:
 
     def __init__(
         self,
-        settings: RowSettings,
         max_rows: int,
         max_tokens: int,
         max_model_len: int,
@@ -57,7 +46,6 @@ class DeviceInputs:
         planner: Any = None,  # attention's, if its kernel has one
         stops: tuple[int, ...] = (),  # prompts of about this length are read from the batch itself
     ) -> None:
-        self._settings = settings
         self._planner = planner
         self._stops = stops
         self.device = device
@@ -67,9 +55,8 @@ class DeviceInputs:
         integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.row_tokens = torch.zeros(max_rows, max_model_len, **integers)  # [max_rows, max_len]
         self.row_tables = torch.zeros(max_rows, max_blocks, **integers)  # [max_rows, max_blocks]
-        self._decode = torch.full(
-            (2 * round_up(max_rows),), -1, **integers
-        )  # rows | num_computed of a decode
+        # rows | num_computed of a decode
+        self._decode = torch.full((2 * round_up(max_rows),), -1, **integers)
         self._small = torch.full((6 * round_up(SMALL_ROWS + 1),), -1, **integers)  # see `stage_small`
         self._single_starts = torch.arange(max_rows + 1, **integers)  # query_starts where rows have one token
         self._token_ids = torch.zeros(max_tokens, **integers)
@@ -81,7 +68,7 @@ class DeviceInputs:
     # ------------------------------------------------------------------ rows change
 
     def apply(self, step: Step) -> None:
-        """Starts rows, writes told tokens, drafts and table entries. Nothing waits."""
+        """Starts rows, writes forced tokens, drafts and table entries. Nothing waits."""
         if not step.starts and not step.forced_rows and not step.table_rows and not step.drafts:
             return
         deltas = (step.table_rows, step.table_indices, step.table_blocks)
@@ -89,36 +76,29 @@ class DeviceInputs:
             np.append(started, np.asarray(delta, np.int32))
             for started, delta in zip(_started(step.starts, "block_ids"), deltas, strict=True)
         ]
-        told = (step.forced_rows, step.forced_positions, step.forced_tokens)
-        tokens = zip(_started(step.starts, "token_ids"), told, _drafted(step), strict=True)
+        forced = (step.forced_rows, step.forced_positions, step.forced_tokens)
+        tokens = zip(_started(step.starts, "token_ids"), forced, _drafted(step), strict=True)
         sections = Sections([*(np.concatenate(parts).astype(np.int32) for parts in tokens), *entries])
         parts = sections.split(send(sections.packed, self.device))
-        for target, places in ((self.row_tokens, parts[:3]), (self.row_tables, parts[3:])):
-            if len(places[0]):
-                self._kernel.scatter(target, *places)
+        for target, entry in ((self.row_tokens, parts[:3]), (self.row_tables, parts[3:])):
+            if len(entry[0]):
+                self._kernel.scatter(target, *entry)
 
     # ------------------------------------------------------------------ decodes
 
-    def stage_decode(self, step: Step, padded: int) -> Staged | None:
-        """Sends who advances, padded to so many rows; None if the step is more than a decode."""
-        rows = np.asarray(step.rows, np.int32)
-        computed = np.asarray(step.num_computed, np.int32)
-        counts = np.asarray(step.num_tokens, np.int32)
-        sources = np.asarray(step.sample_sources, np.int64)
-        if int(counts.max()) > 1 or not np.array_equal(sources, np.arange(len(rows))):
-            return None
-        if scored_rows(self._settings, rows, computed, counts):
-            return None
+    def stage_decode(self, inputs: StepInputs, padded: int) -> int:
+        """Sends the rows of a decode, padded to `padded`; how many that are."""
+        rows, computed = inputs.rows, inputs.computed
         size = max(padded, len(rows))
         packed = np.full((2, round_up(size)), -1, np.int32)
         packed[0, : len(rows)] = rows
         packed[1, : len(rows)] = computed
         flat = packed.reshape(-1)
         self._decode[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
-        return Staged(True, size, np.asarray(step.sample_rows, np.int64), computed.astype(np.int64) + 1)
+        return size
 
     def decode(self, num_rows: int, lora: LoraBatch | None = None) -> Batch:
-        """The batch of a decode of so many rows, spread from what `stage_decode` sent; may be captured."""
+        """The batch of a decode of `num_rows`, spread from what `stage_decode` sent; may be captured."""
         second = round_up(num_rows)
         return self.spread(
             self._decode[:num_rows],
@@ -138,30 +118,25 @@ class DeviceInputs:
 
     # ------------------------------------------------------------------ few rows with prompts
 
-    def stage_small(self, step: Step, padded: int) -> Staged:
-        """Sends a step of less than SMALL_ROWS rows; a row that is nobody's takes the tokens up to `padded`."""
-        num_rows, num_samples = len(step.rows), len(step.sample_rows)
-        counts = np.asarray(step.num_tokens, np.int32)
-        ends = np.cumsum(counts)
-        sources, offsets = _sampled(step)
-        contexts = np.asarray(step.num_computed, np.int32) + counts
-        sampled = (contexts[sources] - offsets).astype(np.int64)
-        lines = np.full((6, round_up(SMALL_ROWS + 1)), -1, np.int32)
-        rows, computed, starts, wanted, sample_rows, sample_positions = lines
-        rows[:num_rows] = step.rows
-        computed[:num_rows] = step.num_computed
-        starts[0], starts[1 : num_rows + 1], starts[num_rows + 1 :] = 0, ends, padded
+    def stage_small(self, tokens: TokenInputs, padded: int) -> None:
+        """Sends a step of less than SMALL_ROWS rows; a row of padding takes the tokens up to `padded`."""
+        inputs = tokens.inputs
+        num_rows, num_samples = len(inputs.rows), len(inputs.sample_rows)
+        packed = np.full((6, round_up(SMALL_ROWS + 1)), -1, np.int32)
+        rows, computed, starts, wanted, sample_rows, sample_positions = packed
+        rows[:num_rows] = inputs.rows
+        computed[:num_rows] = inputs.computed
+        starts[0], starts[1 : num_rows + 1], starts[num_rows + 1 :] = 0, tokens.ends, padded
         wanted[:] = 0
-        wanted[:num_samples] = ends[sources] - 1 - offsets
-        sample_rows[:num_samples] = step.sample_rows
-        sample_positions[:num_samples] = sampled
-        self._small.copy_(pinned(lines.reshape(-1), self.device), non_blocking=True)
-        return Staged(False, padded, sample_rows[:num_samples].astype(np.int64), sampled)
+        wanted[:num_samples] = tokens.wanted
+        sample_rows[:num_samples] = inputs.sample_rows
+        sample_positions[:num_samples] = tokens.sample_positions
+        self._small.copy_(pinned(packed.reshape(-1), self.device), non_blocking=True)
 
     def small(
         self, num_tokens: int, lora: LoraBatch | None = None, wanted_lora: LoraBatch | None = None
     ) -> Batch:
-        """The batch of a small step, padded to so many tokens; may be captured."""
+        """The batch of a small step, padded to `num_tokens`; may be captured."""
         rows, computed, starts, wanted, _, _ = self._small.view(6, -1).unbind(0)
         return self.spread(
             rows[:SMALL_ROWS],
@@ -177,44 +152,33 @@ class DeviceInputs:
 
     def small_samples(self, count: int) -> tuple[Tensor, Tensor]:
         """Rows and positions [S] of the tokens to be sampled."""
-        lines = self._small.view(6, -1)
-        return lines[4, :count], lines[5, :count]
+        packed = self._small.view(6, -1)
+        return packed[4, :count], packed[5, :count]
 
     # ------------------------------------------------------------------ anything else
 
-    def stage_mixed(self, step: Step, adapters: AdapterSlots | None = None) -> tuple[Staged, MixedBatch]:
-        """With `adapters` some row has one."""
-        rows = np.asarray(step.rows, np.int32)
-        computed = np.asarray(step.num_computed, np.int32)
-        counts = np.asarray(step.num_tokens, np.int32)
-        sources, offsets = _sampled(step)
-        sample_rows = np.asarray(step.sample_rows, np.int64)
-        contexts = computed + counts
-        ends = np.cumsum(counts, dtype=np.int64)
-        scored = scored_rows(self._settings, rows, computed, counts)
-        sample_positions = contexts[sources].astype(np.int64) - offsets
-        wanted = wanted_tokens(ends, sources, offsets, scored, rows, counts)
-        trees = spread_trees(step) if step.drafts else None
+    def stage_mixed(self, tokens: TokenInputs, adapters: AdapterSlots | None = None) -> MixedBatch:
+        """Sends any step. With `adapters` some row has one."""
+        inputs, ends, trees = tokens.inputs, tokens.ends, tokens.trees
+        counts = inputs.counts
         of_trees = [] if trees is None else [trees.positions, trees.starts]
-        if trees is not None:
-            sample_positions = trees.positions[wanted[: len(sources)]] + 1
-        padded = self._padded(computed, counts)
+        padded = self._padded(inputs.computed, counts)
         is_fresh = padded > 0
         sections = Sections([
-            rows, computed, np.append(0, ends), np.where(is_fresh, 0, contexts), wanted,
-            sample_rows, sample_positions, *of_trees,
+            inputs.rows, inputs.computed, np.append(0, ends), np.where(is_fresh, 0, tokens.contexts), tokens.wanted,
+            inputs.sample_rows, tokens.sample_positions, *of_trees,
         ])  # fmt: skip
         sent = sections.split(send(sections.packed, self.device))
         lora = wanted_lora = None
         if adapters is not None:
-            token_rows = np.repeat(rows, counts)
-            lora, wanted_lora = adapters.of_tokens(token_rows), adapters.of_wanted(token_rows[wanted])
+            token_rows = tokens.token_rows()
+            lora, wanted_lora = adapters.of_tokens(token_rows), adapters.of_wanted(token_rows[tokens.wanted])
         batch = self.spread(
             sent[0],
             sent[1],
             sent[2],
             sent[3],
-            int(ends[-1]),
+            tokens.num_tokens,
             max_query_len=int(counts.max()),
             wanted=sent[4],
             fresh=tuple(
@@ -226,16 +190,15 @@ class DeviceInputs:
         if trees is not None:
             masks = TreeMasks(sent[8], on_device(trees.ancestors, self.device))
             batch = replace(batch, positions=sent[7], trees=masks)
-        staged = Staged(False, len(rows), sample_rows, sample_positions, scored)
-        return staged, MixedBatch(batch, sent[5], sent[6])
+        return MixedBatch(batch, sent[5], sent[6])
 
     def _padded(self, computed: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """[R] int32: how long a prompt is made that is read from the batch itself; 0 for rows that are not."""
-        found = np.zeros(len(counts), np.int32)
+        padded = np.zeros(len(counts), np.int32)
         if self._stops and counts.max() > self._stops[0] // 2:
             for row in np.flatnonzero((computed == 0) & (counts > 1)).tolist():
-                found[row] = stop_for(int(counts[row]), self._stops)
-        return found
+                padded[row] = stop_for(int(counts[row]), self._stops)
+        return padded
 
     def spread(
         self,
@@ -285,31 +248,124 @@ class DeviceInputs:
         return batch
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where each array of a step of one size lies, as (first, length) in int32."""
+
+    num_rows: int
+    end: int
+    rows: tuple[int, int]
+    num_computed: tuple[int, int]
+    query_starts: tuple[int, int]
+    sample_rows: tuple[int, int]
+    sample_positions: tuple[int, int]
+    positions: tuple[int, int]
+    tree_starts: tuple[int, int]
+    ancestors: tuple[int, int]  # int64
+
+
+def _layout(num_rows: int, num_tokens: int) -> _Layout:
+    lengths = (num_rows, num_rows, num_rows + 1, *(num_tokens,) * 4, 2 * num_tokens)
+    spans, first = [], 0
+    for length in lengths:
+        spans.append((first, length))
+        first += round_up(length)
+    return _Layout(num_rows, first, *spans)
+
+
+class VerifyInputs:
+    """Steps that verify drafts and nothing else: every token is sampled, in order.
+
+    Each is padded to one of a few sizes by a row of padding, in memory that a captured graph finds again.
+    """
+
+    def __init__(self, inputs: DeviceInputs, max_rows: int, max_tokens: int) -> None:
+        self._inputs = inputs
+        self._max_rows = max_rows
+        self.sizes = [size for size in VERIFY_SIZES if size <= max_tokens]
+        largest = self._layout_of(self.sizes[-1]).end if self.sizes else 0
+        self._sent = torch.zeros(largest, dtype=torch.int32, device=inputs.device)
+
+    def size_for(self, tokens: TokenInputs) -> int | None:
+        """The least size that serves the step; None if it is more than drafts, or too large."""
+        num_rows, num_tokens = len(tokens.inputs.rows), tokens.num_tokens
+        if not tokens.are_all_sampled:
+            return None
+        for size in self.sizes:
+            if size == num_tokens or (size > num_tokens and num_rows < self._layout_of(size).num_rows):
+                return size
+        return None
+
+    def stage(self, tokens: TokenInputs, size: int) -> None:
+        inputs, trees = tokens.inputs, tokens.trees
+        layout, num_rows, num_tokens = self._layout_of(size), len(inputs.rows), tokens.num_tokens
+        packed = np.zeros(layout.end, np.int32)
+
+        def section(span: tuple[int, int]) -> np.ndarray:
+            return packed[span[0] : span[0] + span[1]]
+
+        section(layout.rows)[:], section(layout.rows)[:num_rows] = -1, inputs.rows
+        section(layout.num_computed)[:num_rows] = inputs.computed
+        starts = section(layout.query_starts)
+        starts[1 : num_rows + 1], starts[num_rows + 1 :] = tokens.ends, size
+        if trees is not None:
+            section(layout.tree_starts)[:] = NO_TREE
+            section(layout.tree_starts)[:num_tokens] = trees.starts
+            section(layout.ancestors).view(np.int64)[:num_tokens] = trees.ancestors
+        section(layout.positions)[:num_tokens] = tokens.sample_positions - 1
+        section(layout.sample_rows)[:num_tokens] = inputs.sample_rows
+        section(layout.sample_positions)[:num_tokens] = tokens.sample_positions
+        self._sent[: layout.end].copy_(pinned(packed, self._inputs.device), non_blocking=True)
+
+    def batch(self, size: int, has_trees: bool) -> Batch:
+        """The batch of a step of this size, spread from what `stage` sent; may be captured."""
+        layout = self._layout_of(size)
+        batch = self._inputs.spread(
+            self._section(layout.rows),
+            self._section(layout.num_computed),
+            self._section(layout.query_starts),
+            None,
+            size,
+            max_query_len=size,
+            wanted=None,
+        )
+        if not has_trees:
+            return batch
+        masks = TreeMasks(
+            self._section(layout.tree_starts), self._section(layout.ancestors).view(torch.int64)
+        )
+        return replace(batch, positions=self._section(layout.positions), trees=masks)
+
+    def samples(self, size: int, count: int) -> tuple[Tensor, Tensor]:
+        """Rows and positions [S] of the tokens to be sampled."""
+        layout = self._layout_of(size)
+        return self._section(layout.sample_rows)[:count], self._section(layout.sample_positions)[:count]
+
+    def _section(self, span: tuple[int, int]) -> Tensor:
+        return self._sent[span[0] : span[0] + span[1]]
+
+    def _layout_of(self, size: int) -> _Layout:
+        return _layout(min(self._max_rows, size), size)
+
+
 def _started(starts: tuple[RowStart, ...], field: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, place, value) of everything that started rows bring along in `field`; each [N] int32."""
+    """(row, index, value) of all that started rows have in `field`; each [N] int32."""
     if not starts:
         nothing = np.zeros(0, np.int32)
         return nothing, nothing, nothing
     values = [np.asarray(getattr(start, field), np.int32) for start in starts]
     lengths = [len(value) for value in values]
     rows = np.repeat(np.array([start.row for start in starts], np.int32), lengths)
-    places = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    return rows, places, np.concatenate(values)
-
-
-def _sampled(step: Step) -> tuple[np.ndarray, np.ndarray]:
-    """(whose, how far before its last) tokens are sampled; each [S] int64."""
-    sources = np.asarray(step.sample_sources, np.int64)
-    offsets = np.asarray(step.sample_offsets, np.int64)
-    return sources, offsets if len(offsets) else np.zeros_like(sources)
+    indices = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    return rows, indices, np.concatenate(values)
 
 
 def _drafted(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, place, value) of every drafted token; each [N] int32."""
-    found = [
+    """(row, position, token id) of every drafted token; each [N] int32."""
+    tokens = [
         (draft.row, draft.position + i, token_id)
         for draft in step.drafts
         for i, token_id in enumerate(draft.token_ids)
     ]
-    rows, places, values = np.array(found, np.int32).reshape(-1, 3).T
-    return rows, places, values
+    rows, positions, token_ids = np.array(tokens, np.int32).reshape(-1, 3).T
+    return rows, positions, token_ids

@@ -13,8 +13,7 @@ from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.observe.logs import get_logger
 from quire.runner.adapters import AdapterSlots
-from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs
-from quire.runner.verify_inputs import VERIFY_SIZES, VerifyInputs
+from quire.runner.device_inputs import SMALL_ROWS, VERIFY_SIZES, DeviceInputs, VerifyInputs
 
 # Tokens of a step with prompts. Larger ones keep the device busier than the host is with launching.
 PROMPT_SIZES = (16, 32, 64, 128, 256, 512)

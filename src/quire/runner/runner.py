@@ -1,52 +1,81 @@
 """Runner: executes Steps on one device, in order. `launch` and `collect` are two calls."""
 
 import time
+import traceback
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Lock
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from quire.core.errors import DeviceMemoryFull
 from quire.core.ints import Ints, ints
-from quire.core.step import PromptLogprobs, Step, StepResult
+from quire.core.step import Step, StepResult
 from quire.kernels import choose
-from quire.layers.batch import Batch
-from quire.layers.lora import LoraBatch
+from quire.layers.lora import MANY_FROM
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.runner.adapters import AdapterSlots, Fetched
-from quire.runner.assembly import Assembled, Assembler
-from quire.runner.proposals import Proposals, choose_tokens
-from quire.runner.recorded import RecordedDecodes
-from quire.runner.rows import Rows
-from quire.runner.scored import ScoredRow
+from quire.runner.cpu import CpuOps
+from quire.runner.cuda import CudaOps
+from quire.runner.device_ops import DeviceOps, ForwardPass, HostSamples, RunnerLimits, Submitted
+from quire.runner.drafts import Proposals, choose_tokens, verified_trees
+from quire.runner.staging import Sections, send
 from quire.runner.transfer import TransferEngine
-from quire.runner.trees import verified_trees
+from quire.runner.warmup import PROMPT_TOKENS, warmup_steps
 from quire.sampling.beams import candidate_records
-from quire.sampling.logprobs import logprob_entries, prompt_logprobs
-from quire.sampling.records import Sampled, SampleRequests, TokenMask
+from quire.sampling.logprobs import logprob_entries
+from quire.sampling.records import Sampled, TokenMask
 from quire.sampling.sampler import Sampler
 
-ONE_PASS = Lock()  # a draft model's runner has a thread of its own; native threads and tapes serve one pass
-SCORED_PER_PASS = 256  # prompt positions turned into logits at once: bounds memory, not speed
+
+class MakeOps(Protocol):
+    def __call__(
+        self,
+        model: Model,
+        pool: Pool,
+        limits: RunnerLimits,
+        device: torch.device,
+        adapters: AdapterSlots | None,
+    ) -> DeviceOps: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerLimits:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    record_decodes: bool  # replay decode passes instead of calling every layer
-    activation_dtype: torch.dtype = torch.float32
-    deterministic: bool = False  # on a GPU: a request's tokens do not depend on its neighbours
+@dataclass(slots=True)
+class _Launched:
+    """A step on its way: its pass, then its samples."""
+
+    forward: ForwardPass
+    started: float
+    samples: HostSamples | None = None  # None: it waits for its mask
+    drawn: tuple[Ints, ...] = ()  # tokens of a draft
+
+
+class PendingWork:
+    """What must be done before a pass, in order. Work that raised is done again before anything added later."""
+
+    def __init__(self) -> None:
+        self._work: deque[Callable[[], None]] = deque()
+
+    def add(self, work: Callable[[], None]) -> None:
+        """`work` may be called again after it raised halfway."""
+        self._work.append(work)
+
+    def do(self) -> None:
+        """All of it, or up to the first that raises."""
+        while self._work:
+            self._work[0]()
+            self._work.popleft()
 
 
 class Runner:
-    """The forward pass and sampling, in a worker thread: the caller plans the next step meanwhile."""
+    """The order of a step: rows change, blocks and adapters move, pages are copied, forward, sampling, result.
+
+    On a CPU a worker thread does all of that. On a GPU it is queued on one stream, and nothing waits but `collect`.
+    """
 
     def __init__(
         self,
@@ -54,135 +83,198 @@ class Runner:
         pool: Pool,
         limits: RunnerLimits,
         device: torch.device | str = "cpu",
-        proposals: Proposals | None = None,  # None: no drafts are drawn
+        proposals: Proposals | None = None,  # None: no draft is judged by its probabilities
         adapters: AdapterSlots | None = None,
+        transfers: TransferEngine | None = None,  # None: nothing leaves the pool
+        make_ops: MakeOps | None = None,  # None: as the device has it
     ) -> None:
-        self._proposals = proposals
         self._device = torch.device(device)
-        block_size = pool.layout.block_size
-        self._model = model
+        if make_ops is None:
+            make_ops = CudaOps if self._device.type == "cuda" else CpuOps
+        self._ops = make_ops(model, pool, limits, self._device, adapters)
         self._pool = pool
-        self._rows = Rows(limits.max_num_seqs, limits.max_model_len, block_size, model.config.vocab_size)
+        self._limits = limits
+        self._proposals = proposals
         self._adapters = adapters
-        self._assembler = Assembler(
-            self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size, self._device, adapters
-        )
-        self._sampler = Sampler(device)
-        self._pages = choose("pages", device)
-        self._trees = choose("trees", device)
-        self._recorded = RecordedDecodes(model, pool) if limits.record_decodes else None
-        self.mover: TransferEngine | None = None  # None: nothing leaves the pool
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
-        self._launched: deque[Future[StepResult]] = deque()
-        self._masks: SimpleQueue[TokenMask | None] = SimpleQueue()  # of launched steps that wait for one
+        self._transfers = transfers
+        self._sampler = Sampler(self._device)
+        self._pages = choose("pages", self._device)
+        self._trees = choose("trees", self._device)
+        self._pending = PendingWork()
+        self._launched: deque[Submitted[_Launched]] = deque()
+        self._last_arrival = 0.0
+
+    @property
+    def tiles(self) -> str:
+        """Attention's, on a GPU: tuned, default or fixed."""
+        return self._ops.tiles
+
+    # ------------------------------------------------------------------ the three calls
 
     def launch(self, step: Step) -> None:
+        """Starts the forward pass, and sampling unless it waits for a mask. Raises DeviceMemoryFull.
+
+        Then no result of the step will come. What a step does before its pass is kept and done with the next, since
+        others count on it: rows that start without advancing, blocks that leave, adapters of later steps.
+        """
+        # Adapters' host copies are held for no longer than this call.
         fetched = self._adapters.fetch(step) if self._adapters is not None else ()
-        self._launched.append(self._worker.submit(self._run, step, fetched))
+        self._launched.append(self._ops.submit(partial(self._start, step, fetched)))
 
     def mask(self, mask: TokenMask) -> None:
-        """Lets the oldest step that waits for a mask sample."""
-        self._masks.put(mask)
+        """Samples the step that was launched last, which waited for this. Raises DeviceMemoryFull, as `launch` does."""
+        launched = self._launched.pop()
+        self._launched.append(self._ops.submit(partial(self._resume, launched, mask)))
 
     def collect(self) -> StepResult:
         """The result of the oldest step not yet collected; waits for it."""
-        return self._launched.popleft().result()
+        launched = self._launched.popleft().result()
+        samples, forward = launched.samples, launched.forward
+        if samples is None:
+            raise RuntimeError("a step that waits for its mask was collected before it had one")
+        ended = samples.ended
+        if samples.arrived is not None:
+            samples.arrived.synchronize()
+        if not ended:
+            ended = time.perf_counter()
+        finite = samples.finite.numpy()
+        seconds = ended - max(launched.started, self._last_arrival)
+        self._last_arrival = ended
+        return StepResult(
+            step_id=forward.inputs.step.step_id,
+            token_ids=ints(samples.token_ids.tolist()),
+            logprobs=logprob_entries(samples.sampled) if samples.sampled is not None else (),
+            prompt_logprobs=forward.scores,
+            failed=() if finite.all() else tuple(np.flatnonzero(~finite).tolist()),
+            seconds=seconds,
+            beams=candidate_records(samples.beams),
+            drawn=launched.drawn,
+        )
 
     def close(self) -> None:
-        self._masks.put(None)  # a mask that was still to come will not
-        self._worker.shutdown(wait=True)
-        if self.mover is not None:
-            self.mover.close()
+        self._launched.clear()
+        self._ops.close()
+        if self._transfers is not None:
+            self._transfers.close()
+
+    # ------------------------------------------------------------------ one step
 
     @torch.inference_mode()
-    def _run(self, step: Step, fetched: tuple[Fetched, ...]) -> StepResult:
+    def _start(self, step: Step, fetched: tuple[Fetched, ...]) -> _Launched:
         started = time.perf_counter()
-        self._rows.apply(step)
-        if self.mover is not None:
-            self.mover.move(step)
-        if self._adapters is not None:
-            self._adapters.apply(step, fetched)
+        self._add_pending(step, fetched)
+        with _full_memory_gives_up(step):
+            self._pending.do()
+            launched = _Launched(self._ops.forward(step), started)
+            if not step.masked:
+                self._sample(launched, None)
+        return launched
+
+    @torch.inference_mode()
+    def _resume(self, submitted: Submitted[_Launched], mask: TokenMask) -> _Launched:
+        launched = submitted.result()
+        with _full_memory_gives_up(launched.forward.inputs.step):
+            self._sample(launched, mask)
+        return launched
+
+    def _add_pending(self, step: Step, fetched: tuple[Fetched, ...]) -> None:
+        """Each piece may be done again where it came halfway only."""
+        add = self._pending.add
+        if step.starts or step.forced_rows or step.table_rows or step.drafts:
+            add(lambda: self._ops.change_rows(step))
+        if (transfers := self._transfers) is not None:
+            add(lambda: transfers.move(step))
+        if (adapters := self._adapters) is not None:
+            add(lambda: adapters.apply(step, fetched))
         if step.copy_sources:
-            sources, targets = self._ids(step.copy_sources), self._ids(step.copy_targets)
-            self._pages.copy_blocks(self._pool.data, sources, targets)
-        assembled = self._assembler.assemble(step)
-        with ONE_PASS:
-            logits, scored = self._forward(assembled)
-        mask = self._masks.get() if step.masked else None
-        sampled: Sampled | None = None
-        drawn: tuple[Ints, ...] = ()
-        if len(assembled.sample_rows):
-            sampled, drawn = self._sample(logits, assembled, mask, step)
-        if step.drafts and sampled is not None:
-            self._settle(step, sampled)
-        finite = sampled.finite.cpu().numpy() if sampled is not None else np.ones(0, np.bool_)
-        return StepResult(
-            step_id=step.step_id,
-            token_ids=ints(sampled.token_ids.tolist() if sampled is not None else ()),
-            logprobs=logprob_entries(sampled) if sampled is not None else (),
-            prompt_logprobs=scored,
-            failed=() if finite.all() else tuple(int(i) for i in np.flatnonzero(~finite)),
-            seconds=time.perf_counter() - started,
-            beams=candidate_records(sampled.beams) if sampled is not None else (),
-            drawn=drawn,
-        )
+            add(lambda: self._copy_pages(step))
 
-    def _settle(self, step: Step, sampled: Sampled) -> None:
-        verified = verified_trees(step)
-        if verified is not None:
-            self._trees.settle(
-                sampled.token_ids,
-                torch.from_numpy(verified.trees),
-                torch.from_numpy(verified.nodes),
-                self._rows.token_ids,
-                torch.from_numpy(self._rows.tables),
-                self._pool.data,
-                self._pool.layout.block_size,
-                2 * self._pool.layout.num_layers,
+    def _copy_pages(self, step: Step) -> None:
+        copies = send(np.array([step.copy_sources, step.copy_targets], np.int32), self._device)
+        self._pages.copy_blocks(self._pool.data, *copies.long().unbind(0))
+
+    def _sample(self, launched: _Launched, mask: TokenMask | None) -> None:
+        forward, sampled = launched.forward, None
+        step = forward.inputs.step
+        if forward.logits is not None:
+            requests = self._ops.sample_requests(forward, mask)
+            sampled, launched.drawn = choose_tokens(
+                self._proposals, self._sampler, forward.logits, requests, step
             )
+            if not self._sampler.writes_tokens:
+                self._ops.write_tokens(forward, sampled)
+            if step.drafts:
+                self._accept_trees(step, sampled)
+            forward.logits = None
+        launched.samples = self._ops.to_host(sampled, len(forward.inputs.sample_rows))
 
-    def _ids(self, blocks: Ints) -> Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, device=self._device)
-
-    def _forward(self, assembled: Assembled) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
-        """Logits of the sampled rows, and logprobs of the prompt tokens that were asked for."""
-        batch: Batch = assembled.batch
-        recorded = self._recorded
-        if batch.lora is not None and not (self._adapters is not None and self._adapters.recordable):
-            recorded = None
-        if assembled.is_decode and recorded is not None:
-            return recorded.logits(batch), ()
-        num_samples = len(assembled.sample_rows)
-        hidden = self._model(batch, self._pool)
-        scored = []
-        first = num_samples
-        for row in assembled.scored:
-            scored.append(self._score(row, hidden[first : first + row.count]))
-            first += row.count
-        lora = self._of_head(assembled.line_rows[:num_samples])
-        return self._model.logits(hidden[:num_samples], lora), tuple(scored)
-
-    def _of_head(self, line_rows: np.ndarray) -> LoraBatch | None:
-        return self._adapters.of_head(line_rows) if self._adapters is not None else None
-
-    def _score(self, scored: ScoredRow, hidden: Tensor) -> PromptLogprobs:
-        following = self._rows.token_ids[scored.row, scored.first + 1 : scored.first + 1 + scored.count]
-        following = following.to(self._device)
-        entries = []
-        for start in range(0, scored.count, SCORED_PER_PASS):
-            lines = hidden[start : start + SCORED_PER_PASS]
-            logits = self._model.logits(lines, self._of_head(np.full(len(lines), scored.row)))
-            entries += prompt_logprobs(logits, following[start : start + SCORED_PER_PASS], scored.num_top)
-        return PromptLogprobs(scored.row, scored.first + 1, tuple(entries))
-
-    def _sample(
-        self, logits: Tensor, assembled: Assembled, mask: TokenMask | None, step: Step
-    ) -> tuple[Sampled, tuple[Ints, ...]]:
-        rows, positions = assembled.sample_rows, assembled.sample_positions
-        token_ids_so_far = self._rows.token_ids.to(self._device)  # on the CPU the same memory
-        requests = SampleRequests(
-            rows, positions, self._rows.settings.columns, token_ids_so_far, mask, beams=step.beams
+    def _accept_trees(self, step: Step, sampled: Sampled) -> None:
+        """Rows and pages go on with what was accepted of their trees."""
+        verified = verified_trees(step)
+        if verified is None:
+            return
+        sections = Sections([verified.trees.reshape(-1), verified.nodes.reshape(-1)])
+        trees, nodes = sections.split(send(sections.packed, self._device))
+        self._trees.settle(
+            sampled.token_ids,
+            trees.view(verified.trees.shape),
+            nodes.view(verified.nodes.shape),
+            self._ops.row_tokens,
+            self._ops.row_tables,
+            self._pool.data,
+            self._pool.layout.block_size,
+            2 * self._pool.layout.num_layers,
         )
-        sampled, drawn = choose_tokens(self._proposals, self._sampler, logits, requests, step)
-        self._rows.tokens[rows, positions] = sampled.token_ids.cpu().numpy()
-        return sampled, drawn
+
+    # ------------------------------------------------------------------ before requests come
+
+    def warm_up(self, seconds: float) -> int:
+        """Runs a step of each kind, so that nothing compiles under a request, then captures graphs for `seconds`.
+
+        Returns how many were captured; the others follow when they are needed. Only block 0 is written.
+        """
+        if not self._ops.compiles:
+            return 0
+        self.prepare_thread()
+        with self._ops.eager():
+            self._run_warmup_steps()
+            if self._adapters is not None and self._adapters.kinds:
+                with self._adapters.pretending():
+                    self._run_warmup_steps()
+                    for prompt in (MANY_FROM, 4 * MANY_FROM):  # segments are longer there, and cut otherwise
+                        self._run_warmup_steps(prompt)
+        with torch.inference_mode():
+            return self._ops.capture(seconds)
+
+    def _run_warmup_steps(self, prompt: int = PROMPT_TOKENS) -> None:
+        limits = self._limits
+        for step in warmup_steps(
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            limits.max_model_len,
+            self._pool.layout.block_size,
+            prompt,
+        ):
+            self.launch(step)
+            self.collect()
+
+    def prepare_thread(self) -> None:
+        """To be called by a thread that will launch steps and did not build the runner."""
+        self._ops.prepare_thread()
+
+
+@contextmanager
+def _full_memory_gives_up(step: Step) -> Iterator[None]:
+    """Memory that torch could not find becomes DeviceMemoryFull, and what the step held by then is given up."""
+    why = ""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        why = str(error) or type(error).__name__
+        traceback.clear_frames(error.__traceback__)  # which hold all that the pass had computed so far
+    if why:
+        torch.cuda.empty_cache()
+        raise DeviceMemoryFull(
+            f"a step of {step.total_tokens} tokens did not fit the GPU's memory ({why}): lower "
+            "max_num_batched_tokens or gpu_memory_utilization"
+        )

@@ -1,7 +1,7 @@
-"""Staging: pinned memory that host copies pass through on their way to the device."""
+"""From host memory to the device: a step's integers in one copy, and a ring of pinned bytes for adapters."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,47 @@ from torch import Tensor
 ALIGNMENT = 256  # bytes, of what is used on the device
 FILLERS, SHARE = 8, 4 << 20  # threads that fill a piece, and bytes that each of them copies, at least
 PIECES = 4  # at least, that a large source is cut into: one is filled while others are on their way
+# Each array begins at a multiple of 16 bytes: a kernel is compiled again for pointers of another alignment.
+ALIGNED = 4
+
+
+def round_up(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED
+
+
+class Sections:
+    """Arrays one behind the other, found again in the tensor that the host array became."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._lengths = [len(array) for array in arrays]
+        ends = np.cumsum([round_up(length) for length in self._lengths]).tolist()
+        self._firsts = [0, *ends[:-1]]
+        self.packed = np.zeros(ends[-1], np.int32)
+        for array, first, length in zip(arrays, self._firsts, self._lengths, strict=True):
+            self.packed[first : first + length] = array
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def split(self, sent: Tensor) -> list[Tensor]:
+        """The arrays in `sent`, a copy of `packed`."""
+        return [
+            sent[first : first + length] for first, length in zip(self._firsts, self._lengths, strict=True)
+        ]
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """A host array of int32 on the device, without waiting: torch keeps the pinned copy until it was read."""
+    return pinned(array, device).to(device, non_blocking=True)
+
+
+def pinned(array: np.ndarray, device: torch.device) -> Tensor:
+    """A host tensor that the device can read while the host goes on."""
+    if device.type == "cpu":
+        return torch.from_numpy(array)
+    tensor = torch.empty(array.shape, dtype=torch.int32, pin_memory=True)
+    tensor.numpy()[...] = array
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,16 +18,15 @@ from quire.layers.pinned import PinnedMemory
 from quire.layers.pool import Pool
 from quire.observe.logs import get_logger
 
+if TYPE_CHECKING:
+    from quire.runner.disk_tier import FileDiskTier
+
 CHUNK_BYTES = 64 << 20  # pinned when first used, or ahead of that
 BETWEEN_CHUNKS = 0.001  # seconds
 EVENT_BLOCKS = 16  # that leave between two events: a block that is needed again waits for no more than these
 TIMED_BLOCKS = 8
 
 logger = get_logger(__name__)
-
-
-class Closing(Protocol):
-    def close(self) -> None: ...
 
 
 class HostArena:
@@ -91,6 +90,10 @@ class HostArena:
         return huge_pages.zeros(num_blocks, self.block_bytes, dtype=torch.uint8)
 
 
+# Opens the disk tier behind host blocks, from them and TransferEngine.wait_moved; None where it cannot be used.
+OpenDiskTier = Callable[[HostArena, Callable[[int, float], bool]], "FileDiskTier | None"]
+
+
 class TransferEngine:
     """On a GPU everything travels on one side stream, so host blocks are read and written in the order of the steps.
 
@@ -102,7 +105,8 @@ class TransferEngine:
     On a CPU the runner's thread copies, in the same order.
     """
 
-    def __init__(self, pool: Pool, num_host_blocks: int) -> None:
+    def __init__(self, pool: Pool, num_host_blocks: int, open_disk_tier: OpenDiskTier | None = None) -> None:
+        """`open_disk_tier` is given the host blocks and `wait_moved`; what it opens is closed with this."""
         self._data = pool.data
         self._device = pool.data.device
         on_gpu = self._device.type == "cuda"
@@ -111,14 +115,14 @@ class TransferEngine:
         self._leaving: dict[int, torch.cuda.Event] = {}  # by block: when its copy is made
         self._last_left: torch.cuda.Event | None = None
         self._arriving: torch.cuda.Event | None = None  # of earlier steps, that no pass has waited for
-        self.shelf: Closing | None = None  # that reads and writes host blocks in its own threads
         self._moved = threading.Condition()
         self._num_moved = 0  # moves that are made, and all before them
         self._under_way: deque[torch.cuda.Event] = deque()  # of the moves after these
+        self.disk_tier = open_disk_tier(self.arena, self.wait_moved) if open_disk_tier is not None else None
 
     def close(self) -> None:
-        if self.shelf is not None:
-            self.shelf.close()
+        if self.disk_tier is not None:
+            self.disk_tier.close()
         self.arena.close()
 
     def prepare(self, num_blocks: int) -> None:

@@ -1,29 +1,38 @@
-"""Rehearsal: kernels that take long to compile are compiled in threads, while weights load and others compile.
+"""Before requests come: kernels compile, a step of each kind runs, and the largest step's memory is measured."""
 
-Compilers leave Python's lock to others most of the time. A rehearsal runs the kernels as a step would, on rows that
-hold nothing. What it fails to foresee is compiled later, as it would be without one.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Thread
 from types import SimpleNamespace
 
 import torch
 
 from quire.core.config import ModelConfig
+from quire.core.ints import ints
 from quire.core.layout import BlockLayout
+from quire.core.sampling import SamplingParams
+from quire.core.step import RowStart, Step
 from quire.kernels import choose
 from quire.kernels.sample.columns import WORDS
+from quire.layers.batch import Batch
 from quire.layers.pool import Pool
+from quire.models.model import Model
 from quire.observe.logs import get_logger
-from quire.runner.device_runner import attention_planner
-from quire.runner.runner import RunnerLimits
+from quire.runner.cuda import attention_planner
+from quire.runner.device_ops import RunnerLimits
+
+PROMPT_TOKENS = 20  # where the limits allow
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+PENALISED = SAMPLED.changed(presence_penalty=0.5)  # its logits are edited first
 
 logger = get_logger(__name__)
 
 
 class KernelWarmup:
-    """Begins when it is made."""
+    """Compiles kernels in threads while weights load; begins when it is made.
+
+    Compilers release Python's lock most of the time. Each piece runs kernels as a step would, on empty rows. What it
+    fails to foresee is compiled later, as it would be without it.
+    """
 
     def __init__(self, device: torch.device, *pieces: Callable[[], None]) -> None:
         # No daemons: Python waits for them, should the start fail and the process end.
@@ -44,21 +53,21 @@ def _run(device: torch.device, piece: Callable[[], None]) -> None:
     try:
         with torch.cuda.device(device), torch.inference_mode():
             piece()
-    except Exception as fault:  # the start itself says what is wrong, if something is
-        logger.debug("a rehearsal ended early: %s", fault)
+    except Exception as fault:  # the start itself reports what is wrong, if something is
+        logger.debug("a kernel warm-up ended early: %s", fault)
 
 
 def warm_up_sampling(vocab_size: int, device: torch.device) -> None:
-    """Draws a token for one row."""
-    draw = getattr(choose("sample", device), "sample_rows", None)
-    if draw is None:
+    """Samples a token for one row."""
+    sample_rows = getattr(choose("sample", device), "sample_rows", None)
+    if sample_rows is None:
         return
     integers = torch.zeros(2, 16, dtype=torch.int32, device=device)
     row, position = integers.unbind(0)
     columns = SimpleNamespace(packed=torch.zeros(1, WORDS, dtype=torch.int32, device=device))
     chosen = torch.zeros(1, dtype=torch.int64, device=device)
     logits = torch.zeros(1, vocab_size, device=device)
-    draw(logits, row[:1], position[:1], columns, torch.zeros_like(integers), chosen, chosen.bool())
+    sample_rows(logits, row[:1], position[:1], columns, torch.zeros_like(integers), chosen, chosen.bool())
 
 
 def warm_up_attention(
@@ -78,5 +87,120 @@ def warm_up_attention(
         queries = torch.zeros(shape, dtype=limits.activation_dtype, device=device)[:, : config.num_heads]
         out = queries.new_empty(num_rows, config.num_heads * config.head_dim)
         plan = planner.plan(starts, lens, num_rows, num_tokens=num_rows, block_tables=tables)
-        where = (k_pages, v_pages, starts, lens, tables)
-        kernel.paged_attention(queries, *where, 1.0, 0, out, plan=plan, max_query_len=2)
+        kernel.paged_attention(
+            queries, k_pages, v_pages, starts, lens, tables, 1.0, 0, out, plan=plan, max_query_len=2
+        )
+
+
+def warmup_steps(
+    max_rows: int, max_tokens: int, max_model_len: int, block_size: int, prompt: int = PROMPT_TOKENS
+) -> Iterator[Step]:
+    """A prefill, a prefill beside decodes, then decodes: small steps that make every kernel of a runner compile.
+
+    Every block is block 0, so nothing of value is written.
+    """
+    rows = range(min(2, max_rows, max_tokens))
+    prompt = max(1, min(prompt, max_tokens // len(rows), max_model_len // 2))
+    num_blocks = -(-(prompt + 1) // block_size)
+    yield _step(0, rows, [0] * len(rows), [prompt] * len(rows), num_blocks)
+    if len(rows) > 1:
+        yield _step(1, rows, [0, prompt], [prompt, 1], num_blocks, PENALISED)
+    yield _step(2, rows, [prompt] * len(rows), [1] * len(rows), num_blocks)
+
+
+def _step(
+    step_id: int,
+    rows: range,
+    computed: list[int],
+    counts: list[int],
+    num_blocks: int,
+    second: SamplingParams = SAMPLED,  # of the second row
+) -> Step:
+    samplings = (SamplingParams(temperature=0.0), second)
+    blocks = ints([0] * num_blocks)
+    tokens = ints([0] * (max(a + b for a, b in zip(computed, counts, strict=True))))
+    starts = tuple(
+        RowStart(row, tokens, blocks, samplings[row], seed=0, sample_index=0, num_prompt_tokens=1)
+        for row in rows
+    )
+    nothing = ints()
+    return Step(
+        step_id=step_id,
+        starts=starts,
+        rows=ints(rows),
+        num_computed=ints(computed),
+        num_tokens=ints(counts),
+        table_rows=nothing,
+        table_indices=nothing,
+        table_blocks=nothing,
+        copy_sources=nothing,
+        copy_targets=nothing,
+        sample_sources=ints(range(len(rows))),
+        sample_rows=ints(rows),
+    )
+
+
+@torch.inference_mode()
+def activation_bytes(
+    model: Model,
+    layout: BlockLayout,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    device: torch.device,
+) -> int:
+    """What the largest step needs beside weights and pool, measured on the device.
+
+    Peak of the largest prefill, the logits of every row, and what graphs keep for themselves.
+    """
+    pool = Pool(layout, 2, device)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    model(
+        _empty_prefill(max_num_batched_tokens, min(max_num_batched_tokens, max_model_len), layout, device),
+        pool,
+    )
+    largest = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.reset_peak_memory_stats(device)
+    hidden = model(_empty_decode(max_num_seqs, layout, device), pool)
+    decode = torch.cuda.max_memory_allocated(device) - before
+    model.logits(hidden)
+    logits = max_num_seqs * model.config.vocab_size * 4
+    torch.cuda.synchronize(device)
+    return max(largest, 3 * logits) + 2 * decode  # graphs keep theirs; sampling may copy the logits twice
+
+
+def _empty_prefill(num_tokens: int, longest: int, layout: BlockLayout, device: torch.device) -> Batch:
+    """Prompts with no content, whose every slot is in block 0."""
+    ends = [*range(longest, num_tokens, longest), num_tokens]
+    starts = [0, *ends[:-1]]
+    lengths = torch.tensor([e - s for s, e in zip(starts, ends, strict=True)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths.tolist()])
+    return Batch(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int32, device=device),
+        positions=positions.to(device),
+        slots=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        query_starts=torch.tensor([0, *ends], dtype=torch.int32, device=device),
+        context_lens=lengths.to(device),
+        block_tables=_no_blocks(len(ends), longest, layout, device),
+        logits_indices=torch.tensor([e - 1 for e in ends], dtype=torch.int32, device=device),
+        max_query_len=longest,
+    )
+
+
+def _empty_decode(num_rows: int, layout: BlockLayout, device: torch.device) -> Batch:
+    return Batch(
+        token_ids=torch.zeros(num_rows, dtype=torch.int32, device=device),
+        positions=torch.zeros(num_rows, dtype=torch.int32, device=device),
+        slots=torch.zeros(num_rows, dtype=torch.int64, device=device),
+        query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+        context_lens=torch.ones(num_rows, dtype=torch.int32, device=device),
+        block_tables=_no_blocks(num_rows, 1, layout, device),
+        logits_indices=None,
+        max_query_len=1,
+    )
+
+
+def _no_blocks(num_rows: int, longest: int, layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    return torch.zeros(num_rows, -(-longest // layout.block_size), dtype=torch.int32, device=device)

@@ -21,10 +21,10 @@ from quire.cli.start import announce_compiling
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import build
-from quire.runner.cost_model import FACTOR_NAMES, Rates
-from quire.runner.devices import DEFAULT_DEVICE, device_names, find_device
 from quire_lab.fit import Fit, Sample, charged_errors, fit_factors
 from quire_lab.fit_samples import CPU_CELLS, Measured, measure_here, read_samples
+from quire_lab.simulate.cost_model import FACTOR_NAMES, Rates
+from quire_lab.simulate.devices import DEFAULT_DEVICE, device_names, find_device
 
 
 def add_fit(parser: Parser) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from quire.bench.drive import Bench, BenchRequest
 from quire.bench.figure import Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
-from quire.runner.devices import is_simulated
+from quire.engine.build.resolve import is_simulated
 from quire_lab.experiments.adapter_files import draw, write_adapters
 from quire_lab.experiments.adapter_memory import ADAPTERS, POOL, REQUEST, SIZES, Fitted, compare_memories
 from quire_lab.experiments.adapters_report import simulated_finding

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.bench.figure import GREY, Picture, line_style, plain_log
-from quire.engine.simulated_adapters import DISK_BANDWIDTH
-from quire.runner.devices import find_device
 from quire_lab.experiments.adapters_simulated import (
     COUNTS,
     IN_TIME,
@@ -22,6 +20,8 @@ from quire_lab.experiments.adapters_simulated import (
 )
 from quire_lab.experiments.experiment import Check, Finding, Setup, Table
 from quire_lab.experiments.simulated import basis
+from quire_lab.simulate.adapters import DISK_BANDWIDTH
+from quire_lab.simulate.devices import find_device
 
 Found = Mapping[Case, Simulated]
 COUNTERPART = {"unified": "S-LoRA", "merge, static": "PEFT"}  # whose published figures stand beside whose

@@ -8,7 +8,7 @@ import torch
 
 from quire.core.config import ModelConfig
 from quire.engine.build import block_layout
-from quire.engine.resolve import Precision
+from quire.engine.build.resolve import Precision
 from quire.kernels import choose
 from quire.layers.pool import Pool
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from quire.runner.devices import find_device
 from quire_lab.experiments.characterize_figure import pictures, tables
 from quire_lab.experiments.characterize_grid import (
     BATCHING,
@@ -20,6 +19,7 @@ from quire_lab.experiments.characterize_grid import (
 )
 from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup
 from quire_lab.experiments.simulated import basis, side_by_side, simulated_settings
+from quire_lab.simulate.devices import find_device
 
 NUM_REQUESTS = 500
 BASE: dict[str, Any] = {

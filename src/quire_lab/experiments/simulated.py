@@ -14,11 +14,12 @@ from quire.bench.lengths import Lengths
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, build
-from quire.runner.devices import find_device, is_simulated
+from quire.engine.build.resolve import is_simulated
 from quire_lab.experiments.data import DataFolder
 from quire_lab.experiments.experiment import Bar, Setup, Size
 from quire_lab.replay import Arrival, Replay, Replayed, plain
 from quire_lab.sharing import sampling_for
+from quire_lab.simulate.devices import find_device
 
 # OPT-13B on one A100-40G, 12 GiB of KV: "Efficient Memory Management for Large Language Model Serving with
 # PagedAttention" (Kwon et al., 2023), table 1

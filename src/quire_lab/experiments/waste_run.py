@@ -8,8 +8,8 @@ from quire.bench.drive import BenchRequest
 from quire.bench.lengths import Lengths, within
 from quire.core.config import MemoryConfig, SchedulerConfig
 from quire.core.request import Sequence
+from quire.engine.build.resolve import resolve_memory
 from quire.engine.engine import Engine
-from quire.engine.resolve import resolve_memory
 from quire.engine.validation import Limits
 from quire.memory.choose import make_memory
 from quire.memory.paged import PagedMemory

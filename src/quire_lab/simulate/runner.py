@@ -9,10 +9,10 @@ import numpy as np
 from quire.core.clock import VirtualClock
 from quire.core.ints import Ints, ints
 from quire.core.step import BeamCandidates, BeamSet, Step, StepResult, TokenLogprobs
-from quire.runner.cost_model import CostModel, count_step
-from quire.runner.drawn_beams import FIRST_TOKEN, SHARES, draw_candidates
-from quire.runner.lora_cost import LoraCost
 from quire.sampling.records import TokenMask
+from quire_lab.simulate.beams import FIRST_TOKEN, SHARES, draw_candidates
+from quire_lab.simulate.cost_model import CostModel, count_step
+from quire_lab.simulate.lora_cost import LoraCost
 
 STRIDE = 7919  # prime: neighbouring positions of one sequence get tokens far apart
 

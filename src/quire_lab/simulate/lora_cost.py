@@ -17,7 +17,7 @@ from quire.adapters.packing import Tiles
 from quire.adapters.peft import PackedAdapter
 from quire.core.step import Step
 from quire.layers.lora import LoraSite
-from quire.runner.cost_model import Factors, Rates
+from quire_lab.simulate.cost_model import Factors, Rates
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
 from quire.core.structured import StructuredOutput
 from quire.engine.build import build
-from quire.runner.cost_model import CostModel, Factors, ModelNumbers, Rates, StepCounts
-from quire.runner.devices import device_names, find_device
+from quire_lab.simulate.cost_model import CostModel, Factors, ModelNumbers, Rates, StepCounts
+from quire_lab.simulate.devices import device_names, find_device
 
 DEVICE = "simulated:a100-40g"
 
@@ -134,7 +134,7 @@ def test_every_device_says_what_it_was_fitted_on(name):
 
 
 def _file(name):
-    from quire.runner import devices
+    from quire_lab.simulate import devices
 
     return devices._FOLDER / f"{name}.json"
 

@@ -1,33 +1,49 @@
-"""Which weights stay and which stream: from the user's settings to a loaded model, and what is said about it."""
+"""Loading the models: which weights stay in memory and which stream, and the draft model beside the target."""
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.engine.resolve import Precision
+from quire.engine.build.drafts import LoadedDraft, check_trees, load_draft
+from quire.engine.build.resolve import BuildPlan, Precision, Progress
 from quire.layers.factory import LayerFactory
-from quire.models.loading import Progress, load
+from quire.models.loading import load
+from quire.models.model import Model
 from quire.models.offload import GIB, Loaded, Offload, load_offloaded
 from quire.models.streamed import Streaming
 from quire.runner.sizing import available_memory
 from quire.weights.cache import offloaded_folder
-from quire.weights.source import Source
 
 
-def load_model(
-    config: EngineConfig, numbers: Precision, source: Source, factory: LayerFactory, progress: Progress | None
-) -> Loaded:
-    """With everything in memory unless the settings say otherwise."""
-    offload = resolve_offload(config, numbers)
+@dataclass(frozen=True, slots=True)
+class LoadedModels:
+    model: Model
+    streaming: Streaming | None  # None: all weights stay
+    factory: LayerFactory
+    draft: LoadedDraft | None  # None: no draft model
+
+
+def load_models(plan: BuildPlan, progress: Progress | None) -> LoadedModels:
+    """The target, all in memory unless the settings say otherwise, and the draft model."""
+    config, precision = plan.config, plan.precision
+    factory = LayerFactory(precision.format, precision.device, max_position=plan.max_model_len)
+    advance = partial(progress, "weights") if progress is not None else None
+    offload = resolve_offload(config, precision)
     if offload is None:
-        return Loaded(load(source, factory, progress, seed=config.model.seed), None)
-    return load_offloaded(source, factory, offload, progress, seed=config.model.seed)
+        loaded = Loaded(load(plan.source, factory, advance, seed=config.model.seed), None)
+    else:
+        loaded = load_offloaded(plan.source, factory, offload, advance, seed=config.model.seed)
+    if plan.speculative is not None:
+        check_trees(plan.speculative, plan.model, precision, config.runner.deterministic)
+    return LoadedModels(loaded.model, loaded.streaming, factory, load_draft(plan))
 
 
-def resolve_offload(config: EngineConfig, numbers: Precision) -> Offload | None:
+def resolve_offload(config: EngineConfig, precision: Precision) -> Offload | None:
     """None: all weights stay where they are used."""
     memory = config.memory
-    on_cpu = numbers.device.type == "cpu"
+    on_cpu = precision.device.type == "cpu"
     if memory.weights_memory_gb is None:
         if memory.weights_offload_dir is not None:
             raise ConfigError(
@@ -48,14 +64,14 @@ def resolve_offload(config: EngineConfig, numbers: Precision) -> Offload | None:
     )
 
 
-def offload_lines(config: EngineConfig, numbers: Precision, streaming: Streaming | None) -> tuple[str, ...]:
-    """What was decided, for people; nothing where nothing was asked for."""
+def offload_lines(config: EngineConfig, precision: Precision, streaming: Streaming | None) -> tuple[str, ...]:
+    """What was decided; empty without such settings."""
     memory = config.memory
     if streaming is not None:
         return _streaming_lines(streaming)
     if memory.weights_memory_gb is not None:
         return (f"offload   none: all weights fit weights_memory_gb={memory.weights_memory_gb:g}",)
-    if memory.cpu_offload_gb and numbers.device.type == "cpu":
+    if memory.cpu_offload_gb and precision.device.type == "cpu":
         return (
             "offload   none: on a CPU weights are in host memory already, and cpu_offload_gb changes nothing "
             "(weights_memory_gb streams layers from disk)",
@@ -64,7 +80,7 @@ def offload_lines(config: EngineConfig, numbers: Precision, streaming: Streaming
 
 
 def _streaming_lines(streaming: Streaming) -> tuple[str, ...]:
-    places = [
+    tiers = [
         f"{len(layers)} of {streaming.num_layers} layers ({_size(len(layers) * streaming.layer_bytes)}) {where}"
         for layers, where in (
             (streaming.pinned, "in pinned host memory"),
@@ -73,7 +89,7 @@ def _streaming_lines(streaming: Streaming) -> tuple[str, ...]:
         if layers
     ]
     return (
-        f"offload   {', '.join(places)}; {_size(streaming.kept_bytes)} stay, "
+        f"offload   {', '.join(tiers)}; {_size(streaming.kept_bytes)} stay, "
         f"{_size(streaming.buffer_bytes)} are buffers",
         f"          every step moves {_size(streaming.step_bytes)}: at least {streaming.step_seconds * 1e3:,.1f} ms at "
         f"the {streaming.bytes_per_second / 1e9:.1f} GB/s measured now",

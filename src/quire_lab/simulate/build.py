@@ -1,6 +1,8 @@
 """What an engine on a simulated device is made of: real settings and sizes, and a runner without a model."""
 
+import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -8,23 +10,32 @@ from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.errors import ConfigError, WeightsError
 from quire.core.layout import BlockLayout
-from quire.engine.adapter_build import separate_blocks
-from quire.engine.resolve import (
+from quire.engine.build import Built, Report, default_sampling, end_token_ids
+from quire.engine.build.adapters import separate_blocks
+from quire.engine.build.assemble import model_vocabulary
+from quire.engine.build.report import policies_in_words
+from quire.engine.build.resolve import (
     Precision,
     default_limits,
     resolve_max_model_len,
     resolve_precision,
     resolve_scheduler,
 )
-from quire.engine.simulated_adapters import SizedAdapters, size_adapters
+from quire.engine.engine import Engine
+from quire.engine.validation import Limits
+from quire.grammar.compiler import Compiler
+from quire.memory.choose import make_memory
+from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
-from quire.runner.cost_model import CostModel, ModelNumbers
-from quire.runner.devices import SimulatedDevice, find_device
-from quire.runner.simulated import SimulatedRunner
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, PoolSize, pool_size
+from quire.scheduler.preemption import Preemption
 from quire.weights.open import open_source
 from quire.weights.shapes import SHAPES
 from quire.weights.source import Source
+from quire_lab.simulate.adapters import SizedAdapters, size_adapters
+from quire_lab.simulate.cost_model import CostModel, ModelNumbers
+from quire_lab.simulate.devices import SimulatedDevice, find_device
+from quire_lab.simulate.runner import SimulatedRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,54 @@ class SimulatedParts:
     clock: VirtualClock
     num_apart: int  # blocks of the pool that are adapters' alone
     adapters: SizedAdapters | None
+
+
+def build_simulated(config: EngineConfig, started: float) -> Built:
+    """The real scheduler and memory over a runner that only charges time, on a clock of its own."""
+    source = open_shape(config)
+    described = registry.describe(source.config)
+    ends = end_token_ids(source, described)
+    parts = simulated_parts(config, described, ends)
+    size, scheduler = parts.pool, parts.scheduler
+    num_blocks = size.num_blocks - parts.num_apart
+    memory = make_memory(
+        config.memory, num_blocks, parts.max_model_len, source.fingerprint, parts.num_swap_blocks
+    )
+    adapters = None
+    if parts.adapters is not None:
+        adapters = parts.adapters.serve(config, memory, parts.num_apart, parts.clock)
+    max_num_seqs, max_tokens = scheduler.limits
+    limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
+    make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))
+    preemption = Preemption(scheduler.preemption_mode, parts.move_seconds)
+    engine = Engine(
+        scheduler,
+        limits,
+        memory,
+        parts.runner,
+        config.model.seed,
+        make_compiler,
+        preemption=preemption,
+        clock=parts.clock,
+        adapters=adapters,
+    )
+    report = Report(
+        model=config.model.served_model_name or source.name,
+        numbers=parts.numbers,
+        weights_bytes=parts.weights.num_bytes,
+        pool=size,
+        device_memory=None,
+        max_model_len=parts.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        num_threads=0,
+        num_graphs=0,
+        tiles="",
+        seconds=time.perf_counter() - started,
+        policies=policies_in_words(config.memory, scheduler),
+        simulated=parts.device.in_words,
+    )
+    return Built(engine, source, described, default_sampling(source), report)
 
 
 def open_shape(config: EngineConfig) -> Source:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.errors import ConfigError
-from quire.runner.cost_model import FACTOR_NAMES, Factors, Rates
-from quire.runner.lora_cost import LORA_FACTOR_NAMES, LoraFactors, assumed_factors
+from quire.engine.build.resolve import SIMULATED
+from quire_lab.simulate.cost_model import FACTOR_NAMES, Factors, Rates
+from quire_lab.simulate.lora_cost import LORA_FACTOR_NAMES, LoraFactors, assumed_factors
 
-SIMULATED = "simulated"  # a device setting that starts so is one of these
 DEFAULT_DEVICE = "h200"
 MAX_RANKS = 64
 _FOLDER = Path(__file__).parent
@@ -44,10 +44,6 @@ class SimulatedDevice:
         many = f"{self.ranks} × " if self.ranks > 1 else ""
         basis = f"derived from {self.derived_from}" if self.derived_from else f"fitted on {self.fit['on']}"
         return f"{many}{self.title}, simulated ({basis})"
-
-
-def is_simulated(device: str) -> bool:
-    return device == SIMULATED or device.startswith(f"{SIMULATED}:")
 
 
 def device_names() -> list[str]:

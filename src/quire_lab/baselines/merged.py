@@ -8,9 +8,11 @@ from torch import Tensor
 
 from quire.adapters.peft import PackedAdapter
 from quire.core.adapters import AdapterLoad
+from quire.core.errors import ConfigError
 from quire.core.ints import ints
 from quire.core.step import Step
 from quire.layers.lora import LoraBatch
+from quire.models.model import Model
 from quire.runner.adapters import AdapterSlots, Fetched, HostCopyOf
 
 
@@ -20,6 +22,26 @@ class MergeSite:
 
     weight: Tensor  # [outputs, inputs], a view of the model's own; of an embedding [ids, width]
     is_embedding: bool
+
+
+def merge_sites(model: Model) -> dict[str, MergeSite]:
+    """By name, those whose weights are the layer's own: a tied head's are the embedding's."""
+    found: dict[str, MergeSite] = {}
+    for tensor, loader in model.loaders().items():
+        for part in loader.parts:
+            state = part.layer.state()
+            is_embedding = "table" in state
+            weight = state.get("table" if is_embedding else "weight")
+            if weight is None and not state:
+                continue
+            if weight is None or weight.dtype.itemsize < 2:
+                raise ConfigError(
+                    "lora_mode='merge' needs weights in full precision: choose quantization='none'"
+                )
+            rows = weight if is_embedding else weight[part.first_row : part.first_row + part.num_outputs]
+            if not is_embedding or len(rows) == part.num_inputs:
+                found[part.module or tensor.removesuffix(".weight")] = MergeSite(rows, is_embedding)
+    return found
 
 
 class MergedAdapter(AdapterSlots):
@@ -33,7 +55,6 @@ class MergedAdapter(AdapterSlots):
         self._kept: list[tuple[Tensor, Tensor]] = []  # weights, and what they were before
         self.kinds = 0
         self.recordable = True
-        self.side = None
         self.num_merges = 0
 
     def fetch(self, step: Step) -> tuple[Fetched, ...]:

@@ -9,8 +9,8 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
-from quire.engine.simulated_adapters import DISK_BANDWIDTH, READS_AT_ONCE
 from quire.kernels import native
+from quire_lab.simulate.adapters import DISK_BANDWIDTH, READS_AT_ONCE
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANKS = (64, 32, 16, 8)

@@ -6,8 +6,8 @@ import torch
 from quire.adapters.packing import BlockShape
 from quire.adapters.peft import Reader
 from quire.adapters.sites import Site, Sites
-from quire.adapters.sized import SizedReader
 from quire.core.errors import AdapterError
+from quire_lab.simulate.sized_reader import SizedReader
 from tests.adapters.making import WIDTHS, config, random_tensors
 
 SITES = Sites(

@@ -9,21 +9,22 @@ from typing import Any, TypeVar
 from quire.adapters.packing import ALIGNMENT, BlockShape
 from quire.adapters.peft import PackedAdapter
 from quire.adapters.sites import Site, Sites
-from quire.adapters.sized import SizedReader
 from quire.adapters.store import AdapterStore, HostLimits
 from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
-from quire.engine.adapter_build import HOST_LIMIT, adapter_dtype, merge_sites
 from quire.engine.adapters import Adapters
-from quire.engine.resolve import Precision
+from quire.engine.build.adapters import HOST_LIMIT, adapter_dtype
+from quire.engine.build.resolve import Precision
 from quire.kernels.registry import REFERENCE, load
 from quire.layers.lora_sites import install_sites
 from quire.memory.interface import Memory
 from quire.memory.separate_pages import SeparatePages
 from quire.models.weight_shape import sized_model
-from quire.runner.devices import SimulatedDevice
-from quire.runner.lora_cost import LoraCost, SiteNumbers
+from quire_lab.baselines.merged import merge_sites
+from quire_lab.simulate.devices import SimulatedDevice
+from quire_lab.simulate.lora_cost import LoraCost, SiteNumbers
+from quire_lab.simulate.sized_reader import SizedReader
 
 DISK_BANDWIDTH = 2e9  # bytes per second with all that the host does to a file; assumed
 READS_AT_ONCE = 8

@@ -1,23 +1,37 @@
-"""Every `auto` becomes a decision here, as new objects; nothing below sees an undecided setting."""
+"""Every `auto` becomes a decision here, as new objects; nothing below sees an undecided setting. BuildPlan holds them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.errors import ConfigError
+from quire.core.layout import BlockLayout
+from quire.core.sampling import SamplingParams
+from quire.core.speculation import SpeculativeConfig
+from quire.kernels import native
+from quire.kernels.registry import forces_reference
+from quire.models import registry
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
+from quire.weights.open import open_source
+from quire.weights.source import Source
 
+SIMULATED = "simulated"  # a device setting with this prefix names a simulated device
 CPU_BATCHED_TOKENS = 512  # a step stays short enough for others' tokens to flow
 GPU_BATCHED_TOKENS = 8192
 CPU_NUM_SEQS = 256
 GPU_NUM_SEQS = 1024  # a decode of few rows leaves the matrix units idle
 
 
+DEFAULT_MAX_TOKENS = 256  # where the caller gives no sampling parameters at all
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """In what numbers the model runs, and where."""
+    """The number format that a model runs in, and its device."""
 
     device: torch.device
     format: NumberFormat
@@ -27,6 +41,39 @@ class Precision:
     def format_name(self) -> str:
         """`int8`, `float32`: a format's own name may go on with a digest of its layout."""
         return self.format.name.partition("-")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """What is decided before any weight is loaded."""
+
+    config: EngineConfig
+    source: Source
+    model: ModelConfig
+    precision: Precision
+    max_model_len: int
+    num_threads: int
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        return self.config.speculation.parsed
+
+
+def make_plan(config: EngineConfig, progress: Progress | None = None) -> BuildPlan:
+    """Opens the model's source and sets the compute threads. ConfigError where settings contradict the model."""
+    options = config.model
+    source = open_source(
+        options.model, revision=options.revision, load_format=options.load_format, progress=progress
+    )
+    model = registry.describe(source.config)
+    precision = resolve_precision(config, model)
+    max_model_len = resolve_max_model_len(config, model)
+    num_threads = set_threads(config.runner.num_threads, precision)
+    return BuildPlan(config, source, model, precision, max_model_len, num_threads)
+
+
+def is_simulated(device: str) -> bool:
+    return device == SIMULATED or device.startswith(f"{SIMULATED}:")
 
 
 def resolve_precision(config: EngineConfig, model: ModelConfig) -> Precision:
@@ -96,3 +143,36 @@ def resolve_scheduler(config: SchedulerConfig, device: torch.device, num_blocks:
     if max_tokens is None:
         max_tokens = max(CPU_BATCHED_TOKENS if device.type == "cpu" else GPU_BATCHED_TOKENS, max_num_seqs)
     return replace(config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
+
+
+def block_layout(block_size: int, model: ModelConfig, precision: Precision) -> BlockLayout:
+    return BlockLayout(model.num_layers, block_size, model.num_kv_heads, model.head_dim, precision.kv_dtype)
+
+
+def set_threads(asked: int | None, precision: Precision) -> int:
+    """The compute threads. Where native kernels do the work, torch keeps to one: two pools would fight."""
+    num_threads = asked or native.default_num_threads()
+    if precision.device.type != "cpu":
+        return num_threads
+    has_native = not forces_reference() and native.available()
+    if has_native:
+        native.set_num_threads(num_threads)
+    torch.set_num_threads(1 if has_native and precision.format.native else num_threads)
+    return num_threads
+
+
+def end_token_ids(source: Source, model: ModelConfig) -> tuple[int, ...]:
+    """What ends a sequence: generation_config.json has precedence (chat models have several), else the config."""
+    named = source.generation_config.get("eos_token_id")
+    if named is None:
+        return model.eos_token_ids
+    return tuple(named) if isinstance(named, (list, tuple)) else (int(named),)
+
+
+def default_sampling(source: Source) -> SamplingParams:
+    """Sampling as the model's makers recommend it, where they do."""
+    known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    asked = {k: source.generation_config[k] for k in known if source.generation_config.get(k) is not None}
+    if source.generation_config.get("do_sample") is False:
+        asked["temperature"] = 0.0
+    return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asked)

@@ -1,0 +1,182 @@
+"""build: an engine from its config, in the order plan → load → wire → report."""
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+from quire.core import laboratory
+from quire.core.config import EngineConfig, ModelConfig, ModelOptions, SchedulerConfig
+from quire.core.errors import QuireError
+from quire.core.sampling import SamplingParams
+from quire.engine.build.adapters import BuiltAdapters, adapter_lines, build_adapters, serve_adapters
+from quire.engine.build.drafts import make_proposals, make_proposer
+from quire.engine.build.host_memory import HostMemory, make_host_memory
+from quire.engine.build.pins import PinnedPrefix, pin_prefixes
+from quire.engine.build.pool import BuiltPool, make_pool, start_kernel_warmup
+from quire.engine.build.report import Report, policies_in_words
+from quire.engine.build.resolve import (
+    BuildPlan,
+    Progress,
+    default_sampling,
+    end_token_ids,
+    is_simulated,
+    make_plan,
+    resolve_memory,
+    resolve_scheduler,
+)
+from quire.engine.build.runner import BuiltRunner, build_runner, runner_limits
+from quire.engine.build.weights import LoadedModels, load_models, offload_lines
+from quire.engine.engine import Engine
+from quire.engine.speculation import Speculation
+from quire.engine.validation import Limits
+from quire.grammar.compiler import Compiler
+from quire.grammar.errors import GrammarError
+from quire.grammar.vocabulary import Vocabulary
+from quire.memory.choose import make_memory
+from quire.runner.drafts import Proposals
+from quire.scheduler.preemption import Preemption
+from quire.text.load import choose_tokenizer
+from quire.weights.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    engine: Engine
+    source: Source
+    model: ModelConfig
+    default_sampling: SamplingParams
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What stands between the loaded models and the engine."""
+
+    scheduler: SchedulerConfig  # every limit decided
+    limits: Limits
+    host: HostMemory
+    adapters: BuiltAdapters | None  # None: they are off
+    proposals: Proposals | None  # None: no draft is judged by its probabilities
+    runner: BuiltRunner
+
+
+def build(config: EngineConfig, progress: Progress | None = None) -> Built:
+    """An engine that can serve. Raises QuireError with what to change where it cannot be built."""
+    started = time.perf_counter()
+    config = replace(config, memory=resolve_memory(config.memory))
+    if is_simulated(config.runner.device):
+        simulate = laboratory.load("simulate.build", "--device simulated")
+        built: Built = simulate.build_simulated(config, started)
+        return built
+    plan = make_plan(config, progress)
+    warmup = start_kernel_warmup(plan)
+    models = load_models(plan, progress)
+    pool = make_pool(plan, models, warmup)
+    parts = _make_parts(plan, models, pool)
+    engine = _make_engine(plan, models, pool, parts)
+    try:
+        pinned = pin_prefixes(engine, config, plan.source)
+    except QuireError:
+        engine.close()
+        raise
+    report = _report(plan, models, pool, parts, pinned, time.perf_counter() - started)
+    return Built(engine, plan.source, plan.model, default_sampling(plan.source), report)
+
+
+def _make_parts(plan: BuildPlan, models: LoadedModels, pool: BuiltPool) -> _Parts:
+    config, device = plan.config, plan.precision.device
+    scheduler = resolve_scheduler(config.scheduler, device, pool.num_blocks)
+    max_num_seqs, _ = scheduler.limits
+    limits = Limits(
+        plan.model.vocab_size, plan.max_model_len, max_num_seqs, end_token_ids(plan.source, plan.model)
+    )
+    for_runner = runner_limits(plan, scheduler, models.model, plan.precision)
+    host = make_host_memory(plan, pool.pool)
+    adapters = build_adapters(plan, models, pool.pool, for_runner, host.transfers)
+    proposals = make_proposals(plan.speculative)
+    runner = build_runner(
+        models.model,
+        pool.pool,
+        for_runner,
+        device,
+        proposals,
+        adapters.slots if adapters is not None else None,
+        host.transfers,
+    )
+    return _Parts(scheduler, limits, host, adapters, proposals, runner)
+
+
+def _make_engine(plan: BuildPlan, models: LoadedModels, pool: BuiltPool, parts: _Parts) -> Engine:
+    config, host = plan.config, parts.host
+    memory = make_memory(
+        config.memory, pool.num_blocks, plan.max_model_len, plan.source.fingerprint, host.num_swap_blocks
+    )
+    memory.home = host.make_offload_cache(memory.moves)
+    adapters = serve_adapters(config.adapters, parts.adapters, memory, pool.num_adapter_blocks)
+    make_speculation = None
+    if plan.speculative is not None:
+        proposer = make_proposer(plan, parts.scheduler, models.draft, pool.size, parts.proposals)
+        make_speculation = partial(Speculation, plan.speculative, proposer, parts.limits.max_num_seqs)
+    engine = Engine(
+        parts.scheduler,
+        parts.limits,
+        memory,
+        parts.runner.runner,
+        config.model.seed,
+        partial(Compiler, partial(model_vocabulary, config.model, plan.source, parts.limits)),
+        make_speculation,
+        Preemption(parts.scheduler.preemption_mode, host.block_seconds),
+        adapters=adapters,
+    )
+    engine.when_filling = host.prepare_swap(pool.num_blocks)
+    engine.in_new_thread = parts.runner.runner.prepare_thread
+    return engine
+
+
+def _report(
+    plan: BuildPlan,
+    models: LoadedModels,
+    pool: BuiltPool,
+    parts: _Parts,
+    pinned: tuple[PinnedPrefix, ...],
+    seconds: float,
+) -> Report:
+    config, speculative = plan.config, plan.speculative
+    max_num_seqs, max_tokens = parts.scheduler.limits
+    return Report(
+        model=config.model.served_model_name or plan.source.name,
+        numbers=plan.precision,
+        weights_bytes=sum(t.numel() * t.element_size() for t in models.model.parameters().values()),
+        pool=pool.size,
+        device_memory=pool.device_memory,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        num_threads=plan.num_threads,
+        num_graphs=parts.runner.num_graphs,
+        tiles=parts.runner.runner.tiles,
+        seconds=seconds,
+        speculation=speculative.in_words if speculative else "",
+        policies=policies_in_words(config.memory, parts.scheduler),
+        host=parts.host.lines,
+        offload=offload_lines(config, plan.precision, models.streaming),
+        streaming=models.streaming,
+        pinned=pinned,
+        adapters=adapter_lines(config.adapters, parts.adapters, max_num_seqs),
+    )
+
+
+def model_vocabulary(options: ModelOptions, source: Source, limits: Limits) -> Vocabulary:
+    """The vocabulary as grammars see it. Takes tenths of a second: made when the first request needs it."""
+    tokenizer = choose_tokenizer(options, source)
+    if tokenizer is None:
+        raise GrammarError(
+            "structured output needs a tokenizer, and this model has none: give one with --tokenizer"
+        )
+    size = limits.vocab_size  # a model may have more rows than its tokenizer has tokens, or fewer
+    return Vocabulary(
+        tokens=tuple(tokenizer.token_bytes(token_id) for token_id in range(size)),
+        special_ids=frozenset(token_id for token_id in tokenizer.special_ids if token_id < size),
+        end_ids=tuple(token_id for token_id in limits.eos_token_ids if token_id < size),
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+    )

@@ -1,0 +1,262 @@
+"""CpuOps: steps on a worker thread, rows in host memory, decode passes replayed from tapes."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from threading import Lock
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.step import RowStart, Step
+from quire.kernels.tape import Arena, Tape
+from quire.layers.batch import Batch, TreeMasks
+from quire.layers.pool import Pool
+from quire.models.model import Model
+from quire.runner.adapters import AdapterSlots
+from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prompt_scores
+from quire.runner.step_inputs import RowSettings, TokenInputs, step_inputs, token_inputs
+from quire.sampling.records import Sampled, SampleRequests, TokenMask
+
+# A draft model's runner has a thread of its own. Native threads and the recording tape serve one pass at a time: the
+# lock can go once a tape belongs to the thread that records it.
+ONE_PASS = Lock()
+MAX_TAPES = 64  # shapes kept; recording costs little more than an ordinary pass
+T = TypeVar("T")
+
+
+class Rows:
+    """Token ids and block tables, one line per row, in host memory. Untouched lines cost no memory."""
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+        self.max_blocks = -(-max_model_len // block_size)
+        self.token_ids = torch.zeros(max_rows, max_model_len, dtype=torch.int32)  # [max_rows, max_len]
+        self.tokens = self.token_ids.numpy()  # the same memory
+        self.tables = np.zeros((max_rows, self.max_blocks), np.int32)  # [max_rows, max_blocks] block ids
+        self.settings = RowSettings(max_rows, vocab_size)
+
+    def apply(self, step: Step) -> None:
+        """Starts rows, writes forced tokens, drafts and table entries, in this order."""
+        for start in step.starts:
+            self._start(start)
+        if step.forced_rows:
+            self.tokens[np.asarray(step.forced_rows), np.asarray(step.forced_positions)] = step.forced_tokens
+        for draft in step.drafts:
+            self.tokens[draft.row, draft.position : draft.position + len(draft.token_ids)] = draft.token_ids
+        if step.table_rows:
+            self.tables[np.asarray(step.table_rows), np.asarray(step.table_indices)] = step.table_blocks
+
+    def _start(self, start: RowStart) -> None:
+        self.tokens[start.row, : len(start.token_ids)] = start.token_ids
+        self.tables[start.row, : len(start.block_ids)] = start.block_ids
+        self.settings.start(start)
+
+
+class _Buffer:
+    """Persistent memory, as a tensor for kernels and an array for the host."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._tensor = torch.zeros(shape, dtype=dtype)
+        self._device = None if device.type == "cpu" else device
+        self.array = self._tensor.numpy()
+
+    def put(self, values: np.ndarray) -> Tensor:
+        self.array[: len(values)] = values
+        return self.first(len(values))
+
+    def first(self, count: int) -> Tensor:
+        """The values on the device: on the CPU the same memory, elsewhere a copy."""
+        values = self._tensor[:count]
+        return values if self._device is None else values.to(self._device)
+
+
+class Assembler:
+    """Gathers a step's inputs from the rows into one ragged Batch.
+
+    Buffers live as long as the runner, so that a recorded pass finds its inputs where they were.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        max_rows: int,
+        max_tokens: int,
+        block_size: int,
+        device: torch.device,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        self._rows = rows
+        self._adapters = adapters
+        self._block_size = block_size
+        self._token_ids = _Buffer((max_tokens,), torch.int32, device)
+        self._positions = _Buffer((max_tokens,), torch.int32, device)
+        self._slots = _Buffer((max_tokens,), torch.int64, device)
+        self._query_starts = _Buffer((max_rows + 1,), torch.int32, device)
+        self._context_lens = _Buffer((max_rows,), torch.int32, device)
+        self._tables = _Buffer((max_rows, rows.max_blocks), torch.int32, device)
+        self._tree_starts = _Buffer((max_tokens,), torch.int32, device)
+        self._ancestors = _Buffer((max_tokens,), torch.int64, device)
+        self._logits_indices = _Buffer((max_tokens + max_rows,), torch.int64, device)
+
+    def assemble(self, tokens: TokenInputs, all_sampled: bool) -> Batch:
+        rows, trees = tokens.inputs.rows, tokens.trees
+        token_rows, places = tokens.token_rows(), tokens.places()
+        lora = wanted_lora = None
+        if self._adapters is not None and self._adapters.runs_in(rows):
+            lora = self._adapters.of_tokens(token_rows)
+            wanted_lora = lora if all_sampled else self._adapters.of_wanted(token_rows[tokens.wanted])
+        masks = None
+        if trees is not None:
+            masks = TreeMasks(self._tree_starts.put(trees.starts), self._ancestors.put(trees.ancestors))
+        return Batch(
+            token_ids=self._token_ids.put(self._rows.tokens[token_rows, places]),
+            positions=self._positions.put(places if trees is None else trees.positions),
+            slots=self._slots.put(self._slots_of(token_rows, places)),
+            query_starts=self._query_starts.put(np.concatenate(([0], tokens.ends))),
+            context_lens=self._context_lens.put(tokens.contexts),
+            block_tables=self._gather_tables(rows, int(tokens.contexts.max())),
+            logits_indices=self._logits_indices.put(tokens.wanted),
+            trees=masks,
+            lora=lora,
+            wanted_lora=wanted_lora,
+        )
+
+    def _slots_of(self, token_rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        blocks = self._rows.tables[token_rows, places // self._block_size].astype(np.int64)
+        return blocks * self._block_size + places % self._block_size
+
+    def _gather_tables(self, rows: np.ndarray, longest: int) -> Tensor:
+        width = -(-longest // self._block_size)
+        self._tables.array[: len(rows), :width] = self._rows.tables[rows, :width]
+        return self._tables.first(len(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    tape: Tape
+    batch: Batch  # its tensors are what the tape reads
+    logits: Tensor  # [T, vocab], what the tape writes
+
+
+class Tapes:
+    """Passes whose tokens are all sampled, by their shape: recorded once and replayed without Python.
+
+    Such a pass has the same operations whenever it has as many rows and tokens. How the tokens are spread over the
+    rows is read from the batch's tensors, as everything that changes.
+    """
+
+    def __init__(self, model: Model, pool: Pool) -> None:
+        self._model = model
+        self._pool = pool
+        self._arena = Arena()  # one pass runs at a time, so all shapes share their memory
+        self._recorded: OrderedDict[tuple[int, int, bool, int], _Recorded] = OrderedDict()
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[T, vocab] float32, valid until the next call."""
+        kinds = 0 if batch.lora is None else batch.lora.kinds  # of layers that call the adapters' kernel too
+        shape = len(batch.context_lens), len(batch.token_ids), batch.trees is not None, kinds
+        recorded = self._recorded.get(shape)
+        if recorded is not None:
+            self._recorded.move_to_end(shape)
+            recorded.tape.replay()
+            return recorded.logits
+        with Tape(self._arena) as tape:
+            logits = self._arena.borrowed(self._model.logits(self._model(batch, self._pool), batch.lora))
+        self._recorded[shape] = _Recorded(tape, batch, logits)
+        if len(self._recorded) > MAX_TAPES:
+            self._recorded.popitem(last=False)
+        return logits
+
+
+class CpuOps:
+    """A worker thread runs the steps in order: the caller plans the next one meanwhile."""
+
+    compiles = False
+    tiles = ""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        limits: RunnerLimits,
+        device: torch.device,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        block_size = pool.layout.block_size
+        self._device = device
+        self._model = model
+        self._pool = pool
+        self._adapters = adapters
+        self._rows = Rows(limits.max_num_seqs, limits.max_model_len, block_size, model.config.vocab_size)
+        self._assembler = Assembler(
+            self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size, device, adapters
+        )
+        self._tapes = Tapes(model, pool) if limits.record_decodes else None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="quire-runner")
+        self.row_tokens = self._rows.token_ids
+        self.row_tables = torch.from_numpy(self._rows.tables)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        return self._worker.submit(work)
+
+    def change_rows(self, step: Step) -> None:
+        self._rows.apply(step)
+
+    def forward(self, step: Step) -> ForwardPass:
+        inputs = step_inputs(step, self._rows.settings)
+        tokens = token_inputs(inputs)
+        all_sampled = tokens.are_all_sampled
+        batch = self._assembler.assemble(tokens, all_sampled)
+        with ONE_PASS:
+            if all_sampled and self._tapes is not None and self._may_record(batch):
+                return ForwardPass(inputs, tokens.sample_positions, self._tapes.logits(batch))
+            hidden = self._model(batch, self._pool)
+            scores = prompt_scores(self._model, hidden, inputs, self.row_tokens, self._adapters)
+            logits = None
+            if num_samples := len(inputs.sample_rows):
+                lora = self._adapters.of_head(tokens.wanted_rows()) if self._adapters is not None else None
+                logits = self._model.logits(hidden[:num_samples], lora)
+        return ForwardPass(inputs, tokens.sample_positions, logits, scores)
+
+    def _may_record(self, batch: Batch) -> bool:
+        return batch.lora is None or (self._adapters is not None and self._adapters.recordable)
+
+    def sample_requests(self, forward: ForwardPass, mask: TokenMask | None) -> SampleRequests:
+        return SampleRequests(
+            forward.inputs.sample_rows,
+            forward.sample_positions,
+            self._rows.settings.columns,
+            self.row_tokens.to(self._device),  # on the CPU the same memory
+            mask,
+            beams=forward.inputs.step.beams,
+        )
+
+    def write_tokens(self, forward: ForwardPass, sampled: Sampled) -> None:
+        self._rows.tokens[forward.inputs.sample_rows, forward.sample_positions] = (
+            sampled.token_ids.cpu().numpy()
+        )
+
+    def to_host(self, sampled: Sampled | None, num_samples: int) -> HostSamples:
+        """Everything is there already."""
+        if sampled is None:
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return HostSamples(nothing, nothing.bool(), ended=time.perf_counter())
+        token_ids, finite = sampled.token_ids.cpu(), sampled.finite.cpu()
+        return HostSamples(token_ids, finite, sampled, sampled.beams, ended=time.perf_counter())
+
+    def eager(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def capture(self, seconds: float) -> int:
+        return 0
+
+    def prepare_thread(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
