@@ -1,0 +1,116 @@
+"""The pool: how large, measured on the device; kernels compile while weights load."""
+
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from quire.core.config import EngineConfig, MemoryConfig
+from quire.core.layout import BlockLayout
+from quire.engine.build.adapters import separate_blocks
+from quire.engine.build.drafts import LoadedDraft
+from quire.engine.build.resolve import BuildPlan, Precision, block_layout, default_limits
+from quire.engine.build.weights import LoadedModels
+from quire.layers.pool import Pool
+from quire.models.model import Model
+from quire.models.streamed import is_streamed
+from quire.runner.adapters import device_bytes
+from quire.runner.device_ops import RunnerLimits
+from quire.runner.graphs import token_counts
+from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
+from quire.runner.warmup import KernelWarmup, activation_bytes, warm_up_attention, warm_up_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPool:
+    pool: Pool
+    size: PoolSize
+    num_adapter_blocks: int  # the last ones, where adapters have memory of their own
+    device_memory: DeviceMemory | None  # None on a CPU
+
+    @property
+    def num_blocks(self) -> int:
+        """That requests may use."""
+        return self.size.num_blocks - self.num_adapter_blocks
+
+
+def start_kernel_warmup(plan: BuildPlan) -> KernelWarmup:
+    """Compiles what takes longest beside the loading of weights; on a CPU there is nothing to compile."""
+    config, device = plan.config, plan.precision.device
+    if device.type != "cuda":
+        return KernelWarmup(device)
+    torch.cuda.init()
+    max_rows, max_tokens = default_limits(config.scheduler, device)
+    limits = RunnerLimits(
+        max_rows,
+        max_tokens,
+        plan.max_model_len,
+        record_decodes=not config.runner.enforce_eager,
+        activation_dtype=plan.precision.format.activation_dtype,
+        deterministic=config.runner.deterministic,
+    )
+    layout = block_layout(config.memory.block_size, plan.model, plan.precision)
+    return KernelWarmup(
+        device,
+        partial(warm_up_sampling, plan.model.vocab_size, device),
+        partial(warm_up_attention, plan.model, limits, layout, device),
+    )
+
+
+def make_pool(plan: BuildPlan, models: LoadedModels, warmup: KernelWarmup) -> BuiltPool:
+    config, precision = plan.config, plan.precision
+    layout = block_layout(config.memory.block_size, models.model.config, precision)
+    max_rows, _ = default_limits(config.scheduler, precision.device)
+    divided = None
+    if precision.device.type == "cuda":
+        divided = _divide_gpu(plan, models.model, layout, warmup)
+    free = free_host_bytes() if divided is None else divided.pool
+    memory, free = _without_draft(config.memory, layout, models.draft, free)
+    size = pool_size(memory, layout, max_rows, plan.max_model_len, free)
+    return BuiltPool(
+        Pool(layout, size.num_blocks + 1, precision.device),
+        size,
+        separate_blocks(config.adapters, size.num_blocks, size.block_bytes),
+        divided,
+    )
+
+
+def _divide_gpu(plan: BuildPlan, model: Model, layout: BlockLayout, warmup: KernelWarmup) -> DeviceMemory:
+    config, precision = plan.config, plan.precision
+    max_rows, max_tokens = default_limits(config.scheduler, precision.device)
+    measure = partial(
+        activation_bytes, model, layout, max_rows, max_tokens, plan.max_model_len, precision.device
+    )
+    if warmup.goes_on:
+        with suppress(Exception):  # this compiles beside it; the measurement counts once it runs alone
+            measure()
+    warmup.join()
+    drafts = plan.speculative is not None
+    with _tuning(config, model, precision, token_counts(max_rows, max_tokens, drafts)):
+        needed = measure()
+    if config.adapters.enabled and config.adapters.lora_mode != "merge":
+        needed += device_bytes(max_rows, sum(len(loader.parts) for loader in model.loaders().values()))
+    return divide_gpu(precision.device, config.memory.gpu_memory_utilization, needed)
+
+
+def _tuning(
+    config: EngineConfig, model: Model, precision: Precision, sizes: list[int]
+) -> AbstractContextManager[None]:
+    """Measures the GEMMs that run inside it, where graphs will hold them; before the pool takes all memory."""
+    if config.runner.enforce_eager or is_streamed(model):
+        return nullcontext()
+    return precision.format.products.tuning(sizes)
+
+
+def _without_draft(
+    memory: MemoryConfig, layout: BlockLayout, draft: LoadedDraft | None, free: int
+) -> tuple[MemoryConfig, int]:
+    """The memory of the target's blocks: each has a block of the draft model beside it, from the same memory."""
+    if draft is None:
+        return memory, free
+    of_draft = block_layout(layout.block_size, draft.model.config, draft.precision).block_bytes
+    share = layout.block_bytes / (layout.block_bytes + of_draft)
+    if memory.kv_cache_memory_bytes is not None:
+        memory = replace(memory, kv_cache_memory_bytes=max(1, int(memory.kv_cache_memory_bytes * share)))
+    return memory, int(free * share)

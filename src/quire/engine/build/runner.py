@@ -1,0 +1,53 @@
+"""The runner of a model: its limits, and its warm-up."""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.core.config import SchedulerConfig
+from quire.engine.build.resolve import BuildPlan, Precision
+from quire.layers.pool import Pool
+from quire.models.model import Model
+from quire.models.streamed import is_streamed
+from quire.runner.adapters import AdapterSlots
+from quire.runner.device_ops import RunnerLimits
+from quire.runner.drafts import Proposals
+from quire.runner.runner import Runner
+from quire.runner.transfer import TransferEngine
+
+GRAPH_SECONDS = 15.0  # of capturing at start; a third of that is usual, more if kernels are compiled too
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRunner:
+    runner: Runner
+    num_graphs: int  # sizes of steps that were captured
+
+
+def build_runner(
+    model: Model,
+    pool: Pool,
+    limits: RunnerLimits,
+    device: torch.device,
+    proposals: Proposals | None = None,
+    adapters: AdapterSlots | None = None,
+    transfers: TransferEngine | None = None,
+) -> BuiltRunner:
+    runner = Runner(model, pool, limits, device, proposals, adapters, transfers)
+    return BuiltRunner(runner, runner.warm_up(GRAPH_SECONDS))
+
+
+def runner_limits(
+    plan: BuildPlan, scheduler: SchedulerConfig, model: Model, precision: Precision
+) -> RunnerLimits:
+    max_num_seqs, max_tokens = scheduler.limits
+    # a tape needs native operations throughout; a CUDA graph takes all that a model launches
+    recordable = (model.recordable or precision.device.type == "cuda") and not is_streamed(model)
+    return RunnerLimits(
+        max_num_seqs,
+        max_tokens,
+        plan.max_model_len,
+        record_decodes=recordable and not plan.config.runner.enforce_eager,
+        activation_dtype=precision.format.activation_dtype,
+        deterministic=plan.config.runner.deterministic,
+    )
