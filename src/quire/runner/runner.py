@@ -5,7 +5,6 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Lock
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from quire.sampling.logprobs import logprob_entries, prompt_logprobs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
 from quire.sampling.sampler import Sampler
 
-ONE_PASS = Lock()  # a draft model's runner has a thread of its own; native threads and tapes serve one pass
 SCORED_PER_PASS = 256  # prompt positions turned into logits at once: bounds memory, not speed
 
 
@@ -106,8 +104,7 @@ class Runner:
             sources, targets = self._ids(step.copy_sources), self._ids(step.copy_targets)
             self._pages.copy_blocks(self._pool.data, sources, targets)
         assembled = self._assembler.assemble(step)
-        with ONE_PASS:
-            logits, scored = self._forward(assembled)
+        logits, scored = self._forward(assembled)
         mask = self._masks.get() if step.masked else None
         sampled: Sampled | None = None
         drawn: tuple[Ints, ...] = ()
