@@ -44,7 +44,7 @@ def test_an_embedder_beside_an_engine_gives_what_it_gives_alone() -> None:
     except WeightsError as error:
         pytest.skip(f"the built-in encoder is not here and cannot be fetched: {error}")
     with embedder, _engine() as llm, ThreadPoolExecutor(1) as thread:
-        embed: Callable[[], numpy.ndarray] = lambda: embedder.embed(texts, use_tqdm=False)  # noqa: E731
+        embed: Callable[[], numpy.ndarray] = lambda: embedder.embed(texts, use_tqdm=False)
         expected = embed()
         generating = thread.submit(_samples, llm, 3)
         vectors = [embed()]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels import compile as compilation
+from quire.kernels import build as compilation
 from quire.kernels import native
 from quire.kernels.lora_pack.records import Places
 from quire.kernels.registry import choose

@@ -108,7 +108,7 @@ class Report:
             *(prefix.line for prefix in self.pinned),
             *([f"drafts    {self.speculation}"] if self.speculation else []),
             *([f"policies  {self.policies}"] if self.policies else []),
-            *([f"products  {numbers.format.products.summary}"] if numbers.format.products.summary else []),
+            *([f"products  {numbers.format.gemm.summary}"] if numbers.format.gemm.summary else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
 
@@ -334,7 +334,7 @@ def _tuning(
     """Has products measured that run inside it, where graphs will hold them; before the pool takes all memory."""
     if config.runner.enforce_eager or is_streamed(model):
         return nullcontext()
-    return numbers.format.products.tuning(sizes)
+    return numbers.format.gemm.tuning(sizes)
 
 
 def _less_draft(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels import compile as compilation
+from quire.kernels import build
 from quire.observe.logs import get_logger
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class NativeState:
 @cache
 def _state() -> NativeState | None:
     try:
-        library = ctypes.CDLL(str(compilation.ensure_built()))
-    except (compilation.BuildError, OSError) as failure:
+        library = ctypes.CDLL(str(build.ensure_built()))
+    except (build.BuildError, OSError) as failure:
         logger.warning("native kernels are not available, the torch reference serves: %s", failure)
         return None
     library.quire_has_isa.argtypes = [ctypes.c_char_p]
@@ -156,7 +156,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def call(name: str, arguments: tuple[int, ...], tensors: tuple[Tensor | None, ...]) -> None:
-    """Runs an operation, and records it if this thread has a tape running. `tensors` own the memory behind the pointers."""
+    """Runs an operation, and records it if this thread has a tape running. `tensors` own the memory pointed to."""
     state = loaded()
     address = state.addresses.get(name) or _find(state, name)
     packed = array("q", arguments)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import WeightsError
-from quire.kernels import free_pages
+from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
 from quire.layers.loader import Loader
 from quire.models.model import Encoder, Loadable, Model
@@ -48,7 +48,7 @@ def _fill(
 ) -> None:
     if source.random or not factory.number_format.worth_keeping:
         feed(source, model.loaders(), factory.device, progress, seed)
-        free_pages.give_back()  # numbers before they were rounded
+        huge_pages.release_freed()  # numbers before they were rounded
         return
     path = converted_path(source.fingerprint, factory.number_format.name)
     kept = read_converted(path)
@@ -60,7 +60,7 @@ def _fill(
         kept = read_converted(path)
         if kept is not None:
             _adopt(model, kept)  # mapped pages can be dropped and shared, those just made cannot
-    free_pages.give_back()
+    huge_pages.release_freed()
 
 
 def feed(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import free_pages, huge_pages
+from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
 from quire.layers.lanes import Copies, CudaCopies, FileLane, PinnedLane, StagedLane
 from quire.layers.loader import Loader
@@ -221,7 +221,7 @@ class _Filing:
             self._keep_outside()
             self._adopt_outside()  # a copy of its own: until here it shares huge pages with layers that have left
         self._staging = self._parking = torch.empty(0, dtype=torch.uint8)
-        free_pages.give_back()  # what making layers took is not in the limit
+        huge_pages.release_freed()  # what making layers took is not in the limit
         return self._settle_on_gpu() if self._offload.device_bytes else self._settle_on_cpu()
 
     def _already_there(self) -> set[int]:

@@ -50,12 +50,12 @@ class Matrix(Protocol):
         ...
 
 
-class Products(Protocol):
+class Gemm(Protocol):
     """Multiplies a model's matrices that are not quantized (`kernels/linear`)."""
 
-    summary: str  # what was measured and chosen, for people; empty: nothing was
+    summary: str  # a report of the algorithms chosen; empty: none was
 
-    def product(
+    def gemm(
         self,
         x: Tensor,
         weight: Tensor,
@@ -66,7 +66,7 @@ class Products(Protocol):
     ) -> Tensor: ...
 
     def tuning(self, sizes: Sequence[int]) -> AbstractContextManager[None]:
-        """A pass of the model inside it shows which products there are; then they are measured for so many tokens."""
+        """Collects the GEMMs of a forward pass inside it, then measures them for these numbers of tokens."""
         ...
 
 
@@ -75,10 +75,10 @@ class NumberFormat(Protocol):
 
     name: str  # names the layout too: converted weights of another name are not read
     activation_dtype: torch.dtype  # of x and of every result
-    native: bool  # products are native operations, which a tape can record
+    native: bool  # GEMMs are native operations, which a tape can record
     compact_tables: bool  # embedding tables need no more than 16 bits and are not shared with the output head
     kept_precise: tuple[str, ...]  # what stays in higher precision, for people to read
-    products: Products
+    gemm: Gemm
     worth_keeping: bool  # converting takes so long that the result belongs into the cache
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix: ...

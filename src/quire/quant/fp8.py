@@ -79,7 +79,7 @@ class Fp8:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.activation_dtype = dtype
-        self.products = choose("linear", device).Products(device)
+        self.gemm = choose("linear", device).make_gemm(device)
         self._device = device
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
@@ -91,4 +91,4 @@ class Fp8:
         return Fp8Matrix(num_rows, num_columns, self.activation_dtype, self._device)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
-        return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device, self.products)
+        return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device, self.gemm)

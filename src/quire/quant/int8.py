@@ -89,7 +89,7 @@ class Int8:
         kernel = choose("int8_linear", device)
         self.name = f"int8-{_layout_digest(kernel)}"
         self.native = not kernel.__name__.endswith(REFERENCE)
-        self.products = choose("linear", device).Products(device)  # none of its matrices asks for one
+        self.gemm = choose("linear", device).make_gemm(device)  # none of its matrices asks for one
         self._device = device
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:

@@ -19,7 +19,7 @@ from quire.kernels.attention.triton_shared import (
     common_kernel,
     group_rows,
 )
-from quire.kernels.attention.tuning import Tuning
+from quire.kernels.attention.tuning import AttentionTuning
 
 # Fields of an item. COUNT is queries of a prompt; of a decode, rows from ROW on that share these pages. A row's pieces
 # leave their sums in slots; PIECE says which of its row's this is, -1 where the piece is the whole row.
@@ -31,13 +31,15 @@ ORDERED = tl.constexpr(8)  # classes of pieces that start one after the other
 MULTIPROCESSORS_WITHOUT_GPU = 4  # the interpreter runs one program after another
 
 # One kernel with one set of tiles computes decodes and prompts, so that a query's bits do not tell which it was.
-DETERMINISTIC = Tuning(decode_tile=64, prompt_rows=64, prompt_tile=64, prompt_warps=4, prompt_stages=3)
+DETERMINISTIC = AttentionTuning(
+    decode_tile=64, prompt_rows=64, prompt_tile=64, prompt_warps=4, prompt_stages=3
+)
 DETERMINISTIC_CHUNK = 512
 # Tiles are sized for rows of K of this many bytes (128 × bf16); wider rows get smaller tiles.
 FITTING_BYTES = 256
 
 
-def fitted(tuning: Tuning, head_dim: int, dtype: torch.dtype) -> Tuning:
+def fitted(tuning: AttentionTuning, head_dim: int, dtype: torch.dtype) -> AttentionTuning:
     """The tuning with tiles that fit shared memory and registers for these heads."""
     excess = max(1, padded_power(head_dim) * dtype.itemsize // FITTING_BYTES)
     # Full precision has no matrix units: its products are held in registers as they are computed, by more threads.
@@ -69,7 +71,7 @@ class AttentionPlan:
     num_multiprocessors: int
     window: int
     chunk: int  # fixed chunk of a deterministic plan, else 0
-    tuning: Tuning
+    tuning: AttentionTuning
 
 
 def padded_power(number: int) -> int:
@@ -104,11 +106,11 @@ class AttentionPlanner:
         max_context: int = 0,  # longest context; needed by deterministic plans only
         dtype: torch.dtype = torch.bfloat16,  # of q
         deterministic: bool = False,
-        tuning: Tuning | None = None,
+        tuning: AttentionTuning | None = None,
     ) -> None:
         if deterministic and max_context <= 0:
             raise ValueError("a deterministic planner needs max_context: its pieces lie at fixed positions")
-        chosen = DETERMINISTIC if deterministic else tuning or Tuning()
+        chosen = DETERMINISTIC if deterministic else tuning or AttentionTuning()
         self.tuning = fitted(chosen, head_dim, dtype)
         self.device = torch.device(device)
         self.max_rows, self.max_tokens = max_rows, max_tokens

@@ -26,7 +26,7 @@ ALIGNED = 8  # elements: what is a multiple of this is read 16 bytes at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class LoraTuning:
     """How the work is cut for one length of segments."""
 
     shrink_ranks: int  # of A that a program multiplies at once
@@ -42,8 +42,8 @@ class Tuning:
 
 # By the length of segments: decodes stream adapters, long runs of lines compute.
 TUNINGS = {
-    16: Tuning(16, 512, 8, 4, 2, 16, 256, 4, 2),
-    64: Tuning(32, 64, 8, 4, 3, 16, 128, 4, 3),
+    16: LoraTuning(16, 512, 8, 4, 2, 16, 256, 4, 2),
+    64: LoraTuning(32, 64, 8, 4, 3, 16, 128, 4, 3),
 }
 
 
@@ -54,7 +54,7 @@ def add(
     segments: LoraSegments,
     first_site: int,
     bounds: tuple[int, ...],
-    tuning: Tuning | None = None,
+    tuning: LoraTuning | None = None,
 ) -> Tensor:
     """y[:, part] += scale * (x @ A.T) @ B for every part (site first_site + p), each line with its own adapter."""
     if not len(x) or not len(segments.slots):
@@ -96,7 +96,7 @@ def _inner(lines: Tensor, tables: LoraTables, parts: int, splits: int) -> Tensor
 
 
 def _shrink(
-    x: Tensor, tables: LoraTables, segments: LoraSegments, first_site: int, parts: int, tuning: Tuning
+    x: Tensor, tables: LoraTables, segments: LoraSegments, first_site: int, parts: int, tuning: LoraTuning
 ) -> Tensor:
     inputs = x.shape[1]
     chunk = min(tuning.chunk, max(16, triton.next_power_of_2(inputs)))
@@ -128,7 +128,7 @@ def _expand(
     segments: LoraSegments,
     first_site: int,
     bounds: tuple[int, ...],
-    tuning: Tuning,
+    tuning: LoraTuning,
 ) -> None:
     edges = bounds + (bounds[-1],) * (MAX_PARTS + 1 - len(bounds))
     widths = [last - first for first, last in pairwise(edges)]

@@ -35,7 +35,7 @@ _KEY_LOW, _KEY_HIGH = tl.constexpr(int(Word.KEY_LOW)), tl.constexpr(int(Word.KEY
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class SampleTuning:
     """Sizes that change speed and never results, but for the last bits. Powers of two."""
 
     piece: int = 8192  # logits of a row that one program surveys
@@ -51,7 +51,7 @@ class Tuning:
     list_registers: int = 80  # and of listing: three
 
 
-TUNING = Tuning()
+TUNING = SampleTuning()
 
 
 class RowColumns(Protocol):
