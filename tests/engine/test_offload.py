@@ -9,7 +9,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.offload import offload_lines, resolve_offload
 from quire.engine.resolve import Precision
-from quire.layers.ring import Ring
+from quire.layers.streaming import Ring
 from quire.models.streamed import Streaming
 from quire.quant.full import FullPrecision
 

@@ -17,8 +17,7 @@ from quire.engine.adapters import Adapters
 from quire.engine.resolve import Precision
 from quire.kernels.registry import REFERENCE, alternatives, choose, forces_reference
 from quire.layers.factory import LayerFactory
-from quire.layers.lora import LoraSite
-from quire.layers.lora_sites import install_sites
+from quire.layers.lora import LoraSite, install_sites
 from quire.layers.pool import Pool
 from quire.memory.interface import Memory
 from quire.memory.separate_pages import SeparatePages

@@ -18,7 +18,7 @@ from quire.engine.adapter_build import HOST_LIMIT, adapter_dtype, merge_sites
 from quire.engine.adapters import Adapters
 from quire.engine.resolve import Precision
 from quire.kernels.registry import REFERENCE, load
-from quire.layers.lora_sites import install_sites
+from quire.layers.lora import install_sites
 from quire.memory.interface import Memory
 from quire.memory.separate_pages import SeparatePages
 from quire.models.weight_shape import sized_model

@@ -9,10 +9,9 @@ from torch import Tensor
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.activation import KNOWN
-from quire.layers.encoder_batch import EncoderBatch
+from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import LayerFactory
-from quire.layers.loader import Loader
-from quire.layers.state import Stateful, collect, distribute
+from quire.layers.parameters import Loader, Stateful, collect, distribute
 from quire.models.hyperparameters import checkpoint_dtype, head_size, positive
 from quire.models.model import Encoder
 

@@ -8,11 +8,10 @@ from torch import Tensor
 from quire.core.config import ModelConfig
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
-from quire.layers.loader import Loader
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import LayerNorm
+from quire.layers.parameters import Loader, Stateful, collect, distribute
 from quire.layers.pool import Pool
-from quire.layers.state import Stateful, collect, distribute
 from quire.models.model import Layer
 
 

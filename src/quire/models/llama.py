@@ -11,11 +11,10 @@ from quire.core.errors import ModelError
 from quire.layers.activation import GATES
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
-from quire.layers.loader import Loader
 from quire.layers.lora import LoraBatch
+from quire.layers.parameters import Loader, Stateful, collect, distribute
 from quire.layers.pool import Pool
 from quire.layers.rope import position_limit, rope_parameters
-from quire.layers.state import Stateful, collect, distribute
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import Layer, Model
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.core.errors import WeightsError
 from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
-from quire.layers.loader import Loader
+from quire.layers.parameters import Loader
 from quire.models.model import Encoder, Loadable, Model
 from quire.models.registry import build, build_encoder, describe, describe_encoder
 from quire.observe.logs import get_logger

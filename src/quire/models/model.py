@@ -7,11 +7,10 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.layers.batch import Batch
-from quire.layers.encoder_batch import EncoderBatch
-from quire.layers.loader import Loader
+from quire.layers.encoder import EncoderBatch
 from quire.layers.lora import LoraBatch
+from quire.layers.parameters import Loader, Stateful
 from quire.layers.pool import Pool
-from quire.layers.state import Stateful
 
 
 class Layer(Protocol):

@@ -17,12 +17,18 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
-from quire.layers.lanes import Copies, CudaCopies, FileLane, PinnedLane, StagedLane
-from quire.layers.loader import Loader
-from quire.layers.piece import PieceLayout
-from quire.layers.pinned import PinnedMemory
-from quire.layers.ring import Lane, Ring
-from quire.layers.state import collect, distribute
+from quire.layers.parameters import Loader, collect, distribute
+from quire.layers.streaming import (
+    CopyStream,
+    CudaCopyStream,
+    FileTransfer,
+    LayerLayout,
+    LayerTransfer,
+    PinnedMemory,
+    PinnedTransfer,
+    Ring,
+    StagedTransfer,
+)
 from quire.models.loading import Progress, feed
 from quire.models.model import Layer, Model
 from quire.models.registry import build, describe
@@ -61,7 +67,7 @@ def load_offloaded(
     offload: Offload,
     progress: Progress | None = None,
     seed: int = 0,
-    make_copies: Callable[[torch.device], Copies] = CudaCopies,
+    make_copies: Callable[[torch.device], CopyStream] = CudaCopyStream,
 ) -> Loaded:
     """As `loading.load`. ConfigError or WeightsError if memory, folder or disk are not enough."""
     model = build(describe(source.config), factory)
@@ -108,7 +114,7 @@ def _watched(model: Model, skipped: set[int], complete: Callable[[int], None]) -
     return {name: watched(name, loader) if name in owner else loader for name, loader in loaders.items()}
 
 
-def _stream(model: Model, layout: PieceLayout, ring: Ring, layers: tuple[int, ...]) -> None:
+def _stream(model: Model, layout: LayerLayout, ring: Ring, layers: tuple[int, ...]) -> None:
     """From here on these layers are read from the ring's buffers."""
     for index in layers:
         layer = model.stack[index]
@@ -116,7 +122,7 @@ def _stream(model: Model, layout: PieceLayout, ring: Ring, layers: tuple[int, ..
         model.stack[index] = StreamedLayer(layer, index, ring)
 
 
-def _kept_bytes(model: Model, layout: PieceLayout, num_kept: int) -> int:
+def _kept_bytes(model: Model, layout: LayerLayout, num_kept: int) -> int:
     """Of all that is no layer, and of layers that stay."""
     return sum(t.nbytes for t in _outside(model).values()) + num_kept * layout.num_bytes
 
@@ -143,13 +149,13 @@ class _Pinning:
         model: Model,
         device: torch.device,
         offload: Offload,
-        make_copies: Callable[[torch.device], Copies],
+        make_copies: Callable[[torch.device], CopyStream],
     ) -> None:
         self._make_copies = make_copies
         self._model = model
         self._device = device
         self._offload = offload
-        self._layout: PieceLayout | None = None
+        self._layout: LayerLayout | None = None
         self._pieces: dict[int, Tensor] = {}
         self._memory: PinnedMemory | None = None
         self._parking = torch.empty(0, dtype=torch.uint8)
@@ -159,7 +165,7 @@ class _Pinning:
         assert self._layout is not None, "a decoder has a layer"
         assert self._memory is not None
         layers, layout = tuple(self._pieces), self._layout
-        lane = PinnedLane(self._make_copies(self._device), self._pieces, self._memory)
+        lane = PinnedTransfer(self._make_copies(self._device), self._pieces, self._memory)
         ring = _make_ring(lane, layout, layers, DEVICE_BUFFERS, self._device)
         _stream(self._model, layout, ring, layers)
         num_layers = len(self._model.stack)
@@ -169,12 +175,12 @@ class _Pinning:
     def _complete(self, index: int) -> None:
         state = collect(self._model.stack[index].layers())
         if self._layout is None:
-            self._layout = self._begin(PieceLayout.of(state))
+            self._layout = self._begin(LayerLayout.of(state))
         if index in self._pieces:
             self._layout.fill(self._pieces[index], state)
             _park(self._model.stack[index], self._layout, self._parking)
 
-    def _begin(self, layout: PieceLayout) -> PieceLayout:
+    def _begin(self, layout: LayerLayout) -> LayerLayout:
         num_layers = len(self._model.stack)
         count = min(num_layers, -(-self._offload.device_bytes // layout.num_bytes))
         _check_host_memory(count * layout.num_bytes, self._offload)
@@ -194,7 +200,7 @@ class _Filing:
         device: torch.device,
         offload: Offload,
         files: LayerFiles,
-        make_copies: Callable[[torch.device], Copies],
+        make_copies: Callable[[torch.device], CopyStream],
     ) -> None:
         self._make_copies = make_copies
         self._model = model
@@ -204,11 +210,11 @@ class _Filing:
         assert offload.memory_bytes is not None, "without a limit nothing needs a file"
         self._memory_bytes = offload.memory_bytes
         self._num_layers = len(model.stack)
-        self._found: PieceLayout | None = None
+        self._found: LayerLayout | None = None
         self._staging = self._parking = torch.empty(0, dtype=torch.uint8)
 
     @property
-    def _layout(self) -> PieceLayout:
+    def _layout(self) -> LayerLayout:
         """How every layer lies in memory, known when the first was seen."""
         assert self._found is not None, "a decoder has a layer"
         return self._found
@@ -231,7 +237,7 @@ class _Filing:
             described = self._files.good(index)
             if described is None:
                 continue
-            layout = PieceLayout.from_json(described)
+            layout = LayerLayout.from_json(described)
             if self._found is None:
                 self._begin(layout)
             if layout == self._layout:
@@ -244,7 +250,7 @@ class _Filing:
         described = self._files.good(OUTSIDE)
         if described is None:
             return False
-        layout = PieceLayout.from_json(described)
+        layout = LayerLayout.from_json(described)
         piece = _empty(layout.num_bytes, torch.device("cpu"))
         self._files.read(OUTSIDE, piece)
         parked = self._layout.views(self._parking)
@@ -256,7 +262,7 @@ class _Filing:
 
     def _keep_outside(self) -> None:
         outside = _outside(self._model)
-        layout = PieceLayout.of(outside)
+        layout = LayerLayout.of(outside)
         piece = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         layout.fill(piece, outside)
         self._files.write(OUTSIDE, piece, layout.to_json())
@@ -264,12 +270,12 @@ class _Filing:
     def _complete(self, index: int) -> None:
         state = collect(self._model.stack[index].layers())
         if self._found is None:
-            self._begin(PieceLayout.of(state))
+            self._begin(LayerLayout.of(state))
         self._layout.fill(self._staging, state)
         self._files.write(index, self._staging, self._layout.to_json())
         _park(self._model.stack[index], self._layout, self._parking)
 
-    def _begin(self, layout: PieceLayout) -> None:
+    def _begin(self, layout: LayerLayout) -> None:
         self._found = layout
         self._staging = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         self._parking = self._staging.to(self._device)  # on a CPU the same memory
@@ -292,7 +298,7 @@ class _Filing:
             )
         on_disk = spread(num_layers - num_kept, num_layers)
         self._bring_home(set(range(num_layers)) - set(on_disk))
-        ring = _make_ring(FileLane(self._files), layout, on_disk, HOST_BUFFERS, self._device)
+        ring = _make_ring(FileTransfer(self._files), layout, on_disk, HOST_BUFFERS, self._device)
         return self._streaming((), on_disk, ring)
 
     def _settle_on_gpu(self) -> Streaming:
@@ -313,9 +319,9 @@ class _Filing:
             self._files.read(index, piece)
         self._bring_home(set(range(num_layers)) - set(streamed))
         copies = self._make_copies(self._device)
-        lane: Lane = PinnedLane(copies, homes, memory)
+        lane: LayerTransfer = PinnedTransfer(copies, homes, memory)
         if on_disk:
-            lane = StagedLane(copies, homes, pieces[num_pinned:], memory, self._files)
+            lane = StagedTransfer(copies, homes, pieces[num_pinned:], memory, self._files)
         ring = _make_ring(lane, layout, streamed, DEVICE_BUFFERS, self._device)
         return self._streaming(pinned, on_disk, ring)
 
@@ -336,7 +342,7 @@ class _Filing:
         return Streaming(num_layers, layout.num_bytes, pinned, on_disk, folder, ring, ring.fill(), kept)
 
 
-def _park(layer: Layer, layout: PieceLayout, place: Tensor) -> None:
+def _park(layer: Layer, layout: LayerLayout, place: Tensor) -> None:
     """Lets go of a layer's weights: until it has a home its tensors lie where all parked ones do."""
     distribute(layer.layers(), layout.views(place))
 
@@ -349,7 +355,7 @@ def _empty(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _make_ring(
-    lane: Lane, layout: PieceLayout, layers: tuple[int, ...], usual: int, device: torch.device
+    lane: LayerTransfer, layout: LayerLayout, layers: tuple[int, ...], usual: int, device: torch.device
 ) -> Ring:
     count = num_buffers(len(layers), usual)
     memory = _empty(count * layout.num_bytes, device).view(count, layout.num_bytes)

@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.core.config import ModelConfig
 from quire.layers.factory import LayerFactory
-from quire.layers.loader import Loader
+from quire.layers.parameters import Loader
 from quire.models.gpt_decoder import GptConfig, GptDecoder
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import Model

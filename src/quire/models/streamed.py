@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.layers.ring import Ring
-from quire.layers.state import Stateful
+from quire.layers.parameters import Stateful
+from quire.layers.streaming import Ring
 from quire.models.model import Layer, Model
 
 
