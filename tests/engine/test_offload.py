@@ -10,7 +10,7 @@ from quire.core.errors import ConfigError
 from quire.engine.offload import offload_lines, resolve_offload
 from quire.engine.resolve import Precision
 from quire.layers.streaming import Ring
-from quire.models.streamed import Streaming
+from quire.models.offload import Streaming
 from quire.quant.full import FullPrecision
 
 

@@ -14,9 +14,8 @@ from quire.layers.factory import LayerFactory
 from quire.models import offload as offloading
 from quire.models.loading import load
 from quire.models.model import Model
-from quire.models.offload import Loaded, Offload, load_offloaded
+from quire.models.offload import Loaded, Offload, is_streamed, load_offloaded, spread
 from quire.models.registry import describe
-from quire.models.streamed import is_streamed, spread
 from quire.weights.folder import FolderSource
 from tests.layers.late_copies import PromptCopies
 from tests.models.checkpoints import gpt2, llama, opt, prompts, qwen3, save

@@ -22,7 +22,7 @@ from quire.layers.pool import Pool
 from quire.memory.interface import Memory
 from quire.memory.separate_pages import SeparatePages
 from quire.models.model import Model
-from quire.models.streamed import is_streamed
+from quire.models.offload import is_streamed
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
 from quire.runner.merged import MergedAdapter, MergeSite
 from quire.runner.runner import RunnerLimits

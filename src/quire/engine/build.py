@@ -40,7 +40,7 @@ from quire.layers.pool import Pool
 from quire.memory.choose import make_memory
 from quire.models import registry
 from quire.models.model import Model
-from quire.models.streamed import Streaming, is_streamed
+from quire.models.offload import Streaming, is_streamed
 from quire.runner.adapters import device_bytes
 from quire.runner.device_runner import DeviceRunner
 from quire.runner.devices import is_simulated

@@ -7,8 +7,7 @@ from quire.core.errors import ConfigError
 from quire.engine.resolve import Precision
 from quire.layers.factory import LayerFactory
 from quire.models.loading import Progress, load
-from quire.models.offload import GIB, Loaded, Offload, load_offloaded
-from quire.models.streamed import Streaming
+from quire.models.offload import GIB, Loaded, Offload, Streaming, load_offloaded
 from quire.runner.sizing import available_memory
 from quire.weights.cache import offloaded_folder
 from quire.weights.source import Source

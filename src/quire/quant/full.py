@@ -70,7 +70,7 @@ class FullMatrix:
 
 
 class InvariantMatrix(FullMatrix):
-    """A plain matrix whose products do not depend on how many tokens are multiplied at once."""
+    """A plain matrix with batch-invariant GEMMs: a token's result does not depend on the others."""
 
     def __init__(
         self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, gemm: Gemm
@@ -92,7 +92,7 @@ class InvariantMatrix(FullMatrix):
 
 
 class FullPrecision:
-    """float32, float16 or bfloat16 throughout. `invariant`: batch-invariant products."""
+    """float32, float16 or bfloat16 throughout. `invariant`: batch-invariant GEMMs."""
 
     native = False
     compact_tables = False
