@@ -114,7 +114,7 @@ $(CACHED).model: $(STAMPS)/packages
 
 $(KERNELS): $(STAMPS)/packages $(KERNEL_SOURCES)
 	@echo "== 4/4 kernels for this CPU, into $(CACHE)"
-	@$(PY) -m quire.kernels.build
+	@$(PY) -c 'from quire.kernels.build import main; raise SystemExit(main())'
 	@touch $@
 
 ifeq ($(wildcard $(CACHE)/*),)

@@ -15,7 +15,7 @@ from attention_cases import DEVICE, READ_CEILING, Case, Heads, label, make_case,
 from torch.profiler import ProfilerActivity, profile
 
 from quire.kernels.attention import triton as attention
-from quire.kernels.attention.tuning import Tuning
+from quire.kernels.attention.tuning import AttentionTuning
 
 STEPS = (40, 140, 250, 500, 760, 960)  # of a run that admits 50 prompts a step
 ADMITTED = 50
@@ -23,14 +23,14 @@ LAYERS = 32
 PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # rows and columns, in a layer's order
 WARM_SECONDS = 0.35  # the clock has fallen by then
 TUNINGS = [
-    Tuning(),
-    Tuning(decode_pieces=2),
-    Tuning(decode_pieces=3),
-    Tuning(decode_pieces=6),
-    Tuning(decode_stages=3, decode_pieces=8),
-    Tuning(decode_tile=32, decode_stages=3, decode_pieces=8),
-    Tuning(decode_warps=4, decode_stages=3, decode_pieces=8),
-    Tuning(decode_tile=128, decode_warps=4, decode_pieces=8),
+    AttentionTuning(),
+    AttentionTuning(decode_pieces=2),
+    AttentionTuning(decode_pieces=3),
+    AttentionTuning(decode_pieces=6),
+    AttentionTuning(decode_stages=3, decode_pieces=8),
+    AttentionTuning(decode_tile=32, decode_stages=3, decode_pieces=8),
+    AttentionTuning(decode_warps=4, decode_stages=3, decode_pieces=8),
+    AttentionTuning(decode_tile=128, decode_warps=4, decode_pieces=8),
 ]
 
 
@@ -46,7 +46,7 @@ def make_weights() -> list[list[torch.Tensor]]:
     return [[torch.randn(*shape, **like) / 64 for shape in PRODUCTS] for _ in range(4)]
 
 
-def time_amid(case: Case, weights: list[list[torch.Tensor]], tuning: Tuning) -> tuple[float, float]:
+def time_amid(case: Case, weights: list[list[torch.Tensor]], tuning: AttentionTuning) -> tuple[float, float]:
     """Seconds of attention in one layer, and of all layers with their products."""
     rows, heads = len(case.contexts), case.heads
     x = torch.randn(rows, PRODUCTS[0][1], dtype=heads.dtype, device=DEVICE)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.attention.triton import AttentionPlanner, Tuning
+from quire.kernels.attention.triton import AttentionPlanner, AttentionTuning
 from quire.kernels.timing import graph_seconds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's interpreter checks the script
@@ -54,7 +54,7 @@ class Case:
         scale = self.heads.head_dim**-0.5
         return (self.q, *self.pages(layer), self.query_starts, self.context_lens, self.block_tables, scale)
 
-    def planner(self, tuning: Tuning | None = None, deterministic: bool = False) -> AttentionPlanner:
+    def planner(self, tuning: AttentionTuning | None = None, deterministic: bool = False) -> AttentionPlanner:
         return AttentionPlanner(
             len(self.contexts), self.heads.num_heads, self.heads.kv_heads, self.heads.head_dim, DEVICE,
             max_tokens=self.q.shape[0], max_context=max(self.contexts),
@@ -62,7 +62,7 @@ class Case:
         )  # fmt: skip
 
 
-def label(tuning: Tuning) -> str:
+def label(tuning: AttentionTuning) -> str:
     """What is set, in words."""
     words = f"tile {tuning.decode_tile} warps {tuning.decode_warps} stages {tuning.decode_stages}"
     words += f" pieces {tuning.decode_pieces} regs {tuning.decode_registers or '-'}"

@@ -14,13 +14,13 @@ from quire.core.draft import ancestors, depths
 from quire.core.ints import ints
 from quire.kernels.attention import reference as plain
 from quire.kernels.attention import triton as attention
-from quire.kernels.attention.triton import Tuning
+from quire.kernels.attention.triton import AttentionTuning
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-VARIANTS: dict[str, tuple[Tuning, bool]] = {
-    "default": (Tuning(), False),
-    "unfused": (Tuning(fused_reduction=False), False),
-    "deterministic": (Tuning(), True),
+VARIANTS: dict[str, tuple[AttentionTuning, bool]] = {
+    "default": (AttentionTuning(), False),
+    "unfused": (AttentionTuning(fused_reduction=False), False),
+    "deterministic": (AttentionTuning(), True),
 }
 USUAL = [
     Heads(), Heads(3, 3, 64), Heads(2, 8, 80, 1), Heads(4, 1, 96, 128, torch.float16),

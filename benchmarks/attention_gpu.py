@@ -23,7 +23,6 @@ from attention_cases import (
     DEVICE,
     READ_CEILING,
     REPORT,
-    Case,
     Heads,
     error,
     graph_time,
@@ -38,9 +37,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.kernels.attention import triton as attention
-from quire.kernels.attention import triton_contiguous, triton_decode, triton_plan, triton_prompt
+from quire.kernels.attention import triton_decode, triton_plan, triton_prompt
 from quire.kernels.attention.cudnn import contiguous_attention
-from quire.kernels.attention.triton import Tuning
+from quire.kernels.attention.triton import AttentionTuning
 from quire.kernels.attention.tuning import TUNINGS
 
 CACHE_BYTES = 60 << 20
@@ -54,27 +53,10 @@ def check() -> None:
     """Every variant on ragged batches and trees, then graphs with changed lengths, then deterministic bits."""
     check_batches(USUAL + WIDE, CONTEXTS, QUERIES)
     check_trees([Heads(), *WIDE], [700, 333, 4000])
-    check_contiguous(make_case(Heads(), CONTEXTS, QUERIES))
     check_fresh([1024, 1024])
     check_fresh([1024, 1476])
     check_graph()
     check_bits()
-
-
-def check_contiguous(case: Case) -> None:
-    """Gathered rows through the tensor memory accelerator."""
-    plan = case.planner().plan(case.query_starts, case.context_lens, len(case.contexts))
-    expected, out = reference(case), torch.full_like(reference(case), float("nan"), dtype=case.heads.dtype)
-    gathered_attention(case, plan, out)
-    triton_decode.decode(case.q, *case.pages(0), case.block_tables, plan, case.arguments(0)[-1] * LOG2_E,
-                         1.0, out)  # fmt: skip
-    record(
-        "check",
-        what="gathered",
-        variant="contiguous",
-        error=error(out, expected),
-        ok=error(out, expected) < 1e-2,
-    )
 
 
 def check_fresh(lengths: list[int]) -> None:
@@ -162,16 +144,16 @@ def check_bits() -> None:
 # --- decode --------------------------------------------------------------------------------------------------------
 
 DECODE_TUNINGS = [
-    Tuning(),
-    Tuning(decode_tile=128, decode_warps=4, decode_pieces=4),
-    Tuning(decode_tile=128, decode_warps=4, decode_pieces=16),
-    Tuning(decode_tile=128, decode_warps=4, decode_pieces=8, fused_reduction=False),
-    Tuning(decode_tile=128, decode_warps=4, decode_pieces=8),
-    Tuning(decode_tile=128, decode_warps=4, decode_pieces=8, decode_stages=3),
-    Tuning(decode_warps=4, decode_stages=3, decode_pieces=8),
-    Tuning(decode_warps=4, decode_stages=3, decode_pieces=16),
-    Tuning(decode_warps=4, decode_stages=4, decode_pieces=8),
-    Tuning(decode_tile=32, decode_stages=3, decode_pieces=8),
+    AttentionTuning(),
+    AttentionTuning(decode_tile=128, decode_warps=4, decode_pieces=4),
+    AttentionTuning(decode_tile=128, decode_warps=4, decode_pieces=16),
+    AttentionTuning(decode_tile=128, decode_warps=4, decode_pieces=8, fused_reduction=False),
+    AttentionTuning(decode_tile=128, decode_warps=4, decode_pieces=8),
+    AttentionTuning(decode_tile=128, decode_warps=4, decode_pieces=8, decode_stages=3),
+    AttentionTuning(decode_warps=4, decode_stages=3, decode_pieces=8),
+    AttentionTuning(decode_warps=4, decode_stages=3, decode_pieces=16),
+    AttentionTuning(decode_warps=4, decode_stages=4, decode_pieces=8),
+    AttentionTuning(decode_tile=32, decode_stages=3, decode_pieces=8),
 ]
 
 
@@ -186,7 +168,7 @@ def time_decode(
     name: str,
     heads: Heads,
     contexts: list[int],
-    tunings: list[Tuning],
+    tunings: list[AttentionTuning],
     deterministic: bool = True,
     section: str = "decode",
 ) -> None:
@@ -195,7 +177,7 @@ def time_decode(
     layers = max(1, min(32, -(-5 * CACHE_BYTES // num_bytes)))
     case = make_case(heads, contexts, [1] * len(contexts), layers)
     out = torch.empty(len(contexts), heads.num_heads * heads.head_dim, dtype=heads.dtype, device=DEVICE)
-    forms = [(tuning, False) for tuning in tunings] + ([(Tuning(), True)] if deterministic else [])
+    forms = [(tuning, False) for tuning in tunings] + ([(AttentionTuning(), True)] if deterministic else [])
     for tuning, fixed in forms:
         planner = case.planner(tuning, fixed)
         make_plan = lambda: planner.plan(case.query_starts, case.context_lens, len(contexts))  # noqa: B023
@@ -221,7 +203,7 @@ def decode() -> None:
         time_decode(f"{rows}x{context}", main, [context] * rows, few)
     time_decode("ragged 256", main, ragged(256), few)
     time_decode("ragged 1024", main, ragged(1024), few)
-    wide = [Tuning(), Tuning(decode_warps=4, decode_stages=3, decode_pieces=8)]
+    wide = [AttentionTuning(), AttentionTuning(decode_warps=4, decode_stages=3, decode_pieces=8)]
     for heads in (Heads(8, 4, 64), Heads(3, 3, 64), Heads(40, 1, 128)):
         name = f"ragged 256, {heads.kv_heads} heads of {heads.head_dim}, group {heads.group}"
         time_decode(name, heads, ragged(256), wide, deterministic=False)
@@ -237,12 +219,12 @@ def served() -> None:
 # --- prompt --------------------------------------------------------------------------------------------------------
 
 PROMPT_TUNINGS = [
-    Tuning(),
-    Tuning(prompt_tile=128, prompt_stages=2),
-    Tuning(prompt_tile=128, prompt_stages=3),
-    Tuning(prompt_tile=64, prompt_stages=4),
-    Tuning(prompt_rows=64, prompt_warps=4),
-    Tuning(prompt_warps=4, prompt_stages=2),
+    AttentionTuning(),
+    AttentionTuning(prompt_tile=128, prompt_stages=2),
+    AttentionTuning(prompt_tile=128, prompt_stages=3),
+    AttentionTuning(prompt_tile=64, prompt_stages=4),
+    AttentionTuning(prompt_rows=64, prompt_warps=4),
+    AttentionTuning(prompt_warps=4, prompt_stages=2),
 ]
 
 
@@ -251,33 +233,8 @@ def prompt_flops(heads: Heads, length: int) -> float:
     return 2.0 * length * length * heads.num_heads * heads.head_dim
 
 
-def gathered_attention(case: Case, plan: triton_plan.AttentionPlan, out: Tensor) -> None:
-    """Pages to one piece, then attention over it; zeros once, since what follows a row must be finite."""
-    starts, tokens = triton_contiguous.aligned_starts(case.contexts, DEVICE)
-    k, v = (torch.zeros(tokens, case.heads.kv_heads, case.heads.head_dim, dtype=case.heads.dtype, device=DEVICE)
-            for _ in range(2))  # fmt: skip
-    run_gathered(case, plan, out, starts, k, v)
-
-
-def run_gathered(
-    case: Case,
-    plan: triton_plan.AttentionPlan,
-    out: Tensor,
-    starts: Tensor,
-    k: Tensor,
-    v: Tensor,
-    copy: bool = True,
-) -> None:
-    if copy:
-        for pages, piece in zip(case.pages(0), (k, v), strict=True):
-            triton_contiguous.gather(
-                pages, case.block_tables, case.context_lens, starts, max(case.contexts), piece
-            )
-    triton_contiguous.contiguous_prompt(case.q, k, v, starts, plan, case.arguments(0)[-1], out)
-
-
-def time_prompt(heads: Heads, length: int, tunings: list[Tuning]) -> None:
-    """One fresh prompt, through pages and gathered, and the library beside it."""
+def time_prompt(heads: Heads, length: int, tunings: list[AttentionTuning]) -> None:
+    """One fresh prompt, through pages, and the library beside it."""
     case = make_case(heads, [length], [length])
     out = torch.empty(length, heads.num_heads * heads.head_dim, dtype=heads.dtype, device=DEVICE)
     name = f"{length}, {heads.num_heads}/{heads.kv_heads} heads of {heads.head_dim}"
@@ -296,9 +253,8 @@ def time_prompt(heads: Heads, length: int, tunings: list[Tuning]) -> None:
             tflops=prompt_flops(heads, length) / seconds / 1e12,
         )
 
-    starts, tokens = triton_contiguous.aligned_starts([length], DEVICE)
     pieces = [
-        torch.randn(tokens, heads.kv_heads, heads.head_dim, device=DEVICE).to(heads.dtype) for _ in range(2)
+        torch.randn(length, heads.kv_heads, heads.head_dim, device=DEVICE).to(heads.dtype) for _ in range(2)
     ]
     for tuning in tunings:
         words = (f"rows {tuning.prompt_rows} tile {tuning.prompt_tile} warps {tuning.prompt_warps} "
@@ -307,9 +263,6 @@ def time_prompt(heads: Heads, length: int, tunings: list[Tuning]) -> None:
         scale = case.arguments(0)[-1] * LOG2_E
         show(f"pages, {words}", lambda: triton_prompt.prompt(
             case.q, *case.pages(0), case.block_tables, plan, scale, 1.0, out))  # noqa: B023  # fmt: skip
-        show(f"tma, {words}", lambda: run_gathered(case, plan, out, starts, *pieces, copy=False))  # noqa: B023
-        if tuning == tunings[0]:
-            show(f"gather + tma, {words}", lambda: run_gathered(case, plan, out, starts, *pieces))  # noqa: B023
     plan = case.planner(None, True).plan(case.query_starts, case.context_lens, 1)
     show("deterministic", lambda: attention.paged_attention(*case.arguments(0), 0, out, plan=plan))
     tensors = [tensor[:length].transpose(0, 1).unsqueeze(0) for tensor in (case.q, *pieces)]
@@ -430,7 +383,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
 
 def num_compiled() -> int:
     """Kernels that were compiled so far."""
-    modules = (triton_plan, triton_decode, triton_prompt, triton_contiguous)
+    modules = (triton_plan, triton_decode, triton_prompt)
     kernels = [
         value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")
     ]

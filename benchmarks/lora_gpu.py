@@ -211,11 +211,11 @@ class Case:
             kernel.add(self.x, self.qkv, self.tables, self.segments, layer * PARTS, self.shape.bounds)
             kernel.add(self.x, self.o, self.tables, self.segments, layer * PARTS + 3, (0, self.shape.hidden))
 
-    def shrink(self, tuning: kernel.Tuning) -> None:
+    def shrink(self, tuning: kernel.LoraTuning) -> None:
         for layer in range(self.num_layers):
             kernel._shrink(self.x, self.tables, self.segments, layer * PARTS, 3, tuning)
 
-    def expand(self, tuning: kernel.Tuning) -> Callable[[], None]:
+    def expand(self, tuning: kernel.LoraTuning) -> Callable[[], None]:
         inner = kernel._shrink(self.x, self.tables, self.segments, 0, 3, tuning)
 
         def run() -> None:
@@ -306,7 +306,7 @@ def bench_tunings(report: Report, shape: Shape) -> None:
 
 
 def try_tuning(
-    report: Report, case: Case, kind: str, change: dict[str, int], tuning: kernel.Tuning, max_lines: int
+    report: Report, case: Case, kind: str, change: dict[str, int], tuning: kernel.LoraTuning, max_lines: int
 ) -> None:
     width = 3 * case.shape.hidden if kind == "shrink" else sum(case.shape.widths[:3])
     try:

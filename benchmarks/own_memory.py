@@ -5,7 +5,7 @@ import statistics
 from typing import Any
 
 from quire.bench.machine import resident_bytes
-from quire.kernels import free_pages
+from quire.kernels import huge_pages
 
 POINTS = 20  # of a run
 NOISE = 1 << 20  # bytes from one quarter to the next, however few requests there are
@@ -28,7 +28,7 @@ class OwnMemory:
 
     def note(self, num_requests: int) -> None:
         gc.collect()
-        free_pages.give_back()
+        huge_pages.release_freed()
         self._noted.append((num_requests, resident_bytes().get("anonymous", 0)))
 
     def grown_per_request(self) -> float:

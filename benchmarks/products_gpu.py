@@ -20,9 +20,9 @@ import workloads
 from torch import Tensor
 
 from quire.bench.machine import describe_origin
-from quire.kernels.linear.cublaslt import Kind, Product
-from quire.kernels.linear.measure import COLD_BYTES, PYTORCHS, fastest
-from quire.kernels.linear.reference import product
+from quire.kernels.linear.autotune import COLD_BYTES, TORCH_DEFAULT, fastest
+from quire.kernels.linear.cublaslt import GemmPlan, GemmShape
+from quire.kernels.linear.reference import gemm
 from quire.kernels.timing import graph_seconds
 
 DEVICE = torch.device("cuda")
@@ -53,11 +53,11 @@ TOKENS = (
 MAX_LOGITS = 1024  # the output head serves as many rows at once, not prompts
 
 
-def kinds_of(shape: str) -> dict[str, Kind]:
+def kinds_of(shape: str) -> dict[str, GemmShape]:
     config = workloads.SHAPES[shape]
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     if config["model_type"] == "opt":
-        of, inner = partial(Kind, dtype=torch.float16), config["ffn_dim"]
+        of, inner = partial(GemmShape, dtype=torch.float16), config["ffn_dim"]
         return {
             "qkv": of(3 * hidden, hidden, bias=True),
             "output": of(hidden, hidden, bias=True, residual=True),
@@ -65,7 +65,11 @@ def kinds_of(shape: str) -> dict[str, Kind]:
             "down": of(hidden, inner, bias=True, residual=True),
             "head": of(vocab, hidden, widened=True),
         }
-    of, inner, head_dim = partial(Kind, dtype=torch.bfloat16), config["intermediate_size"], config["head_dim"]
+    of, inner, head_dim = (
+        partial(GemmShape, dtype=torch.bfloat16),
+        config["intermediate_size"],
+        config["head_dim"],
+    )
     queries = config["num_attention_heads"] * head_dim
     return {
         "qkv": of(queries + 2 * config["num_key_value_heads"] * head_dim, hidden),
@@ -76,7 +80,7 @@ def kinds_of(shape: str) -> dict[str, Kind]:
     }
 
 
-def weights_of(kind: Kind) -> list[tuple[Tensor, Tensor | None]]:
+def weights_of(kind: GemmShape) -> list[tuple[Tensor, Tensor | None]]:
     """As many as do not fit the chip's cache."""
     count = -(-COLD_BYTES // (kind.num_rows * kind.num_columns * 2))
     scale = kind.num_columns**-0.5
@@ -89,8 +93,8 @@ def weights_of(kind: Kind) -> list[tuple[Tensor, Tensor | None]]:
     return pairs
 
 
-def measure(kind: Kind, pairs: list[tuple[Tensor, Tensor | None]], num_tokens: int) -> dict:
-    plan = Product(kind, num_tokens, DEVICE)
+def measure(kind: GemmShape, pairs: list[tuple[Tensor, Tensor | None]], num_tokens: int) -> dict:
+    plan = GemmPlan(kind, num_tokens, DEVICE)
     began = time.perf_counter()
     place = fastest(plan, pairs)
     searched = time.perf_counter() - began
@@ -98,10 +102,10 @@ def measure(kind: Kind, pairs: list[tuple[Tensor, Tensor | None]], num_tokens: i
     out = torch.zeros(num_tokens, kind.num_rows, device=DEVICE, dtype=kind.out_dtype)
 
     def pytorchs(weight: Tensor, bias: Tensor | None) -> Tensor:
-        return product(x, weight, bias, out if kind.residual else None, kind.relu, kind.widened)
+        return gemm(x, weight, bias, out if kind.residual else None, kind.relu, kind.widened)
 
     def chosen(weight: Tensor, bias: Tensor | None) -> Tensor:
-        if place == PYTORCHS:
+        if place == TORCH_DEFAULT:
             return pytorchs(weight, bias)
         plan.run(candidates[place], x, weight, bias, out)
         return out

@@ -244,9 +244,9 @@ def bench_sample(report: Report, sweep: bool) -> None:
         "top-k 50": ([TOP_K], 0.5),
         "temperature only": ([PLAIN], 0.5),
     }
-    tunings = [sample_kernel.Tuning()]
+    tunings = [sample_kernel.SampleTuning()]
     if sweep:
-        base = sample_kernel.Tuning()
+        base = sample_kernel.SampleTuning()
         tunings += [
             replace(base, piece=4096), replace(base, piece=16384), replace(base, draw_warps=16),
             replace(base, stages=2), replace(base, tile=2048, warps=4), replace(base, tile=8192),
@@ -254,7 +254,9 @@ def bench_sample(report: Report, sweep: bool) -> None:
         ]  # fmt: skip
     for tuning in tunings:
         sample_kernel.TUNING = tuning
-        changed = [f"{k} {v}" for k, v in asdict(tuning).items() if v != getattr(sample_kernel.Tuning(), k)]
+        changed = [
+            f"{k} {v}" for k, v in asdict(tuning).items() if v != getattr(sample_kernel.SampleTuning(), k)
+        ]
         mark = f" [{', '.join(changed)}]" if changed else ""
         for vocabulary in (128256,) if mark else (128256, 49152):
             for count in (1, 512) if mark else (1, 64, 256, 512, 1024):
@@ -267,7 +269,7 @@ def bench_sample(report: Report, sweep: bool) -> None:
                 if count == 512 and not mark:
                     draw = draw_of((source * 0.5).bfloat16(), [TOP_P] * count)
                     report.timed(f"top-p flat bf16 {count} x {vocabulary}", 2 * count * vocabulary, draw)
-    sample_kernel.TUNING = sample_kernel.Tuning()
+    sample_kernel.TUNING = sample_kernel.SampleTuning()
 
 
 def bench_sampler(report: Report) -> None:

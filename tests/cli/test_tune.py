@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from quire.cli import tune as command
-from quire.kernels.attention import tuned
-from quire.kernels.attention.tuned import HeadShape, Measured, Tuned, TuningKey
-from quire.kernels.attention.tuning import TUNINGS
-from quire.kernels.linear import kept
+from quire.kernels.attention import tuning
+from quire.kernels.attention.tuning import TUNINGS, HeadShape, MeasuredTiles, TunedTiles, TuningKey
+from quire.kernels.linear import autotune
 from tests.cli.conftest import write_model
 
-FOUND = Tuned(
+FOUND = TunedTiles(
     TUNINGS,
     (
-        Measured("decodes, 1 to 16 rows", 6.304, 5.911, "tile 64, 2 warps, 3 stages, 16 pieces"),
-        Measured("prompts", 101.5, 101.4, "default"),
+        MeasuredTiles("decodes, 1 to 16 rows", 6.304, 5.911, "tile 64, 2 warps, 3 stages, 16 pieces"),
+        MeasuredTiles("prompts", 101.5, 101.4, "default"),
     ),
 )
 KEY = TuningKey("A chip", "9.0", "3.6.0", "0123", HeadShape(8, 4, 128, "bfloat16", 2, 16))
@@ -37,7 +36,7 @@ def test_without_a_gpu_it_says_so_in_one_line(run, words):
 
 def test_show_and_reset(run, empty_cache):
     assert "nothing was measured yet" in run("tune", "--show").out
-    tuned.store(KEY, FOUND)
+    tuning.store(KEY, FOUND)
     lines = run("tune", "--show").out.splitlines()
     assert lines == [
         "A chip, Triton 3.6.0: 8 KV heads of 128, 4 queries each, blocks of 16 in bfloat16",
@@ -52,7 +51,7 @@ def test_show_and_reset(run, empty_cache):
 
 
 def test_products_are_shown_and_forgotten_too(run, empty_cache):
-    kept.store(kept.ChipKey("A chip", "130100", "2.11.0"), {"96x64-bfloat16": {8: 3, 1024: -1}})
+    autotune.store(autotune.ChipKey("A chip", "130100", "2.11.0"), {"96x64-bfloat16": {8: 3, 1024: -1}})
     assert run("tune", "--show").out.splitlines() == [
         "A chip, cuBLASLt 130100, PyTorch 2.11.0: matrix products",
         "product         tokens     measured  by another algorithm",
@@ -84,7 +83,7 @@ def test_what_is_measured_is_kept_for_the_models_heads(run, tmp_path, empty_cach
     assert asked[0][0] == heads
     assert asked[0][1].itemsize == heads.query_bytes
     assert "the next start uses it" in ran.out
-    assert tuned.load(tuned.key_of(heads, "cuda")) == FOUND
+    assert tuning.load(tuning.key_of(heads, "cuda")) == FOUND
     assert "not used" not in run("tune", "--show").out
     assert "nothing to tune" in run("tune", model, "--deterministic").error
 

@@ -9,8 +9,8 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build.resolve import Precision
 from quire.engine.build.weights import offload_lines, resolve_offload
-from quire.layers.ring import Ring
-from quire.models.streamed import Streaming
+from quire.layers.streaming import Ring
+from quire.models.offload import Streaming
 from quire.quant.full import FullPrecision
 
 

@@ -13,5 +13,5 @@ def small_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in registry.alternatives("sample"):
         module = registry.load("sample", "triton")
         sizes = {"piece": 256, "tile": 256, "sample": 128, "listed": 64, "wide": 256, "narrow": 64}
-        tuning = module.Tuning(stages=1, warps=4, **sizes)
+        tuning = module.SampleTuning(stages=1, warps=4, **sizes)
         monkeypatch.setattr(module, "TUNING", tuning)

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from quire.kernels import compile as compilation
+from quire.kernels import build as compilation
 from quire.kernels import native
 from quire.kernels.lora_pack.records import Places
 from quire.kernels.registry import choose
@@ -146,6 +147,40 @@ def test_tapes_do_not_nest() -> None:
         pass
     with Tape():
         pass
+
+
+@needs_native
+def test_a_tape_records_its_own_thread_alone() -> None:
+    torch.manual_seed(5)
+    linear = choose("int8_linear", "cpu")
+    q, scales = linear.quantize(torch.randn(96, 64))
+    weights = [(linear.pack(q), scales, linear.row_sums(q))] * 6
+    x, other = torch.randn(5, 64), torch.randn(5, 64)
+    expected = _small_model(other, weights)
+    with ThreadPoolExecutor(1) as thread:
+        arena, others_arena = Arena(), Arena()
+        with Tape(arena) as tape:
+            eager = thread.submit(_small_model, other, weights).result()
+            result = _small_model(x, weights)
+
+            def record() -> tuple[Tape, torch.Tensor]:
+                with Tape(others_arena) as others:  # not nested: it is another thread's
+                    return others, _small_model(other, weights)
+
+            others, recorded = thread.submit(record).result()
+    assert len(tape) == len(others) == 13
+    assert torch.equal(eager, expected)
+    assert torch.equal(recorded, expected)
+    assert not arena.owns(eager)
+    assert not arena.owns(recorded)
+    for own in (result, eager, recorded):
+        own.fill_(float("nan"))
+    tape.replay()
+    assert torch.equal(result, _small_model(x, weights))
+    assert eager.isnan().all()
+    assert recorded.isnan().all()  # the replay wrote to no other thread's memory
+    others.replay()
+    assert torch.equal(recorded, expected)
 
 
 @needs_native

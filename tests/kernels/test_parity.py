@@ -93,22 +93,20 @@ def test_rows_may_be_packed_piece_by_piece(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     "extras", [(), ("residual",), ("bias",), ("bias", "relu"), ("bias", "residual"), ("widened",)]
 )
-def test_measured_products_agree(kernel: Kernel, extras: tuple[str, ...], empty_cache: object) -> None:
+def test_measured_gemms_agree(kernel: Kernel, extras: tuple[str, ...], empty_cache: object) -> None:
     fast, reference = kernel
     device, like = torch.device("cuda"), {"dtype": torch.bfloat16, "device": "cuda"}
-    x, weight, products = torch.randn(64, 512, **like), torch.randn(256, 512, **like), fast.Products(device)
+    x, weight, autotuner = torch.randn(64, 512, **like), torch.randn(256, 512, **like), fast.make_gemm(device)
     given: dict[str, object] = {name: True for name in extras if name in ("relu", "widened")}
     if "bias" in extras:
         given["bias"] = torch.randn(256, **like)
     residual = torch.randn(64, 256, **like) if "residual" in extras else None
-    with products.tuning((64,)):
-        products.product(x, weight, residual=residual.clone() if residual is not None else None, **given)
-    expected = reference.product(
-        x, weight, residual=residual.clone() if residual is not None else None, **given
-    )
-    actual = products.product(x, weight, residual=residual, **given)
+    with autotuner.tuning((64,)):
+        autotuner.gemm(x, weight, residual=residual.clone() if residual is not None else None, **given)
+    expected = reference.gemm(x, weight, residual=residual.clone() if residual is not None else None, **given)
+    actual = autotuner.gemm(x, weight, residual=residual, **given)
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-1)
-    assert products.summary
+    assert autotuner.summary
 
 
 @_parametrize("norm")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.kernels.lora_pack import reference
-from quire.kernels.lora_pack.pieces import ALIGNMENT, COLUMNS, LINES, cut, first_wrong
+from quire.kernels.lora_pack.pieces import ALIGNMENT, COLUMNS, ROWS, cut, first_wrong
 from quire.kernels.lora_pack.records import A_CODE, A_OFFSET, B_OFFSET, CODES
 from quire.kernels.registry import alternatives
 from tests.kernels.lora_cases import pack_case
@@ -17,7 +17,7 @@ def test_pieces_hold_every_number_once(largest: int) -> None:
     source, places, _ = pack_case(torch.float32, torch.float32)
     pieces = cut(places, largest)
     assert (len(pieces) > 1) == (largest < len(source))
-    assert sum(int((p.tiles[:, LINES] * p.tiles[:, COLUMNS]).sum()) for p in pieces) * 4 == len(source)
+    assert sum(int((p.tiles[:, ROWS] * p.tiles[:, COLUMNS]).sum()) for p in pieces) * 4 == len(source)
     for piece in pieces:
         assert piece.first % ALIGNMENT == 0
         assert piece.last - piece.first <= largest

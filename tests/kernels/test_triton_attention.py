@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("these run in the interpreter, on CPU tensors", allow_module_level=True)
 
-from quire.kernels.attention import triton, triton_contiguous, triton_plan
+from quire.kernels.attention import triton, triton_plan
 
 SHAPE = Shape(num_heads=4, num_kv_heads=2, head_dim=32)
 
@@ -69,7 +69,7 @@ def test_the_longest_pieces_start_first() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_one_plan_serves_many_calls_and_lengths_may_change(fused: bool) -> None:
     case = random_case(SHAPE, [700, 90, 30], [1, 1, 4])
-    tuning = triton.Tuning(fused_reduction=fused, decode_tile=64, prompt_tile=32)
+    tuning = triton.AttentionTuning(fused_reduction=fused, decode_tile=64, prompt_tile=32)
     planner = _planner(case, tuning=tuning)
     for shorter in (0, 200):
         case.context_lens[0] -= shorter
@@ -91,7 +91,9 @@ def test_pages_that_neighbours_share_are_read_once_for_several_rows(fused: bool)
     for rows, tokens in ((range(1, 4), 600), (range(6, 7), 300), (range(9, 10), 600)):
         for row in rows:  # the last has two queries: it is no decode
             case.block_tables[row, : tokens // size] = case.block_tables[row - 1, : tokens // size]
-    planner = _planner(case, max_rows=10, tuning=triton.Tuning(decode_tile=32, fused_reduction=fused))
+    planner = _planner(
+        case, max_rows=10, tuning=triton.AttentionTuning(decode_tile=32, fused_reduction=fused)
+    )
     plan = planner.plan(
         case.query_starts, case.context_lens, 10, block_tables=case.block_tables, block_size=size
     )
@@ -160,20 +162,6 @@ def test_deterministic_bits_do_not_depend_on_batch_chunk_or_block_size(window: i
     for block_size, chunks in ((1, [1, 150]), (128, [33, 1])):
         part = attend(block_size, [0, 1], chunks)[0]
         assert torch.equal(part, whole[-chunks[0] :])
-
-
-def test_gathered_pages_give_the_same_prompts() -> None:
-    case = random_case(SHAPE, [70, 5, 130], [1, 5, 40])
-    contexts = case.context_lens.tolist()
-    plan = _planner(case).plan(case.query_starts, case.context_lens, 3)
-    starts, tokens = triton_contiguous.aligned_starts(contexts, "cpu")
-    pieces = [torch.zeros(tokens, 2, 32) for _ in "kv"]
-    for pages, piece in zip((case.k_pages, case.v_pages), pieces, strict=True):
-        triton_contiguous.gather(pages, case.block_tables, case.context_lens, starts, max(contexts), piece)
-    out = torch.zeros(46, 128)
-    triton_contiguous.contiguous_prompt(case.q, *pieces, starts, plan, case.scale, out)
-    expected = reference.paged_attention(*case.arguments())
-    torch.testing.assert_close(out[1:], expected[1:], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("padding", [0, 3])

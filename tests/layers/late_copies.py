@@ -76,7 +76,7 @@ class LateCopies:
 
 
 class PromptCopies:
-    """Copies that are over when they are asked for: for a computation that does not queue."""
+    """CopyStream that are over when they are asked for: for a computation that does not queue."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_bytes = 0

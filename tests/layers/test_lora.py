@@ -16,8 +16,7 @@ from quire.kernels.lora.reference import matrices
 from quire.kernels.tape import Tape
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
-from quire.layers.lora import LoraBatch, LoraSite, group_lines, max_segments
-from quire.layers.lora_sites import install_sites
+from quire.layers.lora import LoraBatch, LoraSite, group_lines, install_sites, max_segments
 from quire.models.loading import load
 from quire.models.model import Model
 from quire.models.registry import describe

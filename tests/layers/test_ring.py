@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import WeightsError
-from quire.layers.lanes import FileLane, PinnedLane, StagedLane
-from quire.layers.pinned import PinnedMemory
-from quire.layers.ring import Ring
+from quire.layers.streaming import FileTransfer, PinnedMemory, PinnedTransfer, Ring, StagedTransfer
 from quire.weights.layer_files import LayerFiles
 from tests.layers.late_copies import LateCopies, PromptCopies
 
@@ -52,7 +50,7 @@ def test_a_late_copy_or_a_late_computation_never_meets_another_layer(
     layers = [3 * i + 1 for i in range(num_layers)]
     memory, pieces = pinned_pieces(layers)
     copies = LateCopies(random.Random(seed))
-    ring = Ring(PinnedLane(copies, pieces, memory), make_buffers(num_buffers), layers)
+    ring = Ring(PinnedTransfer(copies, pieces, memory), make_buffers(num_buffers), layers)
     seen: list[tuple[int, int]] = []
     for broken_at in passes:
         for place, layer in enumerate(layers):
@@ -72,21 +70,21 @@ def test_each_step_brings_each_layer_once_and_one_with_a_buffer_to_itself_stays(
     for num_layers, num_buffers, expected in ((16, 3, 16), (5, 2, 5), (4, 3, 2), (1, 1, 0), (2, 2, 0)):
         layers = list(range(num_layers))
         memory, pieces = pinned_pieces(layers)
-        ring = Ring(PinnedLane(PromptCopies(CPU), pieces, memory), make_buffers(num_buffers), layers)
+        ring = Ring(PinnedTransfer(PromptCopies(CPU), pieces, memory), make_buffers(num_buffers), layers)
         ring.fill()
-        before = ring.num_brought
+        before = ring.num_transfers
         for _ in range(3):
             for layer in layers:
                 ring.begin(layer)
                 ring.end(layer)
-        assert ring.num_brought - before == 3 * expected == 3 * ring.num_streamed
+        assert ring.num_transfers - before == 3 * expected == 3 * ring.num_streamed
 
 
 def test_layers_in_files_and_in_pinned_memory_come_through_one_lane(tmp_path: Path) -> None:
     layers = list(range(7))
     memory, pieces = pinned_pieces([1, 3, 4])
     staging = make_buffers(2)
-    lane = StagedLane(PromptCopies(CPU), pieces, staging, memory, written(tmp_path, [0, 2, 5, 6]))
+    lane = StagedTransfer(PromptCopies(CPU), pieces, staging, memory, written(tmp_path, [0, 2, 5, 6]))
     ring = Ring(lane, make_buffers(3), layers)
     assert ring.fill() > 0
     for _ in range(2):
@@ -98,7 +96,7 @@ def test_layers_in_files_and_in_pinned_memory_come_through_one_lane(tmp_path: Pa
 
 def test_a_file_that_vanishes_is_named_and_asked_for_again(tmp_path: Path) -> None:
     files = written(tmp_path, [0, 1, 2])
-    ring = Ring(FileLane(files), make_buffers(1), [0, 1, 2])
+    ring = Ring(FileTransfer(files), make_buffers(1), [0, 1, 2])
     hidden = tmp_path / "hidden"
     files.path(1).rename(hidden)
     ring.begin(0)

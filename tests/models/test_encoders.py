@@ -11,9 +11,8 @@ import transformers
 from torch import Tensor
 
 from quire.core.errors import ModelError
-from quire.layers.encoder_batch import assemble_encoder_batch
+from quire.layers.encoder import KINDS, Pooling, assemble_encoder_batch
 from quire.layers.factory import LayerFactory
-from quire.layers.pooling import KINDS, Pooling
 from quire.models.loading import load_encoder
 from quire.models.model import Encoder
 from quire.models.registry import describe, describe_encoder

@@ -14,9 +14,8 @@ from quire.layers.factory import LayerFactory
 from quire.models import offload as offloading
 from quire.models.loading import load
 from quire.models.model import Model
-from quire.models.offload import Loaded, Offload, load_offloaded
+from quire.models.offload import Loaded, Offload, is_streamed, load_offloaded, spread
 from quire.models.registry import describe
-from quire.models.streamed import is_streamed, spread
 from quire.weights.folder import FolderSource
 from tests.layers.late_copies import PromptCopies
 from tests.models.checkpoints import gpt2, llama, opt, prompts, qwen3, save
@@ -180,14 +179,14 @@ SCRIPT = """
 import gc, json, re, sys
 from pathlib import Path
 from quire import LLM, SamplingParams
-from quire.kernels import free_pages
+from quire.kernels import huge_pages
 
 def memory(name):  # of this program alone; getrusage knows the parent's too
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 def generate(model, **options):
     gc.collect()
-    free_pages.give_back()
+    huge_pages.release_freed()
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     before = memory("VmRSS")
     with LLM(model, load_format="dummy", num_blocks=16, max_model_len=64, use_tqdm=False, **options) as llm:

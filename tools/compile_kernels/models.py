@@ -9,11 +9,9 @@ from torch import Tensor
 
 from quire.core.layout import BlockLayout
 from quire.kernels.lora.records import LoraSegments, LoraTables
-from quire.layers.batch import Batch, TreeMasks
+from quire.layers.batch import AttentionPlans, Batch, TreeMasks
 from quire.layers.factory import LayerFactory
-from quire.layers.lora import LoraBatch, max_segments, segment_lines
-from quire.layers.lora_sites import install_sites
-from quire.layers.plans import AttentionPlans
+from quire.layers.lora import LoraBatch, install_sites, max_segments, segment_lines
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.models.registry import build, describe

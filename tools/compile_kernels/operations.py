@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.core.draft import MAX_NODES
 from quire.core.layout import BlockLayout
 from quire.kernels import registry
-from quire.kernels.attention.tuning import Tuning
+from quire.kernels.attention.tuning import AttentionTuning
 from quire.kernels.lora_pack.records import SOURCES
 from quire.kernels.sample.columns import WORDS
 from quire.layers.pool import Pool
@@ -111,12 +111,11 @@ def _trees(recorder: Recorder) -> None:
 
 
 def _measured_attention(recorder: Recorder) -> None:
-    """Sums of pieces by a launch of their own, and K and V in one piece: alternatives that benchmarks time."""
+    """Sums of pieces by a launch of their own: an alternative that benchmarks time."""
     kernel: Any = registry.load("attention", "triton")
-    contiguous: Any = registry.load("attention", "triton_contiguous")
     rows, heads, kv_heads, head_dim, tokens = 8, 32, 8, 128, 4096
     recorder.case = "attention as benchmarks have it"
-    tuning = Tuning(fused_reduction=False)
+    tuning = AttentionTuning(fused_reduction=False)
     planner = kernel.AttentionPlanner(
         rows, heads, kv_heads, head_dim, META, max_tokens=tokens, max_context=tokens, tuning=tuning
     )
@@ -125,10 +124,6 @@ def _measured_attention(recorder: Recorder) -> None:
     starts, lens, tables = ints(rows + 1), ints(rows), ints(rows, tokens // 16)
     plan = planner.plan(starts, lens, rows)
     kernel.paged_attention(q, *pool.layer(0), starts, lens, tables, 0.1, plan=plan)
-    k = torch.empty(tokens, kv_heads, head_dim, dtype=torch.bfloat16, device=META)
-    contiguous.gather(pool.layer(0)[0], tables, lens, ints(rows), tokens, k)
-    out = torch.empty(tokens, heads * head_dim, dtype=torch.bfloat16, device=META)
-    contiguous.contiguous_prompt(q, k, k, ints(rows), plan, 0.1, out)
 
 
 def _longs(count: int) -> Tensor:

@@ -21,7 +21,7 @@ from quire.adapters.stored import Stored, find_tensors, gather, read_file, tenso
 from quire.core.adapters import CONFIG_FILE
 from quire.core.errors import AdapterError
 from quire.kernels import choose, huge_pages
-from quire.kernels.lora_pack.pieces import Piece, cut, first_wrong
+from quire.kernels.lora_pack.pieces import AdapterPiece, cut, first_wrong
 from quire.kernels.lora_pack.records import Places
 from quire.observe.logs import get_logger
 
@@ -45,7 +45,7 @@ class PackedAdapter:
     scales: tuple[float, ...]  # [S]
     content: str  # a hash of everything that it computes, or of which file it is: see Reader.hashed
     rank: int  # its largest
-    pieces: tuple[Piece, ...] = ()  # for a device that puts numbers into tiles itself
+    pieces: tuple[AdapterPiece, ...] = ()  # for a device that puts numbers into tiles itself
 
     @property
     def num_blocks(self) -> int:
@@ -64,7 +64,7 @@ class Layout:
     tiles: Tiles
     places: Places
     num_bytes: int  # of the line that holds the numbers
-    pieces: tuple[Piece, ...]
+    pieces: tuple[AdapterPiece, ...]
 
     @property
     def scales(self) -> tuple[float, ...]:

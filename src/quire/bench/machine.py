@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels import compile as compilation
+from quire.kernels import build as compilation
 from quire.kernels import native
 from quire.weights.cache import cache_folder
 

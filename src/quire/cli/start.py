@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from quire.cli.engine_flags import engine_settings
-from quire.kernels import compile as compilation
+from quire.kernels import build as compilation
 from quire.llm.llm import LLM
 
 

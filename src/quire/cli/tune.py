@@ -16,10 +16,9 @@ from quire.cli.parser import Parser
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build.resolve import resolve_device, resolve_precision
-from quire.kernels.attention import tuned
-from quire.kernels.attention.tune import tune
-from quire.kernels.linear import kept as products
-from quire.kernels.linear.measure import PYTORCHS
+from quire.kernels.attention import tuning
+from quire.kernels.attention.autotune import tune
+from quire.kernels.linear import autotune as gemms
 from quire.llm.progress import load_progress
 from quire.models import registry
 from quire.weights.open import open_source
@@ -37,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show:
         print(_kept())
     elif arguments.reset:
-        count = tuned.forget() + products.forget()
-        print(f"forgot {count} measurement{'' if count == 1 else 's'} in {tuned.folder()}")
+        count = tuning.forget() + gemms.forget()
+        print(f"forgot {count} measurement{'' if count == 1 else 's'} in {tuning.folder()}")
     else:
         _tune(EngineConfig.of(**engine_settings(arguments)))
     return 0
@@ -56,7 +55,7 @@ def _tune(config: EngineConfig) -> None:
     model = registry.describe(source.config)
     numbers = resolve_precision(config, model)
     query_dtype = numbers.format.activation_dtype
-    heads = tuned.HeadShape(
+    heads = tuning.HeadShape(
         num_kv_heads=model.num_kv_heads,
         group=model.num_heads // model.num_kv_heads,
         head_dim=model.head_dim,
@@ -65,9 +64,9 @@ def _tune(config: EngineConfig) -> None:
         block_size=config.memory.block_size,
     )
     began = time.perf_counter()
-    key = tuned.key_of(heads, device)
+    key = tuning.key_of(heads, device)
     found = tune(heads, query_dtype, device, _say)
-    path = tuned.store(key, found)
+    path = tuning.store(key, found)
     print(_text(key, found))
     print(f"\nmeasured in {time.perf_counter() - began:.0f} s, kept in {path}: the next start uses it")
 
@@ -83,33 +82,33 @@ def _described(config: EngineConfig) -> Source:
 
 
 def _kept() -> str:
-    parts = [_text(key, one) + _age(key) for key, one in tuned.cached()]
-    parts += [_products(key, choices) for key, choices in products.cached()]
+    parts = [_text(key, one) + _age(key) for key, one in tuning.cached()]
+    parts += [_gemms(key, choices) for key, choices in gemms.cached()]
     if not parts:
-        return f"nothing was measured yet: the built-in tiles serve (looked in {tuned.folder()})"
+        return f"nothing was measured yet: the built-in tiles serve (looked in {tuning.folder()})"
     return "\n\n".join(parts)
 
 
-def _products(key: products.ChipKey, choices: products.Choices) -> str:
+def _gemms(key: gemms.ChipKey, choices: gemms.Choices) -> str:
     header = ["product", "tokens", "measured", "by another algorithm"]
     rows = []
     for kind, places in sorted(choices.items()):
-        others = sum(place != PYTORCHS for place in places.values())
+        others = sum(place != gemms.TORCH_DEFAULT for place in places.values())
         rows.append([kind, f"{min(places)} to {max(places)}", str(len(places)), str(others)])
     table = aligned([header, *rows], right=(2, 3))
     return f"{key.chip}, cuBLASLt {key.library}, PyTorch {key.torch}: matrix products\n{table}"
 
 
-def _age(key: tuned.TuningKey) -> str:
+def _age(key: tuning.TuningKey) -> str:
     """Whether a start would still take it."""
-    if not tuned.serves_here(key):
+    if not tuning.serves_here(key):
         return "\nnot used any more: the kernels or Triton changed since, measure again"
     if not torch.cuda.is_available() or torch.cuda.get_device_name() != key.chip:
         return "\nnot used here: this is another chip"
     return ""
 
 
-def _text(key: tuned.TuningKey, found: tuned.Tuned) -> str:
+def _text(key: tuning.TuningKey, found: tuning.TunedTiles) -> str:
     header = ["range", "default", "best", "chosen"]
     rows = [
         [line.what, f"{line.default_us:.2f} µs", f"{line.best_us:.2f} µs", line.chosen]

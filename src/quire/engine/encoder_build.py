@@ -12,8 +12,8 @@ from quire.core.errors import ConfigError
 from quire.engine.build import Progress, set_threads
 from quire.engine.build.resolve import CPU_BATCHED_TOKENS, Precision, resolve_precision
 from quire.engine.encoder_engine import EncoderEngine, EncoderLimits
+from quire.layers.encoder import Pooling
 from quire.layers.factory import LayerFactory
-from quire.layers.pooling import Pooling
 from quire.models import registry
 from quire.models.loading import load_encoder
 from quire.runner.encoder_runner import EncoderRunner

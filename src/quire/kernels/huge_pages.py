@@ -1,6 +1,10 @@
-"""Tensors in huge pages. Weights and KV pages are read once per step from all over memory, and with pages of 4 KiB
-looking up addresses costs a fifth of the bandwidth."""
+"""Tensors in huge pages, and freed memory back to the system.
 
+Weights and KV pages are read once per step from all over memory: with pages of 4 KiB, address translation costs a fifth
+of the bandwidth.
+"""
+
+import ctypes
 import math
 import mmap
 import threading
@@ -16,11 +20,11 @@ HUGE_PAGE = 2 << 20
 REGION = 32 << 20
 SMALLEST_ALONE = REGION // 2  # bytes
 ALIGNMENT = 64
-SPARE_BYTES = 512 << 20  # of mappings that nobody uses, at most
+SPARE_BYTES = 512 << 20  # unused mappings kept for reuse, at most
 
 
 class Regions:
-    """Hands out pieces of large zeroed mappings. A mapping goes back when the last tensor in it is gone."""
+    """Sub-allocates large zeroed mappings. A mapping is unmapped when its last tensor is gone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +32,7 @@ class Regions:
         self._used = 0
 
     def take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
-        """(mapping, offset) of `num_bytes` zeroed bytes that nobody else has."""
+        """(mapping, offset) of `num_bytes` zeroed bytes that no other caller got."""
         if is_alone(num_bytes):
             return _map(num_bytes), 0
         with self._lock:
@@ -43,10 +47,10 @@ _regions = Regions()
 
 
 class Spares:
-    """Mappings whose tensors are gone, for the next ones of their size: filling fresh memory takes longer than
-    reading a file into used memory, and many times longer where a virtual machine gives freed memory back to its host.
+    """Unused mappings, kept for the next request of their size.
 
-    Tensors go in any thread and at any time, so nothing here takes a lock.
+    Page faults on fresh memory take longer than reading a file into used memory, and many times longer where a virtual
+    machine returns freed memory to its host. Tensors are freed in any thread at any time, so nothing here takes a lock.
     """
 
     def __init__(self) -> None:
@@ -58,9 +62,8 @@ class Spares:
 
     def take(self, num_bytes: int) -> mmap.mmap:
         size = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
-        for mapping in list(
-            self._unused
-        ):  # a tuple could wake the garbage collector, and so `give`, while it is made
+        # A copy, made in one call: a tuple could run the garbage collector, and so `give`, while it is made.
+        for mapping in list(self._unused):
             if len(mapping) == size:
                 try:
                     self._unused.remove(mapping)
@@ -82,7 +85,7 @@ spares = Spares()
 
 
 def is_alone(num_bytes: int) -> bool:
-    """Whether a tensor of so many bytes shares its pages with no other."""
+    """Whether a tensor of `num_bytes` gets a mapping of its own."""
     return num_bytes >= SMALLEST_ALONE
 
 
@@ -96,14 +99,14 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def own_bytes(*shape: int) -> Tensor:
-    """Zeros, uint8, that share huge pages with nothing else: others would come back only with all that is in them."""
+    """Zeros, uint8, in pages of their own: a shared page is only freed with all the tensors in it."""
     if is_alone(math.prod(shape)):
         return zeros(*shape, dtype=torch.uint8)
     return torch.zeros(shape, dtype=torch.uint8)
 
 
 def spare_bytes(num_bytes: int) -> Tensor:
-    """uint8 with anything in them, in memory that others have used before where there is any."""
+    """Uninitialized uint8, in a spare mapping if there is one."""
     if not is_alone(num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8)
     mapping = spares.take(num_bytes)
@@ -120,3 +123,9 @@ def _map(num_bytes: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def release_freed() -> None:
+    """Returns memory that C's allocator holds after many tensors were freed. Takes milliseconds; glibc only."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

@@ -7,6 +7,7 @@ array, so that a tape can run it again without Python.
 import ctypes
 import os
 import struct
+import threading
 from array import array
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels import compile as compilation
+from quire.kernels import build
 from quire.observe.logs import get_logger
 
 if TYPE_CHECKING:
@@ -28,23 +29,31 @@ ISAS = ("amx", "avx512", "avx2", "generic")
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-class NativeState:
-    """The loaded library, the instruction set in use and the tape that records, if any."""
+class Recording(threading.local):
+    """The tape that records in this thread, if any: another thread's calls and outputs are not its business."""
 
-    __slots__ = ("addresses", "isa", "library", "tape")
+    tape: "Tape | None" = None
+
+
+recording = Recording()
+
+
+class NativeState:
+    """The loaded library and the instruction set in use."""
+
+    __slots__ = ("addresses", "isa", "library")
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.isa = ""
         self.addresses: dict[str, int] = {}
-        self.tape: Tape | None = None
 
 
 @cache
 def _state() -> NativeState | None:
     try:
-        library = ctypes.CDLL(str(compilation.ensure_built()))
-    except (compilation.BuildError, OSError) as failure:
+        library = ctypes.CDLL(str(build.ensure_built()))
+    except (build.BuildError, OSError) as failure:
         logger.warning("native kernels are not available, the torch reference serves: %s", failure)
         return None
     library.quire_has_isa.argtypes = [ctypes.c_char_p]
@@ -141,23 +150,24 @@ def real(value: float) -> int:
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An output tensor: from the tape's arena while one records, else freshly allocated."""
-    tape = loaded().tape
+    """An output tensor: from the arena of the tape that records in this thread, else freshly allocated."""
+    tape = recording.tape
     return torch.empty(shape, dtype=dtype) if tape is None else tape.empty(shape, dtype)
 
 
 def call(name: str, arguments: tuple[int, ...], tensors: tuple[Tensor | None, ...]) -> None:
-    """Runs an operation, and records it if a tape is running. `tensors` are those behind the pointers."""
+    """Runs an operation, and records it if this thread has a tape running. `tensors` own the memory pointed to."""
     state = loaded()
     address = state.addresses.get(name) or _find(state, name)
     packed = array("q", arguments)
     state.library.quire_call(address, packed.buffer_info()[0])
-    if state.tape is not None:
-        state.tape.record(address, packed, tensors)
+    tape = recording.tape
+    if tape is not None:
+        tape.record(address, packed, tensors)
 
 
 def call_aside(name: str, arguments: tuple[int, ...]) -> None:
-    """Runs an operation of one thread beside whatever else runs, which does not wait for it; never part of a tape."""
+    """Runs a single-threaded operation beside other operations, without the library's lock; never recorded."""
     state = loaded()
     packed = array("q", arguments)
     state.library.quire_call_aside(state.addresses.get(name) or _find(state, name), packed.buffer_info()[0])

@@ -5,7 +5,8 @@
     tape.replay()                     # runs again, on the same buffers
 
 It is the CPU's form of a captured graph: inputs are changed by writing into the tensors that were recorded, and
-results appear in the tensors that the recorded run returned. Only native operations are recorded.
+results appear in the tensors that the recorded run returned. Only native operations of the thread that entered the
+tape are recorded: other threads may call kernels, or record tapes of their own, meanwhile.
 """
 
 import math
@@ -23,8 +24,11 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """Memory of tapes that never run at once. A buffer is given out again once no tensor of `empty` looks at it:
-    replay keeps the order, and whatever another tape leaves there is overwritten before it is read."""
+    """Memory shared by tapes that one thread records and replays in turn.
+
+    A buffer is reused once no tensor from `empty` refers to it: replay keeps the order of operations, so each buffer is
+    written before it is read, also after another tape has used it.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, list[numpy.ndarray]] = {}
@@ -41,7 +45,7 @@ class Arena:
         return torch.from_numpy(lent).view(dtype).view(shape)
 
     def borrowed(self, tensor: Tensor) -> Tensor:
-        """A tensor on the same memory that does not keep it: the next tape may write there."""
+        """A tensor on the same memory that does not reserve it: the next tape may write there."""
         buffer = self._buffers[tensor.data_ptr()]
         return torch.from_numpy(buffer[: tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
 
@@ -79,16 +83,16 @@ class Tape:
         self._program: array[int] = array("q")
 
     def __enter__(self) -> "Tape":
-        state = native.loaded()
-        if state.tape is not None:
+        native.loaded()
+        if native.recording.tape is not None:
             raise RuntimeError("a tape is recording already; tapes do not nest")
-        state.tape = self
+        native.recording.tape = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        native.loaded().tape = None
+        native.recording.tape = None
         self._program = array("q")
         for address, arguments in self._entries:
             self._program.extend((address, arguments.buffer_info()[0]))
@@ -114,4 +118,4 @@ class Tape:
 
     def replay(self) -> None:
         """Runs all recorded operations again, in order, in one call."""
-        native.loaded().library.quire_replay(self._program.buffer_info()[0], len(self._entries))
+        native.loaded().library.quire_replay(self._program.buffer_info()[0], len(self._program) // 2)

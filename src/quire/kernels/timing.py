@@ -1,4 +1,4 @@
-"""Timing on a GPU: what launches take behind one another, and which of several candidates is faster beyond doubt."""
+"""GPU timing: seconds of queued launches, and which of several candidates is faster beyond doubt."""
 
 import statistics
 import time

@@ -25,7 +25,7 @@ def activation(kernel: ModuleType, name: str) -> Callable[[Tensor], Tensor]:
 
 
 def gelu_gate(kernel: ModuleType, name: str) -> Callable[[Tensor], Tensor] | None:
-    """x [T, 2F] (gate | up) -> gelu(gate) * up [T, F]; None for silu, which products make themselves.
+    """x [T, 2F] (gate | up) -> gelu(gate) * up [T, F]; None for silu, which GEMMs fuse.
 
     An unknown name is refused.
     """

@@ -1,11 +1,11 @@
 """Batch: a step's tensors. One ragged run of tokens, prompts and decodes mixed, no padding."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from quire.layers.lora import LoraBatch
-from quire.layers.plans import AttentionPlans
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,44 @@ class Span:
     padded: int  # as many tokens as it is computed with
 
 
+class AttentionPlans:
+    """How attention divides one batch's work: one plan per sliding window, made on first use, shared by all layers."""
+
+    def __init__(
+        self,
+        planner: Any,  # the kernel's
+        query_starts: Tensor,  # [R + 1] int32
+        context_lens: Tensor,  # [R] int32
+        paged_lens: Tensor,  # [R] int32, zero for rows whose attention needs no pages
+        num_tokens: int,
+        block_tables: Tensor,  # [R, max_blocks] int32
+    ) -> None:
+        self._planner = planner
+        self._query_starts = query_starts
+        self._context_lens = context_lens
+        self._paged_lens = paged_lens
+        self._num_tokens = num_tokens
+        self._block_tables = block_tables
+        self._plans: dict[int, Any] = {}
+
+    def of(self, window: int) -> Any:
+        """The plan for this window. Fresh rows are left out only without a window."""
+        if window not in self._plans:
+            lens = self._context_lens if window else self._paged_lens
+            self._plans[window] = self._planner.plan(
+                self._query_starts,
+                lens,
+                lens.shape[0],
+                window=window,
+                num_tokens=self._num_tokens,
+                block_tables=self._block_tables,
+            )
+        return self._plans[window]
+
+
 @dataclass(frozen=True, slots=True)
 class TreeMasks:
-    """Which queries see what of their row's token tree; attention's reference says how."""
+    """What each query sees of its row's token tree; see the reference of attention."""
 
     starts: Tensor  # [T] int32, where the tree begins; -1: the row has none
     ancestors: Tensor  # [T] int64, bit n: node n is seen
@@ -29,8 +64,8 @@ class TreeMasks:
 class Batch:
     """T tokens of R rows. Row r's tokens are query_starts[r]:query_starts[r + 1].
 
-    A row's last query sits at position context_lens[r] - 1 (or place, where a token tree's nodes lie one behind the
-    other); K and V of the batch's own tokens are stored into the pool before attention reads it.
+    A row's last query sits at position context_lens[r] - 1 (or slot, where a token tree's nodes lie in
+    order); K and V of the batch's own tokens are stored into the pool before attention reads it.
     """
 
     token_ids: Tensor  # [T] int32

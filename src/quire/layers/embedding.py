@@ -6,12 +6,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from quire.layers.loader import Loader, Part, check_shape
 from quire.layers.lora import LoraBatch, LoraGroup
+from quire.layers.parameters import LayerPart, Loader, check_shape
 
 
 class Embedding:
-    """A table [num_rows, width]; what it gives is in the model's activation type.
+    """A table [num_rows, width]; results are in the model's activation type.
 
     With `compact` a 16-bit table stays as it is and a 32-bit one becomes float16: it is only read row by row.
     """
@@ -31,7 +31,7 @@ class Embedding:
         self._dtype = dtype
         self._device = device
         self._compact = compact
-        self._first_row = first_row  # rows of the checkpoint's table that come before ours
+        self._first_row = first_row  # rows of the checkpoint's table before the first that is kept
         self._table: Tensor | None = None  # [num_rows, width]
         self._lora: LoraGroup | None = None
 
@@ -41,7 +41,7 @@ class Embedding:
         return self._table
 
     def __call__(self, ids: Tensor, lora: LoraBatch | None = None) -> Tensor:
-        """ids [T] int32 or int64 -> [T, width], plus what the lines' adapters add."""
+        """ids [T] int32 or int64 -> [T, width], plus the rows' adapters."""
         rows = self._kernel.gather(self._table, ids, dtype=self._dtype)
         if lora is None or self._lora is None or not lora.adds_to(self._lora):
             return rows
@@ -53,7 +53,7 @@ class Embedding:
 
     def loader(self) -> Loader:
         num_rows, width = self._first_row + self._shape[0], self._shape[1]
-        return Loader((num_rows, width), self.load, (Part(self, 0, width, num_rows, is_embedding=True),))
+        return Loader((num_rows, width), self.load, (LayerPart(self, 0, width, num_rows, is_embedding=True),))
 
     def load(self, tensor: Tensor) -> None:
         """tensor [first_row + num_rows, width]."""

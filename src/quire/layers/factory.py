@@ -13,11 +13,11 @@ from quire.kernels.registry import REFERENCE, load
 from quire.layers.activation import activation, gelu_gate
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
-from quire.layers.full_attention import FullAttention
+from quire.layers.encoder import FullAttention
 from quire.layers.linear import Linear, OutputHead
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.parameters import Vector
 from quire.layers.rope import rotary_table
-from quire.layers.vector import Vector
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
 
@@ -112,7 +112,7 @@ class LayerFactory:
         window: int = 0,
         cos_sin: Tensor | None = None,
     ) -> Attention:
-        """Attention of layer `index`; the scale is 1 / sqrt(head_dim) unless told."""
+        """Attention of layer `index`; the scale is 1 / sqrt(head_dim) by default."""
         return Attention(
             self.kernel("rotary"),
             self.kernel("attention"),

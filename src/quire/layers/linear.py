@@ -1,30 +1,29 @@
-"""Linear: a matrix in some number format, with or without a bias. Fused projections are loaded piecewise."""
+"""Linear: a matrix in some number format, with or without a bias. Fused projections are loaded part by part."""
 
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from quire.layers.embedding import Embedding
-from quire.layers.loader import Loader, Part, check_shape
 from quire.layers.lora import LoraBatch, LoraGroup
 from quire.layers.norm import RMSNorm
-from quire.layers.vector import Vector
+from quire.layers.parameters import LayerPart, Loader, Vector, check_shape
 from quire.quant.format import Matrix
 
 HEAD = "lm_head"  # a tied head's module, whose tensor is the embedding's
 
 
 class Linear:
-    """y = x @ weight.T (+ bias) (+ residual), plus what the lines' adapters add (`lora`; None: nothing)."""
+    """y = x @ weight.T (+ bias) (+ residual) (+ the rows' adapters, `lora`)."""
 
     def __init__(self, matrix: Matrix, bias: Vector | None, silu_mul: Callable[[Tensor], Tensor]) -> None:
         self._matrix = matrix
         self._bias = bias
-        self._silu_mul = silu_mul  # for products that adapters add to before the activation
+        self._silu_mul = silu_mul  # for GEMMs that adapters add to before the activation
         self._lora: LoraGroup | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, lora: LoraBatch | None = None) -> Tensor:
-        """x [T, columns], residual [T, rows] -> [T, rows]. The residual may be used up."""
+        """x [T, columns], residual [T, rows] -> [T, rows]. The residual may be overwritten."""
         y = self._matrix.linear(x, self._bias.value if self._bias else None, residual)
         group = self._adapted(lora)
         return y if group is None or lora is None else group.add(x, y, lora)
@@ -55,11 +54,11 @@ class Linear:
         self._lora = group
 
     def _adapted(self, lora: LoraBatch | None) -> LoraGroup | None:
-        """The sites, if some line has anything there."""
+        """The layer's sites, if some row has an adapter there."""
         return self._lora if lora is not None and lora.adds_to(self._lora) else None
 
     def _fused(self, x: Tensor, norm: RMSNorm, lora: LoraBatch | None, silu_mul: bool) -> Tensor | None:
-        """One pass for norm and product, where there is one; an adapter needs what lies between them."""
+        """Norm and GEMM in one kernel, if there is one; an adapter needs the norm's result."""
         if self._bias or self._adapted(lora) is not None:
             return None
         return self._matrix.normed(x, norm.weight, norm.eps, silu_mul=silu_mul)
@@ -72,7 +71,7 @@ class Linear:
     def weight_loader(
         self, first_row: int = 0, num_rows: int | None = None, transposed: bool = False
     ) -> Loader:
-        """Takes one checkpoint tensor into rows first_row .. first_row + num_rows - 1 (all rows unless told).
+        """Takes one checkpoint tensor into rows first_row .. first_row + num_rows - 1 (all rows by default).
 
         `transposed`: the checkpoint has [columns, rows].
         """
@@ -82,11 +81,11 @@ class Linear:
         def take(tensor: Tensor) -> None:
             self._matrix.load_rows(first_row, tensor.t() if transposed else tensor)
 
-        part = Part(self, first_row, *shape)
+        part = LayerPart(self, first_row, *shape)
         return Loader(shape[::-1] if transposed else shape, take, (part,))
 
     def bias_loader(self, first_row: int = 0, num_rows: int | None = None) -> Loader:
-        """Takes one checkpoint tensor into a piece of the bias."""
+        """Takes one checkpoint tensor into a part of the bias."""
         assert self._bias is not None, "this Linear was built without a bias"
         return self._bias.loader(first_row, self._matrix.num_rows if num_rows is None else num_rows)
 
@@ -124,7 +123,7 @@ class OutputHead:
     def loader(self) -> Loader:
         """Takes the head's checkpoint tensor; a tied head's is the embedding's, and loads both."""
         shape = (self._matrix.num_rows, self._matrix.num_columns)
-        parts: tuple[Part, ...] = (Part(self, 0, *shape, module=HEAD),)
+        parts: tuple[LayerPart, ...] = (LayerPart(self, 0, *shape, module=HEAD),)
         if self._tied_to is not None:
             parts += self._tied_to.loader().parts
         return Loader(shape, self._take, parts)

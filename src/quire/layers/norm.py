@@ -5,8 +5,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from quire.layers.loader import Loader
-from quire.layers.vector import Vector
+from quire.layers.parameters import Loader, Vector
 
 
 class RMSNorm:
@@ -44,7 +43,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """(x - mean) / sqrt(variance + eps) * weight + bias; `affine=False` has ones and zeros, loaded from nowhere."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias; `affine=False`: ones and zeros, not loaded."""
 
     def __init__(
         self, kernel: ModuleType, weight: Vector, bias: Vector, eps: float, affine: bool = True

@@ -22,7 +22,7 @@ class Pool:
         return self._planes[index]
 
     def elements(self, dtype: torch.dtype) -> Tensor:
-        """All bytes as one line of numbers of this type: what adapters' weights are found in."""
+        """All bytes as one vector of this type, which holds the adapters' weights."""
         return self.data.view(-1).view(dtype)
 
     def _plane(self, layer: int, value: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of cosines and sines, for every way of stretching it that we know."""
+"""Rotary position embedding: the table of cosines and sines, for every known way of stretching it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,20 +19,22 @@ def rope_parameters(hf: Parameters) -> dict[str, Any]:
 
     The result always has `rope_type` and `rope_theta`. An unknown rope type is refused.
     """
-    found = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    rope_type = found.get("rope_type") or found.get("type") or "default"
+    parameters = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type not in _FREQUENCIES:
         known = ", ".join(sorted(_FREQUENCIES))
         raise ModelError(f"rope type {rope_type!r} in config.json is not known: choose one of {known}")
-    found["rope_type"] = rope_type
-    if found.get("rope_theta") is None:
-        found["rope_theta"] = hf.get("rope_theta") or DEFAULT_THETA
-    if found.get("partial_rotary_factor") is None:
-        found["partial_rotary_factor"] = hf.get("partial_rotary_factor") or 1.0
-    original = hf.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
-    found["original_max_position_embeddings"] = original or hf.get("max_position_embeddings")
-    found["max_position_embeddings"] = hf.get("max_position_embeddings")
-    return found
+    parameters["rope_type"] = rope_type
+    if parameters.get("rope_theta") is None:
+        parameters["rope_theta"] = hf.get("rope_theta") or DEFAULT_THETA
+    if parameters.get("partial_rotary_factor") is None:
+        parameters["partial_rotary_factor"] = hf.get("partial_rotary_factor") or 1.0
+    original = hf.get("original_max_position_embeddings") or parameters.get(
+        "original_max_position_embeddings"
+    )
+    parameters["original_max_position_embeddings"] = original or hf.get("max_position_embeddings")
+    parameters["max_position_embeddings"] = hf.get("max_position_embeddings")
+    return parameters
 
 
 def position_limit(hf: Parameters) -> int:
@@ -84,7 +86,7 @@ def _dynamic(parameters: Parameters, rotary_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(parameters: Parameters, rotary_dim: int) -> tuple[Tensor, float]:
-    """Long waves are slowed by `factor`, short ones stay, those between are blended."""
+    """Long waves are slowed by `factor`, short ones stay, the ones between are blended."""
     frequencies = _inverse(parameters["rope_theta"], rotary_dim)
     factor = parameters["factor"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]

@@ -18,7 +18,7 @@ from quire.engine.build import Built, build
 from quire.engine.encoder_build import BuiltEncoder, build_encoder
 from quire.engine.encoder_engine import EncoderEngine
 from quire.engine.engine import Engine
-from quire.kernels import compile as compilation
+from quire.kernels import build as compilation
 from quire.link.channel import WorkerChannel, remove_socket
 from quire.link.encoder_loop import EncoderLoop
 from quire.link.heartbeat import beat

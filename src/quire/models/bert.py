@@ -1,4 +1,4 @@
-"""BERT and its kin, as encoders: BERT, RoBERTa, XLM-RoBERTa, DistilBERT. What differs is a Variant's field."""
+"""The BERT family of encoders: BERT, RoBERTa, XLM-RoBERTa, DistilBERT. A BertVariant holds the differences."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,23 +9,22 @@ from torch import Tensor
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.activation import KNOWN
-from quire.layers.encoder_batch import EncoderBatch
+from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import LayerFactory
-from quire.layers.loader import Loader
-from quire.layers.state import Stateful, collect, distribute
+from quire.layers.parameters import Loader, Stateful, collect, distribute
 from quire.models.hyperparameters import checkpoint_dtype, head_size, positive
 from quire.models.model import Encoder
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """What sets one member of the family apart: where its config and its checkpoint keep what."""
+class BertVariant:
+    """A member of the family: its names in config.json and in the checkpoint."""
 
     keys: Mapping[str, str]  # hyperparameter -> its name in config.json
     first_position: bool  # positions begin after the padding token's id, as RoBERTa counts
     token_types: bool
     layer: str  # prefix of a layer's tensors
-    pieces: Mapping[str, str]  # part of a layer -> its name below that prefix
+    parts: Mapping[str, str]  # part of a layer -> its name below that prefix
 
 
 _KEYS = {
@@ -35,7 +34,7 @@ _KEYS = {
     "inner": "intermediate_size",
     "activation": "hidden_act",
 }
-_PIECES = {
+_PARTS = {
     "query": "attention.self.query",
     "key": "attention.self.key",
     "value": "attention.self.value",
@@ -52,7 +51,7 @@ _DISTIL_KEYS = {
     "inner": "hidden_dim",
     "activation": "activation",
 }
-_DISTIL_PIECES = {
+_DISTIL_PARTS = {
     "query": "attention.q_lin",
     "key": "attention.k_lin",
     "value": "attention.v_lin",
@@ -62,9 +61,9 @@ _DISTIL_PIECES = {
     "down": "ffn.lin2",
     "mlp_norm": "output_layer_norm",
 }
-_BERT = Variant(_KEYS, False, True, "encoder.layer.", _PIECES)
-_ROBERTA = Variant(_KEYS, True, True, "encoder.layer.", _PIECES)
-_DISTIL = Variant(_DISTIL_KEYS, False, False, "transformer.layer.", _DISTIL_PIECES)
+_BERT = BertVariant(_KEYS, False, True, "encoder.layer.", _PARTS)
+_ROBERTA = BertVariant(_KEYS, True, True, "encoder.layer.", _PARTS)
+_DISTIL = BertVariant(_DISTIL_KEYS, False, False, "transformer.layer.", _DISTIL_PARTS)
 
 
 def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
@@ -104,7 +103,7 @@ def build(config: ModelConfig, factory: LayerFactory) -> Encoder:
     return Bert(config, factory)
 
 
-def _variant(architecture: str) -> Variant:
+def _variant(architecture: str) -> BertVariant:
     if architecture.startswith("DistilBert"):
         return _DISTIL
     return _ROBERTA if "Roberta" in architecture else _BERT
@@ -150,18 +149,18 @@ class BertLayer:
         }
 
     def loaders(self, prefix: str, names: Mapping[str, str]) -> dict[str, Loader]:
-        found: dict[str, Loader] = {}
+        loaders: dict[str, Loader] = {}
         hidden = len(self.attention_norm.state()["weight"])
-        for position, piece in enumerate(("query", "key", "value")):
+        for position, part in enumerate(("query", "key", "value")):
             first_row = position * hidden
-            found[f"{prefix}{names[piece]}.weight"] = self.qkv.weight_loader(first_row, hidden)
-            found[f"{prefix}{names[piece]}.bias"] = self.qkv.bias_loader(first_row, hidden)
-        for piece, linear in (("output", self.output), ("up", self.up), ("down", self.down)):
-            found[f"{prefix}{names[piece]}.weight"] = linear.weight_loader()
-            found[f"{prefix}{names[piece]}.bias"] = linear.bias_loader()
-        found |= self.attention_norm.loaders(prefix + names["attention_norm"])
-        found |= self.mlp_norm.loaders(prefix + names["mlp_norm"])
-        return found
+            loaders[f"{prefix}{names[part]}.weight"] = self.qkv.weight_loader(first_row, hidden)
+            loaders[f"{prefix}{names[part]}.bias"] = self.qkv.bias_loader(first_row, hidden)
+        for part, linear in (("output", self.output), ("up", self.up), ("down", self.down)):
+            loaders[f"{prefix}{names[part]}.weight"] = linear.weight_loader()
+            loaders[f"{prefix}{names[part]}.bias"] = linear.bias_loader()
+        loaders |= self.attention_norm.loaders(prefix + names["attention_norm"])
+        loaders |= self.mlp_norm.loaders(prefix + names["mlp_norm"])
+        return loaders
 
 
 class Bert:
@@ -181,26 +180,26 @@ class Bert:
         self.norm = factory.layer_norm(hidden, eps)
         self.blocks = [BertLayer(config, activation, eps, factory) for _ in range(config.num_layers)]
 
-    def __call__(self, texts: EncoderBatch) -> Tensor:
-        hidden = self.tokens(texts.token_ids) + self.positions(texts.positions)
-        if self.types is not None:  # a text alone is of type 0 throughout
+    def __call__(self, batch: EncoderBatch) -> Tensor:
+        hidden = self.tokens(batch.token_ids) + self.positions(batch.positions)
+        if self.types is not None:  # a single text is of type 0
             hidden += self.types.table[0].to(hidden.dtype)
         hidden = self.norm(hidden)
         for block in self.blocks:
-            hidden = block(hidden, texts.starts)
+            hidden = block(hidden, batch.starts)
         return hidden
 
     def loaders(self) -> dict[str, Loader]:
-        found = {
+        loaders = {
             "embeddings.word_embeddings.weight": self.tokens.loader(),
             "embeddings.position_embeddings.weight": self.positions.loader(),
             **self.norm.loaders("embeddings.LayerNorm"),
         }
         if self.types is not None:
-            found["embeddings.token_type_embeddings.weight"] = self.types.loader()
+            loaders["embeddings.token_type_embeddings.weight"] = self.types.loader()
         for i, block in enumerate(self.blocks):
-            found |= block.loaders(f"{self._variant.layer}{i}.", self._variant.pieces)
-        return found
+            loaders |= block.loaders(f"{self._variant.layer}{i}.", self._variant.parts)
+        return loaders
 
     def parameters(self) -> dict[str, Tensor]:
         return collect(self._layers())
@@ -209,9 +208,9 @@ class Bert:
         distribute(self._layers(), parameters)
 
     def _layers(self) -> dict[str, Stateful]:
-        found: dict[str, Stateful] = {"tokens": self.tokens, "positions": self.positions, "norm": self.norm}
+        layers: dict[str, Stateful] = {"tokens": self.tokens, "positions": self.positions, "norm": self.norm}
         if self.types is not None:
-            found["types"] = self.types
+            layers["types"] = self.types
         for i, block in enumerate(self.blocks):
-            found |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
-        return found
+            layers |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
+        return layers

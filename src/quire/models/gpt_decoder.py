@@ -1,24 +1,25 @@
-"""The decoder that OPT and GPT-2 share: layer norms, biases, learned positions. Their files own the names."""
+"""GptDecoder, shared by OPT and GPT-2: layer norms, biases, learned positions. Their files own the names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
-from quire.layers.loader import Loader
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import LayerNorm
+from quire.layers.parameters import Loader, Stateful, collect, distribute
 from quire.layers.pool import Pool
-from quire.layers.state import Stateful, collect, distribute
+from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import Layer
 
 
 @dataclass(frozen=True, slots=True)
 class GptConfig:
-    """What sets one decoder of this kind apart."""
+    """The differences between decoders of this kind."""
 
     activation: str
     eps: float
@@ -29,6 +30,35 @@ class GptConfig:
     final_norm: bool = True
     embedding_width: int | None = None  # other than the hidden size: projected in and out
     skipped_positions: int = 0  # rows of the checkpoint's position table before position 0
+
+
+def describe_gpt(
+    architecture: str,
+    hf: Mapping[str, Any],
+    *,
+    hidden_size: int,
+    num_heads: int,
+    num_layers: int,
+    intermediate_size: int,
+    max_position: int,
+) -> ModelConfig:
+    """The ModelConfig of such a decoder, from the values that have other names in each config.json."""
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=positive(hf, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_size({}, hidden_size, num_heads),
+        intermediate_size=intermediate_size,
+        max_position=max_position,
+        dtype=checkpoint_dtype(hf),
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
+        eos_token_ids=token_ids(hf, "eos_token_id"),
+        bos_token_id=first_token_id(hf, "bos_token_id"),
+        hf=dict(hf),
+    )
 
 
 class GptLayer:
@@ -45,21 +75,21 @@ class GptLayer:
         self.output = factory.linear(hidden, hidden, kind.bias)
         self.mlp_norm = factory.layer_norm(hidden, kind.eps, kind.affine)
         self.up = factory.linear(inner, hidden, kind.bias)
-        # relu is part of the product
+        # relu is part of the GEMM's epilogue
         self.activation = None if kind.activation == "relu" else factory.activation(kind.activation)
         self.down = factory.linear(hidden, inner, kind.bias)
 
     def attend(self, hidden: Tensor, update: Tensor | None, batch: Batch, pool: Pool) -> Tensor:
-        """What the output projection will take [T, hidden]. `update` is added to hidden [T, hidden] first."""
+        """The output projection's input [T, hidden]. `update` is added to hidden [T, hidden] first."""
         x = _normed(self.attention_norm, hidden, update) if self._norm_first else hidden
         return self.attention(self.qkv(x, lora=batch.lora), batch, pool)
 
     def finish(
         self, attended: Tensor, hidden: Tensor, lora: LoraBatch | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The rest of the layer, token by token: hidden states, and what is still to be added to them.
+        """The rest of the layer, token by token: hidden states, and an update still to be added to them.
 
-        Sums wait for the next norm, which makes them on its way.
+        The next norm adds the update, in one kernel.
         """
         output = self.output(attended, lora=lora)
         x = (self.mlp_norm if self._norm_first else self.attention_norm).add(output, hidden)
@@ -143,15 +173,15 @@ class GptDecoder:
         distribute(self._layers(), parameters)
 
     def _layers(self) -> dict[str, Stateful]:
-        found: dict[str, Stateful] = {
+        layers: dict[str, Stateful] = {
             "tokens": self.tokens,
             "positions": self.positions,
             "head": self.head,
         }
         if self.norm is not None:
-            found["norm"] = self.norm
+            layers["norm"] = self.norm
         if self.project_in is not None and self.project_out is not None:
-            found |= {"project_in": self.project_in, "project_out": self.project_out}
+            layers |= {"project_in": self.project_in, "project_out": self.project_out}
         for i, block in enumerate(self.blocks):
-            found |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
-        return found
+            layers |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
+        return layers

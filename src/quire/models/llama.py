@@ -1,4 +1,4 @@
-"""Llama and its kin: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3. What differs is a Variant's field."""
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3. A LlamaVariant holds the differences."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +11,17 @@ from quire.core.errors import ModelError
 from quire.layers.activation import GATES
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
-from quire.layers.loader import Loader
 from quire.layers.lora import LoraBatch
+from quire.layers.parameters import Loader, Stateful, collect, distribute
 from quire.layers.pool import Pool
 from quire.layers.rope import position_limit, rope_parameters
-from quire.layers.state import Stateful, collect, distribute
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import Layer, Model
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """What sets one member of the family apart."""
+class LlamaVariant:
+    """A member of the family."""
 
     qkv_bias: bool
     output_bias: bool  # of attention's output projection
@@ -72,11 +71,11 @@ def _gate_name(hf: Mapping[str, Any]) -> str:
     return str(hf.get("hidden_act") or "silu")
 
 
-def _variant(config: ModelConfig) -> Variant:
+def _variant(config: ModelConfig) -> LlamaVariant:
     architecture, hf = config.architecture, config.hf
     qwen2, mistral = architecture == "Qwen2ForCausalLM", architecture == "MistralForCausalLM"
     attention_bias = bool(hf.get("attention_bias", False)) and not qwen2 and not mistral
-    return Variant(
+    return LlamaVariant(
         qkv_bias=attention_bias or qwen2,
         output_bias=attention_bias,
         mlp_bias=bool(hf.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
@@ -106,7 +105,7 @@ class LlamaLayer:
     """norm → qkv → attention → output, norm → gate, up → down; both sums are made by the last projection."""
 
     def __init__(
-        self, config: ModelConfig, variant: Variant, factory: LayerFactory, index: int, cos_sin: Tensor
+        self, config: ModelConfig, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor
     ):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         eps = float(config.hf.get("rms_norm_eps", 1e-6))
@@ -141,7 +140,7 @@ class LlamaLayer:
         return self.down(gated, hidden, lora)
 
     def layers(self) -> dict[str, Stateful]:
-        found: dict[str, Stateful] = {
+        layers: dict[str, Stateful] = {
             "input_norm": self.input_norm,
             "qkv": self.qkv,
             "output": self.output,
@@ -150,17 +149,17 @@ class LlamaLayer:
             "down": self.down,
         }
         if self.q_norm is not None and self.k_norm is not None:
-            found |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
-        return found
+            layers |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        return layers
 
     def loaders(self, prefix: str) -> dict[str, Loader]:
         query, key, inner = self._query_rows, self._key_rows, self._inner
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        found = {
+        loaders = {
             f"{prefix}input_layernorm.weight": self.input_norm.loader(),
             f"{prefix}post_attention_layernorm.weight": self.post_norm.loader(),
         }
-        pieces = (
+        parts = (
             (f"{attention}q_proj", self.qkv, 0, query, self._variant.qkv_bias),
             (f"{attention}k_proj", self.qkv, query, key, self._variant.qkv_bias),
             (f"{attention}v_proj", self.qkv, query + key, key, self._variant.qkv_bias),
@@ -169,14 +168,14 @@ class LlamaLayer:
             (f"{mlp}up_proj", self.gate_up, inner, inner, self._variant.mlp_bias),
             (f"{mlp}down_proj", self.down, 0, None, self._variant.mlp_bias),
         )
-        for name, linear, first_row, num_rows, bias in pieces:
-            found[f"{name}.weight"] = linear.weight_loader(first_row, num_rows)
+        for name, linear, first_row, num_rows, bias in parts:
+            loaders[f"{name}.weight"] = linear.weight_loader(first_row, num_rows)
             if bias:
-                found[f"{name}.bias"] = linear.bias_loader(first_row, num_rows)
+                loaders[f"{name}.bias"] = linear.bias_loader(first_row, num_rows)
         if self.q_norm is not None and self.k_norm is not None:
-            found[f"{attention}q_norm.weight"] = self.q_norm.loader()
-            found[f"{attention}k_norm.weight"] = self.k_norm.loader()
-        return found
+            loaders[f"{attention}q_norm.weight"] = self.q_norm.loader()
+            loaders[f"{attention}k_norm.weight"] = self.k_norm.loader()
+        return loaders
 
 
 class Llama:
@@ -209,15 +208,15 @@ class Llama:
         return self.head(hidden, lora)
 
     def loaders(self) -> dict[str, Loader]:
-        found = {"model.norm.weight": self.norm.loader()}
+        loaders = {"model.norm.weight": self.norm.loader()}
         if self.config.tie_word_embeddings:
-            found["model.embed_tokens.weight"] = self.head.loader()
+            loaders["model.embed_tokens.weight"] = self.head.loader()
         else:
-            found["model.embed_tokens.weight"] = self.embedding.loader()
-            found["lm_head.weight"] = self.head.loader()
+            loaders["model.embed_tokens.weight"] = self.embedding.loader()
+            loaders["lm_head.weight"] = self.head.loader()
         for i, block in enumerate(self.blocks):
-            found |= block.loaders(f"model.layers.{i}.")
-        return found
+            loaders |= block.loaders(f"model.layers.{i}.")
+        return loaders
 
     def parameters(self) -> dict[str, Tensor]:
         return collect(self._layers())
@@ -226,7 +225,7 @@ class Llama:
         distribute(self._layers(), parameters)
 
     def _layers(self) -> dict[str, Stateful]:
-        found: dict[str, Stateful] = {"embedding": self.embedding, "norm": self.norm, "head": self.head}
+        layers: dict[str, Stateful] = {"embedding": self.embedding, "norm": self.norm, "head": self.head}
         for i, block in enumerate(self.blocks):
-            found |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
-        return found
+            layers |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
+        return layers

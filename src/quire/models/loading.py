@@ -1,4 +1,4 @@
-"""load: from a source of tensors to a model that can run, by way of the converted weights where they pay."""
+"""load: a source of tensors to a model that can run, through the cache of converted weights where that is faster."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import WeightsError
-from quire.kernels import free_pages
+from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
-from quire.layers.loader import Loader
+from quire.layers.parameters import Loader
 from quire.models.model import Encoder, Loadable, Model
 from quire.models.registry import build, build_encoder, describe, describe_encoder
 from quire.observe.logs import get_logger
@@ -27,7 +27,7 @@ NAMED = 4  # tensors that an error names
 def load(source: Source, factory: LayerFactory, progress: Progress | None = None, seed: int = 0) -> Model:
     """A loaded model. Needs the model's own memory plus one tensor; WeightsError names what is missing or wrong.
 
-    A source with `random` set has no tensors: parameters are drawn from `seed`.
+    A source with `random` set has no tensors: parameters are random, by `seed`.
     """
     model = build(describe(source.config), factory)
     _fill(model, source, factory, progress, seed)
@@ -48,7 +48,7 @@ def _fill(
 ) -> None:
     if source.random or not factory.number_format.worth_keeping:
         feed(source, model.loaders(), factory.device, progress, seed)
-        free_pages.give_back()  # numbers before they were rounded
+        huge_pages.release_freed()  # numbers before they were rounded
         return
     path = converted_path(source.fingerprint, factory.number_format.name)
     kept = read_converted(path)
@@ -59,14 +59,14 @@ def _fill(
     if write_converted(path, model.parameters()):
         kept = read_converted(path)
         if kept is not None:
-            _adopt(model, kept)  # mapped pages can be dropped and shared, those just made cannot
-    free_pages.give_back()
+            _adopt(model, kept)  # mapped pages can be dropped and shared, anonymous ones cannot
+    huge_pages.release_freed()
 
 
 def feed(
     source: Source, loaders: Mapping[str, Loader], device: torch.device, progress: Progress | None, seed: int
 ) -> None:
-    """Every loader gets its tensor from the source, or a random one; WeightsError names those that are missing."""
+    """Gives every loader its tensor from the source, or a random one; WeightsError names the missing ones."""
     if source.random:
         _stream(_random_tensors(loaders, seed, device), loaders, progress)
     else:
@@ -92,12 +92,12 @@ def _stream(
     missing = dict.fromkeys(loaders)
     total = len(loaders) if total is None else total
     for done, (name, tensor) in enumerate(tensors, start=1):
-        found = _find(name, loaders)
-        if found is None:
+        spelling = _find(name, loaders)
+        if spelling is None:
             logger.debug("tensor %s is not used", name)
         else:
-            _take(name, tensor, loaders[found])
-            missing.pop(found, None)
+            _take(name, tensor, loaders[spelling])
+            missing.pop(spelling, None)
         if progress is not None:
             progress(done, total)
     if missing:
@@ -116,7 +116,7 @@ def _take(name: str, tensor: Tensor, loader: Loader) -> None:
 
 
 def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:
-    """The loader's own spelling of a tensor's name, whichever outer prefix the checkpoint has."""
+    """The loader's own spelling of a tensor's name, with any of the known outer prefixes."""
     if name in loaders:
         return name
     for prefix in PREFIXES:
@@ -131,7 +131,7 @@ def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:
 def _random_tensors(
     loaders: Mapping[str, Loader], seed: int, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Small normal matrices, drawn where they will stay; vectors are ones where they scale, zeros where they shift."""
+    """Small normal matrices, made on the model's device; vectors are ones where they scale, zeros where they shift."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, loader in loaders.items():
         if len(loader.shape) == 1:

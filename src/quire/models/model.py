@@ -1,4 +1,4 @@
-"""What every architecture offers to the runner and to loading."""
+"""The protocols of models: what every architecture offers to the runner and to loading."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -7,17 +7,16 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.layers.batch import Batch
-from quire.layers.encoder_batch import EncoderBatch
-from quire.layers.loader import Loader
+from quire.layers.encoder import EncoderBatch
 from quire.layers.lora import LoraBatch
+from quire.layers.parameters import Loader, Stateful
 from quire.layers.pool import Pool
-from quire.layers.state import Stateful
 
 
 class Layer(Protocol):
-    """One of a decoder's layers, in two parts: what follows attention may be wanted for fewer tokens.
+    """One of a decoder's layers, in two parts: the second may run for fewer tokens than attention does.
 
-    What the parts take and give is between a model and its own layers.
+    The parts' arguments are private to a model and its own layers.
     """
 
     @property
@@ -31,12 +30,12 @@ class Layer(Protocol):
         ...
 
     def layers(self) -> dict[str, Stateful]:
-        """What has parameters, by name."""
+        """Sublayers with parameters, by name."""
         ...
 
 
 class Loadable(Protocol):
-    """What loading needs to know of a model."""
+    """A model as loading sees it."""
 
     config: ModelConfig
 
@@ -54,9 +53,9 @@ class Loadable(Protocol):
 
 
 class Encoder(Loadable, Protocol):
-    """Turns whole texts into hidden states, in one step and without memory."""
+    """Turns whole sequences into hidden states, in one step and without a KV cache."""
 
-    def __call__(self, texts: EncoderBatch) -> Tensor:
+    def __call__(self, batch: EncoderBatch) -> Tensor:
         """Hidden states of all tokens after the last layer: [T, width]."""
         ...
 
@@ -65,12 +64,12 @@ class Model(Loadable, Protocol):
     """A decoder. Calling it stores the batch's keys and values in the pool."""
 
     recordable: bool  # calling it runs native operations only, so that a tape can replay it
-    stack: list[Layer]  # in the order they run; an entry may be a stand-in that brings its weights first
+    stack: list[Layer]  # in the order they run; an entry may be a StreamedLayer
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
         """Hidden states after the final norm, of batch.logits_indices only: [L, width]."""
         ...
 
     def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
-        """[L, width] -> [L, vocab] float32. `lora`: adapters of these lines, if one may add to the output head."""
+        """[L, width] -> [L, vocab] float32. `lora`: adapters of these rows, if any adds to the output head."""
         ...

@@ -1,7 +1,7 @@
-"""load_offloaded: a model of which some layers live in pinned host memory or on disk and come when it is their turn.
+"""load_offloaded: a model some of whose layers live in pinned host memory or on disk and are streamed in each step.
 
-Loading itself never holds more than what stays, the layers that are being filled and one more: a layer leaves as
-soon as its last tensor has come.
+Loading never holds more than the weights that stay, the layers being filled and one more: a layer is moved out as soon
+as its last tensor is loaded.
 """
 
 import hashlib
@@ -10,49 +10,114 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels import free_pages, huge_pages
+from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
-from quire.layers.lanes import Copies, CudaCopies, FileLane, PinnedLane, StagedLane
-from quire.layers.loader import Loader
-from quire.layers.piece import PieceLayout
-from quire.layers.pinned import PinnedMemory
-from quire.layers.ring import Lane, Ring
-from quire.layers.state import collect, distribute
+from quire.layers.parameters import Loader, Stateful, collect, distribute
+from quire.layers.streaming import (
+    CopyStream,
+    CudaCopyStream,
+    FileTransfer,
+    LayerLayout,
+    LayerTransfer,
+    PinnedMemory,
+    PinnedTransfer,
+    Ring,
+    StagedTransfer,
+)
 from quire.models.loading import Progress, feed
 from quire.models.model import Layer, Model
 from quire.models.registry import build, describe
-from quire.models.streamed import StreamedLayer, Streaming, spread
 from quire.weights.layer_files import LayerFiles
 from quire.weights.source import Source
 
 GIB = 1 << 30
-DEVICE_BUFFERS = 3  # one in use, one arriving, one that lets the link go on when a layer takes longer
+DEVICE_BUFFERS = 3  # one in use, one arriving, one so that the link stays busy while a layer takes longer
 HOST_BUFFERS = 2  # one in use, one being read
 STAGING_BUFFERS = 2  # one being read, one being copied to the device
 LAYERS = "layers."  # how models name their layers' parameters
-OUTSIDE = -1  # the file of what is no layer
+OUTSIDE = -1  # the file of all parameters outside the layers
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")  # the only number in a decoder's tensor names
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What the user asked for, in bytes."""
+    """The user's limits, in bytes."""
 
-    device_bytes: int  # of layers that leave the GPU; 0 on a CPU
-    memory_bytes: int | None  # of host memory that weights may take; None: all that they need
+    device_bytes: int  # of layers moved out of the GPU; 0 on a CPU
+    memory_bytes: int | None  # of host memory for weights; None: no limit
     folder: Path  # for layers beyond that
-    host_bytes: int  # of host memory that can be had now
+    host_bytes: int  # of host memory that is free now
+
+
+class StreamedLayer:
+    """A layer in its model's stack whose weights are streamed: its tensors are views of its ring buffer."""
+
+    def __init__(self, layer: Layer, index: int, ring: Ring) -> None:
+        self._layer = layer
+        self._index = index
+        self._ring = ring
+
+    def attend(self, *arguments: Any) -> Tensor:
+        self._ring.begin(self._index)
+        return self._layer.attend(*arguments)
+
+    def finish(self, *arguments: Any) -> Any:
+        result = self._layer.finish(*arguments)
+        self._ring.end(self._index)
+        return result
+
+    def layers(self) -> dict[str, Stateful]:
+        return self._layer.layers()
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """Where a model's layers live and what a step copies, as decided at loading."""
+
+    num_layers: int
+    layer_bytes: int
+    pinned: tuple[int, ...]  # layers in pinned host memory
+    on_disk: tuple[int, ...]  # layers in files
+    folder: str  # of these files
+    ring: Ring
+    bytes_per_second: float  # of copying layers, measured at start
+    kept_bytes: int  # of weights that are always in memory, buffers not counted
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that every step copies."""
+        return self.ring.num_streamed * self.layer_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Lower bound of a step's time."""
+        return self.step_bytes / self.bytes_per_second
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.ring.num_buffers * self.layer_bytes
+
+
+def spread(count: int, num_layers: int) -> tuple[int, ...]:
+    """`count` of the layers, evenly through the depth: the layers between them give each copy time."""
+    return tuple((i + 1) * num_layers // count - 1 for i in range(count))
+
+
+def is_streamed(model: Model) -> bool:
+    """Whether layers are streamed: recorded or captured passes could not wait for weights."""
+    return any(isinstance(layer, StreamedLayer) for layer in model.stack)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     model: Model
-    streaming: Streaming | None  # None: all of it stays
+    streaming: Streaming | None  # None: all layers stay
 
 
 def load_offloaded(
@@ -61,7 +126,7 @@ def load_offloaded(
     offload: Offload,
     progress: Progress | None = None,
     seed: int = 0,
-    make_copies: Callable[[torch.device], Copies] = CudaCopies,
+    make_copies: Callable[[torch.device], CopyStream] = CudaCopyStream,
 ) -> Loaded:
     """As `loading.load`. ConfigError or WeightsError if memory, folder or disk are not enough."""
     model = build(describe(source.config), factory)
@@ -74,7 +139,7 @@ def load_offloaded(
 
 
 def num_buffers(num_layers: int, usual: int) -> int:
-    """Of a ring for so many layers: with a buffer for each of them nothing would be saved."""
+    """Buffers of a ring for `num_layers`: fewer than layers, or nothing would be saved."""
     return max(1, min(usual, num_layers - 1))
 
 
@@ -85,10 +150,10 @@ def _key(source: Source, factory: LayerFactory, seed: int) -> str:
 
 
 def _watched(model: Model, skipped: set[int], complete: Callable[[int], None]) -> dict[str, Loader]:
-    """The model's loaders; `complete` hears of each layer whose tensors have all come, `skipped` ones take none."""
+    """The model's loaders; calls `complete` for each fully loaded layer, and ignores tensors of `skipped` layers."""
     loaders = model.loaders()
     missing: dict[int, set[str]] = {}
-    owner = {name: int(found[1]) for name in loaders if (found := _LAYER_NUMBER.search(f".{name}"))}
+    owner = {name: int(match[1]) for name in loaders if (match := _LAYER_NUMBER.search(f".{name}"))}
     for name, layer in owner.items():
         missing.setdefault(layer, set()).add(name)
 
@@ -108,16 +173,16 @@ def _watched(model: Model, skipped: set[int], complete: Callable[[int], None]) -
     return {name: watched(name, loader) if name in owner else loader for name, loader in loaders.items()}
 
 
-def _stream(model: Model, layout: PieceLayout, ring: Ring, layers: tuple[int, ...]) -> None:
-    """From here on these layers are read from the ring's buffers."""
+def _stream(model: Model, layout: LayerLayout, ring: Ring, layers: tuple[int, ...]) -> None:
+    """Makes these layers read their weights from the ring's buffers."""
     for index in layers:
         layer = model.stack[index]
         distribute(layer.layers(), layout.views(ring.buffer(index)))
         model.stack[index] = StreamedLayer(layer, index, ring)
 
 
-def _kept_bytes(model: Model, layout: PieceLayout, num_kept: int) -> int:
-    """Of all that is no layer, and of layers that stay."""
+def _kept_bytes(model: Model, layout: LayerLayout, num_kept: int) -> int:
+    """Bytes of the parameters outside the layers, and of the layers that stay."""
     return sum(t.nbytes for t in _outside(model).values()) + num_kept * layout.num_bytes
 
 
@@ -136,20 +201,20 @@ def _check_host_memory(wanted: int, offload: Offload) -> None:
 
 
 class _Pinning:
-    """Layers go to pinned memory one by one. How many is known when the first is complete."""
+    """Moves layers to pinned memory one by one. Their number is known when the first is complete."""
 
     def __init__(
         self,
         model: Model,
         device: torch.device,
         offload: Offload,
-        make_copies: Callable[[torch.device], Copies],
+        make_copies: Callable[[torch.device], CopyStream],
     ) -> None:
         self._make_copies = make_copies
         self._model = model
         self._device = device
         self._offload = offload
-        self._layout: PieceLayout | None = None
+        self._layout: LayerLayout | None = None
         self._pieces: dict[int, Tensor] = {}
         self._memory: PinnedMemory | None = None
         self._parking = torch.empty(0, dtype=torch.uint8)
@@ -159,8 +224,8 @@ class _Pinning:
         assert self._layout is not None, "a decoder has a layer"
         assert self._memory is not None
         layers, layout = tuple(self._pieces), self._layout
-        lane = PinnedLane(self._make_copies(self._device), self._pieces, self._memory)
-        ring = _make_ring(lane, layout, layers, DEVICE_BUFFERS, self._device)
+        transfer = PinnedTransfer(self._make_copies(self._device), self._pieces, self._memory)
+        ring = _make_ring(transfer, layout, layers, DEVICE_BUFFERS, self._device)
         _stream(self._model, layout, ring, layers)
         num_layers = len(self._model.stack)
         kept = _kept_bytes(self._model, layout, num_layers - len(layers))
@@ -169,12 +234,12 @@ class _Pinning:
     def _complete(self, index: int) -> None:
         state = collect(self._model.stack[index].layers())
         if self._layout is None:
-            self._layout = self._begin(PieceLayout.of(state))
+            self._layout = self._begin(LayerLayout.of(state))
         if index in self._pieces:
             self._layout.fill(self._pieces[index], state)
             _park(self._model.stack[index], self._layout, self._parking)
 
-    def _begin(self, layout: PieceLayout) -> PieceLayout:
+    def _begin(self, layout: LayerLayout) -> LayerLayout:
         num_layers = len(self._model.stack)
         count = min(num_layers, -(-self._offload.device_bytes // layout.num_bytes))
         _check_host_memory(count * layout.num_bytes, self._offload)
@@ -186,7 +251,7 @@ class _Pinning:
 
 
 class _Filing:
-    """Every layer goes to a file first; when all are there, as many as memory allows come back for good."""
+    """Writes every layer to a file; then reads as many as memory allows back for good."""
 
     def __init__(
         self,
@@ -194,7 +259,7 @@ class _Filing:
         device: torch.device,
         offload: Offload,
         files: LayerFiles,
-        make_copies: Callable[[torch.device], Copies],
+        make_copies: Callable[[torch.device], CopyStream],
     ) -> None:
         self._make_copies = make_copies
         self._model = model
@@ -204,14 +269,14 @@ class _Filing:
         assert offload.memory_bytes is not None, "without a limit nothing needs a file"
         self._memory_bytes = offload.memory_bytes
         self._num_layers = len(model.stack)
-        self._found: PieceLayout | None = None
+        self._first_layout: LayerLayout | None = None
         self._staging = self._parking = torch.empty(0, dtype=torch.uint8)
 
     @property
-    def _layout(self) -> PieceLayout:
-        """How every layer lies in memory, known when the first was seen."""
-        assert self._found is not None, "a decoder has a layer"
-        return self._found
+    def _layout(self) -> LayerLayout:
+        """The layers' layout, known from the first layer on."""
+        assert self._first_layout is not None, "a decoder has a layer"
+        return self._first_layout
 
     def load(self, source: Source, progress: Progress | None, seed: int) -> Streaming | None:
         self._files.make_folder()
@@ -219,32 +284,32 @@ class _Filing:
         if len(there) < self._num_layers or not self._adopt_outside():
             feed(source, _watched(self._model, there, self._complete), self._device, progress, seed)
             self._keep_outside()
-            self._adopt_outside()  # a copy of its own: until here it shares huge pages with layers that have left
+            self._adopt_outside()  # a copy of its own: until here they share huge pages with layers that were moved out
         self._staging = self._parking = torch.empty(0, dtype=torch.uint8)
-        free_pages.give_back()  # what making layers took is not in the limit
+        huge_pages.release_freed()  # memory that loading took does not count against the limit
         return self._settle_on_gpu() if self._offload.device_bytes else self._settle_on_cpu()
 
     def _already_there(self) -> set[int]:
-        """Layers that an earlier start left in good files."""
-        found: set[int] = set()
+        """Layers with a valid file of an earlier start."""
+        valid: set[int] = set()
         for index in range(self._num_layers):
             described = self._files.good(index)
             if described is None:
                 continue
-            layout = PieceLayout.from_json(described)
-            if self._found is None:
+            layout = LayerLayout.from_json(described)
+            if self._first_layout is None:
                 self._begin(layout)
             if layout == self._layout:
-                found.add(index)
+                valid.add(index)
                 _park(self._model.stack[index], layout, self._parking)
-        return found
+        return valid
 
     def _adopt_outside(self) -> bool:
-        """Takes what is no layer from its file, so that the source need not be read at all; False without one."""
+        """Takes the parameters outside the layers from their file, so that the source is not read; False if none."""
         described = self._files.good(OUTSIDE)
         if described is None:
             return False
-        layout = PieceLayout.from_json(described)
+        layout = LayerLayout.from_json(described)
         piece = _empty(layout.num_bytes, torch.device("cpu"))
         self._files.read(OUTSIDE, piece)
         parked = self._layout.views(self._parking)
@@ -256,31 +321,31 @@ class _Filing:
 
     def _keep_outside(self) -> None:
         outside = _outside(self._model)
-        layout = PieceLayout.of(outside)
+        layout = LayerLayout.of(outside)
         piece = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         layout.fill(piece, outside)
         self._files.write(OUTSIDE, piece, layout.to_json())
 
     def _complete(self, index: int) -> None:
         state = collect(self._model.stack[index].layers())
-        if self._found is None:
-            self._begin(PieceLayout.of(state))
+        if self._first_layout is None:
+            self._begin(LayerLayout.of(state))
         self._layout.fill(self._staging, state)
         self._files.write(index, self._staging, self._layout.to_json())
         _park(self._model.stack[index], self._layout, self._parking)
 
-    def _begin(self, layout: PieceLayout) -> None:
-        self._found = layout
+    def _begin(self, layout: LayerLayout) -> None:
+        self._first_layout = layout
         self._staging = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         self._parking = self._staging.to(self._device)  # on a CPU the same memory
         self._files.check_room(range(self._num_layers), layout.num_bytes)
 
     def _settle_on_cpu(self) -> Streaming | None:
-        """Memory holds what is no layer, some layers, and buffers for the others."""
+        """Host memory holds the parameters outside the layers, some layers, and buffers for the others."""
         layout, num_layers = self._layout, self._num_layers
         room = self._memory_bytes - _kept_bytes(self._model, layout, 0)
         if room >= num_layers * layout.num_bytes:
-            self._bring_home(range(num_layers))
+            self._read_back(range(num_layers))
             return None
         num_kept = room // layout.num_bytes - HOST_BUFFERS
         if num_kept < 0:
@@ -291,12 +356,12 @@ class _Filing:
                 f"{math.ceil(least / GIB * 1000) / 1000} or more"
             )
         on_disk = spread(num_layers - num_kept, num_layers)
-        self._bring_home(set(range(num_layers)) - set(on_disk))
-        ring = _make_ring(FileLane(self._files), layout, on_disk, HOST_BUFFERS, self._device)
+        self._read_back(set(range(num_layers)) - set(on_disk))
+        ring = _make_ring(FileTransfer(self._files), layout, on_disk, HOST_BUFFERS, self._device)
         return self._streaming((), on_disk, ring)
 
     def _settle_on_gpu(self) -> Streaming:
-        """The device holds what cpu_offload_gb leaves there; of the others memory holds some, files the rest."""
+        """The device holds the layers that cpu_offload_gb leaves there; host memory and files the others."""
         layout, num_layers = self._layout, self._num_layers
         count = min(num_layers, -(-self._offload.device_bytes // layout.num_bytes))
         streamed = spread(count, num_layers)
@@ -308,19 +373,19 @@ class _Filing:
         _check_host_memory(size, self._offload)
         memory = PinnedMemory(size, self._device)
         pieces = memory.pieces(layout.num_bytes)
-        homes = dict(zip(pinned, pieces, strict=False))
-        for index, piece in homes.items():
+        pinned_pieces = dict(zip(pinned, pieces, strict=False))
+        for index, piece in pinned_pieces.items():
             self._files.read(index, piece)
-        self._bring_home(set(range(num_layers)) - set(streamed))
+        self._read_back(set(range(num_layers)) - set(streamed))
         copies = self._make_copies(self._device)
-        lane: Lane = PinnedLane(copies, homes, memory)
+        transfer: LayerTransfer = PinnedTransfer(copies, pinned_pieces, memory)
         if on_disk:
-            lane = StagedLane(copies, homes, pieces[num_pinned:], memory, self._files)
-        ring = _make_ring(lane, layout, streamed, DEVICE_BUFFERS, self._device)
+            transfer = StagedTransfer(copies, pinned_pieces, pieces[num_pinned:], memory, self._files)
+        ring = _make_ring(transfer, layout, streamed, DEVICE_BUFFERS, self._device)
         return self._streaming(pinned, on_disk, ring)
 
-    def _bring_home(self, layers: "set[int] | range") -> None:
-        """These are read from their files once, and stay."""
+    def _read_back(self, layers: "set[int] | range") -> None:
+        """Reads these layers from their files for good."""
         layout = self._layout
         for index in layers:
             piece = _empty(layout.num_bytes, torch.device("cpu"))
@@ -336,9 +401,9 @@ class _Filing:
         return Streaming(num_layers, layout.num_bytes, pinned, on_disk, folder, ring, ring.fill(), kept)
 
 
-def _park(layer: Layer, layout: PieceLayout, place: Tensor) -> None:
-    """Lets go of a layer's weights: until it has a home its tensors lie where all parked ones do."""
-    distribute(layer.layers(), layout.views(place))
+def _park(layer: Layer, layout: LayerLayout, buffer: Tensor) -> None:
+    """Frees a layer's weights: until they are placed, its tensors are views of a buffer shared by all parked layers."""
+    distribute(layer.layers(), layout.views(buffer))
 
 
 def _empty(num_bytes: int, device: torch.device) -> Tensor:
@@ -349,8 +414,8 @@ def _empty(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _make_ring(
-    lane: Lane, layout: PieceLayout, layers: tuple[int, ...], usual: int, device: torch.device
+    transfer: LayerTransfer, layout: LayerLayout, layers: tuple[int, ...], usual: int, device: torch.device
 ) -> Ring:
     count = num_buffers(len(layers), usual)
     memory = _empty(count * layout.num_bytes, device).view(count, layout.num_bytes)
-    return Ring(lane, memory.unbind(0), layers)
+    return Ring(transfer, memory.unbind(0), layers)

@@ -5,32 +5,23 @@ from typing import Any
 
 from quire.core.config import ModelConfig
 from quire.layers.factory import LayerFactory
-from quire.layers.loader import Loader
-from quire.models.gpt_decoder import GptConfig, GptDecoder
-from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
+from quire.layers.parameters import Loader
+from quire.models.gpt_decoder import GptConfig, GptDecoder, describe_gpt
+from quire.models.hyperparameters import positive
 from quire.models.model import Model
 
 POSITION_OFFSET = 2  # the first two rows of the position table belong to padding
 
 
 def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
-    hidden_size = positive(hf, "hidden_size")
-    num_heads = positive(hf, "num_attention_heads")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=positive(hf, "vocab_size"),
-        hidden_size=hidden_size,
+    return describe_gpt(
+        architecture,
+        hf,
+        hidden_size=positive(hf, "hidden_size"),
+        num_heads=positive(hf, "num_attention_heads"),
         num_layers=positive(hf, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_size({}, hidden_size, num_heads),
         intermediate_size=positive(hf, "ffn_dim"),
         max_position=positive(hf, "max_position_embeddings"),
-        dtype=checkpoint_dtype(hf),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
-        eos_token_ids=token_ids(hf, "eos_token_id"),
-        bos_token_id=first_token_id(hf, "bos_token_id"),
-        hf=dict(hf),
     )
 
 
@@ -38,7 +29,7 @@ def build(config: ModelConfig, factory: LayerFactory) -> Model:
     return Opt(config, factory)
 
 
-def _kind(config: ModelConfig) -> GptConfig:
+def _gpt_config(config: ModelConfig) -> GptConfig:
     hf = config.hf
     norm_first = bool(hf.get("do_layer_norm_before", True))
     return GptConfig(
@@ -55,30 +46,30 @@ def _kind(config: ModelConfig) -> GptConfig:
 
 
 class Opt(GptDecoder):
-    """The classic decoder under OPT's names."""
+    """GptDecoder under OPT's names."""
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
-        self._kind = _kind(config)
-        super().__init__(config, self._kind, factory)
+        self._gpt_config = _gpt_config(config)
+        super().__init__(config, self._gpt_config, factory)
 
     def loaders(self) -> dict[str, Loader]:
         prefix = "model.decoder."
-        found = self.embedding_loaders(f"{prefix}embed_tokens.weight", "lm_head.weight")
-        found[f"{prefix}embed_positions.weight"] = self.positions.loader()
+        loaders = self.embedding_loaders(f"{prefix}embed_tokens.weight", "lm_head.weight")
+        loaders[f"{prefix}embed_positions.weight"] = self.positions.loader()
         if self.norm is not None:
-            found |= self.norm.loaders(f"{prefix}final_layer_norm")
+            loaders |= self.norm.loaders(f"{prefix}final_layer_norm")
         if self.project_in is not None and self.project_out is not None:
-            found[f"{prefix}project_in.weight"] = self.project_in.weight_loader()
-            found[f"{prefix}project_out.weight"] = self.project_out.weight_loader()
+            loaders[f"{prefix}project_in.weight"] = self.project_in.weight_loader()
+            loaders[f"{prefix}project_out.weight"] = self.project_out.weight_loader()
         for i in range(self.config.num_layers):
-            found |= self._layer_loaders(f"{prefix}layers.{i}.", i)
-        return found
+            loaders |= self._layer_loaders(f"{prefix}layers.{i}.", i)
+        return loaders
 
     def _layer_loaders(self, prefix: str, index: int) -> dict[str, Loader]:
         block, hidden = self.blocks[index], self.config.hidden_size
-        found = block.attention_norm.loaders(f"{prefix}self_attn_layer_norm")
-        found |= block.mlp_norm.loaders(f"{prefix}final_layer_norm")
-        pieces = (
+        loaders = block.attention_norm.loaders(f"{prefix}self_attn_layer_norm")
+        loaders |= block.mlp_norm.loaders(f"{prefix}final_layer_norm")
+        parts = (
             ("self_attn.q_proj", block.qkv, 0, hidden),
             ("self_attn.k_proj", block.qkv, hidden, hidden),
             ("self_attn.v_proj", block.qkv, 2 * hidden, hidden),
@@ -86,8 +77,8 @@ class Opt(GptDecoder):
             ("fc1", block.up, 0, None),
             ("fc2", block.down, 0, None),
         )
-        for name, linear, first_row, num_rows in pieces:
-            found[f"{prefix}{name}.weight"] = linear.weight_loader(first_row, num_rows)
-            if self._kind.bias:
-                found[f"{prefix}{name}.bias"] = linear.bias_loader(first_row, num_rows)
-        return found
+        for name, linear, first_row, num_rows in parts:
+            loaders[f"{prefix}{name}.weight"] = linear.weight_loader(first_row, num_rows)
+            if self._gpt_config.bias:
+                loaders[f"{prefix}{name}.bias"] = linear.bias_loader(first_row, num_rows)
+        return loaders

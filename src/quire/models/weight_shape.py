@@ -81,7 +81,7 @@ class _Sized:
         self.compact_tables = real.compact_tables
         self.kept_precise = real.kept_precise
         self.worth_keeping = False
-        self.products = choose("linear", META).Products(META)
+        self.gemm = choose("linear", META).make_gemm(META)
         self._is_int8 = real.name.startswith("int8")
         self._is_fp8 = real.name.startswith("fp8")
 
@@ -93,7 +93,7 @@ class _Sized:
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         if self._is_int8:
             return _SizedInt8(num_rows, num_columns)
-        return FullMatrix(num_rows, num_columns, self.activation_dtype, META, self.products)
+        return FullMatrix(num_rows, num_columns, self.activation_dtype, META, self.gemm)
 
 
 class _SizedInt8:

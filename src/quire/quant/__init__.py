@@ -1,1 +1,1 @@
-"""Number formats: how a matrix is kept and multiplied. A Linear is handed one and knows no more."""
+"""Number formats: how a matrix is kept and multiplied. A Linear is handed a matrix and does not know its format."""

@@ -37,7 +37,7 @@ def _fp8(device: torch.device, dtype: str, deterministic: bool) -> NumberFormat:
             "quantization='fp8' needs a GPU with float8 matrix units (compute 8.9 or later): choose none"
         )
     if deterministic:
-        raise ConfigError("quantization='fp8' has no deterministic products: leave out one of the two")
+        raise ConfigError("quantization='fp8' has no deterministic GEMMs: leave out one of the two")
     return Fp8(torch.bfloat16 if dtype == "float32" else getattr(torch, dtype), device)
 
 

@@ -1,4 +1,4 @@
-"""What every number format offers: an empty matrix that is filled row slice by row slice, then multiplied."""
+"""The protocols of number formats: an empty matrix that is filled by slices of rows, then multiplied."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Matrix(Protocol):
-    """A weight [num_rows, num_columns] in some number format. Products are x @ weight.T."""
+    """A weight [num_rows, num_columns] in some number format. GEMMs are x @ weight.T."""
 
     num_rows: int
     num_columns: int
@@ -19,7 +19,7 @@ class Matrix(Protocol):
         ...
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """x [T, num_columns] -> x @ weight.T (+ bias) (+ residual) [T, num_rows]. The residual may be used up."""
+        """x [T, num_columns] -> x @ weight.T (+ bias) (+ residual) [T, num_rows]. The residual may be overwritten."""
         ...
 
     def logits(self, x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Matrix(Protocol):
         ...
 
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
-        """The product with x divided by its root mean square, in one pass; None where two passes are as good.
+        """RMS norm of x and GEMM in one kernel; None where two kernels are as fast.
 
         With `silu_mul` as `linear_silu_mul`, without as `linear`.
         """
@@ -50,12 +50,12 @@ class Matrix(Protocol):
         ...
 
 
-class Products(Protocol):
+class Gemm(Protocol):
     """Multiplies a model's matrices that are not quantized (`kernels/linear`)."""
 
-    summary: str  # what was measured and chosen, for people; empty: nothing was
+    summary: str  # a report of the algorithms chosen; empty: none was
 
-    def product(
+    def gemm(
         self,
         x: Tensor,
         weight: Tensor,
@@ -66,20 +66,20 @@ class Products(Protocol):
     ) -> Tensor: ...
 
     def tuning(self, sizes: Sequence[int]) -> AbstractContextManager[None]:
-        """A pass of the model inside it shows which products there are; then they are measured for so many tokens."""
+        """Collects the GEMMs of a forward pass inside it, then measures them for these numbers of tokens."""
         ...
 
 
 class NumberFormat(Protocol):
-    """One way to keep matrices."""
+    """How matrices are stored and multiplied."""
 
     name: str  # names the layout too: converted weights of another name are not read
     activation_dtype: torch.dtype  # of x and of every result
-    native: bool  # products are native operations, which a tape can record
+    native: bool  # GEMMs are native operations, which a tape can record
     compact_tables: bool  # embedding tables need no more than 16 bits and are not shared with the output head
-    kept_precise: tuple[str, ...]  # what stays in higher precision, for people to read
-    products: Products
-    worth_keeping: bool  # converting takes so long that the result belongs into the cache
+    kept_precise: tuple[str, ...]  # what stays in higher precision, for the start's report
+    gemm: Gemm
+    worth_keeping: bool  # converting is slow enough to cache the result
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix: ...
 
@@ -89,10 +89,10 @@ class NumberFormat(Protocol):
 
 
 def check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuses tensors whose shape or type is not what this format would have made itself."""
+    """Raises ValueError for tensors of another shape or dtype than this format makes."""
     for name, like in expected.items():
-        found = state[name]
-        if found.shape != like.shape or found.dtype != like.dtype:
+        tensor = state[name]
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
             raise ValueError(
-                f"{name} is {found.dtype} {tuple(found.shape)}, not {like.dtype} {tuple(like.shape)}"
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {like.dtype} {tuple(like.shape)}"
             )

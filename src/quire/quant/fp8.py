@@ -10,11 +10,11 @@ from quire.kernels import choose
 from quire.quant.format import Matrix, check_state
 from quire.quant.full import FullMatrix
 
-ALIGNED = 16  # rows and columns of a product come in multiples of this
+ALIGNED = 16  # rows and columns of a GEMM are multiples of this
 
 
 class Fp8Matrix:
-    """float8 (e4m3) weights; products by the matrix units' own float8 path."""
+    """float8 (e4m3) weights; GEMMs by the tensor cores' float8 path."""
 
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_rows = num_rows
@@ -69,7 +69,7 @@ class Fp8Matrix:
 
 
 class Fp8:
-    """Linear layers in float8; what is small or sensitive stays in the activations' type."""
+    """Linear layers in float8; small or sensitive weights stay in the activations' dtype."""
 
     name = "fp8"
     native = False
@@ -79,7 +79,7 @@ class Fp8:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.activation_dtype = dtype
-        self.products = choose("linear", device).Products(device)
+        self.gemm = choose("linear", device).make_gemm(device)
         self._device = device
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
@@ -91,4 +91,4 @@ class Fp8:
         return Fp8Matrix(num_rows, num_columns, self.activation_dtype, self._device)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
-        return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device, self.products)
+        return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device, self.gemm)

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
-from quire.quant.format import Matrix, Products, check_state
+from quire.quant.format import Gemm, Matrix, check_state
 
 
 class FullMatrix:
-    """A plain matrix. `products` multiplies, and is one for all matrices of a model."""
+    """A plain matrix. `gemm` multiplies, and is shared by all matrices of a model."""
 
     def __init__(
-        self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, products: Products
+        self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, gemm: Gemm
     ) -> None:
         self.num_rows = num_rows
         self.num_columns = num_columns
@@ -24,7 +24,7 @@ class FullMatrix:
         native = device.type != "cpu" or dtype is torch.float32
         self._activation = choose("activation", device) if native else load("activation", REFERENCE)
         self._narrow = choose("narrow_linear", device)
-        self._product = products.product
+        self._gemm = gemm.gemm
 
     def load_rows(self, first_row: int, rows: Tensor) -> None:
         if self._weight is None:
@@ -35,11 +35,11 @@ class FullMatrix:
         assert self._weight is not None, "a matrix must be loaded before it is used"
         if self._is_narrow(x):
             return self._narrow.linear(x, self._weight, bias, residual)
-        return self._product(x, self._weight, bias, residual)
+        return self._gemm(x, self._weight, bias, residual)
 
     def logits(self, x: Tensor) -> Tensor:
         assert self._weight is not None, "a matrix must be loaded before it is used"
-        return self._product(x, self._weight, widened=True)
+        return self._gemm(x, self._weight, widened=True)
 
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._activation.silu_mul(self.linear(x, bias, None))
@@ -48,7 +48,7 @@ class FullMatrix:
         if not x.is_cuda or self._is_narrow(x):
             return self._activation.relu(self.linear(x, bias, None))
         assert self._weight is not None, "a matrix must be loaded before it is used"
-        return self._product(x, self._weight, bias, relu=True)
+        return self._gemm(x, self._weight, bias, relu=True)
 
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
         if not self._is_narrow(x):
@@ -70,12 +70,12 @@ class FullMatrix:
 
 
 class InvariantMatrix(FullMatrix):
-    """A plain matrix whose products do not depend on how many tokens are multiplied at once."""
+    """A plain matrix with batch-invariant GEMMs: a token's result does not depend on the others."""
 
     def __init__(
-        self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, products: Products
+        self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, gemm: Gemm
     ) -> None:
-        super().__init__(num_rows, num_columns, dtype, device, products)
+        super().__init__(num_rows, num_columns, dtype, device, gemm)
         self._kernel = choose("invariant_linear", device)
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -92,7 +92,7 @@ class InvariantMatrix(FullMatrix):
 
 
 class FullPrecision:
-    """float32, float16 or bfloat16 throughout. `invariant`: batch-invariant products."""
+    """float32, float16 or bfloat16 throughout. `invariant`: batch-invariant GEMMs."""
 
     native = False
     compact_tables = False
@@ -104,10 +104,10 @@ class FullPrecision:
         self.activation_dtype = dtype
         self._device = device
         self._kind = InvariantMatrix if invariant else FullMatrix
-        self.products = choose("linear", device).Products(device)
+        self.gemm = choose("linear", device).make_gemm(device)
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
-        return self._kind(num_rows, num_columns, self.activation_dtype, self._device, self.products)
+        return self._kind(num_rows, num_columns, self.activation_dtype, self._device, self.gemm)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         return self.matrix(num_rows, num_columns)

@@ -1,7 +1,7 @@
 """int8: weights with one scale per output channel, activations with one scale per token, exact int32 sums.
 
 A weight is quantized and packed as it arrives, so loading never holds more than one tensor in floats. A row of
-a product depends on that row alone, bit for bit.
+a result depends on that row alone, bit for bit.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ class Int8Matrix:
 
 
 class Int8:
-    """Per-channel int8 weights, per-token int8 activations; everything between products is float32."""
+    """Per-channel int8 weights, per-token int8 activations; everything between GEMMs is float32."""
 
     activation_dtype = torch.float32
     compact_tables = True
@@ -89,7 +89,7 @@ class Int8:
         kernel = choose("int8_linear", device)
         self.name = f"int8-{_layout_digest(kernel)}"
         self.native = not kernel.__name__.endswith(REFERENCE)
-        self.products = choose("linear", device).Products(device)  # none of its matrices asks for one
+        self.gemm = choose("linear", device).make_gemm(device)  # none of its matrices uses it
         self._device = device
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:

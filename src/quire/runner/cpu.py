@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -23,9 +22,6 @@ from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prom
 from quire.runner.step_inputs import RowSettings, TokenInputs, step_inputs, token_inputs
 from quire.sampling.records import Sampled, SampleRequests, TokenMask
 
-# A draft model's runner has a thread of its own. Native threads and the recording tape serve one pass at a time: the
-# lock can go once a tape belongs to the thread that records it.
-ONE_PASS = Lock()
 MAX_TAPES = 64  # shapes kept; recording costs little more than an ordinary pass
 T = TypeVar("T")
 
@@ -212,15 +208,14 @@ class CpuOps:
         tokens = token_inputs(inputs)
         all_sampled = tokens.are_all_sampled
         batch = self._assembler.assemble(tokens, all_sampled)
-        with ONE_PASS:
-            if all_sampled and self._tapes is not None and self._may_record(batch):
-                return ForwardPass(inputs, tokens.sample_positions, self._tapes.logits(batch))
-            hidden = self._model(batch, self._pool)
-            scores = prompt_scores(self._model, hidden, inputs, self.row_tokens, self._adapters)
-            logits = None
-            if num_samples := len(inputs.sample_rows):
-                lora = self._adapters.of_head(tokens.wanted_rows()) if self._adapters is not None else None
-                logits = self._model.logits(hidden[:num_samples], lora)
+        if all_sampled and self._tapes is not None and self._may_record(batch):
+            return ForwardPass(inputs, tokens.sample_positions, self._tapes.logits(batch))
+        hidden = self._model(batch, self._pool)
+        scores = prompt_scores(self._model, hidden, inputs, self.row_tokens, self._adapters)
+        logits = None
+        if num_samples := len(inputs.sample_rows):
+            lora = self._adapters.of_head(tokens.wanted_rows()) if self._adapters is not None else None
+            logits = self._model.logits(hidden[:num_samples], lora)
         return ForwardPass(inputs, tokens.sample_positions, logits, scores)
 
     def _may_record(self, batch: Batch) -> bool:

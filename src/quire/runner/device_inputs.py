@@ -10,9 +10,8 @@ from torch import Tensor
 from quire.core.step import RowStart, Step
 from quire.kernels import choose
 from quire.kernels.attention.cudnn import stop_for
-from quire.layers.batch import Batch, Span, TreeMasks
+from quire.layers.batch import AttentionPlans, Batch, Span, TreeMasks
 from quire.layers.lora import LoraBatch
-from quire.layers.plans import AttentionPlans
 from quire.runner.adapters import AdapterSlots
 from quire.runner.drafts import NO_TREE
 from quire.runner.staging import Sections, pinned, round_up, send

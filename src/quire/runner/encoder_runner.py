@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from quire.layers.encoder_batch import assemble_encoder_batch
-from quire.layers.pooling import Pooling
+from quire.layers.encoder import Pooling, assemble_encoder_batch
 from quire.models.model import Encoder
 
 

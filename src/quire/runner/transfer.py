@@ -14,8 +14,8 @@ from quire.core.errors import ConfigError
 from quire.core.ints import Ints
 from quire.core.step import HostTransfers, Step
 from quire.kernels import huge_pages
-from quire.layers.pinned import PinnedMemory
 from quire.layers.pool import Pool
+from quire.layers.streaming import PinnedMemory
 from quire.observe.logs import get_logger
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from quire.engine.adapters import Adapters
 from quire.engine.build.adapters import HOST_LIMIT, adapter_dtype
 from quire.engine.build.resolve import Precision
 from quire.kernels.registry import REFERENCE, load
-from quire.layers.lora_sites import install_sites
+from quire.layers.lora import install_sites
 from quire.memory.interface import Memory
 from quire.memory.separate_pages import SeparatePages
 from quire.models.weight_shape import sized_model

@@ -18,14 +18,12 @@ from quire.engine.adapters import Adapters
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.engine.build.weights import LoadedModels
 from quire.kernels.registry import REFERENCE, alternatives, choose, forces_reference
-from quire.layers.factory import LayerFactory
-from quire.layers.lora import LoraSite
-from quire.layers.lora_sites import install_sites
+from quire.layers.lora import LoraSite, install_sites
 from quire.layers.pool import Pool
 from quire.memory.interface import Memory
 from quire.memory.separate_pages import SeparatePages
 from quire.models.model import Model
-from quire.models.streamed import is_streamed
+from quire.models.offload import is_streamed
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.sizing import free_host_bytes

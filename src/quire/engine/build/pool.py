@@ -14,7 +14,7 @@ from quire.engine.build.resolve import BuildPlan, Precision, block_layout, defau
 from quire.engine.build.weights import LoadedModels
 from quire.layers.pool import Pool
 from quire.models.model import Model
-from quire.models.streamed import is_streamed
+from quire.models.offload import is_streamed
 from quire.runner.adapters import device_bytes
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.graphs import token_counts
@@ -100,7 +100,7 @@ def _tuning(
     """Measures the GEMMs that run inside it, where graphs will hold them; before the pool takes all memory."""
     if config.runner.enforce_eager or is_streamed(model):
         return nullcontext()
-    return precision.format.products.tuning(sizes)
+    return precision.format.gemm.tuning(sizes)
 
 
 def _without_draft(

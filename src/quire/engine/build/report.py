@@ -7,7 +7,7 @@ import torch
 from quire.core.config import MemoryConfig, SchedulerConfig
 from quire.engine.build.pins import PinnedPrefix
 from quire.engine.build.resolve import Precision
-from quire.models.streamed import Streaming
+from quire.models.offload import Streaming
 from quire.runner.sizing import DeviceMemory, PoolSize
 
 _RESERVATIONS = {
@@ -71,7 +71,7 @@ class Report:
             *(prefix.line for prefix in self.pinned),
             *([f"drafts    {self.speculation}"] if self.speculation else []),
             *([f"policies  {self.policies}"] if self.policies else []),
-            *([f"products  {numbers.format.products.summary}"] if numbers.format.products.summary else []),
+            *([f"products  {numbers.format.gemm.summary}"] if numbers.format.gemm.summary else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
 

@@ -1,4 +1,4 @@
-"""Every `auto` becomes a decision here, as new objects; nothing below sees an undecided setting. BuildPlan holds them."""
+"""Turns every `auto` setting into a decision, as new objects; BuildPlan holds them for the later stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -8,7 +8,7 @@ from quire.core.config import SchedulerConfig
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.layers.pool import Pool
 from quire.models.model import Model
-from quire.models.streamed import is_streamed
+from quire.models.offload import is_streamed
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.drafts import Proposals

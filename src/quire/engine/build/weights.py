@@ -11,8 +11,7 @@ from quire.engine.build.resolve import BuildPlan, Precision, Progress
 from quire.layers.factory import LayerFactory
 from quire.models.loading import load
 from quire.models.model import Model
-from quire.models.offload import GIB, Loaded, Offload, load_offloaded
-from quire.models.streamed import Streaming
+from quire.models.offload import GIB, Loaded, Offload, Streaming, load_offloaded
 from quire.runner.sizing import available_memory
 from quire.weights.cache import offloaded_folder
 

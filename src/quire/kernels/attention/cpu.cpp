@@ -11,7 +11,7 @@ namespace QUIRE_ISA {
 
 constexpr int64_t kBlockTokens = 32;      // queries of a prompt that share widened tiles, times the group
 constexpr int64_t kFewestTokens = 4;      // the same, where more would leave a thread without work
-constexpr int64_t kManyItems = 4;         // per thread: with so many, an uneven end costs little
+constexpr int64_t kManyItems = 4;         // per thread: from here on, an uneven end costs little
 constexpr int64_t kFewestWideRows = 12;   // query rows from which widening a tile pays
 constexpr int64_t kLargestHeadDim = 1024;
 constexpr int64_t kWorkAlone = 1 << 12;   // scores below which one thread does it all

@@ -1,9 +1,8 @@
-"""Attention of fresh prompts, K and V straight from the projection, by PyTorch's fused attention.
+"""Prefill attention over contiguous K and V, straight from the projection, by PyTorch's fused attention.
 
-For rows that have no cached prefix: their keys are this step's own tokens, so no page need be read. On NVIDIA GPUs
-cuDNN is asked for first; it is faster than any kernel over pages where prompts are long. But it plans for half a second
-when it meets a new length. So prompts are padded to a few lengths, which are planned at start, and those that are too
-far from all of them are not for this kernel.
+For rows without a cached prefix: their keys are this step's own tokens, so no page is read. On NVIDIA GPUs cuDNN is
+preferred; for long prompts it is faster than any kernel over pages, but it plans for half a second at each new length.
+So prompts are padded to a few lengths, which are planned at start; prompts that would need much padding go elsewhere.
 """
 
 from collections.abc import Sequence
@@ -14,22 +13,22 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-# In the order they are tried on a GPU; elsewhere PyTorch chooses.
+# In order of preference on a GPU; elsewhere PyTorch chooses.
 GPU_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 STOP = 4096  # tokens: prompts are padded to a multiple of it
 MOST_STOPS = 2
-MOST_TOGETHER = 2  # prompts in one call: other numbers of them would be planned for as well
+MOST_TOGETHER = 2  # prompts in one call: each number of them needs plans of its own
 MOST_PADDING = 0.1  # of a stop; work grows with the square, and the kernel over pages is a third slower
 
 
 def stops(max_tokens: int, max_length: int) -> tuple[int, ...]:
-    """The lengths that prompts are padded to, of so many tokens at most and in steps of so many."""
-    found = range(STOP, max_tokens + 1, STOP)
-    return tuple(stop for stop in found if (1 - MOST_PADDING) * stop <= max_length)[:MOST_STOPS]
+    """The lengths that prompts are padded to, for steps of `max_tokens` and prompts of `max_length`."""
+    candidates = range(STOP, max_tokens + 1, STOP)
+    return tuple(stop for stop in candidates if (1 - MOST_PADDING) * stop <= max_length)[:MOST_STOPS]
 
 
 def stop_for(length: int, among: Sequence[int]) -> int:
-    """The stop that a prompt is padded to; 0 if it is too far from all."""
+    """The length that a prompt is padded to; 0 if all would need too much padding."""
     return next((stop for stop in among if (1 - MOST_PADDING) * stop <= length <= stop), 0)
 
 
@@ -42,7 +41,7 @@ def prepare(
     stop: int,
     max_tokens: int,  # of a step
 ) -> None:
-    """Plans for one prompt of this length, and for as many as go through together, in this thread."""
+    """Makes cuDNN plan for one prompt of this length, and for as many as share a call, in this thread."""
     for count in range(1, min(MOST_TOGETHER, max_tokens // stop) + 1):
         heads = torch.zeros(count * stop, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         rows = [(i * stop, (i + 1) * stop, stop) for i in range(count)]
@@ -59,8 +58,8 @@ def contiguous_attention(
 ) -> Tensor:
     """Causal attention of each row over its own tokens: in `out`, whose other tokens are left alone, or in new memory.
 
-    Few prompts of one length that are all there is go through in one call, and what it returns is the result: `out` is
-    not written, which saves a copy of every token.
+    Up to MOST_TOGETHER prompts of one length that make up the whole step run in one call, whose result is returned:
+    `out` is not written, which saves a copy of every token.
     """
     num_tokens, _, head_dim = heads.shape
     lengths = {(end - first, padded) for first, end, padded in rows}
@@ -71,9 +70,8 @@ def contiguous_attention(
         return result.reshape(num_tokens, num_heads * head_dim)
     results = out.view(out.shape[0], num_heads, head_dim)
     for first, end, padded in rows:
-        piece = pad(
-            heads[first:end], (0, 0, 0, 0, 0, padded - (end - first))
-        )  # what is behind, nobody looks at
+        # Causal attention never reads the padding behind a prompt.
+        piece = pad(heads[first:end], (0, 0, 0, 0, 0, padded - (end - first)))
         results[first:end] = _attend(piece[None], num_heads, scale)[0, : end - first]
     return out
 

@@ -19,9 +19,9 @@ def paged_attention(
 ) -> Tensor:  # [T, Hq * D]
     """Causal attention of every request's queries, the last of its context, over its pages.
 
-    A query's result depends on its own context alone. Positions that it must not see never count,
-    whatever bits their slots hold. A request with a token tree has node n's K and V at place tree_start + n, parents
-    before their children: a query sees everything before the tree, and of the tree its ancestors and itself.
+    A query's result depends on its own context alone. Masked positions never count, not even NaNs in their slots. A
+    request with a token tree has node n's K and V at position tree_start + n, parents before their children: a query
+    sees everything before the tree, and of the tree its ancestors and itself.
     """
     num_tokens, num_heads, head_dim = q.shape
     result = torch.zeros(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
@@ -44,7 +44,7 @@ def paged_attention(
 
 
 def _path(tree_start: int, ancestors: int) -> list[int]:
-    """Where the positions lie that a query in a tree sees, in order."""
+    """The positions that a query in a tree sees, in order."""
     nodes = [tree_start + n for n in range(64) if ancestors >> n & 1]
     return [*range(tree_start), *nodes]
 

@@ -15,9 +15,9 @@ from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner
 from quire.kernels.attention.triton_prompt import fixed_decode, prompt
 from quire.kernels.attention.triton_step import StepPlanner
 from quire.kernels.attention.triton_tree import tree_prompt
-from quire.kernels.attention.tuning import Tuning
+from quire.kernels.attention.tuning import AttentionTuning
 
-__all__ = ["AttentionPlan", "AttentionPlanner", "StepPlanner", "Tuning", "paged_attention"]
+__all__ = ["AttentionPlan", "AttentionPlanner", "AttentionTuning", "StepPlanner", "paged_attention"]
 
 MAX_HEAD_DIM = 256
 

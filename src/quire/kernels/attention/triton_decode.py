@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.attention.triton_plan import AttentionPlan, padded_power, query_lines
+from quire.kernels.attention.triton_plan import AttentionPlan, padded_power, query_rows
 from quire.kernels.attention.triton_tile import (
     NEGATIVE_INFINITY,
     attend_tile,
@@ -16,7 +16,7 @@ from quire.kernels.attention.triton_tile import (
 )
 
 SUMS_AT_ONCE = 64  # partial sums × heads that a reduction holds in registers
-USUAL_HEAD = 128  # wider heads have fewer of them at once, or the registers would not do
+USUAL_HEAD = 128  # wider heads hold fewer at once, to fit the registers
 
 
 def decode(
@@ -31,7 +31,7 @@ def decode(
         q, k_pages, v_pages, plan.decode_items, plan.totals, block_tables, out,
         plan.row_slots, plan.partial_acc, plan.partial_max, plan.counters, scale, v_scale,
         *q.stride()[:2], *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
-        KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=query_lines(group), GROUP_PADDED=padded_power(group),
+        KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=query_rows(group), GROUP_PADDED=padded_power(group),
         HEAD_DIM=head_dim, BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
         TILE=tuning.decode_tile, WINDOW=plan.window, FUSED=tuning.fused_reduction,
         SUMS=_sums_at_once(group, head_dim),
@@ -42,7 +42,7 @@ def decode(
 
 
 def _sums_at_once(group: int, head_dim: int) -> int:
-    """How many pieces of a row the last one adds up in one go."""
+    """How many pieces of a row a reduction adds up at once."""
     return max(2, SUMS_AT_ONCE // padded_power(group) // max(1, padded_power(head_dim) // USUAL_HEAD))
 
 
@@ -70,7 +70,7 @@ def _merged_sums(
         slots = start + tl.arange(0, SUMS)
         used = (slots < number)[:, None] & inside[None, :]
         at = (first + slots).to(tl.int64)[:, None] * NUM_HEADS + heads[None, :]
-        # Other multiprocessors wrote these: read what is in the shared cache, not a stale line nearby.
+        # Other multiprocessors wrote these: read the shared cache, not a stale line of the nearest.
         tops = tl.load(partial_max + at * 2, used, NEGATIVE_INFINITY, cache_modifier=".cg")
         totals = tl.load(partial_max + at * 2 + 1, used, 0.0, cache_modifier=".cg")
         mask = used[:, :, None] & (columns < HEAD_DIM)[None, None, :]
@@ -105,12 +105,12 @@ def _decode_kernel(
     row, token, count, position = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     begin, end, piece = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
 
-    # Lines of the tile: the group of heads of each row that shares this piece.
-    line = tl.arange(0, GROUP_ROWS)
-    sharer = line // GROUP_PADDED
+    # Rows of the tile: the group of heads of each sequence that shares this piece.
+    tile_row = tl.arange(0, GROUP_ROWS)
+    sharer = tile_row // GROUP_PADDED
     columns = tl.arange(0, BLOCK_D)
-    heads = kv_head * GROUP + line % GROUP_PADDED
-    used = (line % GROUP_PADDED < GROUP) & (sharer < count)
+    heads = kv_head * GROUP + tile_row % GROUP_PADDED
+    used = (tile_row % GROUP_PADDED < GROUP) & (sharer < count)
     real = used[:, None] & (columns < HEAD_DIM)[None, :]
     tokens = (token + sharer).to(tl.int64)
     q_tile = tl.load(
@@ -137,15 +137,15 @@ def _decode_kernel(
 
     if piece < 0:
         whole = acc / tl.where(total > 0, total, 1.0)[:, None] * v_scale
-        lines = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
-        tl.store(lines, whole.to(out.dtype.element_ty), real)
+        pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(pointers, whole.to(out.dtype.element_ty), real)
     else:
-        place = (first_slots + piece).to(tl.int64) * (KV_HEADS * GROUP) + heads
-        tl.store(partial_max + place * 2, top, used)
-        tl.store(partial_max + place * 2 + 1, total, used)
-        tl.store(partial_acc + place[:, None] * HEAD_DIM + columns[None, :], acc, real)
+        partial = (first_slots + piece).to(tl.int64) * (KV_HEADS * GROUP) + heads
+        tl.store(partial_max + partial * 2, top, used)
+        tl.store(partial_max + partial * 2 + 1, total, used)
+        tl.store(partial_acc + partial[:, None] * HEAD_DIM + columns[None, :], acc, real)
         if FUSED:
-            # All threads have written before one of them says so.
+            # All threads have written before the counter is raised.
             tl.debug_barrier()
             for which in range(row, row + count):
                 counter = counters + which * KV_HEADS + kv_head
@@ -185,9 +185,9 @@ def _reduce_kernel(
         top = tl.full([1], NEGATIVE_INFINITY, tl.float32)
         total = tl.zeros([1], tl.float32)
         acc = tl.zeros([1, BLOCK_D], tl.float32)
-        one = tl.arange(0, 1)
+        single = tl.arange(0, 1)
         for slot in tl.range(0, number, loop_unroll_factor=4):
-            at = (first + slot + one).to(tl.int64) * NUM_HEADS + head
+            at = (first + slot + single).to(tl.int64) * NUM_HEADS + head
             inside = (columns < HEAD_DIM)[None, :]
             sums = tl.load(partial_acc + at[:, None] * HEAD_DIM + columns[None, :], inside, 0.0)
             acc, top, total = merge(

@@ -19,7 +19,7 @@ from quire.kernels.attention.triton_shared import (
     common_kernel,
     group_rows,
 )
-from quire.kernels.attention.tuning import Tuning
+from quire.kernels.attention.tuning import AttentionTuning
 
 # Fields of an item. COUNT is queries of a prompt; of a decode, rows from ROW on that share these pages. A row's pieces
 # leave their sums in slots; PIECE says which of its row's this is, -1 where the piece is the whole row.
@@ -30,17 +30,19 @@ TOTAL_STRIDE = 4
 ORDERED = tl.constexpr(8)  # classes of pieces that start one after the other
 MULTIPROCESSORS_WITHOUT_GPU = 4  # the interpreter runs one program after another
 
-# One kernel with one set of tiles computes decodes and prompts, so that a query's bits do not tell which it was.
-DETERMINISTIC = Tuning(decode_tile=64, prompt_rows=64, prompt_tile=64, prompt_warps=4, prompt_stages=3)
+# One kernel with one set of tiles computes decodes and prompts, so that both give a query the same bits.
+DETERMINISTIC = AttentionTuning(
+    decode_tile=64, prompt_rows=64, prompt_tile=64, prompt_warps=4, prompt_stages=3
+)
 DETERMINISTIC_CHUNK = 512
 # Tiles are sized for rows of K of this many bytes (128 × bf16); wider rows get smaller tiles.
 FITTING_BYTES = 256
 
 
-def fitted(tuning: Tuning, head_dim: int, dtype: torch.dtype) -> Tuning:
+def fitted(tuning: AttentionTuning, head_dim: int, dtype: torch.dtype) -> AttentionTuning:
     """The tuning with tiles that fit shared memory and registers for these heads."""
     excess = max(1, padded_power(head_dim) * dtype.itemsize // FITTING_BYTES)
-    # Full precision has no matrix units: its products are held in registers as they are computed, by more threads.
+    # fp32 has no tensor cores: its GEMMs hold sums in registers, by more threads.
     is_full = dtype.itemsize == 4
     rows = tuning.prompt_rows // min(excess, 2) // (2 if is_full else 1)
     return replace(
@@ -54,7 +56,7 @@ def fitted(tuning: Tuning, head_dim: int, dtype: torch.dtype) -> Tuning:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What the attention kernels of one step need beside q and the pages. Valid until the next plan is made."""
+    """The inputs of one step's attention kernels beside q and the pages. Valid until the next plan is made."""
 
     decode_items: Tensor  # [max_decode_items, 8] int32
     prompt_items: Tensor  # [max_prompt_items, 8] int32
@@ -69,7 +71,7 @@ class AttentionPlan:
     num_multiprocessors: int
     window: int
     chunk: int  # fixed chunk of a deterministic plan, else 0
-    tuning: Tuning
+    tuning: AttentionTuning
 
 
 def padded_power(number: int) -> int:
@@ -77,8 +79,8 @@ def padded_power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def query_lines(group: int) -> int:
-    """Lines of a decode's tile of queries: what a product of the matrix units has at least."""
+def query_rows(group: int) -> int:
+    """Rows of a decode's query tile: the least that tensor cores multiply."""
     return max(16, padded_power(group))
 
 
@@ -104,11 +106,11 @@ class AttentionPlanner:
         max_context: int = 0,  # longest context; needed by deterministic plans only
         dtype: torch.dtype = torch.bfloat16,  # of q
         deterministic: bool = False,
-        tuning: Tuning | None = None,
+        tuning: AttentionTuning | None = None,
     ) -> None:
         if deterministic and max_context <= 0:
             raise ValueError("a deterministic planner needs max_context: its pieces lie at fixed positions")
-        chosen = DETERMINISTIC if deterministic else tuning or Tuning()
+        chosen = DETERMINISTIC if deterministic else tuning or AttentionTuning()
         self.tuning = fitted(chosen, head_dim, dtype)
         self.device = torch.device(device)
         self.max_rows, self.max_tokens = max_rows, max_tokens
@@ -120,7 +122,7 @@ class AttentionPlanner:
         self.tuning = replace(self.tuning, prompt_rows=rows)
         self.prompt_queries = rows // self.group
         # Rows whose queries fit one tile may read pages together. Fixed pieces are each row's own.
-        self.members = 1 if deterministic else query_lines(self.group) // padded_power(self.group)
+        self.members = 1 if deterministic else query_rows(self.group) // padded_power(self.group)
         items = max_rows * -(-max_context // self.chunk) if deterministic else max_rows + self.target
         slots = items if self.members == 1 else 2 * max_rows + self.members * self.target
         self._max_prompt_items = self._prompt_bound(max_rows, max_tokens)
@@ -149,7 +151,7 @@ class AttentionPlanner:
         block_tables: Tensor | None = None,  # [num_rows, max_blocks] int32, to find pages that rows share
         block_size: int = 0,
     ) -> AttentionPlan:
-        """Lists the work of these rows, on the device. Ends the life of the last plan with this window."""
+        """Lists the work of these rows, on the device. Invalidates the last plan with this window."""
         if num_rows > self.max_rows:
             raise ValueError(
                 f"{num_rows} rows, but this planner was made for {self.max_rows}: raise max_rows"
@@ -244,7 +246,7 @@ def _decode_rows(
 
 @triton.jit
 def _cut(tiles, piece):
-    """(pieces, tiles of each): equal ones, no short rest that would cost as much as a long piece to start."""
+    """(pieces, tiles of each): of equal size, since a short rest costs as much to start as a long piece."""
     number = (tiles + piece - 1) // piece
     width = (tiles + tl.maximum(number, 1) - 1) // tl.maximum(number, 1)
     return (tiles + tl.maximum(width, 1) - 1) // tl.maximum(width, 1), width
@@ -252,22 +254,22 @@ def _cut(tiles, piece):
 
 @triton.jit
 def _longest_first(number, width):
-    """The first place of each row's pieces, those of the widest rows first, roughly.
+    """The index of each row's first piece, roughly in the order of falling width.
 
-    Programs start in the order of their items: what starts last should be over soon, or the device waits for it.
+    Programs start in the order of their items: the last to start should be short, or the device waits for them.
     """
     widest = tl.maximum(tl.max(tl.where(number > 0, width, 0)), 1)
     rank = ORDERED - 1 - tl.minimum(width, widest) * (ORDERED - 1) // widest  # 0: the widest
-    place = number * 0
+    index = number * 0
     placed = 0
     for which in tl.static_range(ORDERED):
         pieces = tl.where(rank == which, number, 0)
-        place = tl.where(rank == which, placed + tl.cumsum(pieces, 0) - pieces, place)
+        index = tl.where(rank == which, placed + tl.cumsum(pieces, 0) - pieces, index)
         placed += tl.sum(pieces)
-    return place
+    return index
 
 
-# No new compilation because a count happens to be 1 or a multiple of 16.
+# A count of 1 or of a multiple of 16 must not compile another kernel.
 @triton.jit(do_not_specialize=["num_rows", "target"], do_not_specialize_on_alignment=["starts", "lens"])
 def _plan_kernel(
     starts, lens, decode_items, prompt_items, totals, row_slots, common, shared, num_rows, target,

@@ -2,7 +2,7 @@
 
 A program takes some consecutive queries of one row with all heads that share a KV head, so a page is read once for
 the whole group. Keys that every query sees run without masks. The deterministic form of the same kernel also takes
-decodes: it sums keys in chunks at fixed positions, whatever else is in the batch.
+decodes: it sums keys in chunks at fixed positions, in any batch.
 """
 
 import triton
@@ -158,7 +158,7 @@ def _prompt_kernel(
             pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
             tl.store(pointers, result.to(out.dtype.element_ty), real)
         else:
-            place = index.to(tl.int64) * (KV_HEADS * GROUP) + heads
-            tl.store(partial_max + place * 2, top, query < count)
-            tl.store(partial_max + place * 2 + 1, total, query < count)
-            tl.store(partial_acc + place[:, None] * HEAD_DIM + columns[None, :], acc, real)
+            partial = index.to(tl.int64) * (KV_HEADS * GROUP) + heads
+            tl.store(partial_max + partial * 2, top, query < count)
+            tl.store(partial_max + partial * 2 + 1, total, query < count)
+            tl.store(partial_acc + partial[:, None] * HEAD_DIM + columns[None, :], acc, real)

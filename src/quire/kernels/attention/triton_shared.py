@@ -1,7 +1,7 @@
-"""Rows that begin with the same pages: which they are, so that attention reads these pages once for several rows.
+"""Finds rows that begin with the same pages, so that attention reads a shared prefix once for several rows.
 
-A decode's tile of queries has 16 lines and a group of heads fills few of them; the others are free for the heads of
-rows beside it. Rows of one request (samples, beams) are neighbours, and rows under one system prompt all are.
+A decode's query tile has 16 rows and a group of heads fills few of them; the rest can hold the heads of neighbouring
+sequences. Sequences of one request (samples, beams) are neighbours, and so are all under one system prompt.
 """
 
 import triton
@@ -19,7 +19,7 @@ def common_kernel(
 ):  # fmt: skip
     """common[row]: tokens, in whole tiles, that a decode and the decode in the row before it have in the same pages.
 
-    The page of the newest token is not among them: something is left to each row. Less than MIN_SHARED is nothing.
+    The newest token's page is never shared, so each row keeps work of its own. Less than MIN_SHARED counts as zero.
     """
     row = tl.program_id(0)
     before = tl.maximum(row - 1, 0)
@@ -30,15 +30,15 @@ def common_kernel(
     here = tables + row.to(tl.int64) * stride_table
     there = tables + before.to(tl.int64) * stride_table
     entry = tl.arange(0, COMPARED)
-    found = 0
+    num_same = 0
     going = limit > 0
     while going:
-        inside = found + entry < limit
-        same = tl.load(here + found + entry, inside, -1) == tl.load(there + found + entry, inside, -2)
+        inside = num_same + entry < limit
+        same = tl.load(here + num_same + entry, inside, -1) == tl.load(there + num_same + entry, inside, -2)
         equal = tl.min(tl.where(same, COMPARED, entry), 0)
-        found += equal
-        going = (equal == COMPARED) & (found < limit)
-    tokens = found * BLOCK_SIZE // TILE * TILE
+        num_same += equal
+        going = (equal == COMPARED) & (num_same < limit)
+    tokens = num_same * BLOCK_SIZE // TILE * TILE
     tl.store(common + row, tl.where(tokens >= MIN_SHARED, tokens, 0))
 
 
@@ -56,8 +56,8 @@ def group_rows(
     A run of rows that share with the row before is cut into groups of up to MEMBERS; no more than `most` lead one.
     """
     alone = (tl.load(common + row, row < num_rows, 0) == 0) | (lane == 0)
-    place = lane - tl.associative_scan(tl.where(alone, lane, 0), 0, _later)
-    leads = place % MEMBERS == 0
+    in_run = lane - tl.associative_scan(tl.where(alone, lane, 0), 0, _later)
+    leads = in_run % MEMBERS == 0
     size = tl.where(row < num_rows, 1, 0)
     tokens = tl.load(common + row + 1, leads & (row + 1 < num_rows) & (lane + 1 < BLOCK), 0)
     together = leads & (tokens > 0)

@@ -1,13 +1,12 @@
-"""StepPlanner: which tuning serves a step of so many rows: what was measured on this chip, or the built-in."""
+"""StepPlanner: the tuning for each number of rows, measured on this GPU or the default."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import tuned
 from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner
-from quire.kernels.attention.tuning import TUNINGS, Ranges
+from quire.kernels.attention.tuning import TUNINGS, HeadShape, Ranges, key_of, load
 
 
 class StepPlanner:
@@ -32,9 +31,9 @@ class StepPlanner:
         measured = None
         if block_size is not None and kv_dtype is not None and not deterministic:
             group = num_heads // num_kv_heads
-            heads = tuned.HeadShape(num_kv_heads, group, head_dim, kv_dtype, dtype.itemsize, block_size)
-            measured = tuned.load(tuned.key_of(heads, device))
-        # Whose tiles these are, in a word for the start's report.
+            heads = HeadShape(num_kv_heads, group, head_dim, kv_dtype, dtype.itemsize, block_size)
+            measured = load(key_of(heads, device))
+        # Where the tiles come from, for the start's report.
         self.tiles = "fixed" if deterministic else "default" if measured is None else "tuned"
         ranges: Ranges = TUNINGS if measured is None else measured.ranges
         self._planners: list[tuple[int, AttentionPlanner]] = []
@@ -50,7 +49,7 @@ class StepPlanner:
 
     @property
     def range_sizes(self) -> tuple[int, ...]:
-        """The most rows of each range: a step of so many makes its kernels compile."""
+        """The most rows of each range: one step of each size compiles all kernels."""
         return tuple(rows for rows, _ in self._planners)
 
     def plan(

@@ -1,4 +1,4 @@
-"""What the attention kernels share: finding pages, one tile of online softmax, merging sums of pieces."""
+"""Shared by the attention kernels: page lookup, one tile of online softmax, merging partial sums."""
 
 import os
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 # A file's constants reach a kernel as constexpr only.
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
-# Triton's interpreter multiplies the bits of bfloat16 as if they were integers: there, products are taken in fp32.
+# Triton's interpreter multiplies the bits of bfloat16 as if they were integers: there, it multiplies in fp32.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -23,7 +23,7 @@ def page_ids(table, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def slot_offsets(ids, start, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Where positions start .. start + TILE lie, given their blocks. A pool is larger than 32 bits can say."""
+    """Offsets of positions start .. start + TILE, given their blocks; int64, since a pool is larger than 2^31."""
     positions = start + tl.arange(0, TILE)
     return ids.to(tl.int64) * stride_block + (positions % BLOCK_SIZE) * stride_token
 
@@ -33,7 +33,7 @@ def load_tile(
     pages, offsets, start, end,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """[TILE, BLOCK_D] of K or V; zeros, not what a slot happens to hold, outside the context and the head."""
+    """[TILE, BLOCK_D] of K or V; zeros outside the context and the head, where a slot may hold anything."""
     positions = start + tl.arange(0, TILE)
     columns = tl.arange(0, BLOCK_D)
     pointers = pages + offsets[:, None] + columns[None, :]
@@ -61,7 +61,7 @@ def visible_keys(query_positions, start, end, WINDOW: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
-def product(a, b, acc):
+def matmul(a, b, acc):
     """a @ b (+ acc), added in fp32; fp32 operands are not rounded."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
@@ -71,8 +71,8 @@ def product(a, b, acc):
 
 @triton.jit
 def attend_tile(q, k, v, visible, acc, top, total, scale, MASKED: tl.constexpr):
-    """One step of online softmax in base 2. A tile of which a row sees nothing leaves its bits as they were."""
-    scores = product(q, tl.trans(k.to(q.dtype)), None)
+    """One step of online softmax in base 2. A fully masked tile leaves a row's bits as they were."""
+    scores = matmul(q, tl.trans(k.to(q.dtype)), None)
     if MASKED:
         scores = tl.where(visible, scores * scale, NEGATIVE_INFINITY)
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -84,13 +84,13 @@ def attend_tile(q, k, v, visible, acc, top, total, scale, MASKED: tl.constexpr):
         weights = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
-    acc = product(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+    acc = matmul(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
     return acc, new_top, total
 
 
 @triton.jit
 def merge(acc, top, total, other_acc, other_top, other_total):
-    """Sums of two pieces as one. Products and additions are spelt out: the same bits in every kernel."""
+    """Merges the sums of two pieces. FMAs are explicit, so that every kernel gives the same bits."""
     new_top = tl.maximum(top, other_top)
     base = tl.where(new_top == NEGATIVE_INFINITY, 0.0, new_top)
     shrink, other_shrink = tl.exp2(top - base), tl.exp2(other_top - base)

@@ -1,7 +1,7 @@
 """Attention of rows with several queries where some of them are token trees: tiles of queries, as prompts have.
 
-A tree's nodes lie one behind the other after the row's known tokens; each sees what is before the tree, and of the tree
-the nodes whose bits are set. Sums follow places, not depths, so bits differ from a decode's in their last places:
+A tree's nodes lie in order after the row's known tokens; each sees everything before the tree, and of the tree the
+nodes whose bits are set. Sums follow slots, not depths, so results differ from a decode's in the last bits:
 deterministic plans have a kernel of their own, `triton_fixed_tree`.
 """
 
@@ -80,7 +80,7 @@ def _attend_seen(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over places begin .. end, those that a query does not see left out."""
+    """Online softmax over slots begin .. end, without the ones that a query does not see."""
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
     for start in range(begin, end, TILE):
         offsets = slot_offsets(ids, start, stride_block, stride_slot, BLOCK_SIZE, TILE)
@@ -121,7 +121,7 @@ def _tree_kernel(
         position = tl.load(positions + tokens, query < count, first_position)
         seen_nodes = tl.load(ancestors + tokens, query < count, 0)
         tree_start = tl.load(tree_starts + token)
-        tree_start = tl.where(tree_start < 0, end, tree_start)  # what is not there begins behind everything
+        tree_start = tl.where(tree_start < 0, end, tree_start)  # no tree: it begins past the end
         starts = tl.zeros([ROWS], tl.int32) + tree_start
         table = tables + row.to(tl.int64) * stride_table
         k_head = k_pages + kv_head * stride_head

@@ -106,7 +106,7 @@ void quire_call(void* operation, const int64_t* arguments) {
     reinterpret_cast<quire::Operation>(operation)(arguments);
 }
 
-// Beside whatever else runs: for operations of one thread, which use neither the pool nor the shared scratch memory.
+// Without the lock: for single-threaded operations, which use neither the pool nor the shared scratch memory.
 void quire_call_aside(void* operation, const int64_t* arguments) {
     reinterpret_cast<quire::Operation>(operation)(arguments);
 }

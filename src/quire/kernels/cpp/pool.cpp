@@ -139,7 +139,7 @@ void run_parallel(int64_t count, int64_t grain, Work work, const void* context) 
     start_workers(p);
     const int64_t chunks = (count + grain - 1) / grain;
     // Closed before the job changes: a worker that is late for the last job would otherwise find the next one's
-    // numbers behind the last one's ticket, and run a chunk that nobody counts.
+    // numbers behind the last one's ticket, and run a chunk that is not counted.
     const uint64_t last = epoch_of(p.ticket.load(std::memory_order_relaxed));
     p.ticket.store(last << 32 | kClosed, std::memory_order_seq_cst);
     p.work.store(work, std::memory_order_relaxed);

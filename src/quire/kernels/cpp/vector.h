@@ -1,4 +1,4 @@
-// Sixteen floats at a time, whatever the instruction set. Every function gives the same bits on every set: fused
+// Sixteen floats at a time, on every instruction set. Every function gives the same bits on every set: fused
 // multiply-adds are explicit, and sums fold halves (16 -> 8 -> 4 -> 2 -> 1) in one fixed order.
 #pragma once
 

@@ -10,7 +10,7 @@ def scatter(
     columns: Tensor,  # [N] int32
     values: Tensor,  # [N] int32
 ) -> None:
-    """target[rows[i], columns[i]] = values[i]; no place is named twice."""
+    """target[rows[i], columns[i]] = values[i]; no element is named twice."""
     target[rows.long(), columns.long()] = values
 
 
@@ -30,7 +30,7 @@ def spread(
 ) -> None:
     """Token ids, positions, slots, context lengths and block tables of a ragged batch.
 
-    Padding has no context and no token but -1, whose embedding is zeros. It writes to block 0, which nobody owns.
+    Padding has no context and no token but -1, whose embedding is zeros. It writes to block 0, never allocated.
     """
     counts = (query_starts[1:] - query_starts[:-1]).long()
     padded = rows < 0

@@ -9,7 +9,7 @@ _TOKENS = 256  # tokens, and table entries, per program and pass
 
 
 def scatter(target: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
-    """target[rows[i], columns[i]] = values[i]; no place is named twice."""
+    """target[rows[i], columns[i]] = values[i]; no element is named twice."""
     count = rows.shape[0]
     _scatter[(triton.cdiv(count, _SCATTERED),)](
         target, rows, columns, values, count, target.stride(0), _SCATTERED

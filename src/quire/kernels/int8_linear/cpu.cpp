@@ -2,7 +2,7 @@
 #include "../cpp/exponential.h"
 #include "../cpp/pool.h"
 #include "../cpp/vector.h"
-#include "product.h"
+#include "gemm.h"
 
 namespace quire {
 namespace QUIRE_ISA {
@@ -24,7 +24,7 @@ struct LinearProblem {
     int64_t residual_stride;
     float* out;
     int64_t out_stride;
-    int8_t* rows;  // quantized x, as the product wants it
+    int8_t* rows;  // quantized x, in the GEMM's layout
     float* row_scales;
 };
 
@@ -53,10 +53,10 @@ inline const float* mix_row(const float* x, int64_t columns) {
     return mixed;
 }
 
-template <class Product>
+template <class Gemm>
 inline void quantize_row(const LinearProblem& p, int64_t row) {
     constexpr float kSmallest = 1e-30f;
-    const auto target = [&](int64_t column) { return p.rows + Product::place(row, column, p.padded_columns); };
+    const auto target = [&](int64_t column) { return p.rows + Gemm::place(row, column, p.padded_columns); };
     int64_t i = 0;
     if (row < p.tokens) {
         const float* x = mix_row(p.x + row * p.x_stride, p.columns);
@@ -70,15 +70,15 @@ inline void quantize_row(const LinearProblem& p, int64_t row) {
         p.row_scales[row] = absmax / 127.0f;
         for (i = 0; i < p.columns; i += kLanes) {
             const Floats scaled = multiply(load_part(x + i, p.columns - i), inverse);
-            store_bytes(target(i), round_even(scaled), Product::kFlip);
+            store_bytes(target(i), round_even(scaled), Gemm::kFlip);
         }
     }
-    for (; i < p.padded_columns; i += kLanes) store_bytes(target(i), zeros(), Product::kFlip);
+    for (; i < p.padded_columns; i += kLanes) store_bytes(target(i), zeros(), Gemm::kFlip);
 }
 
-template <class Product>
+template <class Gemm>
 inline void quantize_rows(LinearProblem& p) {
-    constexpr int64_t kMultiple = Product::kRowMultiple;
+    constexpr int64_t kMultiple = Gemm::kRowMultiple;
     const int64_t padded_tokens = (p.tokens + kMultiple - 1) / kMultiple * kMultiple;
     const int64_t row_bytes = padded_tokens * p.padded_columns;
     char* scratch = static_cast<char*>(
@@ -87,7 +87,7 @@ inline void quantize_rows(LinearProblem& p) {
     p.row_scales = reinterpret_cast<float*>(scratch + (row_bytes + 63) / 64 * 64);
     const int64_t grain = kQuantizeAlone / (p.columns + 1) + 1;
     parallel_for(padded_tokens, grain, [&p](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) quantize_row<Product>(p, row);
+        for (int64_t row = begin; row < end; ++row) quantize_row<Gemm>(p, row);
     });
 }
 
@@ -177,7 +177,7 @@ __attribute__((noinline)) void finish_rows(const LinearProblem& p, const PairRow
     else Pair::template finish_with<false>(p, rows);
 }
 
-// Rows that are finished while the next product is at work.
+// Rows that are finished while the next tile is multiplied.
 template <class Pair>
 struct Unfinished {
     const LinearProblem& p;
@@ -193,9 +193,9 @@ struct Unfinished {
 };
 
 // What the sums of a pair's channels start from.
-template <class Pair, class Product>
+template <class Pair, class Gemm>
 inline void find_start(const LinearProblem& p, int64_t pair, int32_t* start) {
-    if (Product::kFlip == 0) return;
+    if (Gemm::kFlip == 0) return;
     const int64_t first = Pair::first(p, pair), second = Pair::second(p, pair);
     for (int64_t i = 0; i < kChannels; ++i) {
         start[i] = first + i < p.channels ? -128 * p.sums[first + i] : 0;
@@ -203,9 +203,9 @@ inline void find_start(const LinearProblem& p, int64_t pair, int32_t* start) {
     }
 }
 
-// The product of one pair of blocks, less its rows of x. `next` is the item that this thread will probably take after.
+// The GEMM input of one pair of blocks, without its rows of x. `next` is the item that this thread will probably take after.
 template <class Pair>
-inline ProductInput pair_input(const LinearProblem& p, int64_t pair, int64_t next, const int32_t* start) {
+inline GemmInput pair_input(const LinearProblem& p, int64_t pair, int64_t next, const int32_t* start) {
     const auto block = [&p](int64_t channel) { return p.packed + channel * p.padded_columns; };
     const int64_t pairs = Pair::count(p), ahead = next % pairs;
     return {nullptr, p.padded_columns, block(Pair::first(p, pair)), block(Pair::second(p, pair)),
@@ -213,23 +213,23 @@ inline ProductInput pair_input(const LinearProblem& p, int64_t pair, int64_t nex
 }
 
 // Items [begin, end), each a pair of blocks with up to kRowsPerItem rows.
-template <class Pair, class Product>
+template <class Pair, class Gemm>
 inline void run_items(const LinearProblem& p, int64_t begin, int64_t end) {
-    alignas(64) int32_t results[2][Product::kMaxRows * kPairChannels];
+    alignas(64) int32_t results[2][Gemm::kMaxRows * kPairChannels];
     alignas(64) int32_t start[kPairChannels] = {};
     const int64_t pairs = Pair::count(p), others = (num_threads() - 1) * (end - begin);
-    [[maybe_unused]] typename Product::Session session;
+    [[maybe_unused]] typename Gemm::Session session;
     Unfinished<Pair> unfinished{p};
     int turn = 0;
     for (int64_t item = begin; item < end; ++item) {
         const int64_t pair = item % pairs, first_row = item / pairs * kRowsPerItem;
         const int64_t last_row = first_row + kRowsPerItem < p.tokens ? first_row + kRowsPerItem : p.tokens;
-        find_start<Pair, Product>(p, pair, start);
-        ProductInput input = pair_input<Pair>(p, pair, item + 1 + (item + 1 < end ? 0 : others), start);
-        for (int64_t row = first_row; row < last_row; row += Product::kMaxRows, turn ^= 1) {
-            const int64_t rows = last_row - row < Product::kMaxRows ? last_row - row : Product::kMaxRows;
+        find_start<Pair, Gemm>(p, pair, start);
+        GemmInput input = pair_input<Pair>(p, pair, item + 1 + (item + 1 < end ? 0 : others), start);
+        for (int64_t row = first_row; row < last_row; row += Gemm::kMaxRows, turn ^= 1) {
+            const int64_t rows = last_row - row < Gemm::kMaxRows ? last_row - row : Gemm::kMaxRows;
             input.x = p.rows + row * p.padded_columns;
-            Product::run(input, rows, results[turn], unfinished);
+            Gemm::run(input, rows, results[turn], unfinished);
             unfinished(kRowsPerItem);
             unfinished.rows = {pair, row, row + rows, results[turn]};
             input.ahead_first = nullptr;
@@ -245,10 +245,10 @@ inline void run_linear(LinearProblem& p) {
     const int64_t pair_bytes = kPairChannels * p.padded_columns;
     const bool alone = p.tokens * pair_bytes * items < kMacsAlone;
     const int64_t grain = alone ? items : (kBytesPerItem + pair_bytes - 1) / pair_bytes;
-    with_product(p.tokens, [&p, items, grain](auto product) {
-        using Product = decltype(product);
-        quantize_rows<Product>(p);
-        parallel_for(items, grain, [&p](int64_t begin, int64_t end) { run_items<Pair, Product>(p, begin, end); });
+    with_gemm(p.tokens, [&p, items, grain](auto gemm) {
+        using Gemm = decltype(gemm);
+        quantize_rows<Gemm>(p);
+        parallel_for(items, grain, [&p](int64_t begin, int64_t end) { run_items<Pair, Gemm>(p, begin, end); });
     });
 }
 

@@ -21,7 +21,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def mix(x: Tensor) -> Tensor:
     """x [T, K] fp32: every 64 columns times a Hadamard matrix / 8; columns beyond the last full block stay.
 
-    Weights and activations are mixed alike, and the matrix is orthogonal, so products stay what they are. But an
+    Weights and activations are mixed alike, and the matrix is orthogonal, so dot products do not change. But an
     outlier is spread over its block instead of taking the precision of every other column
     (benchmarks/perplexity.py shows what is left of it).
     """
@@ -86,7 +86,7 @@ def linear(
     A row of the result depends on that row of x alone, bit for bit.
     """
     q, x_scales = quantize_rows(x)
-    accumulated = _integer_product(q, packed)
+    accumulated = _integer_gemm(q, packed)
     y = (accumulated.float() * x_scales[:, None]) * scales[None, :]
     if bias is not None:
         y = y + bias
@@ -109,7 +109,7 @@ def linear_silu_mul(
     return y if out is None else out.copy_(y)
 
 
-def _integer_product(q: Tensor, weight: Tensor) -> Tensor:
+def _integer_gemm(q: Tensor, weight: Tensor) -> Tensor:
     if q.device.type == "cpu":
         return torch._int_mm(q, weight.t())
     # Doubles hold every int32 sum exactly.

@@ -1,1 +1,1 @@
-"""Products whose rows do not depend on how many rows there are."""
+"""Batch-invariant GEMMs: a row's bits do not depend on the other rows."""

@@ -1,4 +1,4 @@
-"""Batch-invariant products in plain torch: every row on its own, so that no library picks another order for many."""
+"""Batch-invariant GEMMs in plain torch, row by row, so that no library picks another order for many rows."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ def linear(
     x: Tensor,  # [T, K]
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
-    residual: Tensor | None = None,  # [T, N]; may be used up
+    residual: Tensor | None = None,  # [T, N]; may be overwritten
     dtype: torch.dtype | None = None,  # of the result; x's unless told
 ) -> Tensor:  # [T, N]
     """x @ weight.T (+ bias) (+ residual), sums in float32; a row's bits depend on that row alone."""

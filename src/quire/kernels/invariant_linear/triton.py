@@ -1,8 +1,7 @@
-"""Batch-invariant products: one tile shape, one order of summation, whatever the number of rows.
+"""Batch-invariant GEMMs: one tile shape and one order of summation for any number of rows.
 
-Libraries choose other tiles, and split the sum differently, for one row than for a hundred, and so the last bits
-of a row tell who its neighbours were. Here every element is summed along K in the same steps by the same
-instruction; the price is measured in docs/performance.md.
+Libraries choose other tiles and another split-K for one row than for a hundred, so a row's last bits depend on the
+batch. Here every element is summed along K in the same steps by the same instruction; docs/performance.md has the cost.
 """
 
 import torch
@@ -21,7 +20,7 @@ def linear(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As the reference; with `residual`, the result is in its place."""
+    """As the reference; with `residual`, the result overwrites it."""
     tokens, depth = x.shape
     columns = weight.shape[0]
     out = residual if residual is not None else x.new_empty(tokens, columns, dtype=dtype or x.dtype)
@@ -60,8 +59,8 @@ def _linear(
         sums = tl.dot(a, b, sums, input_precision="ieee" if EXACT else None)
     if BIAS:
         sums += tl.load(bias + column, mask=real_column, other=0.0).to(tl.float32)[None, :]
-    place = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    target = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     inside = real_row[:, None] & real_column[None, :]
     if ADD:
-        sums += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, sums.to(out.dtype.element_ty), mask=inside)
+        sums += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target, sums.to(out.dtype.element_ty), mask=inside)

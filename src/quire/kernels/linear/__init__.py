@@ -1,1 +1,1 @@
-"""Products of tokens with a large matrix, by whichever of the library's algorithms is fastest on this chip."""
+"""GEMMs of unquantized weights, with the library's fastest algorithm on this GPU."""

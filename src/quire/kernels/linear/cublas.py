@@ -1,7 +1,7 @@
-"""Products by the fastest of cuBLASLt's algorithms where that was measured, and as PyTorch does them elsewhere.
+"""Runs each GEMM with the fastest cuBLASLt algorithm measured on this GPU; falls back to torch.
 
-What is fastest depends on the matrix, the number of tokens and the chip, and the library's heuristic errs by some per
-cent often and by far sometimes. So what a model's graphs hold is measured once per chip.
+Which algorithm is fastest depends on the matrix, the number of tokens and the GPU; the library's heuristic is often
+some per cent slower than the best, sometimes much more. So the GEMMs of a model's CUDA graphs are measured once.
 """
 
 import time
@@ -11,28 +11,30 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from quire.kernels.linear import kept
-from quire.kernels.linear.cublaslt import ALIGNMENT, Found, Kind, Product
-from quire.kernels.linear.measure import PYTORCHS, Pair, fastest
-from quire.kernels.linear.reference import product
+from quire.kernels.linear import autotune
+from quire.kernels.linear.autotune import TORCH_DEFAULT, WeightAndBias, fastest
+from quire.kernels.linear.cublaslt import ALIGNMENT, Algorithm, GemmPlan, GemmShape
+from quire.kernels.linear.reference import gemm
 from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)
 
-MAX_PAIRS = 32  # matrices of a kind that are noted: enough to go round small ones
+MAX_PAIRS = 32  # weights collected per shape: enough to read small ones from memory each time
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-class Products:
-    """One model's products."""
+class GemmAutotuner:
+    """One model's GEMMs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._chosen: dict[tuple[Kind, int], tuple[Product, Found]] = {}  # by kind and tokens; else PyTorch's
-        self._seen: dict[Kind, list[Pair]] | None = None  # not None while products are noted
-        self.summary = ""  # what was chosen, for people; empty: nothing was
+        self._chosen: dict[
+            tuple[GemmShape, int], tuple[GemmPlan, Algorithm]
+        ] = {}  # by shape and tokens; torch serves the rest
+        self._seen: dict[GemmShape, list[WeightAndBias]] | None = None  # not None while GEMMs are collected
+        self.summary = ""  # a report of the algorithms chosen; empty: none was
 
-    def product(
+    def gemm(
         self,
         x: Tensor,
         weight: Tensor,
@@ -41,29 +43,29 @@ class Products:
         relu: bool = False,
         widened: bool = False,
     ) -> Tensor:
-        """As the reference. The residual, if any, may hold the result."""
+        """As the reference. The residual, if any, may be overwritten with the result."""
         if not self._chosen and self._seen is None:
-            return product(x, weight, bias, residual, relu, widened)
-        kind = Kind(
+            return gemm(x, weight, bias, residual, relu, widened)
+        shape = GemmShape(
             weight.shape[0], weight.shape[1], x.dtype, bias is not None, residual is not None, relu, widened
         )
         if self._seen is not None and x.dtype in DTYPES:
-            pairs = self._seen.setdefault(kind, [])
+            pairs = self._seen.setdefault(shape, [])
             if len(pairs) < MAX_PAIRS:
                 pairs.append((weight, bias))
-        plan, algorithm = self._chosen.get((kind, x.shape[0]), (None, None))
-        plain = all(map(_is_plain, (x, weight, bias, residual)))
-        if plan is None or algorithm is None or not plain:
-            return product(x, weight, bias, residual, relu, widened)
+        plan, algorithm = self._chosen.get((shape, x.shape[0]), (None, None))
+        aligned = all(map(_is_aligned, (x, weight, bias, residual)))
+        if plan is None or algorithm is None or not aligned:
+            return gemm(x, weight, bias, residual, relu, widened)
         out = residual
         if out is None:
-            out = x.new_empty(x.shape[0], kind.num_rows, dtype=kind.out_dtype)
+            out = x.new_empty(x.shape[0], shape.num_rows, dtype=shape.out_dtype)
         plan.run(algorithm, x, weight, bias, out)
         return out
 
     @contextmanager
     def tuning(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Passes of the model inside it show which products there are; then those that are new here are measured."""
+        """Collects the GEMMs of the forward passes inside it; then measures the ones that are not in the cache."""
         self._seen = {}
         try:
             yield
@@ -75,48 +77,50 @@ class Products:
         try:
             with torch.cuda.device(self._device), torch.inference_mode():
                 self._tune(seen, sizes)
-        except (OSError, RuntimeError) as fault:  # no such library: speed is lost, nothing else
-            logger.warning("products run as PyTorch chooses, they could not be measured: %s", fault)
+        except (OSError, RuntimeError) as fault:  # no such library: only speed is lost
+            logger.warning("GEMMs run with PyTorch's algorithms, they could not be measured: %s", fault)
         torch.cuda.empty_cache()
 
-    def _tune(self, seen: dict[Kind, list[Pair]], sizes: Sequence[int]) -> None:
+    def _tune(self, seen: dict[GemmShape, list[WeightAndBias]], sizes: Sequence[int]) -> None:
         began = time.perf_counter()
-        key = kept.key_of(self._device)
-        known, new = kept.load(key), kept.Choices()
-        for kind, pairs in seen.items():
-            places = known.get(str(kind), {})
-            found = self._choose(kind, pairs, sizes, places)
-            if found:
-                new[str(kind)] = found
+        key = autotune.key_of(self._device)
+        known, new = autotune.load(key), autotune.Choices()
+        for shape, pairs in seen.items():
+            measured = self._choose(shape, pairs, sizes, known.get(str(shape), {}))
+            if measured:
+                new[str(shape)] = measured
         how = f"measured in {time.perf_counter() - began:.1f} s" if new else "measured before"
         self.summary = f"{len(self._chosen)} faster than by PyTorch's choice, {how}"
         try:
-            kept.store(key, new)
+            autotune.store(key, new)
         except OSError as fault:
             self.summary += f", not kept: {fault.strerror}"
 
     def _choose(
-        self, kind: Kind, pairs: list[Pair], sizes: Sequence[int], known: dict[int, int]
+        self, shape: GemmShape, pairs: list[WeightAndBias], sizes: Sequence[int], known: dict[int, int]
     ) -> dict[int, int]:
-        """Takes what is fastest for each number of tokens; what had to be measured for that."""
+        """Picks the fastest algorithm for each number of tokens; returns the newly measured choices."""
         measured: dict[int, int] = {}
         for size in sizes:
-            if size == 1 and not kind.widened:  # `narrow_linear` serves
+            if size == 1 and not shape.widened:  # `narrow_linear` serves
                 continue
             try:
-                plan = Product(kind, size, self._device)
+                plan = GemmPlan(shape, size, self._device)
                 if size not in known:
                     measured[size] = fastest(plan, pairs)
-                place = measured.get(size, known.get(size, PYTORCHS))
-                if PYTORCHS < place < len(plan.candidates):
-                    self._chosen[kind, size] = plan, plan.candidates[place]
+                index = measured.get(size, known.get(size, TORCH_DEFAULT))
+                if TORCH_DEFAULT < index < len(plan.candidates):
+                    self._chosen[shape, size] = plan, plan.candidates[index]
             except torch.OutOfMemoryError:  # larger ones would not fit either
                 break
             except RuntimeError as fault:
-                logger.debug("%s of %d tokens is left to PyTorch: %s", kind, size, fault)
+                logger.debug("GEMM %s of %d tokens is left to PyTorch: %s", shape, size, fault)
         return measured
 
 
-def _is_plain(tensor: Tensor | None) -> bool:
-    """Whether its memory is as the algorithms expect."""
+def _is_aligned(tensor: Tensor | None) -> bool:
+    """Whether the tensor is dense and aligned, as the algorithms require."""
     return tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0)
+
+
+make_gemm = GemmAutotuner  # takes the device

@@ -1,7 +1,7 @@
-"""cuBLASLt through ctypes: which algorithms it has for a product, and running a certain one of them.
+"""cuBLASLt through ctypes: the candidate algorithms of a GEMM, and running one of them.
 
-PyTorch takes the first that the library's heuristic names. The heuristic names several, and does not measure them.
-Descriptors live in memory of ours, so nothing needs to be given back. All names and numbers are of cublasLt.h.
+PyTorch takes the first candidate of the library's heuristic, which proposes several and measures none. Descriptors live
+in memory of this module, so nothing must be released. All names and numbers are those of cublasLt.h.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-MAX_CANDIDATES = 8  # more are asked for in vain
+MAX_CANDIDATES = 8  # the heuristic never proposes more
 WORKSPACE_BYTES = 32 << 20  # as PyTorch allows on Hopper
 ALIGNMENT = 256  # bytes; what the heuristic assumes of every pointer unless told otherwise
 
@@ -30,10 +30,10 @@ class _Opaque8(ctypes.Structure):
 
 
 class _Opaque32(ctypes.Structure):
-    _fields_ = (("data", c_uint64 * 32),)  # description of a product
+    _fields_ = (("data", c_uint64 * 32),)  # GEMM descriptor
 
 
-class Found(ctypes.Structure):
+class Algorithm(ctypes.Structure):
     _fields_ = (
         ("algorithm", _Opaque8),
         ("workspace_bytes", c_size_t),
@@ -44,10 +44,10 @@ class Found(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What products of any number of tokens have in common."""
+class GemmShape:
+    """A GEMM but for its number of tokens."""
 
-    num_rows: int  # of the matrix
+    num_rows: int  # of the weight
     num_columns: int
     dtype: torch.dtype
     bias: bool = False
@@ -65,24 +65,24 @@ class Kind:
         return "-".join((f"{self.num_rows}x{self.num_columns}", name, *extras))
 
 
-class Product:
-    """Products of one kind and number of tokens, by the algorithms that the library names for them."""
+class GemmPlan:
+    """A GEMM of one shape and number of tokens: its descriptors and candidate algorithms."""
 
-    def __init__(self, kind: Kind, num_tokens: int, device: torch.device) -> None:
-        self.kind = kind
+    def __init__(self, shape: GemmShape, num_tokens: int, device: torch.device) -> None:
+        self.shape = shape
         self.num_tokens = num_tokens
         self._handle = _handle(torch.cuda.current_device() if device.index is None else device.index)
-        # To the library, which counts along columns, this is [N, T] = weight.T.T [N, K] @ x.T [K, T].
-        self._description = _description(kind)
-        self._weight = _layout(kind.dtype, kind.num_columns, kind.num_rows)
-        self._x = _layout(kind.dtype, kind.num_columns, num_tokens)
-        self._out = _layout(kind.out_dtype, kind.num_rows, num_tokens)
+        # To the library, which is column-major, this is [N, T] = weight.T.T [N, K] @ x.T [K, T].
+        self._description = _description(shape)
+        self._weight = _layout(shape.dtype, shape.num_columns, shape.num_rows)
+        self._x = _layout(shape.dtype, shape.num_columns, num_tokens)
+        self._out = _layout(shape.out_dtype, shape.num_rows, num_tokens)
         self._one = c_float(1)
-        self._beta = c_float(kind.residual)
+        self._beta = c_float(shape.residual)
 
     @cached_property
-    def candidates(self) -> list[Found]:
-        """Algorithms for it, the heuristic's favourite first."""
+    def candidates(self) -> list[Algorithm]:
+        """Algorithms that the heuristic proposes, its favourite first."""
         library = _library()
         preference = _Opaque8()
         _check(
@@ -95,41 +95,41 @@ class Product:
             set_preference(byref(preference), _PREF_WORKSPACE, byref(c_uint64(WORKSPACE_BYTES)), c_size_t(8))
         )
         _check(set_preference(byref(preference), _PREF_REDUCTIONS, byref(c_uint32(_IN_FLOAT32)), c_size_t(4)))
-        found, count = (Found * MAX_CANDIDATES)(), c_int()
+        algorithms, count = (Algorithm * MAX_CANDIDATES)(), c_int()
         problem = (self._description, self._weight, self._x, self._out, self._out, preference)
         _check(
             library.cublasLtMatmulAlgoGetHeuristic(
-                self._handle, *map(byref, problem), MAX_CANDIDATES, found, byref(count)
+                self._handle, *map(byref, problem), MAX_CANDIDATES, algorithms, byref(count)
             )
         )
-        return [one for one in found[: count.value] if not one.state]
+        return [algorithm for algorithm in algorithms[: count.value] if not algorithm.state]
 
-    def run(self, found: Found, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Queues it. `out` holds the residual if there is one, and then the result. Pointers must be aligned."""
+    def run(self, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Enqueues the GEMM. `out` holds the residual if there is one, then the result. Pointers must be aligned."""
         if bias is not None:
             _set(self._description, _DESC_BIAS_POINTER, c_void_p(bias.data_ptr()))
-        size = found.workspace_bytes
+        size = algorithm.workspace_bytes
         workspace = x.new_empty(size, dtype=torch.uint8) if size else None
-        place = c_void_p(out.data_ptr())
+        result = c_void_p(out.data_ptr())
         _check(
             _library().cublasLtMatmul(
                 self._handle, byref(self._description), byref(self._one),
                 c_void_p(weight.data_ptr()), byref(self._weight), c_void_p(x.data_ptr()), byref(self._x),
-                byref(self._beta), place, byref(self._out), place, byref(self._out),
-                byref(found.algorithm), c_void_p(workspace.data_ptr() if workspace is not None else None),
+                byref(self._beta), result, byref(self._out), result, byref(self._out),
+                byref(algorithm.algorithm), c_void_p(workspace.data_ptr() if workspace is not None else None),
                 c_size_t(size), c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
             )
         )  # fmt: skip
 
 
 def version() -> str:
-    """Of the library: another one may name other algorithms."""
+    """The library's version: another one may propose other algorithms."""
     return str(_library().cublasLtGetVersion())
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The one that PyTorch has loaded. OSError if there is none."""
+    """The library that PyTorch has loaded. OSError if there is none."""
     library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).split('.')[0]}")
     library.cublasLtGetVersion.restype = c_size_t
     return library
@@ -144,7 +144,7 @@ def _handle(device_index: int) -> c_void_p:
     return handle
 
 
-def _description(kind: Kind) -> _Opaque32:
+def _description(shape: GemmShape) -> _Opaque32:
     description = _Opaque32()
     size = c_size_t(ctypes.sizeof(description))
     _check(
@@ -152,11 +152,11 @@ def _description(kind: Kind) -> _Opaque32:
             byref(description), size, _COMPUTE_FLOAT32, _TYPES[torch.float32]
         )
     )
-    epilogue = _EPILOGUE_RELU * kind.relu + _EPILOGUE_BIAS * kind.bias
+    epilogue = _EPILOGUE_RELU * shape.relu + _EPILOGUE_BIAS * shape.bias
     _set(description, _DESC_TRANSA, c_int(_TRANSPOSED))
     _set(description, _DESC_EPILOGUE, c_int(epilogue or _EPILOGUE_PLAIN))
-    if kind.bias:
-        _set(description, _DESC_BIAS_TYPE, c_int(_TYPES[kind.dtype]))
+    if shape.bias:
+        _set(description, _DESC_BIAS_TYPE, c_int(_TYPES[shape.dtype]))
     return description
 
 
@@ -166,7 +166,7 @@ def _set(description: _Opaque32, attribute: int, value: c_int | c_void_p) -> Non
 
 
 def _layout(dtype: torch.dtype, num_rows: int, num_columns: int) -> _Opaque8:
-    """A dense matrix, column after column."""
+    """A dense column-major matrix."""
     layout = _Opaque8()
     sizes = (c_uint64(num_rows), c_uint64(num_columns), c_int64(num_rows))
     _check(

@@ -1,4 +1,4 @@
-"""Products in plain torch, which asks its library for one algorithm and takes it."""
+"""GEMMs in plain torch, with the algorithm that torch's library picks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def product(
+def gemm(
     x: Tensor,  # [T, K]
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
-    residual: Tensor | None = None,  # [T, N], added; may be used up
+    residual: Tensor | None = None,  # [T, N], added; may be overwritten
     relu: bool = False,
     widened: bool = False,  # float32 results: sums are float32 inside, and rounding them makes ties
 ) -> Tensor:  # [T, N]
@@ -21,9 +21,9 @@ def product(
         assert bias is None and residual is None and not relu, "an output head has none of these"  # noqa: PT018
         return _widened(x, weight)
     if x.is_cuda and bias is None and residual is not None:
-        y = residual.addmm_(x, weight.t())  # the sum costs nothing inside the product
+        y = residual.addmm_(x, weight.t())  # the sum is part of the GEMM's epilogue
     elif x.is_cuda and bias is not None and residual is None and relu:
-        return torch._addmm_activation(bias, x, weight.t())  # nor does relu
+        return torch._addmm_activation(bias, x, weight.t())  # and so is relu
     else:
         y = F.linear(x, weight, bias)
         y = y if residual is None else y.add_(residual)
@@ -36,15 +36,18 @@ def _widened(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight).float()
 
 
-class Products:
-    """One model's products, with nothing to measure."""
+class TorchGemm:
+    """One model's GEMMs, with nothing to measure."""
 
-    summary = ""  # what was chosen, for people; empty: nothing was
+    summary = ""  # a report of the algorithms chosen; empty: none was
 
     def __init__(self, device: torch.device) -> None:
-        self.product = product
+        self.gemm = gemm
 
     @contextmanager
     def tuning(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Passes of the model inside it show what there is to measure; here nothing."""
+        """Does nothing: there is no algorithm to choose."""
         yield
+
+
+make_gemm = TorchGemm  # takes the device

@@ -1,1 +1,1 @@
-"""Adapters: low-rank additions to products, a different one for each line."""
+"""LoRA: low-rank additions to GEMMs, each row with its own adapter."""

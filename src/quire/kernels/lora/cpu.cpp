@@ -1,5 +1,5 @@
-// y += scale * (x A^T) B, each line with its own adapter. Lines of one adapter go together, so that its weights are read
-// once. A sum has one order, along its own line's numbers: the bits of a line do not depend on its neighbours.
+// y += scale * (x A^T) B, each row with its own adapter. Rows of one adapter go together, so that its weights are read
+// once. A sum has one order, along its own row's numbers: the bits of a row do not depend on its neighbours.
 #include <vector>
 
 #include "../cpp/pool.h"
@@ -8,15 +8,15 @@
 namespace quire {
 namespace QUIRE_ISA {
 
-constexpr int64_t kLoraLines = 64;      // of a piece of work, at most: their halves-way sums stay in the cache
+constexpr int64_t kLoraRows = 64;      // of a piece of work, at most: their halves-way sums stay in the cache
 constexpr int64_t kLoraColumns = 192;   // of a piece of work when B is read, at most
 constexpr int64_t kLoraBytes = 32768;   // weights that a thread claims at a time, at least
 constexpr int64_t kLoraTasksEach = 4;   // tasks of a thread that even out what each takes
-constexpr int64_t kLoraWiden = 12;       // lines from which on weights are widened once for all of them
-constexpr int kLoraBlock = 4;           // lines, or vectors of columns, that share what is loaded
+constexpr int64_t kLoraWiden = 12;       // rows from which on weights are widened once for all of them
+constexpr int kLoraBlock = 4;           // rows, or vectors of columns, that share what is loaded
 
 struct LoraProblem {
-    const float* x;  // null: lines are ids
+    const float* x;  // null: rows are ids
     int64_t x_stride;
     const char* ids;
     bool wide_ids;
@@ -37,9 +37,9 @@ struct LoraProblem {
     int64_t bounds[4];
 };
 
-// What some lines have to do at one site: everything about one adapter there.
+// What some rows have to do at one site: everything about one adapter there.
 struct LoraTask {
-    const int32_t* lines;
+    const int32_t* rows;
     int64_t count, rank, tile_ranks, first_column, columns;
     const int64_t* tile_a;
     const int64_t* tile_b;
@@ -53,10 +53,10 @@ struct LoraTask {
     }
 };
 
-// Some lines of a task, and a tile of A or a stretch of B's columns.
+// Some rows of a task, and a tile of A or a stretch of B's columns.
 struct LoraPiece {
     const LoraTask* task;
-    int64_t first_line, lines, index;
+    int64_t first_row, rows, index;
 };
 
 struct LoraPlan {
@@ -75,8 +75,8 @@ struct LoraAhead {
     const char* at = nullptr;
     const char* end = nullptr;
 
-    void ask(int lines) {
-        for (int i = 0; i < lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
+    void ask(int cache_lines) {
+        for (int i = 0; i < cache_lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
     }
 };
 
@@ -110,75 +110,75 @@ inline void make_plan(const LoraProblem& p, LoraPlan& plan) {
     const bool many = static_cast<int64_t>(plan.tasks.size()) >= kLoraTasksEach * num_threads();
     for (LoraTask& task : plan.tasks) {
         task.whole_rows = many && task.count <= kLoraBlock;
-        for (int64_t line = 0; line < task.count; line += kLoraLines) {
-            const int64_t lines = task.count - line < kLoraLines ? task.count - line : kLoraLines;
-            for (int64_t i = 0; i < task.tile_count(); ++i) plan.shrink.push_back({&task, line, lines, i});
-            for (int64_t i = 0; i < column_pieces(task); ++i) plan.expand.push_back({&task, line, lines, i});
+        for (int64_t row = 0; row < task.count; row += kLoraRows) {
+            const int64_t rows = task.count - row < kLoraRows ? task.count - row : kLoraRows;
+            for (int64_t i = 0; i < task.tile_count(); ++i) plan.shrink.push_back({&task, row, rows, i});
+            for (int64_t i = 0; i < column_pieces(task); ++i) plan.expand.push_back({&task, row, rows, i});
         }
     }
 }
 
-// kLines lines times kRanks ranks of A, from `a` on: sixteen sums at most.
-template <int kLines, int kRanks, class Element>
-inline void shrink_block(const LoraProblem& p, const int32_t* lines, const Element* a, int64_t ranks, float* inner,
+// kRows rows times kRanks ranks of A, from `a` on: sixteen sums at most.
+template <int kRows, int kRanks, class Element>
+inline void shrink_block(const LoraProblem& p, const int32_t* rows, const Element* a, int64_t ranks, float* inner,
                          int64_t inner_stride, LoraAhead& ahead) {
-    Floats sums[kLines][kRanks];
-    const float* x[kLines];
+    Floats sums[kRows][kRanks];
+    const float* x[kRows];
     const Element* row[kRanks];
 #pragma GCC unroll 4
-    for (int i = 0; i < kLines; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 16
         for (int j = 0; j < kRanks; ++j) sums[i][j] = zeros();
     }
-    for (int i = 0; i < kLines; ++i) x[i] = p.x + lines[i] * p.x_stride;
+    for (int i = 0; i < kRows; ++i) x[i] = p.x + rows[i] * p.x_stride;
     for (int j = 0; j < kRanks; ++j) row[j] = a + (j < ranks ? j : 0) * p.inputs;
     const int64_t whole = p.inputs / kLanes * kLanes;
     for (int64_t k = 0; k < whole; k += kLanes) {
-        Floats values[kLines];
-        for (int i = 0; i < kLines; ++i) values[i] = load(x[i] + k);
-        if (kLines < kLoraBlock) ahead.ask(kRanks * sizeof(Element) / 4);
+        Floats values[kRows];
+        for (int i = 0; i < kRows; ++i) values[i] = load(x[i] + k);
+        if (kRows < kLoraBlock) ahead.ask(kRanks * sizeof(Element) / 4);
 #pragma GCC unroll 16
         for (int j = 0; j < kRanks; ++j) {
             const Floats weight = load(row[j] + k);
 #pragma GCC unroll 4
-            for (int i = 0; i < kLines; ++i) sums[i][j] = fused(values[i], weight, sums[i][j]);
+            for (int i = 0; i < kRows; ++i) sums[i][j] = fused(values[i], weight, sums[i][j]);
         }
     }
     Floats ended[kLanes];  // a copy: what has an address does not stay in registers
 #pragma GCC unroll 4
-    for (int i = 0; i < kLines; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 16
         for (int j = 0; j < kRanks; ++j) ended[i * kRanks + j] = sums[i][j];
     }
-    for (int i = kLines * kRanks; i < kLanes; ++i) ended[i] = zeros();
+    for (int i = kRows * kRanks; i < kLanes; ++i) ended[i] = zeros();
     if (whole < p.inputs) {
         const int64_t left = p.inputs - whole;
-        for (int i = 0; i < kLines * kRanks; ++i) {
+        for (int i = 0; i < kRows * kRanks; ++i) {
             const Floats value = load_part(x[i / kRanks] + whole, left);
             ended[i] = fused(value, load_part(row[i % kRanks] + whole, left), ended[i]);
         }
     }
     float results[kLanes];
     store(results, sums_of(ended));
-    for (int i = 0; i < kLines; ++i) {
+    for (int i = 0; i < kRows; ++i) {
         for (int j = 0; j < kRanks && j < ranks; ++j) inner[i * inner_stride + j] = results[i * kRanks + j];
     }
 }
 
-template <int kLines, class Element>
-inline void shrink_lines(const LoraProblem& p, const int32_t* lines, const Element* a, int64_t ranks, float* inner,
+template <int kRows, class Element>
+inline void shrink_rows(const LoraProblem& p, const int32_t* rows, const Element* a, int64_t ranks, float* inner,
                          int64_t inner_stride, LoraAhead& ahead) {
-    constexpr int kRanks = kLines == 1 ? 16 : kLines == 2 ? 8 : 4;
+    constexpr int kRanks = kRows == 1 ? 16 : kRows == 2 ? 8 : 4;
     int64_t j = 0;
     for (; ranks - j > kRanks / 2; j += kRanks) {
-        shrink_block<kLines, kRanks>(p, lines, a + j * p.inputs, ranks - j, inner + j, inner_stride, ahead);
+        shrink_block<kRows, kRanks>(p, rows, a + j * p.inputs, ranks - j, inner + j, inner_stride, ahead);
     }
     for (; j < ranks; j += 4) {  // small ranks would mostly multiply for nothing
-        shrink_block<kLines, 4>(p, lines, a + j * p.inputs, ranks - j, inner + j, inner_stride, ahead);
+        shrink_block<kRows, 4>(p, rows, a + j * p.inputs, ranks - j, inner + j, inner_stride, ahead);
     }
 }
 
-// Weights as floats: widened once where many lines multiply them.
+// Weights as floats: widened once where many rows multiply them.
 template <class Element>
 inline void widen_rows(const Element* from, int64_t stride, int64_t rows, int64_t width, float* to) {
     for (int64_t row = 0; row < rows; ++row, from += stride, to += width) {
@@ -191,15 +191,15 @@ inline void shrink_tile(const LoraProblem& p, const LoraPiece& piece, const Elem
                         LoraAhead& ahead) {
     const LoraTask& task = *piece.task;
     const int64_t ranks = task.ranks_of(piece.index);
-    const int32_t* lines = task.lines + piece.first_line;
-    float* inner = all_inner + task.inner + piece.first_line * task.rank + piece.index * task.tile_ranks;
-    for (int64_t done = 0; done < piece.lines; done += kLoraBlock) {
-        const int64_t left = piece.lines - done;
+    const int32_t* rows = task.rows + piece.first_row;
+    float* inner = all_inner + task.inner + piece.first_row * task.rank + piece.index * task.tile_ranks;
+    for (int64_t done = 0; done < piece.rows; done += kLoraBlock) {
+        const int64_t left = piece.rows - done;
         float* sums = inner + done * task.rank;
-        if (left >= 4) shrink_lines<4>(p, lines + done, a, ranks, sums, task.rank, ahead);
-        else if (left == 3) shrink_lines<3>(p, lines + done, a, ranks, sums, task.rank, ahead);
-        else if (left == 2) shrink_lines<2>(p, lines + done, a, ranks, sums, task.rank, ahead);
-        else shrink_lines<1>(p, lines + done, a, ranks, sums, task.rank, ahead);
+        if (left >= 4) shrink_rows<4>(p, rows + done, a, ranks, sums, task.rank, ahead);
+        else if (left == 3) shrink_rows<3>(p, rows + done, a, ranks, sums, task.rank, ahead);
+        else if (left == 2) shrink_rows<2>(p, rows + done, a, ranks, sums, task.rank, ahead);
+        else shrink_rows<1>(p, rows + done, a, ranks, sums, task.rank, ahead);
     }
 }
 
@@ -211,8 +211,8 @@ inline void apply_scales(const LoraProblem& p, const LoraPiece& piece, const int
     const LoraTask& task = *piece.task;
     const int64_t ranks = task.ranks_of(piece.index);
     const float* scales = reinterpret_cast<const float*>(a + (ranks * p.inputs + 3) / 4 * 4);
-    float* inner = all_inner + task.inner + piece.first_line * task.rank + piece.index * task.tile_ranks;
-    for (int64_t i = 0; i < piece.lines; ++i, inner += task.rank) {
+    float* inner = all_inner + task.inner + piece.first_row * task.rank + piece.index * task.tile_ranks;
+    for (int64_t i = 0; i < piece.rows; ++i, inner += task.rank) {
         for (int64_t j = 0; j < ranks; ++j) inner[j] *= scales[j];
     }
 }
@@ -225,7 +225,7 @@ inline void shrink_piece(const LoraProblem& p, const LoraPiece& piece, const Lor
     const int64_t ranks = piece.task->ranks_of(piece.index);
     LoraAhead ahead{reinterpret_cast<const char*>(ahead_a),
                     reinterpret_cast<const char*>(ahead_a + next.task->ranks_of(next.index) * p.inputs)};
-    if (piece.lines < kLoraWiden) {
+    if (piece.rows < kLoraWiden) {
         shrink_tile(p, piece, a, all_inner, ahead);
     } else {
         float* wide = static_cast<float*>(thread_scratch(static_cast<size_t>(ranks * p.inputs) * sizeof(float)));
@@ -235,15 +235,15 @@ inline void shrink_piece(const LoraProblem& p, const LoraPiece& piece, const Lor
     apply_scales(p, piece, a, all_inner);
 }
 
-// A line is one where its id is, and zero elsewhere.
+// A row is one where its id is, and zero elsewhere.
 template <class Element>
 inline void pick_piece(const LoraProblem& p, const LoraPiece& piece, float* all_inner) {
     const LoraTask& task = *piece.task;
     const Element* a = reinterpret_cast<const Element*>(p.weights) + task.tile_a[piece.index];
-    for (int64_t i = piece.first_line; i < piece.first_line + piece.lines; ++i) {
-        const int64_t line = task.lines[i];
-        const int64_t id = p.first_id + (p.wide_ids ? reinterpret_cast<const int64_t*>(p.ids)[line]
-                                                    : reinterpret_cast<const int32_t*>(p.ids)[line]);
+    for (int64_t i = piece.first_row; i < piece.first_row + piece.rows; ++i) {
+        const int64_t row = task.rows[i];
+        const int64_t id = p.first_id + (p.wide_ids ? reinterpret_cast<const int64_t*>(p.ids)[row]
+                                                    : reinterpret_cast<const int32_t*>(p.ids)[row]);
         float* inner = all_inner + task.inner + i * task.rank + piece.index * task.tile_ranks;
         for (int64_t j = 0; j < task.ranks_of(piece.index); ++j) {
             float lanes[kLanes];
@@ -271,33 +271,33 @@ struct LoraAheadTiles {
     }
 };
 
-// kLines lines of y, kVectors vectors of columns from `column` of the part on; `count` columns of the last are real.
-template <int kLines, int kVectors, class Element>
-inline void expand_block(const LoraProblem& p, const LoraTask& task, int64_t first_line, int64_t column, int64_t count,
+// kRows rows of y, kVectors vectors of columns from `column` of the part on; `count` columns of the last are real.
+template <int kRows, int kVectors, class Element>
+inline void expand_block(const LoraProblem& p, const LoraTask& task, int64_t first_row, int64_t column, int64_t count,
                          const float* inner, LoraAheadTiles<Element>& next) {
-    Floats sums[kLines][kVectors];
-    for (auto& line : sums) {
-        for (Floats& vector : line) vector = zeros();
+    Floats sums[kRows][kVectors];
+    for (auto& row : sums) {
+        for (Floats& vector : row) vector = zeros();
     }
     for (int64_t tile = 0; tile < task.tile_count(); ++tile) {
         const Element* b = reinterpret_cast<const Element*>(p.weights) + task.tile_b[tile] + column;
         const int64_t ranks = task.ranks_of(tile);
         next.open();
         for (int64_t j = 0; j < ranks; ++j, b += task.columns, ++inner) {
-            if (kLines < kLoraBlock) next.ahead.ask(kVectors * sizeof(Element) / 4);
+            if (kRows < kLoraBlock) next.ahead.ask(kVectors * sizeof(Element) / 4);
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
                 const Floats weight = kVectors > 1 ? load(b + v * kLanes) : load_part(b, count);
 #pragma GCC unroll 4
-                for (int i = 0; i < kLines; ++i) {
+                for (int i = 0; i < kRows; ++i) {
                     sums[i][v] = fused(broadcast(inner[i * task.rank]), weight, sums[i][v]);
                 }
             }
         }
     }
     const Floats scale = broadcast(task.scale);
-    for (int i = 0; i < kLines; ++i) {
-        float* y = p.y + task.lines[first_line + i] * p.y_stride + task.first_column + column;
+    for (int i = 0; i < kRows; ++i) {
+        float* y = p.y + task.rows[first_row + i] * p.y_stride + task.first_column + column;
         for (int v = 0; v < kVectors; ++v, y += kLanes) {
             const int64_t real = kVectors > 1 ? kLanes : count;
             store_part(y, fused(scale, sums[i][v], load_part(y, real)), real);
@@ -305,15 +305,15 @@ inline void expand_block(const LoraProblem& p, const LoraTask& task, int64_t fir
     }
 }
 
-template <int kLines, class Element>
-inline void expand_lines(const LoraProblem& p, const LoraTask& task, int64_t first_line, int64_t first, int64_t last,
+template <int kRows, class Element>
+inline void expand_rows(const LoraProblem& p, const LoraTask& task, int64_t first_row, int64_t first, int64_t last,
                          const float* inner, LoraAheadTiles<Element>& next) {
     int64_t column = first;
     for (; column + kLoraBlock * kLanes <= last; column += kLoraBlock * kLanes) {
-        expand_block<kLines, kLoraBlock, Element>(p, task, first_line, column, kLanes, inner, next);
+        expand_block<kRows, kLoraBlock, Element>(p, task, first_row, column, kLanes, inner, next);
     }
     for (; column < last; column += kLanes) {
-        expand_block<kLines, 1, Element>(p, task, first_line, column, last - column, inner, next);
+        expand_block<kRows, 1, Element>(p, task, first_row, column, last - column, inner, next);
     }
 }
 
@@ -321,14 +321,14 @@ inline void expand_lines(const LoraProblem& p, const LoraTask& task, int64_t fir
 template <class Element>
 inline void expand_stretch(const LoraProblem& p, const LoraTask& task, const LoraPiece& piece, int64_t first,
                            int64_t end, const float* all_inner, LoraAheadTiles<Element>& next) {
-    const int64_t last_line = piece.first_line + piece.lines;
-    for (int64_t line = piece.first_line; line < last_line; line += kLoraBlock) {
-        const float* inner = all_inner + task.inner + line * task.rank;
-        const int64_t left = last_line - line;
-        if (left >= 4) expand_lines<4, Element>(p, task, line, first, end, inner, next);
-        else if (left == 3) expand_lines<3, Element>(p, task, line, first, end, inner, next);
-        else if (left == 2) expand_lines<2, Element>(p, task, line, first, end, inner, next);
-        else expand_lines<1, Element>(p, task, line, first, end, inner, next);
+    const int64_t last_row = piece.first_row + piece.rows;
+    for (int64_t row = piece.first_row; row < last_row; row += kLoraBlock) {
+        const float* inner = all_inner + task.inner + row * task.rank;
+        const int64_t left = last_row - row;
+        if (left >= 4) expand_rows<4, Element>(p, task, row, first, end, inner, next);
+        else if (left == 3) expand_rows<3, Element>(p, task, row, first, end, inner, next);
+        else if (left == 2) expand_rows<2, Element>(p, task, row, first, end, inner, next);
+        else expand_rows<1, Element>(p, task, row, first, end, inner, next);
     }
 }
 
@@ -362,7 +362,7 @@ inline void expand_piece(const LoraProblem& p, const LoraPiece& piece, const Lor
     const int64_t width = ((task.columns + pieces - 1) / pieces + kLanes - 1) / kLanes * kLanes;
     const int64_t first = piece.index * width, end = first + width < task.columns ? first + width : task.columns;
     if (first >= end) return;
-    if (piece.lines >= kLoraWiden) return expand_widened<Element>(p, piece, first, end, all_inner);
+    if (piece.rows >= kLoraWiden) return expand_widened<Element>(p, piece, first, end, all_inner);
     LoraAheadTiles<Element> next{reinterpret_cast<const Element*>(p.weights), following.task,
                                  following.task->whole_rows ? 0 : following.task->tile_count(), {}};
     expand_stretch<Element>(p, task, piece, first, end, all_inner, next);

@@ -1,4 +1,4 @@
-"""Low-rank additions by native code. Promises are those of the reference; a line's bits depend on that line alone."""
+"""LoRA by native code. Promises are those of the reference; a row's bits depend on that row alone."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def add(
     first_site: int,
     bounds: tuple[int, ...],
 ) -> Tensor:
-    """y[:, part] += scale * (x @ A.T) @ B for every part (site first_site + p), each line with its own adapter."""
+    """y[:, part] += scale * (x @ A.T) @ B for every part (site first_site + p), each row with its own adapter."""
     native.check_floats(x, y)
     source = (x.data_ptr(), x.stride(0), 0, 0, 0, x.shape[1])
     _call(source, x, y, tables, segments, first_site, bounds)
@@ -44,7 +44,7 @@ def add_embedded(
 
 def _call(
     source: tuple[int, ...],
-    lines: Tensor,
+    rows: Tensor,
     y: Tensor,
     tables: LoraTables,
     segments: LoraSegments,
@@ -66,5 +66,5 @@ def _call(
             *(tensor.data_ptr() for tensor in chosen), segments.slots.shape[0],
             first_site, len(bounds) - 1, *padded,
         ),
-        (lines, y, tables.weights, *places, *chosen),
+        (rows, y, tables.weights, *places, *chosen),
     )  # fmt: skip

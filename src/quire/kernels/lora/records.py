@@ -1,4 +1,4 @@
-"""What the kernels of adapters read: where weights lie, and which lines of a batch use which adapter."""
+"""Inputs of the LoRA kernels: where weights lie, and which rows of a batch use which adapter."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class LoraTables:
     """The adapters that may run, one slot each; a site is a matrix of the model that adapters can add to.
 
     At a site an adapter has A [rank, inputs] and B, transposed, [rank, outputs]. Both are cut into tiles of
-    `tile_ranks` ranks (the last may have fewer), each dense and in one block: rank i is line i % tile_ranks of tile
+    `tile_ranks` ranks (the last may have fewer), each dense and in one block: rank i is row i % tile_ranks of tile
     i // tile_ranks. Weights of one byte are multiples of a number that each rank has of its own, A's scale times B's:
     a float32 per rank, behind its tile of A (`scales_offset`). All tensors live as long as the engine, so that a
     recorded pass finds them where they were.
@@ -56,12 +56,12 @@ class LoraTables:
 
 @dataclass(frozen=True, slots=True)
 class LoraSegments:
-    """Lines of x, those of one adapter side by side, in segments of at most `max_lines`.
+    """Rows of x grouped by adapter, in segments of at most `max_length`.
 
     There may be more segments than are used: a slot of -1 says that nothing is added, and so does an empty segment.
     """
 
-    order: Tensor  # [T] int32, lines of x
+    order: Tensor  # [T] int32, rows of x
     slots: Tensor  # [G] int32
     starts: Tensor  # [G + 1] int32, into order
-    max_lines: int
+    max_length: int

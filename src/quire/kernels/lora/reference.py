@@ -1,4 +1,4 @@
-"""Low-rank additions in plain torch."""
+"""LoRA in plain torch."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,15 +17,15 @@ def add(
     first_site: int,
     bounds: tuple[int, ...],  # part p of a fused projection is columns bounds[p] … bounds[p + 1] - 1 of y
 ) -> Tensor:
-    """y[:, part] += scale * (x @ A.T) @ B for every part (site first_site + p), each line with its own adapter.
+    """y[:, part] += scale * (x @ A.T) @ B for every part (site first_site + p), each row with its own adapter.
 
-    Sums are float32. Lines of no segment, and lines whose adapter has nothing at a site, keep their bits.
+    Sums are float32. Rows of no segment, and rows whose adapter has nothing at a site, keep their bits.
     """
-    for slot, lines in _segments(segments):
+    for slot, rows in _segments(segments):
         for part, (first, last) in enumerate(pairwise(bounds)):
             site = first_site + part
             a, b = matrices(tables, slot, site, x.shape[1], last - first)
-            _add_lines(y, lines, first, x[lines].float() @ a.t(), b, float(tables.scales[slot, site]))
+            _add_rows(y, rows, first, x[rows].float() @ a.t(), b, float(tables.scales[slot, site]))
     return y
 
 
@@ -38,10 +38,10 @@ def add_embedded(
     num_ids: int,  # how many columns A has
     first_id: int = 0,  # the column of id 0
 ) -> Tensor:
-    """y += scale * A[:, first_id + id] @ B: as `add` for lines that are one where their id is, and zero elsewhere."""
-    for slot, lines in _segments(segments):
+    """y += scale * A[:, first_id + id] @ B: as `add` for one-hot rows."""
+    for slot, rows in _segments(segments):
         a, b = matrices(tables, slot, site, num_ids, y.shape[1])
-        _add_lines(y, lines, 0, a.t()[ids[lines].long() + first_id], b, float(tables.scales[slot, site]))
+        _add_rows(y, rows, 0, a.t()[ids[rows].long() + first_id], b, float(tables.scales[slot, site]))
     return y
 
 
@@ -50,18 +50,18 @@ def matrices(
 ) -> tuple[Tensor, Tensor]:
     """An adapter's A [rank, inputs] and B [rank, outputs] at one site, in float32."""
     rank, tile_ranks = int(tables.ranks[slot, site]), int(tables.tile_ranks[slot, site])
-    weights, found = tables.weights, []
+    weights, pair = tables.weights, []
     for starts, width in ((tables.tile_a, num_inputs), (tables.tile_b, num_outputs)):
         tiles = [torch.empty(0, width, device=weights.device)]
         for tile, first in enumerate(range(0, rank, tile_ranks or 1)):
             count, start = min(tile_ranks, rank - first), int(starts[slot, site, tile])
-            lines = weights[start : start + count * width].view(count, width).float()
+            rows = weights[start : start + count * width].view(count, width).float()
             if weights.dtype is torch.int8 and starts is tables.tile_a:
                 behind = start + scales_offset(count, width)
-                lines = lines * weights[behind : behind + 4 * count].clone().view(torch.float32)[:, None]
-            tiles.append(lines)
-        found.append(torch.cat(tiles))
-    return found[0], found[1]
+                rows = rows * weights[behind : behind + 4 * count].clone().view(torch.float32)[:, None]
+            tiles.append(rows)
+        pair.append(torch.cat(tiles))
+    return pair[0], pair[1]
 
 
 def _segments(segments: LoraSegments) -> Iterator[tuple[int, Tensor]]:
@@ -71,7 +71,7 @@ def _segments(segments: LoraSegments) -> Iterator[tuple[int, Tensor]]:
             yield slot, segments.order[starts[index] : starts[index + 1]].long()
 
 
-def _add_lines(y: Tensor, lines: Tensor, first: int, inner: Tensor, b: Tensor, scale: float) -> None:
+def _add_rows(y: Tensor, rows: Tensor, first: int, inner: Tensor, b: Tensor, scale: float) -> None:
     if len(b):
         columns = slice(first, first + b.shape[1])
-        y[lines, columns] = (y[lines, columns].float() + scale * (inner @ b)).to(y.dtype)
+        y[rows, columns] = (y[rows, columns].float() + scale * (inner @ b)).to(y.dtype)

@@ -1,1 +1,1 @@
-"""Adapters' matrices into tiles."""
+"""Packs adapters' matrices into tiles."""

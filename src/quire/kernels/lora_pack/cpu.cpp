@@ -34,7 +34,7 @@ struct PackFinite {
     bool all() const { return sum(seen) == 0.0f; }
 };
 
-// Lanes beyond the end of the matrix are zero; others that nobody wants are its own next numbers.
+// Lanes beyond the end of the matrix are zero; other surplus lanes hold the matrix's own next numbers.
 template <class Source>
 inline Floats load_inside(const Source* matrix, int64_t size, int64_t first) {
     return first < size ? load_part(matrix + first, size - first) : zeros();

@@ -1,4 +1,4 @@
-"""An adapter's matrices into tiles by native code, in one pass and on one thread: it runs beside the steps."""
+"""Packs an adapter's matrices into tiles by native code, in one pass on one thread: it runs beside the steps."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> 
     native.check_integers(None, places.sites)
     native.check_integers(None, places.tile_a)
     native.check_integers(None, places.tile_b)
-    found = torch.empty(1, dtype=torch.int64)
+    wrong = torch.empty(1, dtype=torch.int64)
     native.call_aside(
         "lora_pack",
         (
             source.data_ptr(), target.data_ptr(), CODES[dtype], len(places.sites), places.sites.data_ptr(),
-            places.tile_a.shape[1], places.tile_a.data_ptr(), places.tile_b.data_ptr(), found.data_ptr(),
+            places.tile_a.shape[1], places.tile_a.data_ptr(), places.tile_b.data_ptr(), wrong.data_ptr(),
         ),
     )  # fmt: skip
-    return int(found)
+    return int(wrong)

@@ -1,7 +1,7 @@
-"""An adapter's matrices into tiles with numpy: for the host of a GPU, where nothing is compiled for its CPU.
+"""Packs an adapter's matrices into tiles with numpy: for the host of a GPU, without native code.
 
-Numbers are copied as bits, and those that are not finite are found among the bits: as torch does it, with a tensor for
-every comparison, that takes ten times as long as the copying. numpy lets other threads run meanwhile.
+Numbers are copied as bits, and non-finite ones are detected by their bits: torch's comparisons, each with a tensor of
+its own, take ten times as long as the copy. numpy releases the interpreter lock meanwhile.
 """
 
 import numpy as np
@@ -29,8 +29,8 @@ def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> 
         rank, inputs, outputs, tile_ranks, a_offset, a_code, b_offset, b_code = numbers
         a = _bits(source, a_offset, SOURCES[a_code], (rank, inputs), dtype)
         b = _bits(source, b_offset, SOURCES[b_code], (outputs, rank), dtype).T
-        for which, (lines, starts) in enumerate(((a, tile_a[site]), (b, tile_b[site]))):
-            if not _place(elements, lines, starts, tile_ranks, dtype):
+        for which, (rows, starts) in enumerate(((a, tile_a[site]), (b, tile_b[site]))):
+            if not _place(elements, rows, starts, tile_ranks, dtype):
                 return 2 * site + which
     return -1
 
@@ -46,12 +46,12 @@ def _bits(
 
 
 def _place(
-    elements: np.ndarray, lines: np.ndarray, starts: list[int], tile_ranks: int, dtype: torch.dtype
+    elements: np.ndarray, rows: np.ndarray, starts: list[int], tile_ranks: int, dtype: torch.dtype
 ) -> bool:
-    """Writes the tiles of one matrix; False if a number is not finite. A tile is looked at while it is in the cache."""
+    """Writes the tiles of one matrix; False if a number is not finite. Tiles are checked while in the cache."""
     _, without_sign, not_finite = _BITS[dtype]
-    for tile, first in enumerate(range(0, len(lines), tile_ranks)):
-        some = lines[first : first + tile_ranks]
+    for tile, first in enumerate(range(0, len(rows), tile_ranks)):
+        some = rows[first : first + tile_ranks]
         placed = elements[starts[tile] : starts[tile] + some.size]
         np.copyto(placed.reshape(some.shape), some)
         if np.bitwise_and(placed, without_sign).max(initial=0) >= not_finite:

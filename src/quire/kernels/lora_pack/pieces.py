@@ -1,4 +1,4 @@
-"""An adapter's bytes cut into pieces that travel to a device as they are: it puts their numbers into tiles itself."""
+"""Cuts an adapter's bytes into pieces that are copied to a device as they are and packed into tiles there."""
 
 from dataclasses import dataclass
 
@@ -9,26 +9,26 @@ from torch import Tensor
 from quire.kernels.lora_pack import reference
 from quire.kernels.lora_pack.records import A_CODE, B_CODE, SOURCES, Places
 
-ALIGNMENT = 16  # bytes, where a piece begins
-# Columns of Piece.tiles
-FIRST, BY_LINE, BY_COLUMN, LINES, COLUMNS, PLACE = range(6)
+ALIGNMENT = 16  # bytes, of a piece's first byte
+# Columns of AdapterPiece.tiles
+FIRST, BY_ROW, BY_COLUMN, ROWS, COLUMNS, PLACE = range(6)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AdapterPiece:
     """Matrices of one dtype that follow each other in the source."""
 
     first: int  # byte of the source
     last: int  # the byte behind it
     given: torch.dtype
-    # [J, 6] int64: the tile's first element in the piece, elements from line to line and from column to column there,
-    # lines, columns, and its first element in the target
+    # [J, 6] int64: the tile's first element in the piece, elements from row to row and from column to column there,
+    # rows, columns, and its first element in the target
     tiles: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """Its ranks are lines of a tile."""
+    """A matrix in the source; its ranks are rows of a tile."""
 
     code: int
     offset: int
@@ -43,10 +43,10 @@ class _Matrix:
         return self.offset + self.rank * self.width * SOURCES[self.code].itemsize
 
 
-def cut(places: Places, largest: int) -> tuple[Piece, ...]:
-    """Pieces of up to `largest` bytes; none where a matrix is larger, or lies where its numbers cannot be loaded."""
+def cut(places: Places, largest: int) -> tuple[AdapterPiece, ...]:
+    """Pieces of up to `largest` bytes; none if a matrix is larger or not aligned."""
     groups: list[list[_Matrix]] = []
-    for matrix in sorted(_matrices(places), key=lambda one: (one.code, one.offset)):
+    for matrix in sorted(_matrices(places), key=lambda matrix: (matrix.code, matrix.offset)):
         size = SOURCES[matrix.code].itemsize
         if matrix.offset % size or matrix.last - matrix.offset + ALIGNMENT > largest:
             return ()
@@ -56,16 +56,16 @@ def cut(places: Places, largest: int) -> tuple[Piece, ...]:
         else:
             last.append(matrix)
     return tuple(
-        Piece(_begin(group), max(m.last for m in group), SOURCES[group[0].code], _tiles(group))
+        AdapterPiece(_begin(group), max(m.last for m in group), SOURCES[group[0].code], _tiles(group))
         for group in groups
     )
 
 
 def first_wrong(source: Tensor, places: Places, dtype: torch.dtype) -> int:
-    """What `pack` answers, without packing: -1, or which matrix has a number that is not finite in `dtype`.
+    """The result of `pack` without packing: -1, or which matrix has a number that is not finite in `dtype`.
 
-    One operation over all bytes, in which other threads can run, unless something may be wrong: the least and the
-    largest of many numbers are not finite if one of them is not, and are rounded as the others are.
+    Usually one operation over all bytes, which releases the interpreter lock: the minimum and maximum of many numbers
+    are not finite if any of them is not.
     """
     codes = set(places.sites[:, [A_CODE, B_CODE]].unique().tolist())
     given = SOURCES[codes.pop()] if len(codes) == 1 else None
@@ -88,13 +88,13 @@ def _is_finite(numbers: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _matrices(places: Places) -> list[_Matrix]:
-    found = []
+    matrices = []
     sites, tile_a, tile_b = places.sites.tolist(), places.tile_a.tolist(), places.tile_b.tolist()
     for site, numbers in enumerate(sites):
         rank, inputs, outputs, tile_ranks, a_offset, a_code, b_offset, b_code = numbers
-        found.append(_Matrix(a_code, a_offset, rank, inputs, False, tile_ranks, tile_a[site]))
-        found.append(_Matrix(b_code, b_offset, rank, outputs, True, tile_ranks, tile_b[site]))
-    return found
+        matrices.append(_Matrix(a_code, a_offset, rank, inputs, False, tile_ranks, tile_a[site]))
+        matrices.append(_Matrix(b_code, b_offset, rank, outputs, True, tile_ranks, tile_b[site]))
+    return matrices
 
 
 def _begin(group: list[_Matrix]) -> int:
@@ -105,10 +105,8 @@ def _tiles(group: list[_Matrix]) -> np.ndarray:
     tiles = []
     for matrix in group:
         begin = (matrix.offset - _begin(group)) // SOURCES[matrix.code].itemsize
-        by_line, by_column = (1, matrix.rank) if matrix.is_transposed else (matrix.width, 1)
+        by_row, by_column = (1, matrix.rank) if matrix.is_transposed else (matrix.width, 1)
         for tile, first in enumerate(range(0, matrix.rank, matrix.tile_ranks)):
-            lines = min(matrix.tile_ranks, matrix.rank - first)
-            tiles.append(
-                (begin + first * by_line, by_line, by_column, lines, matrix.width, matrix.starts[tile])
-            )
+            rows = min(matrix.tile_ranks, matrix.rank - first)
+            tiles.append((begin + first * by_row, by_row, by_column, rows, matrix.width, matrix.starts[tile]))
     return np.array(tiles, np.int64)

@@ -1,4 +1,4 @@
-"""What packing an adapter reads: where its matrices lie in a line of bytes, and where their ranks go."""
+"""Inputs of packing an adapter: where its matrices lie in the source bytes, and where their ranks go."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ from torch import Tensor
 # Columns of Places.sites
 RANK, INPUTS, OUTPUTS, TILE_RANKS, A_OFFSET, A_CODE, B_OFFSET, B_CODE = range(8)
 CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
-SOURCES = (torch.float32, torch.float16, torch.bfloat16)  # by code: what matrices may be given in
+SOURCES = (torch.float32, torch.float16, torch.bfloat16)  # by code: dtypes of the source
 LARGEST_BYTE = 127
-SMALLEST_PEAK = 1e-30  # lines without a larger number become zeros
+SMALLEST_PEAK = 1e-30  # ranks without a larger number become zeros
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""An adapter's matrices into tiles, in plain torch."""
+"""Packs an adapter's matrices into tiles, in plain torch."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from quire.kernels.lora_pack.records import LARGEST_BYTE, SMALLEST_PEAK, SOURCES
 
 
 def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> int:
-    """Writes all tiles: A as it is, B transposed, as `dtype`. What lies between tiles is left as it was.
+    """Writes all tiles: A as it is, B transposed, as `dtype`. Bytes between tiles are left unchanged.
 
-    `source`, `target`: [bytes] uint8. The answer is -1, or 2 * site for an A and 2 * site + 1 for a B with a number
-    that is not finite in `dtype`, the first of them; the target is of no use then. In int8 every rank has a scale of
+    `source`, `target`: [bytes] uint8. Returns -1, or 2 * site for an A and 2 * site + 1 for a B with a number
+    that is not finite in `dtype`, the first of them; the target is then undefined. In int8 every rank has a scale of
     its own, so that its largest number is 127.
     """
     elements = target.view(dtype)
@@ -50,13 +50,13 @@ def matrix_at(source: Tensor, offset: int, dtype: torch.dtype, rows: int, column
     return piece.view(dtype).view(rows, columns)
 
 
-def _rounded(lines: Tensor, peaks: Tensor) -> Tensor:
-    largest = torch.full_like(peaks, LARGEST_BYTE)  # 127 / peaks would be a product with 1 / peaks
+def _rounded(rows: Tensor, peaks: Tensor) -> Tensor:
+    largest = torch.full_like(peaks, LARGEST_BYTE)  # torch turns 127 / peaks into 127 * (1 / peaks)
     inverse = torch.where(peaks > SMALLEST_PEAK, largest / peaks, 0.0)
-    return (lines * inverse[:, None]).round().to(torch.int8)
+    return (rows * inverse[:, None]).round().to(torch.int8)
 
 
-def _place(elements: Tensor, lines: Tensor, starts: list[int], tile_ranks: int) -> None:
-    for tile, first in enumerate(range(0, len(lines), tile_ranks)):
-        some = lines[first : first + tile_ranks]
+def _place(elements: Tensor, rows: Tensor, starts: list[int], tile_ranks: int) -> None:
+    for tile, first in enumerate(range(0, len(rows), tile_ranks)):
+        some = rows[first : first + tile_ranks]
         elements[starts[tile] : starts[tile] + some.numel()].view(some.shape).copy_(some)

@@ -1,5 +1,7 @@
-"""An adapter's matrices into tiles by the GPU that will read them. They come as their file has them, and nothing but
-their bytes passes through the host: numpy's thousands of small copies would stand in line for Python's lock."""
+"""Packs an adapter's matrices into tiles on the GPU, from the bytes of their file.
+
+The host copies bytes only: thousands of small numpy copies would contend for the interpreter lock.
+"""
 
 import torch
 import triton
@@ -17,18 +19,18 @@ WIDTH = 256  # columns of one program
 @triton.jit
 def _place_kernel(source, tiles, target, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     tile = tiles + 6 * tl.program_id(0)
-    first, by_line, by_column = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    lines, columns, place = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
-    line = tl.arange(0, HEIGHT)[:, None]
+    first, by_row, by_column = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    rows, columns, target_first = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
+    row = tl.arange(0, HEIGHT)[:, None]
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    inside = (line < lines) & (column < columns)
-    numbers = tl.load(source + first + line * by_line + column * by_column, mask=inside, other=0.0)
-    tl.store(target + place + line * columns + column, numbers.to(target.dtype.element_ty), mask=inside)
+    inside = (row < rows) & (column < columns)
+    numbers = tl.load(source + first + row * by_row + column * by_column, mask=inside, other=0.0)
+    tl.store(target + target_first + row * columns + column, numbers.to(target.dtype.element_ty), mask=inside)
 
 
 def place(source: Tensor, tiles: Tensor, width: int, target: Tensor) -> None:
-    """`source` [n]: a piece's numbers; `tiles` [J, 6] int64 as Piece has them, with up to `width` columns; `target` [m]
-    in the dtype that is written."""
+    """Writes tiles of up to `width` columns. `source` [n]: a piece's numbers; `tiles` [J, 6] int64 as in AdapterPiece;
+    `target` [m] in the dtype that is written."""
     grid = (len(tiles), -(-width // WIDTH), 1)
     _place_kernel[grid](source, tiles, target, MAX_TILE_RANKS, WIDTH, num_warps=4)
 

@@ -1,1 +1,1 @@
-"""The product of one token with a large matrix: as fast as the matrix can be read."""
+"""GEMV: one token times a large matrix, as fast as the matrix can be read."""

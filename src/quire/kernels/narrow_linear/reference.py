@@ -1,17 +1,17 @@
-"""One token's products in plain torch. With `norm_weight`, x is divided by its root mean square first."""
+"""One token's GEMVs in plain torch. With `norm_weight`, x is divided by its root mean square first."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SERVES = False  # torch's own product is as good: nobody should come here for speed
+SERVES = False  # torch's own GEMM is as fast: callers should not prefer this
 
 
 def linear(
     x: Tensor,  # [1, K]
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
-    residual: Tensor | None = None,  # [1, N], added; may be used up
+    residual: Tensor | None = None,  # [1, N], added; may be overwritten
     norm_weight: Tensor | None = None,  # [K]
     eps: float = 0.0,
 ) -> Tensor:  # [1, N]

@@ -1,8 +1,8 @@
-"""One token's products by a kernel that streams the matrix once, norm, activation and residual inside.
+"""One token's GEMVs by a kernel that streams the matrix once, with norm, activation and residual fused.
 
-A program owns a few rows of the matrix and walks along them. Nothing but the matrix is large, so what counts is how
-many bytes are on their way at once: loads go straight to registers, several steps of the walk ahead. Norm, activation
-and the reduction of split sums need no launches of their own; the norm's divisor is summed along the same walk.
+A program owns a few rows of the matrix and walks along them. Only the matrix is large, so throughput depends on the
+bytes in flight: loads go straight to registers, several steps ahead. Norm, activation and the split-K reduction need no
+launches of their own; the norm's divisor is summed along the same walk.
 """
 
 import triton
@@ -66,11 +66,11 @@ def _linear(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     column = tl.arange(0, COLUMNS)
-    lines = weight + row.to(tl.int64)[:, None] * weight_stride + column[None, :]
+    pointers = weight + row.to(tl.int64)[:, None] * weight_stride + column[None, :]
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
     for first in tl.range(0, LENGTH, COLUMNS, loop_unroll_factor=4):
-        tile = _tile(lines + first, inside, column + first, LENGTH, EVEN)
+        tile = _tile(pointers + first, inside, column + first, LENGTH, EVEN)
         value = _values(x + first + column, column + first, LENGTH, EVEN)
         if NORM:
             squares += value * value
@@ -119,7 +119,7 @@ def _linear_silu_mul(
 
 @triton.jit
 def _tile(places, inside, column, LENGTH: tl.constexpr, EVEN: tl.constexpr):
-    """Weights are read once: they should not push anything else out of the cache."""
+    """Weights are read once: they should not evict anything else from the cache."""
     if EVEN:
         tile = tl.load(places, eviction_policy="evict_first")
     else:

@@ -1,4 +1,4 @@
-// Normalisation of rows. A row's sum runs over sixteen lanes in order and folds once, whatever the batch.
+// Normalisation of rows. A row's sum runs over sixteen lanes in order and folds once, in any batch.
 #include "../cpp/pool.h"
 #include "../cpp/vector.h"
 

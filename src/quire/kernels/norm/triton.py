@@ -21,10 +21,10 @@ def _norm_kernel(
     inside = (row < rows) & (column < WIDTH)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
-        place = residual + row * residual_stride + column
-        before = tl.load(place, mask=inside, other=0.0)
+        pointers = residual + row * residual_stride + column
+        before = tl.load(pointers, mask=inside, other=0.0)
         value = (before.to(tl.float32) + value.to(tl.float32)).to(before.dtype)
-        tl.store(place, value, mask=inside)
+        tl.store(pointers, value, mask=inside)
     value = value.to(tl.float32)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if CENTRED:
@@ -42,16 +42,16 @@ def _head_norm_kernel(
     x, weight, rows, token_stride, head_stride, eps,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads per program, counted through the tokens; in place."""
+    """ROWS heads per program, counted through the tokens; in pointers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < HEAD_DIM)
-    place = x + (row // NUM_HEADS) * token_stride + (row % NUM_HEADS) * head_stride + column
-    value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    pointers = x + (row // NUM_HEADS) * token_stride + (row % NUM_HEADS) * head_stride + column
+    value = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     variance = tl.sum(value * value, axis=1) / HEAD_DIM
     scale = tl.load(weight + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
     value = value * tl.rsqrt(variance + eps)[:, None] * scale
-    tl.store(place, value.to(x.dtype.element_ty), mask=inside)
+    tl.store(pointers, value.to(x.dtype.element_ty), mask=inside)
 
 
 @cache
@@ -70,7 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> Tensor:
-    """residual += x in place, then `rms_norm` of residual."""
+    """residual += x in pointers, then `rms_norm` of residual."""
     return _norm_rows(x, residual, weight, None, eps, out, False)
 
 
@@ -84,12 +84,12 @@ def layer_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None
 ) -> Tensor:
-    """residual += x in place, then `layer_norm` of residual."""
+    """residual += x in pointers, then `layer_norm` of residual."""
     return _norm_rows(x, residual, weight, bias, eps, out, True)
 
 
 def head_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
-    """Normalises every head of x [T, H, D] (a strided view, last dimension dense) in place; weight [D]."""
+    """Normalises every head of x [T, H, D] (a strided view, last dimension dense) in pointers; weight [D]."""
     tokens, heads, head_dim = x.shape
     if tokens == 0:
         return

@@ -39,10 +39,10 @@ def _rotate_kernel(
         angles = cos_sin + position * cos_stride + column
         cosine = tl.load(angles, mask=column < HALF, other=0.0)
         sine = tl.load(angles + HALF, mask=column < HALF, other=0.0)
-        one = first.to(tl.float32) * cosine - second.to(tl.float32) * sine
-        two = second.to(tl.float32) * cosine + first.to(tl.float32) * sine
-        first = tl.where(rotated, one.to(first.dtype), first)
-        second = tl.where(rotated, two.to(second.dtype), second)
+        turned_first = first.to(tl.float32) * cosine - second.to(tl.float32) * sine
+        turned_second = second.to(tl.float32) * cosine + first.to(tl.float32) * sine
+        first = tl.where(rotated, turned_first.to(first.dtype), first)
+        second = tl.where(rotated, turned_second.to(second.dtype), second)
         tl.store(heads + column, first, mask=wanted & rotated)
         tl.store(heads + HALF + column, second, mask=wanted & rotated)
     tl.store(keys + column, first.to(k_pages.dtype.element_ty), mask=wanted & is_key)
@@ -50,7 +50,7 @@ def _rotate_kernel(
     tl.store(values + column, first.to(v_pages.dtype.element_ty), mask=wanted & is_value)
     tl.store(values + HALF + column, second.to(v_pages.dtype.element_ty), mask=wanted & is_value)
     if REST_BLOCK > 0:
-        # what lies past the rotated part goes to the pages as it is
+        # the part that is not rotated goes to the pages unchanged
         column = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
         rest = tl.load(heads + column, mask=(is_key | is_value) & (column < HEAD_DIM), other=0.0)
         tl.store(keys + column, rest.to(k_pages.dtype.element_ty), mask=is_key & (column < HEAD_DIM))

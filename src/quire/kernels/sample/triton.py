@@ -1,8 +1,8 @@
 """Sampling in Triton, without a sort. Promises are those of the reference.
 
 `sample_rows` is for a whole step: it takes each row's parameters from columns on the device, counts its random
-number, chooses, and writes the token where the next step reads it. Four launches: three survey the rows, see
-`triton_survey.py`, the last draws.
+number, samples, and writes the token where the next step reads it. Four launches: three survey the rows
+(`triton_survey.py`), the last samples.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from quire.kernels.sample.triton_draw import best_token, draw_token
 from quire.kernels.sample.triton_passes import INFINITY, best_pass, peak_pass
 from quire.kernels.sample.triton_penalties import penalise_rows as penalise_rows
 from quire.kernels.sample.triton_survey import (
-    CHOSEN,
+    GREEDY_ROW,
     KIND,
     SKIPPED,
     STATUS,
@@ -35,7 +35,7 @@ _KEY_LOW, _KEY_HIGH = tl.constexpr(int(Word.KEY_LOW)), tl.constexpr(int(Word.KEY
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class SampleTuning:
     """Sizes that change speed and never results, but for the last bits. Powers of two."""
 
     piece: int = 8192  # logits of a row that one program surveys
@@ -51,7 +51,7 @@ class Tuning:
     list_registers: int = 80  # and of listing: three
 
 
-TUNING = Tuning()
+TUNING = SampleTuning()
 
 
 class RowColumns(Protocol):
@@ -87,7 +87,7 @@ def _draw_kernel(
         if FUSED:
             row_id = tl.load(rows + index).to(tl.int64)
         token = vocab * 0 - 1
-        if kind == CHOSEN:
+        if kind == GREEDY_ROW:
             token = best_token(record, num_pieces, PIECES)
         else:
             if tl.load(record + STATUS) != UNUSABLE:
@@ -108,8 +108,8 @@ def _draw_kernel(
         tl.store(out_tokens + index, token.to(out_tokens.dtype.element_ty))
         if FUSED:
             tl.store(out_finite + index, finite.to(out_finite.dtype.element_ty))
-            place = token_ids + row_id * token_stride + tl.load(positions + index).to(tl.int64)
-            tl.store(place, token.to(token_ids.dtype.element_ty))
+            target = token_ids + row_id * token_stride + tl.load(positions + index).to(tl.int64)
+            tl.store(target, token.to(token_ids.dtype.element_ty))
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def _pieces(vocabulary: int) -> tuple[int, int]:
 
 
 def _survey(logits: Tensor, count: int, parameters: tuple[Tensor, ...], fused: bool) -> Tensor:
-    """Learns of all rows what the draw needs: their records."""
+    """The records of all rows, which the last launch reads."""
     tuning, stride, vocabulary = TUNING, logits.stride(0), logits.shape[1]
     num_pieces, pieces = _pieces(vocabulary)
     words = record_words(tuning.listed, pieces)

@@ -5,9 +5,9 @@ stands for the tokens with x >= t. Minus infinity is a ban and never at or above
 lane and then in a fixed order, so a row's result depends on nothing but the row. Numbers of tokens are fp32: exact
 below 2 ** 24.
 
-Triton carries a variable around a loop only if one trial of the body gives it a new value, and a copy of another
-variable that began as the same value is none: the variable then keeps its first value, without a word, and the
-interpreter does not show it. So loops here choose with `tl.where`, not with copies in an `if`.
+Triton carries a variable around a loop only if a trial run of the body gives it a new value; a copy of another variable
+that began as the same value does not count: the variable then silently keeps its first value, and the interpreter does
+not show it. So loops here select with `tl.where`, not with copies in an `if`.
 """
 
 import triton
@@ -62,7 +62,7 @@ def best_pass(row, count, TILE: tl.constexpr, STAGES: tl.constexpr):
 
 @triton.jit
 def peak_pass(row, count, TILE: tl.constexpr, STAGES: tl.constexpr):
-    """The largest logit; a NaN is passed over."""
+    """The largest logit; NaNs are ignored."""
     LANES: tl.constexpr = TILE // (128 // row.dtype.element_ty.primitive_bitwidth)
     offsets = _vectors(row, TILE)
     best = tl.full([LANES], -INFINITY, tl.float32)
@@ -191,7 +191,7 @@ def draw_from_row(
         passed += level
         start = tl.where(running > goal, vocab, start + WIDE)
     offsets = tl.arange(0, NARROW)
-    found = vocab * 0 - 1
+    token = vocab * 0 - 1
     last = vocab * 0 - 1
     end = tl.minimum(found_at + WIDE, vocab)
     while found_at < end:
@@ -202,8 +202,8 @@ def draw_from_row(
         hit = (weight > 0) & (found_running + tl.cumsum(weight, axis=0) > goal)
         first = tl.min(tl.where(hit, found_at + offsets, 0x7FFFFFFF), axis=0)
         last = tl.maximum(last, tl.max(tl.where(weight > 0, found_at + offsets, -1), axis=0))
-        found = tl.where(first < 0x7FFFFFFF, first, found)
+        token = tl.where(first < 0x7FFFFFFF, first, token)
         found_running += tl.sum(weight, axis=0)
         found_passed += tl.sum(level.to(tl.int32), axis=0)
-        found_at = tl.where(found >= 0, end, found_at + NARROW)
-    return tl.where(found >= 0, found, last)
+        found_at = tl.where(token >= 0, end, found_at + NARROW)
+    return tl.where(token >= 0, token, last)

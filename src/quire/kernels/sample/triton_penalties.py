@@ -1,8 +1,8 @@
-"""Repetition, presence and frequency penalties in Triton: one launch for a step, whatever its rows' histories.
+"""Repetition, presence and frequency penalties in Triton: one launch for a step with histories of any length.
 
-A program takes rows one after another and tallies each history in a strip of zeros as wide as the vocabulary. Then
-every place of the history takes its token's tally away: whoever finds one there, once per token, changes the logit, and
-leaves a zero behind for the next row.
+A program takes rows one after another and counts each history's tokens in a buffer of zeros as wide as the vocabulary.
+Then each position of the history exchanges its token's count for zero: the first to do so changes the logit, and the
+buffer is all zeros again for the next row.
 """
 
 import triton
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.sample.columns import WORDS, Word
 
-CHUNK = 1024  # places of a history at once
+CHUNK = 1024  # history_positions of a history at once
 WARPS = 8
 _SEEN = tl.constexpr(1 << 30)  # of a tally: in the prompt; below it, how often the token was said
 _WORDS = tl.constexpr(WORDS)
@@ -25,9 +25,9 @@ def _amount(words, WORD: tl.constexpr):
 
 
 @triton.jit
-def _ids_at(history, places, end, vocab):
+def _ids_at(history, history_positions, end, vocab):
     """Tokens of a history, and which of them count."""
-    ids = tl.load(history + places, mask=places < end, other=-1)
+    ids = tl.load(history + history_positions, mask=history_positions < end, other=-1)
     return ids, (ids >= 0) & (ids < vocab)
 
 
@@ -53,17 +53,17 @@ def _penalise_kernel(
                 tl.atomic_or(mine + ids, _SEEN, mask=known & ~said, sem="relaxed")
                 tl.atomic_add(mine + ids, 1, mask=known & said, sem="relaxed")
             tl.debug_barrier()  # all tallies are complete before one is taken away
-            line = logits + index * stride
+            row_logits = logits + index * stride
             for at in range(start, end, CHUNK):
                 ids, known = _ids_at(history, at + lanes, end, vocab)
                 tally = tl.atomic_xchg(mine + ids, 0, mask=known, sem="relaxed")
                 first = known & (tally != 0)
-                value = tl.load(line + ids, mask=first, other=0.0).to(tl.float32)
+                value = tl.load(row_logits + ids, mask=first, other=0.0).to(tl.float32)
                 value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
                 times = (tally & (_SEEN - 1)).to(tl.float32)
                 value = value - frequency * times
                 value = value - tl.where(times > 0, presence, 0.0)
-                tl.store(line + ids, value.to(logits.dtype.element_ty), mask=first)
+                tl.store(row_logits + ids, value.to(logits.dtype.element_ty), mask=first)
             tl.debug_barrier()  # and all are zeros again before the next row's
 
 

@@ -1,1 +1,1 @@
-"""Accepting token trees: the path that the target chose is followed, and its pages move to their places."""
+"""Accepting token trees: follows the path that the target chose and moves its K and V to their final slots."""

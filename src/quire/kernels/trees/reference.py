@@ -6,7 +6,7 @@ from torch import Tensor
 def settle(
     chosen: Tensor,  # [S] int64, the target's tokens: after a tree's root, then after each of its nodes
     trees: Tensor,  # [D, 4] int32: row, position of the first node, index into [S], number of nodes
-    nodes: Tensor,  # [D, 2, N] int32: tokens and parents (-1 is the root); what is behind a tree's nodes means nothing
+    nodes: Tensor,  # [D, 2, N] int32: tokens and parents (-1 is the root); entries past a tree's nodes are ignored
     row_tokens: Tensor,  # [max_rows, max_len] int32, every row's tokens
     row_tables: Tensor,  # [max_rows, max_blocks] int32, every row's block table
     pool: Tensor,  # [num_blocks, block_bytes] uint8
@@ -15,15 +15,15 @@ def settle(
 ) -> None:
     """Follows from each root the child whose token was chosen; no node has two such.
 
-    Then the row has the chosen tokens from the tree's position on, and the pages of those that were drafted lie where
-    these tokens stand. What lies behind them is anything.
+    The row then has the chosen tokens from the tree's position on, and K and V of the drafted ones lie at their
+    positions. Slots behind them are undefined.
     """
     planes = pool.view(pool.shape[0], num_planes, block_size, -1)
     for (row, position, first, count), (tokens, parents) in zip(trees.tolist(), nodes.tolist(), strict=True):
         at, path = -1, []
         wanted = [int(chosen[first])]
         for node in range(count):
-            if parents[node] == at and tokens[node] == wanted[-1]:  # children come behind their parents
+            if parents[node] == at and tokens[node] == wanted[-1]:  # children follow their parents
                 at = node
                 path.append(node)
                 wanted.append(int(chosen[first + 1 + node]))

@@ -10,20 +10,19 @@ def settle(
     chosen: Tensor, trees: Tensor, nodes: Tensor, row_tokens: Tensor, row_tables: Tensor, pool: Tensor,
     block_size: int, num_planes: int,
 ) -> None:  # fmt: skip
-    """As the reference. Nothing waits."""
+    """As the reference, without synchronization."""
     num_trees, _, most = nodes.shape
-    paths = torch.empty(
-        num_trees, most + 1, dtype=torch.int32, device=pool.device
-    )  # its length, then its nodes
+    # Of each tree: the path's length, then its nodes.
+    paths = torch.empty(num_trees, most + 1, dtype=torch.int32, device=pool.device)
     _follow[(num_trees,)](
         chosen, trees, nodes, row_tokens, paths, row_tokens.stride(0), most,
         LANES=triton.next_power_of_2(most), num_warps=1,
     )  # fmt: skip
     words = pool if pool.shape[1] % (4 * num_planes * block_size) else pool.view(torch.int32)
-    per_place = words.shape[1] // (num_planes * block_size)
+    slot_words = words.shape[1] // (num_planes * block_size)
     _move[(num_trees, num_planes)](
-        words, trees, paths, row_tables, words.stride(0), row_tables.stride(0), most, per_place,
-        BLOCK_SIZE=block_size, WORDS=triton.next_power_of_2(per_place),
+        words, trees, paths, row_tables, words.stride(0), row_tables.stride(0), most, slot_words,
+        BLOCK_SIZE=block_size, WORDS=triton.next_power_of_2(slot_words),
     )  # fmt: skip
 
 
@@ -38,22 +37,22 @@ def _follow(chosen, trees, nodes, row_tokens, paths, stride, most, LANES: tl.con
     tokens = tl.load(nodes + tree * 2 * most + lane, lane < count, -2)
     parents = tl.load(nodes + (tree * 2 + 1) * most + lane, lane < count, -2)
     wanted = tl.load(chosen + first).to(tl.int32)
-    line = row_tokens + row * stride + position
-    tl.store(line, wanted)
+    row_target = row_tokens + row * stride + position
+    tl.store(row_target, wanted)
     node = tl.max(tl.where((parents == -1) & (tokens == wanted), lane, -1), 0)
     depth = count * 0
     while node >= 0:
         wanted = tl.load(chosen + first + 1 + node).to(tl.int32)
         tl.store(paths + tree * (most + 1) + 1 + depth, node)
         depth += 1
-        tl.store(line + depth, wanted)
+        tl.store(row_target + depth, wanted)
         node = tl.max(tl.where((parents == node) & (tokens == wanted), lane, -1), 0)
     tl.store(paths + tree * (most + 1), depth)
 
 
 @triton.jit(do_not_specialize=["most"])
 def _move(
-    pool, trees, paths, tables, block_stride, table_stride, most, per_place,
+    pool, trees, paths, tables, block_stride, table_stride, most, slot_words,
     BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """One plane of one tree. A node's depth is at most its index, so nothing is read after it was overwritten."""
@@ -62,14 +61,14 @@ def _move(
     position = tl.load(trees + tree * 4 + 1)
     path = paths + tree * (most + 1)
     word = tl.arange(0, WORDS)
-    inside = word < per_place
+    inside = word < slot_words
     for depth in range(tl.load(path)):
         node = tl.load(path + 1 + depth)
         if node != depth:
             source, target = position + node, position + depth
             from_block = tl.load(table + source // BLOCK_SIZE).to(tl.int64)
             to_block = tl.load(table + target // BLOCK_SIZE).to(tl.int64)
-            from_slot = (plane * BLOCK_SIZE + source % BLOCK_SIZE) * per_place
-            to_slot = (plane * BLOCK_SIZE + target % BLOCK_SIZE) * per_place
+            from_slot = (plane * BLOCK_SIZE + source % BLOCK_SIZE) * slot_words
+            to_slot = (plane * BLOCK_SIZE + target % BLOCK_SIZE) * slot_words
             held = tl.load(pool + from_block * block_stride + from_slot + word, inside, 0)
             tl.store(pool + to_block * block_stride + to_slot + word, held, inside)

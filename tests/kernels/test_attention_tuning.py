@@ -1,4 +1,4 @@
-"""Measured tiles: what is kept comes back, what is damaged or foreign is passed over, and only the faster wins."""
+"""Measured tiles: what is kept comes back, what is damaged or foreign is ignored, and only the faster wins."""
 
 import json
 import statistics
@@ -10,16 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kernels import registry
-from quire.kernels.attention import tune, tune_cases, tuned
-from quire.kernels.attention.tuned import HeadShape, Measured, Tuned, TuningKey
-from quire.kernels.attention.tuning import TUNINGS, Tuning
+from quire.kernels.attention import autotune
+from quire.kernels.attention import tuning as tiles
+from quire.kernels.attention.tuning import (
+    TUNINGS,
+    AttentionTuning,
+    HeadShape,
+    MeasuredTiles,
+    TunedTiles,
+    TuningKey,
+)
 
 HEADS = HeadShape(num_kv_heads=2, group=2, head_dim=16, kv_dtype="float32", query_bytes=4, block_size=16)
 KEY = TuningKey("A chip", "9.0", "3.6.0", "0123", HEADS)
-OTHER = Tuning(decode_tile=32, decode_warps=4, decode_stages=4, decode_pieces=3, prompt_tile=32)
-FOUND = Tuned(
+OTHER = AttentionTuning(decode_tile=32, decode_warps=4, decode_stages=4, decode_pieces=3, prompt_tile=32)
+FOUND = TunedTiles(
     tuple((limit, OTHER if limit < 100 else tuning) for limit, tuning in TUNINGS),
-    (Measured("decodes", 5.0, 4.5, "tile 32"),),
+    (MeasuredTiles("decodes", 5.0, 4.5, "tile 32"),),
 )
 
 
@@ -27,14 +34,14 @@ FOUND = Tuned(
 
 
 def test_what_is_kept_comes_back(empty_cache):
-    assert tuned.load(KEY) is None
-    assert tuned.store(KEY, FOUND).parent == empty_cache / "tuned"
-    assert tuned.load(KEY) == FOUND
-    assert tuned.cached() == [(KEY, FOUND)]
-    assert [path.name[0] for path in tuned.folder().iterdir()] == ["a"]  # no scratch file stays
-    assert tuned.forget() == 1
-    assert tuned.load(KEY) is None
-    assert tuned.forget() == 0
+    assert tiles.load(KEY) is None
+    assert tiles.store(KEY, FOUND).parent == empty_cache / "tuned"
+    assert tiles.load(KEY) == FOUND
+    assert tiles.cached() == [(KEY, FOUND)]
+    assert [path.name[0] for path in tiles.folder().iterdir()] == ["a"]  # no scratch file stays
+    assert tiles.forget() == 1
+    assert tiles.load(KEY) is None
+    assert tiles.forget() == 0
 
 
 @pytest.mark.parametrize(
@@ -51,10 +58,10 @@ def test_what_is_kept_comes_back(empty_cache):
     ],
 )
 def test_tiles_serve_what_they_were_measured_for_and_nothing_else(empty_cache, change):
-    path, other = tuned.store(KEY, FOUND), replace(KEY, **change)
-    assert tuned.load(other) is None
-    path.rename(tuned.path_of(other))  # and a file under a wrong name does not either
-    assert tuned.load(other) is None
+    path, other = tiles.store(KEY, FOUND), replace(KEY, **change)
+    assert tiles.load(other) is None
+    path.rename(tiles.path_of(other))  # and a file under a wrong name does not either
+    assert tiles.load(other) is None
 
 
 def _damaged(record: dict, *places: object, value: object) -> str:
@@ -86,26 +93,26 @@ def _damaged(record: dict, *places: object, value: object) -> str:
     ],
 )
 def test_a_file_with_a_wrong_value_is_passed_over(empty_cache, places, value):
-    path = tuned.store(KEY, FOUND)
+    path = tiles.store(KEY, FOUND)
     path.write_text(_damaged(json.loads(path.read_text()), *places, value=value))
-    assert tuned.load(KEY) is None
-    assert tuned.cached() == []
+    assert tiles.load(KEY) is None
+    assert tiles.cached() == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
 def test_a_corrupt_file_is_passed_over_with_a_debug_line(empty_cache, caplog, content):
-    path = tuned.store(KEY, FOUND)
+    path = tiles.store(KEY, FOUND)
     path.write_bytes(content)
     with caplog.at_level("DEBUG", logger="quire"):
-        assert tuned.load(KEY) is None
-    assert "the built-in tiles serve" in caplog.text
+        assert tiles.load(KEY) is None
+    assert "the default tiles serve" in caplog.text
     assert not [line for line in caplog.records if line.levelname != "DEBUG"]
 
 
 def test_a_folder_that_is_a_file_is_no_error(empty_cache):
     (empty_cache / "tuned").write_text("")
-    assert tuned.load(KEY) is None
-    assert tuned.cached() == []
+    assert tiles.load(KEY) is None
+    assert tiles.cached() == []
 
 
 # --- the choice
@@ -131,7 +138,7 @@ def _gain(times: list[float], default: list[float]) -> float:
 
 @given(timings())
 def test_the_choice_is_never_slower_than_the_default(times):
-    chosen = tune.choose(times)
+    chosen = autotune.choose(times)
     if chosen:
         for new, old in zip(times[chosen], times[0], strict=True):
             assert all(one <= other * 1.01001 for one, other in zip(new, old, strict=True))
@@ -142,8 +149,8 @@ def test_the_choice_is_never_slower_than_the_default(times):
 def test_what_is_faster_everywhere_is_taken(times, index):
     index = min(index, len(times))
     times[index or len(times)] = [[one * 0.5 for one in row] for row in times[0]]
-    chosen = tune.choose(times)
-    assert tune.overall(times[chosen]) <= 0.51 * tune.overall(times[0])
+    chosen = autotune.choose(times)
+    assert autotune.overall(times[chosen]) <= 0.51 * autotune.overall(times[0])
 
 
 @pytest.mark.parametrize(
@@ -162,20 +169,20 @@ def test_the_rule(ratios, chosen):
     times = [
         [a * b for a, b in zip(row, base, strict=True)] for row, base in zip(ratios, default, strict=True)
     ]
-    assert tune.choose({0: default, 1: times}) == chosen
+    assert autotune.choose({0: default, 1: times}) == chosen
 
 
 def test_every_range_has_its_default_first_and_eight_candidates_at_most():
-    assert [one.max_rows for one in tune_cases.SUBJECTS] == [limit for limit, _ in TUNINGS] + [0]
-    for subject in tune_cases.SUBJECTS:
-        default = dict(TUNINGS).get(subject.max_rows, TUNINGS[0][1])
-        assert subject.candidates[0] == default
-        assert len(set(subject.candidates)) == len(subject.candidates) <= 8
-        for lengths in subject.batches:
-            assert len(lengths.contexts) <= (subject.max_rows or 1 << 30)
+    assert [one.max_rows for one in autotune.TILE_CHOICES] == [limit for limit, _ in TUNINGS] + [0]
+    for choice in autotune.TILE_CHOICES:
+        default = dict(TUNINGS).get(choice.max_rows, TUNINGS[0][1])
+        assert choice.candidates[0] == default
+        assert len(set(choice.candidates)) == len(choice.candidates) <= 8
+        for lengths in choice.batches:
+            assert len(lengths.contexts) <= (choice.max_rows or 1 << 30)
             assert len(lengths.contexts) == len(lengths.queries)
-        for tuning in subject.candidates:  # a file with it would be taken
-            assert tuned._tuning(asdict(tuning)) == tuning
+        for tuning in choice.candidates:  # a file with it would be taken
+            assert tiles._tuning(asdict(tuning)) == tuning
 
 
 # --- the whole, in the interpreter
@@ -189,50 +196,50 @@ def interpreter():
     torch.manual_seed(3)
 
 
-def _subjects() -> list[tune_cases.Subject]:
+def _choices() -> list[autotune.TileChoice]:
     """Two candidates per range, on batches that the interpreter can do."""
-    decodes = tune_cases.Lengths((40, 3), (1, 1))
-    prompts = tune_cases.Lengths((20,), (6,))
+    decodes = autotune.BatchLengths((40, 3), (1, 1))
+    prompts = autotune.BatchLengths((20,), (6,))
     return [
         replace(one, batches=(decodes if one.max_rows else prompts,), candidates=one.candidates[:2])
-        for one in tune_cases.SUBJECTS
+        for one in autotune.TILE_CHOICES
     ]
 
 
 @pytest.fixture
 def marked(monkeypatch):
     """What is measured says with which tiles, so that a clock can know."""
-    launches = tune_cases.TimedBatch.launches
+    launches = autotune.TimedBatch.launches
 
     def with_mark(batch, tuning, calls=1, window=0):
         run = launches(batch, tuning, calls, window)
         run.tuning = tuning
         return run
 
-    monkeypatch.setattr(tune_cases.TimedBatch, "launches", with_mark)
+    monkeypatch.setattr(autotune.TimedBatch, "launches", with_mark)
 
 
 def test_tuning_end_to_end(interpreter, marked, empty_cache):
-    subjects, lines = _subjects(), []
-    faster = {subject.candidates[1] for index, subject in enumerate(subjects) if index != 1}
+    choices, lines = _choices(), []
+    faster = {choice.candidates[1] for index, choice in enumerate(choices) if index != 1}
 
     def clock(run) -> float:
         run()
         return 0.9e-5 if run.tuning in faster else 1e-5
 
-    found = tune.tune(HEADS, torch.float32, "cpu", lines.append, subjects=subjects, clock=clock, calls=1)
+    found = autotune.tune(HEADS, torch.float32, "cpu", lines.append, choices=choices, clock=clock, calls=1)
     assert [line.chosen == "default" for line in found.measured] == [False, True, False]
     assert len(lines) == 6
     assert "decodes, 1 to 16 rows, 2 of 2: tile 32, 2 warps, 2 stages, 8 pieces: 9.00 µs" in lines
-    prompt = subjects[-1].candidates[1]
-    for (_, tuning), subject, choice in zip(found.ranges, subjects, (1, 0), strict=False):
-        assert tuning.decode_pieces == subject.candidates[choice].decode_pieces
+    prompt = choices[-1].candidates[1]
+    for (_, tuning), choice, best in zip(found.ranges, choices, (1, 0), strict=False):
+        assert tuning.decode_pieces == choice.candidates[best].decode_pieces
         assert tuning.prompt_stages == prompt.prompt_stages
 
     step = registry.load("attention", "triton_step")
     sizes = {"max_tokens": 8, "dtype": torch.float32, "kv_dtype": "float32"}
     assert step.StepPlanner(20, 4, 2, 16, "cpu", block_size=16, **sizes).tiles == "default"
-    tuned.store(tuned.key_of(HEADS, "cpu"), found)
+    tiles.store(tiles.key_of(HEADS, "cpu"), found)
     planner = step.StepPlanner(20, 4, 2, 16, "cpu", block_size=16, **sizes)
     assert planner.tiles == "tuned"
     assert [one.tuning.decode_pieces for _, one in planner._planners] == [8, 4]
@@ -250,38 +257,38 @@ def test_tuning_end_to_end(interpreter, marked, empty_cache):
     ],
 )
 def test_a_candidate_that_fails_or_is_wrong_is_passed_over(interpreter, monkeypatch, spoil, said):
-    subjects, lines = _subjects()[:1] + _subjects()[-1:], []
-    bad = subjects[0].candidates[1]
-    result = tune_cases.TimedBatch.result
+    choices, lines = _choices()[:1] + _choices()[-1:], []
+    bad = choices[0].candidates[1]
+    result = autotune.TimedBatch.result
 
     def spoilt(batch, tuning, window=0):
         if tuning == bad and spoil == "raise":
             raise RuntimeError("out of resource: shared memory\nRequired: 1")
         return result(batch, tuning, window) * (1.1 if tuning == bad else 1.0)
 
-    monkeypatch.setattr(tune_cases.TimedBatch, "result", spoilt)
-    found = tune.tune(
-        HEADS, torch.float32, "cpu", lines.append, subjects=subjects, clock=lambda run: 1e-5, calls=1
+    monkeypatch.setattr(autotune.TimedBatch, "result", spoilt)
+    found = autotune.tune(
+        HEADS, torch.float32, "cpu", lines.append, choices=choices, clock=lambda run: 1e-5, calls=1
     )
     assert said in lines[1]
     assert found.measured[0].chosen == "default"
 
 
 def test_luck_is_measured_again(interpreter, marked):
-    subjects, lines, counts = [_subjects()[0], _subjects()[-1]], [], {}
+    choices, lines, counts = [_choices()[0], _choices()[-1]], [], {}
 
     def clock(run) -> float:  # one candidate is faster, but only at first
         counts[run.tuning] = counts.get(run.tuning, 0) + 1
-        return 0.9e-5 if run.tuning == subjects[0].candidates[1] and counts[run.tuning] <= 2 else 1e-5
+        return 0.9e-5 if run.tuning == choices[0].candidates[1] and counts[run.tuning] <= 2 else 1e-5
 
-    found = tune.tune(HEADS, torch.float32, "cpu", lines.append, subjects=subjects, clock=clock, calls=1)
+    found = autotune.tune(HEADS, torch.float32, "cpu", lines.append, choices=choices, clock=clock, calls=1)
     assert found.measured[0].chosen == "default"
     assert any(line.endswith("passed over, not faster when measured again") for line in lines)
 
 
 def test_a_batch_keeps_to_its_memory():
-    lengths = tune_cases.Lengths((4096, 4096), (1, 1))
+    lengths = autotune.BatchLengths((4096, 4096), (1, 1))
     heads = replace(HEADS, kv_dtype="float8_e4m3fn")
-    batch = tune_cases.make_batch(heads, torch.float16, lengths, torch.device("cpu"), 1 << 16)
+    batch = autotune.make_batch(heads, torch.float16, lengths, torch.device("cpu"), 1 << 16)
     assert batch.pool.nbytes < 1.1 * (1 << 16)
     assert batch.pool.dtype is torch.float8_e4m3fn

@@ -1,4 +1,4 @@
-// The inner product of quantized rows with 2 x 16 output channels, per instruction set.
+// The int8 micro-GEMM: quantized rows times 2 x 16 output channels, per instruction set.
 //
 // A weight is packed as [blocks of 16 channels][groups of 4 columns][16 channels][4 columns]: 64 bytes feed one
 // VNNI instruction, and 16 groups (1 KiB) are one AMX tile.
@@ -10,11 +10,11 @@ namespace quire {
 namespace QUIRE_ISA {
 
 constexpr int kChannels = 16;                // channels of a packed block
-constexpr int kPairChannels = 2 * kChannels;  // channels that one product makes
+constexpr int kPairChannels = 2 * kChannels;  // output channels of one call
 constexpr int kGroup = 4;                    // columns of a packed group
 
-struct ProductInput {
-    const int8_t* x;  // rows of x, as the kind of product lays them out
+struct GemmInput {
+    const int8_t* x;  // rows of x, in the GEMM's layout
     int64_t x_stride;
     const int8_t* first;  // a packed block, num_groups * 64 bytes
     const int8_t* second;
@@ -24,19 +24,19 @@ struct ProductInput {
     const int32_t* start;  // [32] what the sums start from; for flipped activations -128 * (sum of weights)
 };
 
-// A kind of product has
+// A GEMM has
 //   kMaxRows      rows of one call
 //   kRowMultiple  x has readable rows up to a multiple of this
 //   kFlip         what activation bytes are xor-ed with: VNNI wants them unsigned
 //   place()       where column `column` of row `row` of x lies; 16 columns from a multiple of 16 lie together
-//   Session       what a thread holds while it makes products
+//   Session       what a thread holds while it multiplies
 //   run()         sums of `rows` rows to result [rows][32]; calls background(n) in between with n adding up to at
 //                 least kMaxRows, so that vector units finish earlier rows while tiles are at work, or not at all
 
 struct NoSession {};
 
 // Asks for `lines` cache lines of the next blocks, into the second-level cache: the first is full of the current ones.
-inline void prefetch_ahead(const ProductInput& input, int64_t offset, int lines) {
+inline void prefetch_ahead(const GemmInput& input, int64_t offset, int lines) {
     for (int i = 0; i < lines; ++i) __builtin_prefetch(input.ahead_first + offset + i * 64, 0, 2);
     for (int i = 0; i < lines; ++i) __builtin_prefetch(input.ahead_second + offset + i * 64, 0, 2);
 }
@@ -51,12 +51,12 @@ struct RowMajor {
 }  // namespace quire
 
 #if defined(__AVX512VNNI__)
-#include "product_avx512.h"
+#include "gemm_avx512.h"
 #if defined(__AMX_INT8__)
-#include "product_amx.h"
+#include "gemm_amx.h"
 #endif
 #elif defined(__AVX2__)
-#include "product_avx2.h"
+#include "gemm_avx2.h"
 #else
-#include "product_generic.h"
+#include "gemm_generic.h"
 #endif

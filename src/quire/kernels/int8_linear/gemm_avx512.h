@@ -1,4 +1,4 @@
-// See product.h. VNNI multiplies unsigned by signed bytes, so activations come with their top bit flipped (+128)
+// See gemm.h. VNNI multiplies unsigned by signed bytes, so activations come with their top bit flipped (+128)
 // and the sums start from -128 * (sum of weights).
 #pragma once
 
@@ -10,7 +10,7 @@ namespace QUIRE_ISA {
 constexpr int64_t kPrefetchBytes = 4096;
 
 template <int kRows>
-inline void product_rows(const ProductInput& input, int32_t* result) {
+inline void gemm_rows(const GemmInput& input, int32_t* result) {
     __m512i sums[kRows][2];
     for (int row = 0; row < kRows; ++row) {
         sums[row][0] = _mm512_loadu_si512(input.start);
@@ -38,39 +38,39 @@ inline void product_rows(const ProductInput& input, int32_t* result) {
     }
 }
 
-inline void product_avx512(const ProductInput& input, int64_t rows, int32_t* result) {
+inline void gemm_avx512(const GemmInput& input, int64_t rows, int32_t* result) {
     switch (rows) {
-        case 1: return product_rows<1>(input, result);
-        case 2: return product_rows<2>(input, result);
-        case 3: return product_rows<3>(input, result);
-        case 4: return product_rows<4>(input, result);
-        case 5: return product_rows<5>(input, result);
-        case 6: return product_rows<6>(input, result);
-        case 7: return product_rows<7>(input, result);
-        case 8: return product_rows<8>(input, result);
-        case 9: return product_rows<9>(input, result);
-        case 10: return product_rows<10>(input, result);
-        case 11: return product_rows<11>(input, result);
-        default: return product_rows<12>(input, result);
+        case 1: return gemm_rows<1>(input, result);
+        case 2: return gemm_rows<2>(input, result);
+        case 3: return gemm_rows<3>(input, result);
+        case 4: return gemm_rows<4>(input, result);
+        case 5: return gemm_rows<5>(input, result);
+        case 6: return gemm_rows<6>(input, result);
+        case 7: return gemm_rows<7>(input, result);
+        case 8: return gemm_rows<8>(input, result);
+        case 9: return gemm_rows<9>(input, result);
+        case 10: return gemm_rows<10>(input, result);
+        case 11: return gemm_rows<11>(input, result);
+        default: return gemm_rows<12>(input, result);
     }
 }
 
-struct VnniProduct : RowMajor {
+struct VnniGemm : RowMajor {
     static constexpr int64_t kMaxRows = 12, kRowMultiple = 1;
     static constexpr int8_t kFlip = -128;
     using Session = NoSession;
 
     template <class Background>
-    static void run(const ProductInput& input, int64_t rows, int32_t* result, Background&) {
-        product_avx512(input, rows, result);
+    static void run(const GemmInput& input, int64_t rows, int32_t* result, Background&) {
+        gemm_avx512(input, rows, result);
     }
 };
 
 #if !defined(__AMX_INT8__)
-// Calls function(kind of product) with the best kind for so many rows.
+// Calls function(GEMM) with the best GEMM for this number of rows.
 template <class Function>
-inline void with_product(int64_t, const Function& function) {
-    function(VnniProduct{});
+inline void with_gemm(int64_t, const Function& function) {
+    function(VnniGemm{});
 }
 #endif
 

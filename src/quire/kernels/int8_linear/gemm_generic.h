@@ -1,10 +1,10 @@
-// See product.h.
+// See gemm.h.
 #pragma once
 
 namespace quire {
 namespace QUIRE_ISA {
 
-inline void product_generic(const ProductInput& input, int64_t rows, int32_t* result) {
+inline void gemm_generic(const GemmInput& input, int64_t rows, int32_t* result) {
     for (int64_t row = 0; row < rows; ++row) {
         const int8_t* x = input.x + row * input.x_stride;
         int32_t sums[kPairChannels] = {};
@@ -24,21 +24,21 @@ inline void product_generic(const ProductInput& input, int64_t rows, int32_t* re
     }
 }
 
-struct GenericProduct : RowMajor {
+struct GenericGemm : RowMajor {
     static constexpr int64_t kMaxRows = 1, kRowMultiple = 1;
     static constexpr int8_t kFlip = 0;
     using Session = NoSession;
 
     template <class Background>
-    static void run(const ProductInput& input, int64_t rows, int32_t* result, Background&) {
-        product_generic(input, rows, result);
+    static void run(const GemmInput& input, int64_t rows, int32_t* result, Background&) {
+        gemm_generic(input, rows, result);
     }
 };
 
-// Calls function(kind of product) with the best kind for so many rows.
+// Calls function(GEMM) with the best GEMM for this number of rows.
 template <class Function>
-inline void with_product(int64_t, const Function& function) {
-    function(GenericProduct{});
+inline void with_gemm(int64_t, const Function& function) {
+    function(GenericGemm{});
 }
 
 }  // namespace QUIRE_ISA

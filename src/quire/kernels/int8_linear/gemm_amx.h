@@ -1,4 +1,4 @@
-// See product.h. Tiles: 0..3 sums (2 x 2), 4 and 5 rows of x, 6 and 7 weights.
+// See gemm.h. Tiles: 0..3 sums (2 x 2), 4 and 5 rows of x, 6 and 7 weights.
 #pragma once
 
 namespace quire {
@@ -27,7 +27,7 @@ struct TileSession {
 };
 
 // Rows of x come as tiles of 16 rows by 64 columns, each in one piece of 1 KiB, tiles of the same rows in order.
-struct TileProduct {
+struct TileGemm {
     static constexpr int64_t kMaxRows = 32, kRowMultiple = kTileRows;
     static constexpr int8_t kFlip = 0;
     using Session = TileSession;
@@ -39,7 +39,7 @@ struct TileProduct {
     }
 
     template <class Background>
-    static void run(const ProductInput& input, int64_t rows, int32_t* result, Background& background) {
+    static void run(const GemmInput& input, int64_t rows, int32_t* result, Background& background) {
         if (rows > kTileRows) two_tile_rows(input, result, background);
         else one_tile_row(input, result, background);
     }
@@ -48,13 +48,13 @@ struct TileProduct {
     static constexpr int64_t kTileSize = kTileRows * kTileBytes;
     static constexpr size_t kResultStride = kPairChannels * sizeof(int32_t);
 
-    static int64_t rows_per_step(const ProductInput& input) {
+    static int64_t rows_per_step(const GemmInput& input) {
         const int64_t steps = input.num_groups / kTileRows;
         return (kMaxRows + steps - 1) / steps;
     }
 
     template <class Background>
-    static void one_tile_row(const ProductInput& input, int32_t* result, Background& background) {
+    static void one_tile_row(const GemmInput& input, int32_t* result, Background& background) {
         const int64_t share = rows_per_step(input);
         _tile_zero(0);
         _tile_zero(1);
@@ -72,7 +72,7 @@ struct TileProduct {
     }
 
     template <class Background>
-    static void two_tile_rows(const ProductInput& input, int32_t* result, Background& background) {
+    static void two_tile_rows(const GemmInput& input, int32_t* result, Background& background) {
         const int64_t share = rows_per_step(input);
         const int8_t* lower = input.x + kTileRows * input.x_stride;
         _tile_zero(0);
@@ -99,11 +99,11 @@ struct TileProduct {
     }
 };
 
-// Calls function(kind of product) with the best kind for so many rows.
+// Calls function(GEMM) with the best GEMM for this number of rows.
 template <class Function>
-inline void with_product(int64_t tokens, const Function& function) {
-    if (tokens >= kFewestTileRows) function(TileProduct{});
-    else function(VnniProduct{});
+inline void with_gemm(int64_t tokens, const Function& function) {
+    if (tokens >= kFewestTileRows) function(TileGemm{});
+    else function(VnniGemm{});
 }
 
 }  // namespace QUIRE_ISA

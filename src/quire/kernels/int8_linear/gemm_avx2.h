@@ -1,4 +1,4 @@
-// See product.h. Without VNNI, bytes are multiplied as |x| * (w with the sign of x): two such products stay within
+// See gemm.h. Without VNNI, bytes are multiplied as |x| * (w with the sign of x): two such products stay within
 // 16 bits because neither factor is ever -128.
 #pragma once
 
@@ -6,7 +6,7 @@ namespace quire {
 namespace QUIRE_ISA {
 
 template <int kRows>
-inline void product_rows(const ProductInput& input, int32_t* result) {
+inline void gemm_rows(const GemmInput& input, int32_t* result) {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sums[kRows][4];
     for (int row = 0; row < kRows; ++row) {
@@ -35,26 +35,26 @@ inline void product_rows(const ProductInput& input, int32_t* result) {
     }
 }
 
-inline void product_avx2(const ProductInput& input, int64_t rows, int32_t* result) {
-    if (rows == 2) product_rows<2>(input, result);
-    else product_rows<1>(input, result);
+inline void gemm_avx2(const GemmInput& input, int64_t rows, int32_t* result) {
+    if (rows == 2) gemm_rows<2>(input, result);
+    else gemm_rows<1>(input, result);
 }
 
-struct Avx2Product : RowMajor {
+struct Avx2Gemm : RowMajor {
     static constexpr int64_t kMaxRows = 2, kRowMultiple = 1;
     static constexpr int8_t kFlip = 0;
     using Session = NoSession;
 
     template <class Background>
-    static void run(const ProductInput& input, int64_t rows, int32_t* result, Background&) {
-        product_avx2(input, rows, result);
+    static void run(const GemmInput& input, int64_t rows, int32_t* result, Background&) {
+        gemm_avx2(input, rows, result);
     }
 };
 
-// Calls function(kind of product) with the best kind for so many rows.
+// Calls function(GEMM) with the best GEMM for this number of rows.
 template <class Function>
-inline void with_product(int64_t, const Function& function) {
-    function(Avx2Product{});
+inline void with_gemm(int64_t, const Function& function) {
+    function(Avx2Gemm{});
 }
 
 }  // namespace QUIRE_ISA

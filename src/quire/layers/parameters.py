@@ -1,0 +1,99 @@
+"""Parameters of layers: loading them from checkpoint tensors, and all of a model's under one flat set of names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import WeightsError
+from quire.layers.lora import LoraGroup
+
+
+class Adaptable(Protocol):
+    """A layer whose result adapters can add to."""
+
+    def take_lora(self, group: LoraGroup) -> None:
+        """From now on adds the rows' adapters at these sites to the result."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Its own tensors, by name; views, not copies."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """Rows of a layer that one checkpoint matrix fills: a site of adapters."""
+
+    layer: Adaptable
+    first_row: int
+    num_outputs: int
+    num_inputs: int
+    is_embedding: bool = False  # inputs are ids
+    module: str = ""  # the module's name, if the tensor belongs to another
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Where one checkpoint tensor of `shape` goes: converts and copies a tensor of any float type."""
+
+    shape: tuple[int, ...]
+    take: Callable[[Tensor], None]
+    parts: tuple[LayerPart, ...] = ()  # the parts filled that adapters can add to
+
+    def __call__(self, tensor: Tensor) -> None:
+        check_shape(tensor, self.shape)
+        self.take(tensor)
+
+
+def check_shape(tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Raises WeightsError for another shape; the caller adds the tensor's name."""
+    if tuple(tensor.shape) != expected:
+        raise WeightsError(f"its shape is {list(tensor.shape)} where the config asks for {list(expected)}")
+
+
+class Vector:
+    """A small parameter in full precision, such as a norm's weight or a bias; loaded from any float type."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, fill: float = 0.0) -> None:
+        self.value = torch.full((size,), fill, dtype=dtype, device=device)  # [size]
+
+    def loader(self, first: int = 0, size: int | None = None) -> Loader:
+        """Takes one checkpoint tensor into entries first .. first + size - 1 (all by default)."""
+        count = self.value.shape[0] if size is None else size
+
+        def take(tensor: Tensor) -> None:
+            self.value[first : first + count].copy_(tensor)
+
+        return Loader((count,), take)
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Takes over a tensor of the same shape without copying it."""
+        check_shape(tensor, tuple(self.value.shape))
+        self.value = tensor.to(device=self.value.device, dtype=self.value.dtype)
+
+
+class Stateful(Protocol):
+    """A layer with parameters."""
+
+    def state(self) -> dict[str, Tensor]: ...
+    def adopt(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+def collect(layers: Mapping[str, Stateful]) -> dict[str, Tensor]:
+    """Every layer's tensors as "layer name/tensor name"; views, not copies."""
+    return {
+        f"{name}/{key}": tensor for name, layer in layers.items() for key, tensor in layer.state().items()
+    }
+
+
+def distribute(layers: Mapping[str, Stateful], parameters: Mapping[str, Tensor]) -> None:
+    """The inverse of `collect`: layers take the tensors over without copying. KeyError if one is missing."""
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
+    for name, tensor in parameters.items():
+        owner, _, key = name.rpartition("/")
+        states[owner][key] = tensor
+    for name, layer in layers.items():
+        layer.adopt(states[name])
