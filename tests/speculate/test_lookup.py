@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.ints import ints
-from quire.speculate.lookup import TRIED, Lookup
+from quire.speculate.ngram import TRIED, Lookup
 
 
 def test_continues_where_the_same_tokens_stood_before() -> None:

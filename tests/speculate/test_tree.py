@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from quire.core.draft import MAX_NODES, ROOT, TokenTree, ancestors, depths
 from quire.core.ints import ints
 from quire.speculate.acceptance import accepted_nodes, num_accepted
-from quire.speculate.lookup import Lookup
+from quire.speculate.ngram import Lookup
 from quire.speculate.tree import branches, merged
 
 DRAFTS = st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=6)

@@ -7,19 +7,19 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from quire.adapters.stored import Stored
+from quire.adapters.adapter_file import TensorEntry
 from quire.core.errors import AdapterError
 from quire.kernels.lora.records import SCALE_BYTES, scales_offset
 from quire.kernels.lora_pack.records import CODES, Places
 
-TILE_RANKS = 16  # ranks in one piece, where so many fit a block
+TILE_RANKS = 16  # ranks of a tile, where they fit a block
 MAX_TILES = 32  # of a matrix
 ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What a block offers to adapters."""
+    """A block of the pool, as adapters use it."""
 
     num_bytes: int
     dtype: torch.dtype  # of adapters' weights
@@ -31,18 +31,18 @@ class BlockShape:
 
     @property
     def scale_elements(self) -> int:
-        """Of each rank, behind its tile of A: bytes are multiples of something."""
+        """Elements of each rank's scale, stored after its tile of A; int8 only."""
         return SCALE_BYTES if self.dtype is torch.int8 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """One site's weights, as they came."""
+    """One site's weights in the adapter's file."""
 
     site: int
     name: str
-    a: Stored  # [rank, inputs]
-    b: Stored  # [outputs, rank]
+    a: TensorEntry  # [rank, inputs]
+    b: TensorEntry  # [outputs, rank]
     scale: float
 
 
@@ -58,7 +58,7 @@ class Tiles:
     b_blocks: np.ndarray  # [S, tiles] int32
     b_offsets: np.ndarray  # [S, tiles] int64
     num_blocks: int
-    num_waste: int  # elements of the blocks that hold nothing
+    num_waste: int  # unused elements of the blocks
 
 
 def plan_tiles(name: str, shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> Tiles:
@@ -86,7 +86,7 @@ def _plan(shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> T
     offsets = np.zeros((2, num_sites, MAX_TILES), np.int64)
     tile_ranks = np.zeros(num_sites, np.int32)
     used: list[int] = []  # elements of each block
-    first_fits: dict[int, int] = {}  # by size: no block before this one will ever have room again
+    first_fits: dict[int, int] = {}  # by size: no earlier block has room for it
     for i, (_, rank, num_inputs, num_outputs) in enumerate(shapes):
         widest = max(num_inputs + block.scale_elements, num_outputs)
         in_tile = min(TILE_RANKS, block.num_elements // widest)
@@ -99,14 +99,14 @@ def _plan(shapes: tuple[tuple[int, int, int, int], ...], block: BlockShape) -> T
             for tile, first in enumerate(range(0, rank, in_tile)):
                 size = _tile_elements(min(in_tile, rank - first), width, block, is_a=which == 0)
                 size = min(-(-size // align) * align, block.num_elements)
-                place = first_fits.get(size, 0)
-                while place < len(used) and used[place] + size > block.num_elements:
-                    place += 1
-                first_fits[size] = place
-                if place == len(used):
+                index = first_fits.get(size, 0)
+                while index < len(used) and used[index] + size > block.num_elements:
+                    index += 1
+                first_fits[size] = index
+                if index == len(used):
                     used.append(0)
-                blocks[which, i, tile], offsets[which, i, tile] = place, used[place]
-                used[place] += size
+                blocks[which, i, tile], offsets[which, i, tile] = index, used[index]
+                used[index] += size
     return Tiles(
         sites=np.array([shape[0] for shape in shapes], np.int64),
         ranks=np.array([shape[1] for shape in shapes], np.int32),

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.adapters.adapter_file import TensorEntry, find_tensors, gather, read_file, tensors_of
 from quire.adapters.packing import BlockShape, Matrices, Tiles, find_places, plan_tiles
 from quire.adapters.settings import LoraSettings, check_rank, read_settings
 from quire.adapters.sites import Sites
-from quire.adapters.stored import Stored, find_tensors, gather, read_file, tensors_of
 from quire.core.adapters import CONFIG_FILE
 from quire.core.errors import AdapterError
 from quire.kernels import choose, huge_pages
@@ -26,12 +26,12 @@ from quire.kernels.lora_pack.records import Places
 from quire.observe.logs import get_logger
 
 WEIGHTS = "adapter_model.safetensors"
-MAX_LAYOUTS = 64  # kinds of adapters whose files need not be understood again
+MAX_LAYOUTS = 64  # layouts of adapter files kept, so that their headers are parsed once
 _NAMES = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<which>[AB])(?:\.[^.]+)?(?:\.weight)?$"
 )
 _BASE = ".base_layer.weight"
-MOSTLY = 0.8  # of a file's bytes: with fewer of its own, an adapter does not keep them all
+MOSTLY = 0.8  # share of a file's bytes: below it, the adapter does not keep the whole file
 logger = get_logger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -45,7 +45,7 @@ class PackedAdapter:
     scales: tuple[float, ...]  # [S]
     content: str  # a hash of everything that it computes, or of which file it is: see Reader.hashed
     rank: int  # its largest
-    pieces: tuple[AdapterPiece, ...] = ()  # for a device that puts numbers into tiles itself
+    pieces: tuple[AdapterPiece, ...] = ()  # for a device that packs tiles itself
 
     @property
     def num_blocks(self) -> int:
@@ -58,12 +58,12 @@ class PackedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything about an adapter but its numbers: the same for all of one kind."""
+    """Everything about an adapter but its numbers: shared by adapters of one shape."""
 
     matrices: tuple[Matrices, ...]
     tiles: Tiles
     places: Places
-    num_bytes: int  # of the line that holds the numbers
+    num_bytes: int  # of the file's data
     pieces: tuple[AdapterPiece, ...]
 
     @property
@@ -82,13 +82,12 @@ class Reader:
     sites: Sites
     block: BlockShape
     max_rank: int | None = None
-    hashed: bool = (
-        True  # False: nobody keeps what an adapter computed, so a file need not be told by its numbers
-    )
+    # False: no cache depends on the content, so a file's identity replaces the hash of its numbers.
+    hashed: bool = True
     kernel: ModuleType = field(default_factory=partial(choose, "lora_pack", "cpu"), compare=False)
-    # Bytes that a device takes at once which puts numbers into tiles itself; 0: `kernel` does it here.
+    # Bytes per copy to a device that packs tiles itself; 0: `kernel` packs on the host.
     piece_bytes: int = 0
-    base: str = ""  # what the model is called
+    base: str = ""  # the model's name
     layouts: OrderedDict[tuple[str, bytes], Layout] = field(default_factory=OrderedDict, compare=False)
 
     def read_folder(self, name: str, folder: Path) -> PackedAdapter:
@@ -98,15 +97,14 @@ class Reader:
         if layout is not None and layout.num_bytes == len(file.data):
             return self._packed(name, layout, file.data, file.identity)
         settings = self._settings(name, parse_config(name, folder, config))
-        found = {key: one for key, one in find_tensors(name, file).items() if not key.endswith(_BASE)}
-        is_odd = any(one.dtype is torch.float64 or one.offset % one.dtype.itemsize for one in found.values())
-        # A file that is kept should be the adapter's: PEFT saves the base's own embedding beside an adapter of it.
-        has_others = self.piece_bytes > 0 and sum(one.num_bytes for one in found.values()) < MOSTLY * len(
-            file.data
-        )
+        entries = {key: e for key, e in find_tensors(name, file).items() if not key.endswith(_BASE)}
+        is_odd = any(e.dtype is torch.float64 or e.offset % e.dtype.itemsize for e in entries.values())
+        # PEFT saves the base's own embedding beside an adapter of it: such a file is not kept whole.
+        own_bytes = sum(e.num_bytes for e in entries.values())
+        has_others = self.piece_bytes > 0 and own_bytes < MOSTLY * len(file.data)
         if is_odd or has_others:
-            return self._from_tensors(name, settings, tensors_of(file, found), file.identity)
-        layout = self._layout(name, settings, found, len(file.data))
+            return self._from_tensors(name, settings, tensors_of(file, entries), file.identity)
+        layout = self._layout(name, settings, entries, len(file.data))
         self._remember((config, file.header), layout)
         return self._packed(name, layout, file.data, file.identity)
 
@@ -117,7 +115,7 @@ class Reader:
         return self._from_tensors(name, self._settings(name, config), kept)
 
     def _settings(self, name: str, config: Mapping[str, Any]) -> LoraSettings:
-        """Another base is no reason to refuse: names change when models are copied. Its shapes decide."""
+        """Only warns about another base model: names change when models are copied. Shapes decide."""
         settings = read_settings(name, config)
         if self.base and settings.base and _plain_name(settings.base) != _plain_name(self.base):
             logger.warning(
@@ -133,8 +131,8 @@ class Reader:
         tensors: Mapping[str, Tensor],
         identity: bytes | None = None,
     ) -> PackedAdapter:
-        data, found = gather(tensors)
-        return self._packed(name, self._layout(name, settings, found, len(data)), data, identity)
+        data, entries = gather(tensors)
+        return self._packed(name, self._layout(name, settings, entries, len(data)), data, identity)
 
     def _remember(self, key: tuple[str, bytes], layout: Layout) -> None:
         self.layouts[key] = layout
@@ -164,31 +162,33 @@ class Reader:
         return PackedAdapter(blocks, tiles, layout.scales, digest.hexdigest(), layout.rank, layout.pieces)
 
     def _layout(
-        self, name: str, settings: LoraSettings, found: Mapping[str, Stored], num_bytes: int
+        self, name: str, settings: LoraSettings, entries: Mapping[str, TensorEntry], num_bytes: int
     ) -> Layout:
-        matrices = self._matrices(name, settings, found)
+        matrices = self._matrices(name, settings, entries)
         tiles = plan_tiles(name, _shapes(matrices), self.block)
         places = find_places(matrices, tiles, self.block)
         pieces = cut(places, self.piece_bytes) if self.piece_bytes else ()
         return Layout(matrices, tiles, places, num_bytes, pieces)
 
     def _matrices(
-        self, name: str, settings: LoraSettings, tensors: Mapping[str, Stored]
+        self, name: str, settings: LoraSettings, tensors: Mapping[str, TensorEntry]
     ) -> tuple[Matrices, ...]:
-        found: dict[str, dict[str, Stored]] = {}
+        pairs: dict[str, dict[str, TensorEntry]] = {}
         for tensor_name, tensor in tensors.items():
             match = _NAMES.match(tensor_name)
             if match is None or tensor.dtype not in _FLOATS:
                 raise AdapterError(
                     f"adapter {name!r} has a tensor {tensor_name} of {tensor.dtype}, which is not part of a LoRA"
                 )
-            found.setdefault(match["module"], {})[match["which"] + (match["embedding"] or "")] = tensor
-        if not found:
+            pairs.setdefault(match["module"], {})[match["which"] + (match["embedding"] or "")] = tensor
+        if not pairs:
             raise AdapterError(f"adapter {name!r} has no weights")
-        matrices = [self._matrix(name, settings, module, pair) for module, pair in found.items()]
-        return tuple(sorted(matrices, key=lambda one: one.site))
+        matrices = [self._matrix(name, settings, module, pair) for module, pair in pairs.items()]
+        return tuple(sorted(matrices, key=lambda m: m.site))
 
-    def _matrix(self, name: str, settings: LoraSettings, module: str, pair: Mapping[str, Stored]) -> Matrices:
+    def _matrix(
+        self, name: str, settings: LoraSettings, module: str, pair: Mapping[str, TensorEntry]
+    ) -> Matrices:
         index = self.sites.find(module)
         if index is None:
             raise AdapterError(
@@ -247,5 +247,5 @@ def parse_config(name: str, folder: Path, text: str) -> Mapping[str, Any]:
 
 
 def _plain_name(base: str) -> str:
-    """Of a hub id, a folder or a file: what people call the model."""
+    """The model's own name in a hub id, a folder or a file name."""
     return base.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix(".gguf")

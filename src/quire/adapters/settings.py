@@ -1,4 +1,4 @@
-"""An adapter's adapter_config.json: what of it counts here, and what is refused."""
+"""An adapter's adapter_config.json: the fields that are served, and the ones that are refused."""
 
 import math
 import re
@@ -30,14 +30,14 @@ class LoraSettings:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     rslora: bool = False
-    base: str = ""  # the model that it was trained on, as it was called
+    base: str = ""  # the name of the model that it was trained on
     target_modules: tuple[str, ...] = ()  # empty where it is an expression
 
     def rank_of(self, module: str) -> int:
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What the adapter's product is multiplied with."""
+        """The factor of the adapter's B A x."""
         alpha = float(_matching(self.alpha_pattern, module, self.alpha))
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rslora else rank)

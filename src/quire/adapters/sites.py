@@ -18,7 +18,7 @@ class Site:
 
     @property
     def part(self) -> str:
-        """The module's own name, the same in every layer: what `target_modules` usually lists."""
+        """The module's own name, the same in every layer, as `target_modules` usually lists it."""
         return self.name.rpartition(".")[2]
 
 
@@ -30,7 +30,7 @@ class Sites(Sequence[Site]):
         self._indices = {site.name: i for i, site in enumerate(self._sites)}
 
     def find(self, module: str) -> int | None:
-        """The index of a module's site, whichever outer prefix the adapter was saved with."""
+        """The index of a module's site, with any of the known outer prefixes."""
         if module in self._indices:
             return self._indices[module]
         for prefix in PREFIXES:

@@ -1,4 +1,4 @@
-"""Library: every adapter that may be asked for, by name; those in use lie in host memory, the others on disk."""
+"""AdapterStore: every known adapter by name; an LRU cache of packed copies in host memory, the files on disk."""
 
 import os
 from collections import OrderedDict
@@ -22,14 +22,14 @@ from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)
 
-NAMED = 5  # known adapters that an error names
-# Being read at a time, at least and for each thread: they are asked for once per step, which is several reads long.
+NAMED = 5  # known adapters listed by an error
+# Concurrent reads, at least and per thread: requests for them come once per step, which takes as long as several reads.
 LOADING, LOADING_PER_THREAD = 8, 8
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """How much of host memory copies may take. One copy is always allowed."""
+    """Limits of the host copies. One copy is always allowed."""
 
     num_bytes: int
     num_adapters: int | None = None
@@ -38,27 +38,26 @@ class HostLimits:
 @dataclass(slots=True)
 class AdapterStoreStats:
     num_loads: int = 0  # from disk to host memory
-    load_seconds: float = 0.0
     num_failures: int = 0
-    num_dropped: int = 0  # host copies that made room for others
+    num_dropped: int = 0  # host copies evicted for others
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One content under a name. A changed or reloaded adapter is another entry with a key of its own."""
+    """One version of an adapter. A changed or reloaded adapter is a new entry with a key of its own."""
 
     key: str
     name: str
-    folder: Path | None  # None: given from memory, and always there
-    signature: tuple[int, ...] = ()  # of the files, to see that they changed
+    folder: Path | None  # None: given from memory, never evicted
+    signature: tuple[int, ...] = ()  # of the files, to detect changes
     packed: PackedAdapter | None = None
-    content: str | None = None  # known once it was loaded
+    content: str | None = None  # known once loaded
     num_blocks: int | None = None
     rank: int = 0
     error: AdapterError | None = None
     loading: Future[PackedAdapter] | None = None
-    num_users: int = 0  # requests that are not done
-    retired: bool = field(default=False)  # its name means something else by now, or nothing
+    num_users: int = 0  # unfinished requests
+    retired: bool = field(default=False)  # its name means another entry by now, or none
 
     @property
     def file_bytes(self) -> int:
@@ -66,7 +65,7 @@ class Entry:
 
 
 class AdapterStore:
-    """Used by the engine's thread alone; files are read in threads of its own."""
+    """Used by the engine's thread alone; files are read in a thread pool of its own."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class AdapterStore:
         num_threads: int = 1,
         disk: Executor | None = None,
     ) -> None:
-        """`disk` reads files in the place of threads."""
+        """`disk` replaces the thread pool."""
         self._reader = reader
         self.limits = limits
         self._folder = folder.resolve() if folder is not None else None
@@ -85,30 +84,30 @@ class AdapterStore:
         # With a host copy from disk, least recently used first.
         self._held: OrderedDict[str, Entry] = OrderedDict()
         self._held_bytes = 0
-        self._needed: dict[str, int] = {}  # copies that a step is about to make, and how often
+        self._needed: dict[str, int] = {}  # reference counts of copies that a step will read
         self._num_made = 0
-        alone = partial(torch.set_num_threads, 1) if num_threads > 1 else None  # each does its own work
+        alone = partial(torch.set_num_threads, 1) if num_threads > 1 else None  # one core each
         self._threads = disk or ThreadPoolExecutor(
             num_threads, thread_name_prefix="quire-adapters", initializer=alone
         )
         self._max_loading = max(LOADING_PER_THREAD * num_threads, LOADING)
         self._loading: dict[str, int] = {}  # keys, and the bytes of their files
-        self._retired: list[str] = []  # keys that nobody uses any more
+        self._retired: list[str] = []  # keys without users
         self.stats = AdapterStoreStats()
 
     # ------------------------------------------------------------------ names
 
     def names(self) -> list[str]:
-        """Every name that can be asked for, those of the folder included."""
-        found = dict.fromkeys(self._names)
+        """All known names, the folder's included."""
+        known = dict.fromkeys(self._names)
         if self._folder is not None:
             with suppress(OSError), os.scandir(self._folder) as entries:  # it may be gone by now
                 inside = sorted(e.name for e in entries if os.path.exists(os.path.join(e.path, CONFIG_FILE)))
-                found |= dict.fromkeys(inside)
-        return list(found)
+                known |= dict.fromkeys(inside)
+        return list(known)
 
     def register_named(self, modules: Mapping[str, str]) -> None:
-        """Those of the config. One that is gone, since an engine before this one was started, stops no other."""
+        """Registers the config's adapters. A missing folder is logged and skipped: after a restart it may be gone."""
         for name, path in modules.items():
             try:
                 self.register(name, Path(path))
@@ -122,7 +121,7 @@ class AdapterStore:
         self._set(name, Entry(self._new_key(name), name, folder, _signature(folder)))
 
     def folder_at(self, name: str, path: str) -> Path:
-        """The folder that a path means which someone sent. AdapterError unless it lies inside the allowed one."""
+        """The folder of a path from a request. AdapterError unless it lies inside the allowed folder."""
         if self._folder is None:
             raise AdapterError(
                 "adapters can be loaded at run time only from a folder that lora_dir names: set it",
@@ -139,22 +138,22 @@ class AdapterStore:
         return folder
 
     def prepare(self, name: str, folder: Path) -> str:
-        """The key of what the folder holds, for `want` to read. The name does not mean it before `publish`."""
+        """A key for the folder's content, which `want` reads. The name does not refer to it before `publish`."""
         entry = Entry(self._new_key(name), name, folder, _signature(folder))
         self._entries[entry.key] = entry
         return entry.key
 
     def publish(self, key: str) -> None:
-        """From now on the name means what was prepared under this key."""
+        """Makes the name refer to this prepared key."""
         entry = self._entries[key]
         self._set(entry.name, entry)
 
     def discard(self, key: str) -> None:
-        """What was prepared is not wanted any more."""
+        """Drops a prepared key."""
         self._retire(self._entries[key])
 
     def add(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-        """From memory: checked and packed at once, never written to disk, kept until it is removed."""
+        """Adds an adapter from memory: checked and packed at once, never written to disk, kept until removed."""
         packed = self._reader.read_tensors(name, tensors, config)
         entry = Entry(self._new_key(name), name, None)
         self._note(entry, packed)
@@ -162,20 +161,20 @@ class AdapterStore:
         self._set(name, entry)
 
     def remove(self, name: str) -> None:
-        """Requests that run with it go on; new ones do not find it."""
+        """Removes a name. Running requests keep the adapter; new ones do not find it."""
         entry = self._names.pop(name, None)
         if entry is None:
             raise AdapterError(self._unknown(name), "lora_name")
         self._retire(entry)
 
     def resolve(self, name: str) -> str:
-        """The key of what the name means now. AdapterError if it is unknown or cannot be served."""
+        """The key that the name refers to now. AdapterError if it is unknown or cannot be served."""
         entry = self._names.get(name)
         if entry is None:
             entry = self._find(name)
         elif entry.folder is not None:
             signature = _signature(entry.folder)
-            if signature and signature != entry.signature:  # another content by now
+            if signature and signature != entry.signature:  # the files changed
                 entry = Entry(self._new_key(name), name, entry.folder, signature)
                 self._set(name, entry)
         if entry.error is not None:
@@ -186,17 +185,16 @@ class AdapterStore:
         return self._entries[key].name
 
     def targets(self, count: int) -> set[str]:
-        """Modules that some of the known adapters add to, as their configs say; for what is prepared at start."""
-        found: set[str] = set()
+        """Target modules of the first `count` known adapters, for the warm-up."""
+        modules: set[str] = set()
         for entry in list(self._names.values())[:count]:
             if entry.folder is not None:
                 try:
-                    found.update(
-                        read_settings(entry.name, read_config(entry.name, entry.folder)).target_modules
-                    )
+                    settings = read_settings(entry.name, read_config(entry.name, entry.folder))
+                    modules.update(settings.target_modules)
                 except AdapterError:
                     continue
-        return found
+        return modules
 
     # ------------------------------------------------------------------ requests
 
@@ -212,7 +210,7 @@ class AdapterStore:
     # ------------------------------------------------------------------ host copies
 
     def want(self, key: str) -> PackedAdapter | None:
-        """The host copy, or None while it is being read. AdapterError if that failed."""
+        """The host copy, or None while it is being read; starts the read. AdapterError if that failed."""
         entry = self._entries[key]
         if entry.packed is not None:
             if entry.folder is not None:
@@ -232,7 +230,7 @@ class AdapterStore:
         return self._take(entry)
 
     def hold(self, key: str) -> None:
-        """The copy in host memory stays until it is let go, whatever the limits say."""
+        """Pins the host copy until `let_go`, even beyond the limits."""
         self._needed[key] = self._needed.get(key, 0) + 1
 
     def let_go(self, key: str) -> None:
@@ -241,22 +239,22 @@ class AdapterStore:
             self._needed[key] = count
 
     def content(self, key: str) -> str:
-        """What the adapter computes, as a hash; known once it was loaded."""
+        """The hash of the adapter's content; "" before it was loaded."""
         return self._entries[key].content or ""
 
     def loading(self) -> list[Future[PackedAdapter]]:
-        """What is being read."""
+        """Reads in progress."""
         futures = (self._entries[key].loading for key in self._loading if key in self._entries)
         return [future for future in futures if future is not None]
 
     def take_retired(self) -> list[str]:
-        """Keys that nobody will ask for again."""
+        """Keys that will not be requested again."""
         retired, self._retired = self._retired, []
         return retired
 
     @property
     def sites(self) -> Sites:
-        """Where adapters of this model can be attached."""
+        """The model's sites."""
         return self._reader.sites
 
     @property
@@ -275,17 +273,17 @@ class AdapterStore:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _may_load(self, entry: Entry) -> bool:
-        """What is being read, or was and nobody took it yet, is bounded as copies are. One file is always allowed."""
+        """Bounds reads in progress, and results not yet taken, as copies are bounded. One file is always allowed."""
         loading = sum(self._loading.values())
         fits = not loading or loading + entry.file_bytes <= self.limits.num_bytes
         return fits and len(self._loading) < self._max_loading
 
     def _take_forgotten(self) -> None:
-        """Reads that are done and that nobody asks for any more, since their requests were aborted: others may read."""
+        """Takes finished reads whose requests were aborted, so that other reads can start."""
         for key in list(self._loading):
             entry = self._entries[key]
             if entry.loading is not None and entry.loading.done():
-                with suppress(AdapterError):  # whoever asks next is told
+                with suppress(AdapterError):  # stored in the entry for the next request
                     self._take(entry)
 
     def _take(self, entry: Entry) -> PackedAdapter:
@@ -299,7 +297,9 @@ class AdapterStore:
                     f"adapter {entry.name!r} changed on disk while it was being served: send the request again"
                 )
         except AdapterError as error:
-            entry.error = error.again()  # the one that was caught keeps the bytes that were read
+            entry.error = (
+                error.again()
+            )  # the caught exception's traceback keeps the bytes that were read alive
         except Exception as error:
             entry.error = AdapterError(f"adapter {entry.name!r} cannot be read: {error!r}")
         if entry.error is not None:
@@ -349,13 +349,13 @@ class AdapterStore:
     def _drop(self, entry: Entry) -> None:
         self._let_go(entry)
         if entry.loading is not None:
-            entry.loading.cancel()  # nobody will take it; one that has begun cannot be stopped
+            entry.loading.cancel()  # a read that has begun cannot be stopped
         self._loading.pop(entry.key, None)
         self._entries.pop(entry.key, None)
         self._retired.append(entry.key)
 
     def _find(self, name: str) -> Entry:
-        """In the folder of adapters, whose entries are known only once they are asked for."""
+        """Finds an adapter in the folder, whose entries are registered on first use."""
         if self._folder is not None and name not in (".", "..") and "/" not in name and "\0" not in name:
             folder = self._folder / name
             if (folder / CONFIG_FILE).is_file() and folder.resolve().is_relative_to(self._folder):
@@ -375,12 +375,12 @@ class AdapterStore:
 
 
 def _signature(folder: Path) -> tuple[int, ...]:
-    """Changes when the files do; empty if they are not there."""
-    found: list[int] = []
+    """Inode, size and time of the files, which change with them; empty if they are missing."""
+    signature: list[int] = []
     for name in (CONFIG_FILE, WEIGHTS):
         try:
             status = os.stat(folder / name)
         except OSError:
             return ()
-        found += (status.st_mtime_ns, status.st_size, status.st_ino)
-    return tuple(found)
+        signature += (status.st_mtime_ns, status.st_size, status.st_ino)
+    return tuple(signature)

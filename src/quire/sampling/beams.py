@@ -14,12 +14,12 @@ CHUNKS = (256, 128, 64, 32)
 
 
 def normalise(logits: Tensor, beams: Sequence[BeamSet]) -> Tensor:
-    """Beams' logits [S, V] become log probabilities, to which biases and bans are added then.
+    """Turns the beams' logits [S, V] into log probabilities, before biases and bans are added.
 
-    In place where they are float32; a copy in float32 where 16 bits would not tell sums of them apart.
+    In place where they are float32; else a float32 copy, since 16 bits are too few for sums of them.
     """
     logits = logits.float()
-    samples = on_device(np.concatenate([np.asarray(one.samples, np.int64) for one in beams]), logits.device)
+    samples = on_device(np.concatenate([np.asarray(beam.samples, np.int64) for beam in beams]), logits.device)
     logits[samples] = torch.log_softmax(logits[samples], dim=-1)
     return logits
 
@@ -27,14 +27,14 @@ def normalise(logits: Tensor, beams: Sequence[BeamSet]) -> Tensor:
 def best_candidates(logprobs: Tensor, beams: Sequence[BeamSet]) -> tuple[BeamTensors, ...]:
     """One top-k for all requests with as many beams and candidates; logprobs [S, V] as `normalise` left them."""
     alike: dict[tuple[int, int], list[int]] = {}
-    for index, one in enumerate(beams):
-        alike.setdefault((len(one.samples), one.num_candidates), []).append(index)
-    found = []
+    for index, request in enumerate(beams):
+        alike.setdefault((len(request.samples), request.num_candidates), []).append(index)
+    candidates = []
     for (_, num_candidates), indices in alike.items():
         samples = np.array([beams[i].samples for i in indices], np.int64)
         scores = np.array([beams[i].scores for i in indices], np.float32)
-        found.append(BeamTensors(tuple(indices), *_best(logprobs, samples, scores, num_candidates)))
-    return tuple(found)
+        candidates.append(BeamTensors(tuple(indices), *_best(logprobs, samples, scores, num_candidates)))
+    return tuple(candidates)
 
 
 def _best(
@@ -46,16 +46,16 @@ def _best(
     device, vocab_size = logprobs.device, logprobs.shape[1]
     rows = on_device(samples, device)
     totals = logprobs[rows].add_(on_device(scores, device)[:, :, None]).flatten(1)  # [G, B * V]
-    places = _largest(totals, min(num_candidates, totals.shape[1])).sort(dim=1).values
-    values, order = totals.gather(1, places).sort(dim=1, descending=True, stable=True)
-    places = places.gather(1, order)
-    return rows.gather(1, places // vocab_size), places % vocab_size, values
+    indices = _largest(totals, min(num_candidates, totals.shape[1])).sort(dim=1).values
+    values, order = totals.gather(1, indices).sort(dim=1, descending=True, stable=True)
+    indices = indices.gather(1, order)
+    return rows.gather(1, indices // vocab_size), indices % vocab_size, values
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Places [G, count] of the largest values [G, N], in no order. Which of several equal last ones is left open.
+    """Indices [G, count] of the largest values [G, N], in no order; ties at the end are broken arbitrarily.
 
-    They lie in the `count` chunks with the largest peaks, and peaks are found faster than an order is.
+    They lie in the `count` chunks with the largest maxima, and maxima are faster than a top-k of all.
     """
     chunk = next((size for size in CHUNKS if values.shape[1] % size == 0), None)
     if chunk is None or 4 * count * chunk > values.shape[1]:
@@ -63,28 +63,28 @@ def _largest(values: Tensor, count: int) -> Tensor:
     chunks = values.view(len(values), -1, chunk)
     best = chunks.amax(dim=2).topk(count, dim=1).indices
     kept = chunks.gather(1, best[:, :, None].expand(-1, -1, chunk)).flatten(1)
-    places = kept.topk(count, dim=1).indices
-    return best.gather(1, places // chunk) * chunk + places % chunk
+    indices = kept.topk(count, dim=1).indices
+    return best.gather(1, indices // chunk) * chunk + indices % chunk
 
 
 def on_host(tensors: tuple[BeamTensors, ...]) -> tuple[BeamTensors, ...]:
-    """Copies that are whole once the device has come this far; a later step is not waited for."""
+    """Host copies, complete once the device has come this far; no later step is waited for."""
     return tuple(
         BeamTensors(
-            one.requests,
-            one.samples.to("cpu", non_blocking=True),
-            one.token_ids.to("cpu", non_blocking=True),
-            one.scores.to("cpu", non_blocking=True),
+            group.requests,
+            group.samples.to("cpu", non_blocking=True),
+            group.token_ids.to("cpu", non_blocking=True),
+            group.scores.to("cpu", non_blocking=True),
         )
-        for one in tensors
+        for group in tensors
     )
 
 
 def candidate_records(tensors: tuple[BeamTensors, ...]) -> tuple[BeamCandidates, ...]:
-    """As `StepResult.beams` wants them, one per request. Waits for the device."""
-    found: dict[int, BeamCandidates] = {}
-    for one in tensors:
-        columns = one.samples.tolist(), one.token_ids.tolist(), one.scores.tolist()
-        for request, samples, token_ids, scores in zip(one.requests, *columns, strict=True):
-            found[request] = BeamCandidates(ints(samples), ints(token_ids), tuple(scores))
-    return tuple(found[request] for request in sorted(found))
+    """The contents of `StepResult.beams`, one per request. Waits for the device."""
+    records: dict[int, BeamCandidates] = {}
+    for group in tensors:
+        columns = group.samples.tolist(), group.token_ids.tolist(), group.scores.tolist()
+        for request, samples, token_ids, scores in zip(group.requests, *columns, strict=True):
+            records[request] = BeamCandidates(ints(samples), ints(token_ids), tuple(scores))
+    return tuple(records[request] for request in sorted(records))

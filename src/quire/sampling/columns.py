@@ -1,4 +1,4 @@
-"""SamplingColumns: what sampling knows of each row, as arrays, so that a step only gathers."""
+"""SamplingColumns: every row's sampling parameters as arrays, so that a step only gathers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ ANY_TOKEN = -1  # fills the front of shorter prefixes in RowEdits.prefixes
 
 
 class RowFlag:
-    """Which stages a row needs. A step gathers these first, and runs no stage that no row needs.
+    """The stages that a row needs. A step gathers these first and skips stages that no row needs.
 
     Plain integers: an array and a member of an enumeration take NumPy several times as long, a few times every step.
     """
@@ -28,7 +28,7 @@ class RowFlag:
     LOGPROBS = 64
 
 
-# What changes logits before the choice; a row without any is never copied for its raw logprobs.
+# Stages that change logits before sampling; a row without any is never copied for its raw logprobs.
 CHANGING = RowFlag.PENALISED | RowFlag.EDITED | RowFlag.BAD_SEQUENCES | RowFlag.ALLOWED | RowFlag.MIN_TOKENS
 
 
@@ -96,7 +96,7 @@ class SamplingColumns:
         num_prompt_tokens: int,
         stop_token_ids: Iterable[int] = (),
     ) -> None:
-        """The row belongs to this request's sample from now on. `stop_token_ids`: all that end it."""
+        """Assigns the row to a request's sample. `stop_token_ids`: all that end it."""
         self.temperature[row] = 0.0 if sampling.greedy else sampling.temperature
         self.top_k[row] = 0 if sampling.top_k >= self.vocab_size else sampling.top_k
         self.top_p[row] = sampling.top_p

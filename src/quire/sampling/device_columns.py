@@ -1,4 +1,4 @@
-"""DeviceColumns: what the sampling kernel needs of each row, on the device beside the logits."""
+"""DeviceColumns: the parameters that the sampling kernel reads, on the device beside the logits."""
 
 import numpy as np
 import torch
@@ -9,19 +9,18 @@ from quire.sampling.columns import SamplingColumns
 
 
 class DeviceColumns:
-    """A mirror of some of the columns. A row is as it was when `update` last named it."""
+    """A mirror of some of the columns. A row is current as of its last `update`."""
 
     def __init__(self, columns: SamplingColumns, device: torch.device | str) -> None:
         self._columns = columns
         self._device = torch.device(device)
-        self.packed: Tensor = torch.zeros(
-            (columns.max_rows, WORDS), dtype=torch.int32, device=self._device
-        )  # [max_rows, WORDS], see `Word`
+        # [max_rows, WORDS], see `Word`
+        self.packed: Tensor = torch.zeros((columns.max_rows, WORDS), dtype=torch.int32, device=self._device)
 
     def update(self, row_ids: np.ndarray) -> None:
-        """Takes the rows over that were started on the host, in stream order; waits for nothing.
+        """Copies these rows to the device, in stream order, without waiting.
 
-        Call it once per step, after `start_row` of all that start and before the step samples.
+        Called once per step, after `start_row` of the step's new rows and before it samples.
         """
         if not len(row_ids):
             return

@@ -1,4 +1,4 @@
-"""Drawing tokens in plain torch, for devices without a fused kernel. Sorts only for rows that filter by rank.
+"""Samples tokens in plain torch, for devices without a fused kernel. Sorts only for rows that filter by rank.
 
 The same order of filters as the kernel: temperature, min-p, top-k, top-p, then one uniform number through the
 inverse of the distribution function in token-id order. Ties at a filter's edge are kept lowest id first.
@@ -17,7 +17,7 @@ ELEMENTS_PER_PASS = 1 << 22  # bounds what is alive at once: about 30 bytes per 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How each of N rows wants its token drawn. On the host: it decides which stages run."""
+    """How each of N rows wants its token sampled. On the host: it decides which stages run."""
 
     temperature: np.ndarray  # [N] float32, above 0
     top_k: np.ndarray  # [N] int32; 0 is off
@@ -58,14 +58,14 @@ def _draw_alike(logits: Tensor, draws: Draws) -> Tensor:
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1).squeeze(1)
+    sampled = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1).squeeze(1)
     # A parallel sum may step up by a rounding where the weight is zero; a banned token must not come of it.
-    possible = weights.gather(1, drawn[:, None]).squeeze(1) > 0
-    return torch.where(possible, drawn, best)
+    possible = weights.gather(1, sampled[:, None]).squeeze(1) > 0
+    return torch.where(possible, sampled, best)
 
 
 def filtered_weights(logits: Tensor, draws: Draws) -> Tensor:
-    """[N, V]: what each token's chance is in proportion to; zero where a filter leaves it out. Uses `logits` up."""
+    """[N, V]: what each token's chance is in proportion to; zero where a filter leaves it out. Overwrites `logits`."""
     packed = np.stack([draws.temperature, draws.min_p, draws.top_p, draws.top_k])
     columns = on_device(packed, logits.device)[:, :, None].double()
     temperature, min_p, top_p, top_k = columns.unbind(0)  # each [N, 1] float64

@@ -45,7 +45,7 @@ def prompt_logprobs(
     next_token_ids: Tensor,  # [n] int64, the token that follows each position
     num_top: int,
 ) -> list[TokenLogprobs]:
-    """How likely the model held each next token. Takes n in pieces, so memory does not follow the prompt."""
+    """Logprobs of each next token. Computed in pieces, so memory does not grow with the prompt."""
     kernel = choose("sample", logits.device)
     entries: list[TokenLogprobs] = []
     for start in range(0, len(logits), ROWS_PER_PASS):
@@ -57,7 +57,7 @@ def prompt_logprobs(
 
 
 def on_host(sampled: Sampled) -> Sampled:
-    """With copies of the logprobs that are whole once the device has come this far; nothing waits."""
+    """With host copies of the logprobs, complete once the device has come this far; nothing waits."""
     given = sampled.logprobs
     if given is None:
         return sampled
@@ -67,7 +67,7 @@ def on_host(sampled: Sampled) -> Sampled:
 
 
 def logprob_entries(sampled: Sampled) -> tuple[TokenLogprobs | None, ...]:
-    """As `StepResult.logprobs` wants them: one per token, None where not asked; empty if nobody did."""
+    """The contents of `StepResult.logprobs`: one per token, None where not wanted; empty if none is wanted."""
     if sampled.logprobs is None:
         return ()
     entries: list[TokenLogprobs | None] = [None] * len(sampled.token_ids)

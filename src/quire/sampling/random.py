@@ -1,4 +1,4 @@
-"""Random numbers that are counted, not drawn: a function of (seed, sample index, position, purpose) alone.
+"""Counter-based random numbers: a function of (seed, sample index, position, purpose) alone.
 
 Nothing is stored between steps, so batching, preemption, chunking and speculation cannot move a request's
 random numbers. The function, all on unsigned 64-bit integers that wrap:
@@ -10,14 +10,12 @@ random numbers. The function, all on unsigned 64-bit integers that wrap:
 
 `mix` is splitmix64's finaliser and the last line is splitmix64 itself, seeded with `key` and jumped to
 `position`: one stream per (seed, sample index, purpose). Integers only until the last, exact division, so
-each platform gets the same value. The numpy form serves the host, the torch form devices; they are equal.
+each platform gets the same value. `kernels/sample` computes the same on devices.
 """
 
 from enum import IntEnum
 
 import numpy as np
-import torch
-from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
@@ -31,12 +29,12 @@ class Purpose(IntEnum):
 
     TOKEN = 0  # which token the target distribution yields
     DRAFT = 1  # which token a draft proposes
-    ACCEPT = 2  # whether a proposed token stays
-    RESAMPLE = 3  # which token replaces a refused one
+    ACCEPT = 2  # whether a proposed token is accepted
+    RESAMPLE = 3  # which token replaces a rejected one
 
 
 def stream_key(seed: int, sample_index: int, purpose: Purpose) -> int:
-    """The key of one stream, worked out once per row. A negative seed counts as its two's complement."""
+    """The key of one stream, computed once per row. A negative seed counts as its two's complement."""
     state = _mix_integer((seed + _GOLDEN) & _ALL_BITS)
     state = _mix_integer((state + _GOLDEN * (sample_index + 1)) & _ALL_BITS)
     return _mix_integer((state + _GOLDEN * (int(purpose) + 1)) & _ALL_BITS)
@@ -55,28 +53,7 @@ def uniforms(
     return (bits >> np.uint64(11)).astype(np.float64) * _UNIT
 
 
-def device_uniforms(
-    keys: Tensor,  # [S] int64, the key's bits
-    positions: Tensor,  # [S] int64
-) -> Tensor:  # [S] float64 in [0, 1)
-    """As `uniforms`, where positions live on a device. torch has no uint64 products: int64 wraps alike."""
-    bits = keys + _signed(_GOLDEN) * (positions + 1)
-    bits = (bits ^ _shift(bits, 30)) * _signed(_FIRST)
-    bits = (bits ^ _shift(bits, 27)) * _signed(_SECOND)
-    bits = bits ^ _shift(bits, 31)
-    return _shift(bits, 11).to(torch.float64) * _UNIT
-
-
 def _mix_integer(value: int) -> int:
     value = ((value ^ (value >> 30)) * _FIRST) & _ALL_BITS
     value = ((value ^ (value >> 27)) * _SECOND) & _ALL_BITS
     return value ^ (value >> 31)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift(bits: Tensor, count: int) -> Tensor:
-    """Logical shift: torch's own copies the sign bit down."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -1,4 +1,4 @@
-"""The records at this room's door: what the sampler is asked, and what it answers."""
+"""Inputs and results of the sampler."""
 
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class SampleRequests:
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Raw log probabilities for those of S rows that asked. K is the most that any of them wants."""
+    """Raw log probabilities of the rows that want them, M of S. K is the most that any of them wants."""
 
     indices: np.ndarray  # [M] int64, which of the S rows
     num_top: np.ndarray  # [M] int64, how many of the K best each wants
@@ -71,9 +71,9 @@ class BeamTensors:
 class Sampled:
     """S chosen tokens, on the device."""
 
-    token_ids: Tensor  # [S] int64; 0 where the row failed, so that it can be embedded whatever happens
+    token_ids: Tensor  # [S] int64; 0 where the row failed, so that it can always be embedded
     finite: Tensor  # [S] bool; False: the logits were not finite or every token was banned
-    logprobs: LogprobTensors | None = None  # None: nobody asked
+    logprobs: LogprobTensors | None = None  # None: none is wanted
     beams: tuple[BeamTensors, ...] = ()  # each of SampleRequests.beams in one of them
 
 

@@ -1,10 +1,10 @@
-"""Multi-round rejection sampling: drafted tokens stay so often that what comes out follows the target's distribution.
+"""Multi-round rejection sampling: accepts drafted tokens such that the output follows the target's distribution.
 
 A node of a token tree has children x1, x2, … drawn one after another, without replacement, from the draft's
-distribution q. With p the target's: x1 stays with the chance min(1, p(x1) / q(x1)); else p becomes max(0, p - q), q
-loses x1, both are scaled to 1, and x2 is judged by them, and so on. Where none stays a token is drawn from what p has
-become. What a node goes on with is distributed as p, whatever q is (SpecInfer's multi-step speculative sampling; with
-one child, speculative sampling).
+distribution q. With p the target's: x1 is accepted with the chance min(1, p(x1) / q(x1)); else p becomes max(0, p - q),
+q loses x1, both are scaled to 1, and x2 is judged by them, and so on. Where none is accepted, a token is sampled from
+the remaining p. The result is distributed as p for any q (SpecInfer's multi-step speculative sampling; with one child,
+speculative sampling).
 """
 
 import numpy as np
@@ -44,7 +44,7 @@ def accept(
     target: Tensor,  # [N, V] float32, the target's distribution at each of N nodes
     draft: Tensor,  # [N, V] float32, the draft's
     children: Tensor,  # [N, W] int64, in the order in which they were drawn; -1: no more
-    judged: Tensor,  # [N, W] float64 in [0, 1): decide who stays
+    judged: Tensor,  # [N, W] float64 in [0, 1): decide which are accepted
     resampled: Tensor,  # [N] float64 in [0, 1): decide what replaces them
 ) -> Tensor:  # [N] int64
     """The token that each node goes on with: one of its children, or another."""

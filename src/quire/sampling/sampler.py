@@ -1,4 +1,4 @@
-"""Sampler: one token per row, each by its own parameters, whoever else is in the batch."""
+"""Sampler: one token per row, by the row's own parameters and in any batch."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ class Sampler:
         return self._samples_rows
 
     def __call__(self, logits: Tensor, requests: SampleRequests) -> Sampled:
-        """logits [S, V] float32, contiguous. They are used up: edits are made in place."""
+        """logits [S, V] float32, contiguous. Overwritten: edits are made in place."""
         flags = _current_flags(requests)
         if self._samples_rows:
             return self._sample_on_device(logits, flags, requests)

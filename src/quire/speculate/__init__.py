@@ -1,1 +1,1 @@
-"""Speculative decoding: who proposes tokens, how many, and which of them stay."""
+"""Speculative decoding: proposers, draft lengths and acceptance."""

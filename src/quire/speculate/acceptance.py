@@ -1,9 +1,9 @@
-"""Acceptance: which of a draft's tokens stay.
+"""Acceptance: which tokens of a draft are accepted.
 
 The target chooses its own token at each position of a draft, with that position's own random number, exactly as
-it would have without the draft. A drafted token stays where it is that token. So an answer has the same tokens
-with and without speculation, greedy or drawn, seeded or not, and nothing about the draft's distribution matters.
-In a tree, that child is followed whose token was chosen.
+it would have without the draft. A drafted token is accepted if it is that token. So an answer has the same tokens
+with and without speculation, greedy or sampled, seeded or not; the draft's distribution does not matter.
+In a tree, the child whose token was chosen is followed.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from quire.core.draft import ROOT
 
 
 def num_accepted(drafted: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many of a draft's tokens stay; `chosen` has the target's token at each of them, and one more."""
+    """How many of a draft's tokens are accepted; `chosen` has the target's token at each of them, and one more."""
     for index, token_id in enumerate(drafted):
         if chosen[index] != token_id:
             return index
@@ -20,7 +20,7 @@ def num_accepted(drafted: Sequence[int], chosen: Sequence[int]) -> int:
 
 
 def accepted_nodes(drafted: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """The nodes that stay, from the root on. `chosen` has the target's token after the root, then after each node.
+    """The accepted nodes, from the root on. `chosen` has the target's token after the root, then after each node.
 
     No node has two children of one token. Without parents the draft is a chain.
     """
@@ -29,7 +29,7 @@ def accepted_nodes(drafted: Sequence[int], parents: Sequence[int], chosen: Seque
     path: list[int] = []
     at, wanted = ROOT, chosen[0]
     for node, (token_id, parent) in enumerate(zip(drafted, parents, strict=True)):
-        if parent == at and token_id == wanted:  # a node's children come behind it
+        if parent == at and token_id == wanted:  # a node's children follow it
             path.append(node)
             at, wanted = node, chosen[1 + node]
     return path

@@ -1,18 +1,18 @@
-"""How far to draft: from how often drafts are right and from what a step costs. Functions of what was measured."""
+"""Draft shapes from measured acceptance rates and step costs. Pure functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-GAIN = 1.05  # a draft must promise at least so much: what it promises is an estimate
-FIRST_AGREEMENT = 0.5  # of a sequence that nothing is known of
-FIRST_STRONG = 0.8  # the same, of drafts of the better kind
-FIRST_RESCUE = 0.2  # of one other branch, where the first went wrong
-FORGETTING = 0.2  # how much the newest token counts
+GAIN = 1.05  # the least expected speed-up of a draft: it is an estimate
+FIRST_AGREEMENT = 0.5  # acceptance rate of a new sequence
+FIRST_STRONG = 0.8  # the same, of drafts from long matches
+FIRST_RESCUE = 0.2  # of another branch, where the first is rejected
+FORGETTING = 0.2  # weight of the newest token
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How far a draft goes, and in how many branches."""
+    """Length of a draft, and its number of branches."""
 
     length: int
     width: int = 1
@@ -23,16 +23,16 @@ class Shape:
 
 
 def expected_tokens(agreement: float, length: int) -> float:
-    """Tokens that a step yields with a draft of so many, each right with that chance if those before it were."""
+    """Expected tokens of a step with a draft of `length`, each accepted at this rate if the ones before are."""
     if agreement >= 1.0:
         return length + 1.0
     return (1.0 - agreement ** (length + 1)) / (1.0 - agreement)
 
 
 def expected_of_tree(agreement: float, rescue: float, shape: Shape) -> float:
-    """Tokens that a step yields with a tree whose branches part at the root.
+    """Expected tokens of a step with a tree whose branches part at the root.
 
-    `rescue` is the chance of each branch but the first that it begins right where the first does not.
+    `rescue`: the chance of each other branch to begin right where the first does not.
     """
     if shape.width == 1 or not shape.length:
         return expected_tokens(agreement, shape.length)
@@ -48,10 +48,10 @@ def best_shape(
     most_tokens: int,
     seconds: Callable[[int, Shape], float],
 ) -> Shape:
-    """The shape, up to `most` and so many tokens, that yields most per second if every running sequence drafted so.
+    """The shape, up to `most` and `most_tokens`, with the highest throughput if every running sequence drafts so.
 
-    `seconds(num_running, shape)` is what such a draft and the step that verifies it cost. No shape but a length of 0
-    where nothing is gained.
+    `seconds(num_running, shape)`: the time of such a draft and of the step that verifies it. A length of 0 where
+    nothing is gained.
     """
     best, best_rate = Shape(0), GAIN * num_running / seconds(num_running, Shape(0))
     for width in range(1, most.width + 1):
@@ -64,11 +64,11 @@ def best_shape(
 
 
 def rescue_after(rescue: float, num_others: int, is_rescued: bool) -> float:
-    """The estimate after the first of several branches went wrong where so many others went on."""
+    """The estimate after the first branch was rejected, beside `num_others` other branches."""
     return rescue + FORGETTING * (is_rescued / num_others - rescue)
 
 
 def agreement_after(agreement: float, num_right: int, is_wrong: bool) -> float:
-    """The estimate after so many right tokens in a row and perhaps a wrong one; the newest count most."""
+    """The moving average after `num_right` accepted tokens in a row and perhaps a rejected one."""
     agreement = 1.0 - (1.0 - agreement) * (1.0 - FORGETTING) ** num_right
     return agreement * (1.0 - FORGETTING) if is_wrong else agreement

@@ -1,15 +1,14 @@
-"""StepCosts: what a step of so many tokens costs, measured while it serves."""
+"""StepCosts: the seconds of a step by its number of tokens, measured while serving."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
-NEWEST = 0.25  # how much the newest measurement counts
-SHARED = (
-    0.75  # of a change: how much of it is the machine's pace, which sizes that are seldom seen have as well
-)
-OUTLIER = 2.0  # a step that took longer than so many times the usual was disturbed, and counts as that
+NEWEST = 0.25  # weight of the newest measurement
+# Share of a change that is the machine's pace, which applies to sizes that are seldom measured as well.
+SHARED = 0.75
+OUTLIER = 2.0  # times the usual: slower steps were disturbed, and count as this
 LEAST = 1e-6  # seconds, so that rates are numbers
-STALE = 512  # steps after which a size that was not seen again is forgotten
+STALE = 512  # steps after which a size without a new measurement is dropped
 FIRST_SLOPE = 0.1  # of a step's fixed cost, per token, until two sizes are known
 
 
@@ -17,21 +16,21 @@ FIRST_SLOPE = 0.1  # of a step's fixed cost, per token, until two sizes are know
 class _Known:
     work: float  # seconds at the pace of 1
     seen: int  # when, in steps
-    is_first: bool  # a size's first step is recorded, and slower than those that follow
+    is_first: bool  # a size's first step is recorded, and slower than later ones
 
 
 class StepCosts:
-    """Steps whose tokens are all sampled: decodes and verified drafts. Their cost follows the number of tokens.
+    """Costs of steps whose tokens are all sampled: decodes and verified drafts.
 
-    A busy machine slows all sizes, but only plain steps are seen all the time: were each size to remember its own
-    seconds, drafts would look cheap whenever the machine slows down.
+    A busy machine slows all sizes, but only plain decodes are measured all the time: with seconds per size alone,
+    drafts would look cheap whenever the machine slows down. So a common pace is tracked beside the work of each size.
     """
 
     def __init__(self) -> None:
         self._pace = 1.0
         self._known: dict[int, _Known] = {}
         self.num_steps = 0
-        self._sizes: list[int] | None = None  # with a trustworthy measurement, sorted, once asked for
+        self._sizes: list[int] | None = None  # sizes with a settled measurement, sorted; None: to be computed
 
     def note(self, num_tokens: int, seconds: float) -> None:
         self.num_steps += 1
@@ -52,26 +51,26 @@ class StepCosts:
         known.seen = self.num_steps
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a step of so many tokens: known, between two that are, or drawn on from the nearest."""
+        """Seconds of a step of `num_tokens`: measured, interpolated or extrapolated."""
         sizes = self._fresh_sizes()
         if not sizes:
             return 1.0 + FIRST_SLOPE * num_tokens
         return self._pace * self._work(sizes, num_tokens)
 
     def _work(self, sizes: list[int], num_tokens: int) -> float:
-        """Asked for many sizes between two steps, while a sequence waits."""
-        place = bisect_left(sizes, num_tokens)
-        if place < len(sizes) and sizes[place] == num_tokens:
+        """Called for many sizes between two steps: must be fast."""
+        index = bisect_left(sizes, num_tokens)
+        if index < len(sizes) and sizes[index] == num_tokens:
             return self._known[num_tokens].work
-        if place == 0 or place == len(sizes):
-            nearest, slope = sizes[min(place, len(sizes) - 1)], self._slope(sizes)
+        if index == 0 or index == len(sizes):
+            nearest, slope = sizes[min(index, len(sizes) - 1)], self._slope(sizes)
             return self._known[nearest].work * (1.0 + slope * num_tokens) / (1.0 + slope * nearest)
-        below, above = sizes[place - 1], sizes[place]
+        below, above = sizes[index - 1], sizes[index]
         low, high = self._known[below].work, self._known[above].work
         return low + (high - low) * (num_tokens - below) / (above - below)
 
     def _fresh_sizes(self) -> list[int]:
-        """Those that were seen lately. A size's first measurement counts only where there is nothing better."""
+        """Recently measured sizes. First measurements count only where there is nothing better."""
         if self._sizes is None or self.num_steps % 64 == 0:
             oldest = self.num_steps - STALE
             self._known = {size: known for size, known in self._known.items() if known.seen >= oldest}

@@ -1,4 +1,4 @@
-"""Token trees: several drafts of one sequence as one, so that what they share is computed once."""
+"""Token trees: several drafts of one sequence merged, so that common prefixes are computed once."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -8,30 +8,29 @@ from quire.core.ints import Ints, ints
 
 
 def merged(drafts: Iterable[Sequence[int]], most: int = MAX_NODES) -> TokenTree:
-    """Drafts, the likeliest first, as a tree of at most so many distinct nodes, depth first.
+    """Merges drafts, the likeliest first, into a tree of at most `most` nodes, depth first.
 
-    A node stands for a sequence of tokens: drafts that begin alike share nodes. Later drafts give way where there is
-    no room.
+    Drafts with a common prefix share nodes. Later drafts are cut where there is no room.
     """
     children: list[dict[int, int]] = [{}]  # of the root, then of each node in order of arrival: token -> node
     for draft in drafts:
         at = 0
         for token_id in draft:
-            found = children[at].get(token_id)
-            if found is None:
+            child = children[at].get(token_id)
+            if child is None:
                 if len(children) > most:
                     break
-                found = children[at][token_id] = len(children)
+                child = children[at][token_id] = len(children)
                 children.append({})
-            at = found
+            at = child
     token_ids, parents = ints(), ints()
     waiting = [(token_id, ROOT, node) for token_id, node in reversed(children[0].items())]
     while waiting:
         token_id, parent, node = waiting.pop()
-        place = len(token_ids)
+        index = len(token_ids)
         token_ids.append(token_id)
         parents.append(parent)
-        waiting += [(after, place, child) for after, child in reversed(children[node].items())]
+        waiting += [(after, index, child) for after, child in reversed(children[node].items())]
     return straightened(token_ids, parents)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.adapters.adapter_file import find_tensors, read_file
 from quire.adapters.packing import BlockShape
 from quire.adapters.peft import Reader
 from quire.adapters.sites import Site, Sites
-from quire.adapters.stored import find_tensors, read_file
 from quire.core.errors import AdapterError
 from quire.kernels.lora.records import LoraTables
 from quire.kernels.lora.reference import matrices

@@ -1,4 +1,4 @@
-"""Adapters' tensors as they are stored: side by side in one line of bytes, found by name. A file is read at once."""
+"""AdapterFile: a safetensors file read into memory at once, and its tensors as entries in those bytes."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from quire.kernels import huge_pages
 
 ALIGNMENT = 8  # bytes
 LARGEST_HEADER = 100 << 20  # bytes, as safetensors has it
-KEPT = 32 << 20  # bytes: a thread reads smaller files into the same memory again
+KEPT = 32 << 20  # bytes: a thread reuses its buffer for smaller files
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -27,8 +27,8 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor, dense."""
+class TensorEntry:
+    """One dense tensor in the bytes of a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -40,17 +40,17 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsFile:
-    """A safetensors file in memory. Unless it was to be kept, `data` is valid until this thread reads the next one."""
+class AdapterFile:
+    """A safetensors file in memory. Unless read with `keep`, `data` is valid until this thread reads the next file."""
 
     path: Path
-    header: bytes  # names, types, shapes and places, as JSON
+    header: bytes  # names, dtypes, shapes and offsets, as JSON
     data: Tensor  # [bytes] uint8
-    identity: bytes  # of what was opened: another file has another, and so has this one once it is written to
+    identity: bytes  # of the file's inode, size and time: changes with its content
 
 
 class _Memory(threading.local):
-    """A thread's own bytes to read files into: fresh memory would cost as much as the reading."""
+    """A thread's own read buffer: faulting in fresh memory would take as long as reading."""
 
     def __init__(self) -> None:
         self._kept = torch.empty(0, dtype=torch.uint8)
@@ -68,8 +68,8 @@ class _Memory(threading.local):
 _memory = _Memory()
 
 
-def read_file(name: str, path: Path, keep: bool = False) -> WeightsFile:
-    """AdapterError if it is not there or is no safetensors file. Read, not mapped: another writer cannot crash us."""
+def read_file(name: str, path: Path, keep: bool = False) -> AdapterFile:
+    """AdapterError if it is missing or no safetensors file. Read, not mapped: a truncated mapping would crash."""
     if not path.is_file():
         raise AdapterError(
             f"adapter {name!r}: there is no {path.name} in {path.parent}: save it with safe_serialization=True"
@@ -87,17 +87,17 @@ def read_file(name: str, path: Path, keep: bool = False) -> WeightsFile:
             _fill(file, data)
     except (OSError, EOFError) as error:
         raise _unreadable(name, path, error) from error
-    return WeightsFile(path, header, data, _identity(status))
+    return AdapterFile(path, header, data, _identity(status))
 
 
-def find_tensors(name: str, file: WeightsFile) -> dict[str, Stored]:
-    """What the header says, checked against the bytes that are there."""
+def find_tensors(name: str, file: AdapterFile) -> dict[str, TensorEntry]:
+    """The header's entries, checked against the bytes of the file."""
     try:
         entries = json.loads(file.header)
         entries.pop("__metadata__", None)
-        found = {tensor: _stored(entry) for tensor, entry in entries.items()}
+        tensors = {tensor: _entry(entry) for tensor, entry in entries.items()}
         ends = [entry["data_offsets"][1] for entry in entries.values()]
-        fits = all(one.offset + one.num_bytes == end for one, end in zip(found.values(), ends, strict=True))
+        fits = all(t.offset + t.num_bytes == end for t, end in zip(tensors.values(), ends, strict=True))
     except (
         ValueError,
         KeyError,
@@ -110,39 +110,39 @@ def find_tensors(name: str, file: WeightsFile) -> dict[str, Stored]:
         raise _unreadable(name, file.path, f"its header is damaged: {error!r}") from error
     if not fits or max(ends, default=0) != len(file.data):
         raise _unreadable(name, file.path, "cut short, or longer than its header says")
-    return found
+    return tensors
 
 
-def tensors_of(file: WeightsFile, found: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """Copies, for what has to be converted first."""
-    pieces = {name: file.data[one.offset : one.offset + one.num_bytes].clone() for name, one in found.items()}
-    return {name: piece.view(found[name].dtype).view(found[name].shape) for name, piece in pieces.items()}
+def tensors_of(file: AdapterFile, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+    """Copies of the tensors, for the ones that must be converted first."""
+    pieces = {name: file.data[e.offset : e.offset + e.num_bytes].clone() for name, e in entries.items()}
+    return {name: piece.view(entries[name].dtype).view(entries[name].shape) for name, piece in pieces.items()}
 
 
-def gather(tensors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Stored]]:
-    """The tensors' bytes [bytes] uint8, and where each of them is."""
+def gather(tensors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, TensorEntry]]:
+    """The tensors' bytes [bytes] uint8, and their entries."""
     pieces: list[Tensor] = []
-    found: dict[str, Stored] = {}
+    entries: dict[str, TensorEntry] = {}
     used = 0
     for name, tensor in tensors.items():
-        one = tensor.detach().to("cpu", torch.float32 if tensor.dtype is torch.float64 else tensor.dtype)
-        piece = one.contiguous().view(-1).view(torch.uint8)
-        found[name] = Stored(one.dtype, tuple(one.shape), used)
+        host = tensor.detach().to("cpu", torch.float32 if tensor.dtype is torch.float64 else tensor.dtype)
+        piece = host.contiguous().view(-1).view(torch.uint8)
+        entries[name] = TensorEntry(host.dtype, tuple(host.shape), used)
         pieces += [piece, piece.new_zeros(-len(piece) % ALIGNMENT)]
         used += len(piece) + len(pieces[-1])
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8), found
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8), entries
 
 
 def _identity(status: os.stat_result) -> bytes:
     return repr((status.st_ino, status.st_size, status.st_mtime_ns)).encode()
 
 
-def _stored(entry: Mapping[str, Any]) -> Stored:
+def _entry(entry: Mapping[str, Any]) -> TensorEntry:
     shape = tuple(map(int, entry["shape"]))
     offset = int(entry["data_offsets"][0])
     if offset < 0 or any(size < 0 for size in shape):
         raise ValueError(entry)
-    return Stored(_DTYPES[entry["dtype"]], shape, offset)
+    return TensorEntry(_DTYPES[entry["dtype"]], shape, offset)
 
 
 def _fill(file: Any, data: Tensor) -> None:
