@@ -2,8 +2,8 @@
 
 import pytest
 
+from quire.server.access import RATE_HEADERS, Allowance, Bucket, Rates, shown_duration
 from quire.server.errors import ApiError
-from quire.server.rates import RATE_HEADERS, Allowance, Bucket, Rates, shown_duration
 
 
 class Clock:

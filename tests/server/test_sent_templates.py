@@ -8,7 +8,7 @@ import pytest
 from quire.core.errors import InvalidRequest
 from quire.server import sent_templates
 from quire.server.errors import ApiError
-from quire.server.sent_templates import Rendering, RequestTemplates
+from quire.server.request_templates import Rendering, RequestTemplates
 
 HI = [{"role": "user", "content": "Hi"}]
 SPECIAL = {"bos_token": "<s>"}

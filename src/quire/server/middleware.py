@@ -13,12 +13,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.observe.logs import get_logger
-from quire.server.caller import Caller, path_of, set_caller
-from quire.server.dialects import error_reply_for
+from quire.server.access import Keys, Rates, RequestContext, offered_key, path_of, set_context
 from quire.server.errors import ApiError, as_api_error
-from quire.server.keys import Keys, offered_key
 from quire.server.metrics import Metrics
-from quire.server.rates import Rates
+from quire.server.reply import error_reply
 from quire.server.traces import Traces
 
 log = get_logger(__name__)
@@ -66,35 +64,37 @@ class RequestMiddleware:
             return
         if self._root_path:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
-        caller = Caller(_request_id(scope), keep_alive=self._keep_alive)
-        set_caller(scope, caller)
-        response = _Response(send, caller)
+        context = RequestContext(_request_id(scope), keep_alive=self._keep_alive)
+        set_context(scope, context)
+        response = _Response(send, context)
         try:
-            await self._let_in(scope, caller, receive, response)
+            await self._let_in(scope, context, receive, response)
         except ApiError as error:
             await response.fail(error, scope, receive)
         except Exception as fault:
             log.exception(
-                "%s %s failed", scope["method"], _shown_path(scope), extra={"request_id": caller.request_id}
+                "%s %s failed", scope["method"], _shown_path(scope), extra={"request_id": context.request_id}
             )
             await response.fail(as_api_error(fault), scope, receive)
         finally:
-            self._note(scope, caller, response.status)
+            self._note(scope, context, response.status)
 
-    async def _let_in(self, scope: Scope, caller: Caller, receive: Receive, response: "_Response") -> None:
+    async def _let_in(
+        self, scope: Scope, context: RequestContext, receive: Receive, response: "_Response"
+    ) -> None:
         path = path_of(scope)
-        caller.key = self._identified(path, scope)
+        context.key = self._identified(path, scope)
         receive = _limited(scope, receive, self._max_body_bytes)
-        with self._keys.hold(caller.key if path not in OPEN_PATHS else None):
+        with self._keys.hold(context.key if path not in OPEN_PATHS else None):
             if path not in ADMIN_PATHS:
-                caller.allowance = self._rates.of(caller.key)
+                context.allowance = self._rates.of(context.key)
             if scope["method"] == "POST":  # what only looks costs nothing
-                self._take_request(caller)
+                self._take_request(context)
             await self._app(scope, receive, response.send)
 
-    def _take_request(self, caller: Caller) -> None:
+    def _take_request(self, context: RequestContext) -> None:
         try:
-            caller.allowance.take_request()
+            context.allowance.take_request()
         except ApiError:
             self._metrics.refused("rate_limit")
             raise
@@ -118,20 +118,20 @@ class RequestMiddleware:
             )
         return name
 
-    def _note(self, scope: Scope, caller: Caller, status: int) -> None:
+    def _note(self, scope: Scope, context: RequestContext, status: int) -> None:
         route = (
             getattr(scope.get("route"), "path", None) or "other"
         )  # never the raw path: anyone can invent those
         self._metrics.http_request(route, status)
         if path_of(scope) in OPEN_PATHS:
             return
-        self._traces.note(caller, scope["method"], route, status, scope["headers"])
+        self._traces.note(context, scope["method"], route, status, scope["headers"])
         if self._log_requests:
-            seconds = time.monotonic() - caller.arrival
-            facts = {"request_id": caller.request_id, "status": status, "seconds": round(seconds, 4)}
-            if caller.key is not None:
-                facts["key"] = caller.key
-            facts.update(caller.facts)
+            seconds = time.monotonic() - context.arrival
+            facts = {"request_id": context.request_id, "status": status, "seconds": round(seconds, 4)}
+            if context.key is not None:
+                facts["key"] = context.key
+            facts.update(context.facts)
             shown = " ".join(f"{name}={value}" for name, value in facts.items())
             method, path = scope["method"], _shown_path(scope)
             log.info("%s %s %s", method, path, shown, extra={"method": method, "path": path, **facts})
@@ -140,23 +140,23 @@ class RequestMiddleware:
 class _Response:
     """Watches what goes out, and puts the request's id and its key's limits on it."""
 
-    def __init__(self, send: Send, caller: Caller) -> None:
+    def __init__(self, send: Send, context: RequestContext) -> None:
         self._send = send
-        self._caller = caller
+        self._context = context
         self.status = 499  # nothing was sent: the client left
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers["X-Request-Id"] = self._caller.request_id
-            headers.update(self._caller.allowance.headers())
+            headers["X-Request-Id"] = self._context.request_id
+            headers.update(self._context.allowance.headers())
         await self._send(message)
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """A response that has begun cannot be taken back: it ends where it is."""
         if self.status == 499:
-            await error_reply_for(scope, error)(scope, receive, self.send)
+            await error_reply(scope, error)(scope, receive, self.send)
 
 
 def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:

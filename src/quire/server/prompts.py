@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 from quire.core.errors import InvalidRequest
 from quire.link.messages import Ready
 from quire.server.errors import ApiError
-from quire.server.sent_templates import Rendering, RequestTemplates
-from quire.text.formats import choose_formats
+from quire.server.request_templates import Rendering, RequestTemplates
 from quire.text.prompts import PreparedPrompt, as_list, prepare
+from quire.text.reader import choose_formats
 from quire.text.template import ChatTemplate, template_from
 from quire.text.tokenizer import Tokenizer, special_tokens
-from quire.text.tools.describe import described
+from quire.text.tools.registry import described
 
 INLINE_CHARACTERS = 8192  # a text this long takes about a millisecond; longer ones leave the event loop
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from quire.link.client import EngineClient
 from quire.link.encoder_client import EncoderClient
 from quire.link.engine_process import EngineProcess
 from quire.link.messages import Ready
-from quire.server.caller import Caller, caller_of
+from quire.server.access import RequestContext, context_of
 from quire.server.encoders import Encoders, ServedEncoder
 from quire.server.errors import ApiError, Unavailable, as_api_error
 from quire.server.generation import Generation
@@ -169,7 +169,7 @@ class Service:
         Special tokens with `kept_ids` stay in the text.
         """
         self.refuse_if_draining()
-        caller = caller_of(request)
+        context = context_of(request)
         response_id = f"{kind}-{uuid.uuid4().hex}"
         model = self.model
         sampling = _within(ready_to_sample(sampling, model.prompts.tokenizer), model.ready)
@@ -180,23 +180,23 @@ class Service:
                 prompt_token_ids=prompt.token_ids,
                 sampling=sampling,
                 priority=body.priority or 0,
-                cache_salt=self._salt(caller, body.cache_salt),
-                tenant=caller.key or body.user or "",
+                cache_salt=self._salt(context, body.cache_salt),
+                tenant=context.key or body.user or "",
                 adapter=self.adapter_named(body.model),
             )
             for position, prompt in enumerate(fitted)
         ]
         num_tokens = sum(len(prompt.token_ids) for prompt in fitted)
-        self.check_allowance(caller, num_tokens)
+        self.check_allowance(context, num_tokens)
         try:
             generation = Generation(
-                self.client, self.metrics, model.prompts.tokenizer, caller, fitted, asks, kept_ids
+                self.client, self.metrics, model.prompts.tokenizer, context, fitted, asks, kept_ids
             )
         except (EngineDead, QueueFull) as refusal:
             raise self.refusal(refusal) from None
-        caller.allowance.spend_tokens(num_tokens)
+        context.allowance.spend_tokens(num_tokens)
         generation.limit(request.receive, self.settings.request_timeout)
-        caller.facts.update(id=response_id, model=body.model or model.names[0])
+        context.facts.update(id=response_id, model=body.model or model.names[0])
         return response_id, generation
 
     def _fitted(
@@ -205,11 +205,11 @@ class Service:
         token_ids = model.prompts.fitted(prompt, body.truncate_prompt_tokens, sampling.max_tokens)
         if len(token_ids) == len(prompt.token_ids):
             return prompt
-        return PreparedPrompt(None, token_ids)  # its text is no longer what the caller sent
+        return PreparedPrompt(None, token_ids)  # its text is no longer what the context sent
 
-    def check_allowance(self, caller: Caller, num_tokens: int) -> None:
+    def check_allowance(self, context: RequestContext, num_tokens: int) -> None:
         try:
-            caller.allowance.check_tokens(num_tokens)
+            context.allowance.check_tokens(num_tokens)
         except ApiError:
             self.metrics.refused("rate_limit")
             raise
@@ -219,8 +219,8 @@ class Service:
             self.metrics.refused("draining")
             raise Unavailable("the server is shutting down: ask another one", "shutting_down")
 
-    def _salt(self, caller: Caller, asked: str | None) -> str:
-        return f"{caller.key}\0{asked or ''}" if self.settings.isolate_keys else asked or ""
+    def _salt(self, context: RequestContext, asked: str | None) -> str:
+        return f"{context.key}\0{asked or ''}" if self.settings.isolate_keys else asked or ""
 
     def refusal(self, refusal: EngineDead | QueueFull, engine: EngineProcess[Any] | None = None) -> ApiError:
         """Why an engine, the generating one unless told, does not take a request now."""

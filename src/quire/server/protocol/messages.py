@@ -6,8 +6,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from quire.server.protocol.base import Int, RequestBody
-from quire.server.protocol.extras import ExtraFields
-from quire.server.protocol.sampling import Stops
+from quire.server.protocol.sampling import ExtraFields, Stops
 
 # A piece of a message: text, thinking, the use of a tool or its result. Which fields it has hangs on its `type`.
 Block = dict[str, Any]

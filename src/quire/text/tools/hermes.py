@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 
-from quire.text.markers import held_from
-from quire.text.pieces import Arguments, Content, Piece
+from quire.text.pieces import Arguments, Content, Piece, held_from
 from quire.text.tools.call_object import CallObject
 from quire.text.tools.parser import CallParser
 

@@ -1,24 +1,74 @@
-"""MessageBuilder: a message as it grows, and the events that say how."""
+"""POST /v1/messages and /v1/messages/count_tokens, and the MessageBuilder that their answers are built with."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.server.access import context_of
+from quire.server.errors import ApiError, anthropic_body
+from quire.server.messages.convert_request import NAMES, chat_fields, prompt_fields
 from quire.server.protocol.base import Usage
-from quire.server.protocol.messages import Block, Message, MessageEvent, MessageUsage
+from quire.server.protocol.messages import (
+    Block,
+    Message,
+    MessageErrorBody,
+    MessageEvent,
+    MessageInput,
+    MessageRequest,
+    MessageUsage,
+    TokenCount,
+)
+from quire.server.reply import ERRORS, REQUEST_ID, JsonReply, answers
+from quire.server.service import Service
+from quire.server.sse import EventStream
+from quire.server.translation import TranslatedEvents, build_whole, translated_chat, translated_prompt
 
 _TEXT_DELTAS = {
     "text": "text_delta",
     "thinking": "thinking_delta",
-}  # block's type and field -> its deltas' type
-
+}  # by the block's type, which names its field too
 _NOTHING: Usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**described, "model": MessageErrorBody} for status, described in ERRORS.items()
+}
+
+
+def messages_router(service: Service) -> APIRouter:
+    router = APIRouter(tags=["messages"])
+
+    @router.post("/v1/messages", responses={**answers(Message, MessageEvent), **_ERRORS})
+    async def create_message(body: MessageRequest, request: Request) -> Response:
+        """Answers a conversation, whole or in events, as Anthropic's API does."""
+        request_id = context_of(request).request_id
+        reply = await translated_chat(service, request, chat_fields(body), NAMES)
+        message_id = f"msg_{reply.response_id.removeprefix('chatcmpl-')}"
+        builder = MessageBuilder(message_id, reply.model, body.max_tokens, request_id)
+        response: Response
+        if body.stream:
+            response = EventStream(TranslatedEvents(reply, builder), reply.response_id)
+        else:
+            await build_whole(reply, builder)
+            response = JsonReply(builder.message)
+        response.headers[REQUEST_ID] = request_id
+        return response
+
+    @router.post("/v1/messages/count_tokens", responses={**answers(TokenCount), **_ERRORS})
+    async def count_tokens(body: MessageInput) -> Response:
+        """How many tokens a message's prompt would have."""
+        prompt = await translated_prompt(service, prompt_fields(body), NAMES)
+        count: TokenCount = {"input_tokens": len(prompt.token_ids)}
+        return JsonReply(count)
+
+    return router
 
 
 class MessageBuilder:
-    """Takes a chat's deltas in their order: thoughts, text and calls each become a block of their own."""
+    """Takes a chat's deltas in their order: reasoning, text and calls each become a block."""
 
-    def __init__(self, message_id: str, model: str, max_tokens: int) -> None:
+    def __init__(self, message_id: str, model: str, max_tokens: int, request_id: str = "") -> None:
         self.message: Message = {
             "id": message_id,
             "type": "message",
@@ -30,6 +80,7 @@ class MessageBuilder:
             "usage": message_usage(_NOTHING),
         }
         self._max_tokens = max_tokens
+        self._request_id = request_id
         self._open: Block | None = None  # the block that grows
         self._call_index: int | None = None  # a chat's number for it, if it is a call
         self._arguments = ""  # of that call, as they are written
@@ -65,13 +116,16 @@ class MessageBuilder:
         events.append({"type": "message_delta", "delta": ended, "usage": message["usage"]})
         return [*events, {"type": "message_stop"}]
 
+    def fail(self, error: ApiError) -> list[MessageEvent]:
+        return [dict(anthropic_body(error, self._request_id))]
+
     # ------------------------------------------------------------------ blocks
 
     def _in_block(self, kind: str) -> list[MessageEvent]:
-        """Opens a block of text or thoughts, unless it is open already."""
+        """Opens a block of text or reasoning, unless it is open already."""
         if self._open is not None and self._open["type"] == kind:
             return []
-        # A signature proves a thought to the one who signed it; nobody here asks for it again.
+        # Anthropic signs reasoning to recognise it later; this server does not check it.
         signature = {"signature": ""} if kind == "thinking" else {}
         return [*self._close(), *self._started({"type": kind, kind: "", **signature})]
 
@@ -130,9 +184,9 @@ def message_usage(usage: Usage) -> MessageUsage:
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """A call's input. Arguments that a limit cut off, or that are no object, stay to be seen as they are."""
+    """A call's input. Arguments that a limit cut off, or that are no object, are shown as they are."""
     try:
-        found = json.loads(arguments or "{}")
+        parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"raw_arguments": arguments}
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"raw_arguments": arguments}

@@ -1,4 +1,4 @@
-"""From a message request to a chat's."""
+"""Converts a request of Anthropic's Messages API to the fields of a chat request."""
 
 import json
 from collections.abc import Mapping, Sequence

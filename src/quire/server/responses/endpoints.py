@@ -1,11 +1,12 @@
 """POST, GET and DELETE /v1/responses."""
 
+from collections.abc import Awaitable, Callable
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
-from quire.server.caller import caller_of
-from quire.server.documents import ERRORS, answers
+from quire.server.access import context_of
 from quire.server.protocol.responses import (
     DeletedResponse,
     InputTokens,
@@ -16,19 +17,22 @@ from quire.server.protocol.responses import (
     ResponseObject,
     ResponseRequest,
 )
-from quire.server.reply import JsonReply, streamed
-from quire.server.responses.asking import NAMES, chat_fields, prompt_fields, refuse_unsupported
-from quire.server.responses.draft import ResponseBuilder
-from quire.server.responses.items import read_items
-from quire.server.responses.objects import new_response
+from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.responses.builder import ResponseBuilder, new_response
+from quire.server.responses.convert_request import (
+    NAMES,
+    chat_fields,
+    prompt_fields,
+    read_items,
+    refuse_unsupported,
+)
 from quire.server.responses.store import ResponseStore
-from quire.server.responses.truncation import fitted
 from quire.server.service import Service
+from quire.server.sse import EventStream
 from quire.server.translation import (
+    TranslatedEvents,
+    build_whole,
     check_encodable,
-    draft_events,
-    draft_whole,
-    encoded,
     translated_chat,
     translated_prompt,
 )
@@ -46,7 +50,7 @@ def responses_router(service: Service) -> APIRouter:
     @router.post("/v1/responses", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, whole or in typed events, and keeps the answer."""
-        owner = caller_of(request).key
+        owner = context_of(request).key
         items = _conversation(body, owner, store)
         check_encodable(items, body.tools, body.tool_choice, body.text and body.text.format)
         fields = chat_fields(body, await _within(service, body, items))
@@ -54,23 +58,22 @@ def responses_router(service: Service) -> APIRouter:
         keep = body.store is not False and store.max_responses > 0
         response_id = f"resp_{reply.response_id.removeprefix('chatcmpl-')}"
         recommended = service.model_named(body.model).ready.default_sampling
-        draft = ResponseBuilder(new_response(body, response_id, reply.model, keep, recommended))
+        builder = ResponseBuilder(new_response(body, response_id, reply.model, keep, recommended))
 
-        def ended() -> None:
+        def on_end() -> None:
             if keep:
-                store.put(owner, draft.response, items)
+                store.put(owner, builder.response, items)
 
         if body.stream:
-            events = draft_events(reply, draft, ended)
-            return await streamed(events, reply.response_id, lambda error: encoded(draft.fail(error)))
-        await draft_whole(reply, draft)
-        ended()
-        return JsonReply(draft.response)
+            return EventStream(TranslatedEvents(reply, builder, on_end), reply.response_id)
+        await build_whole(reply, builder)
+        on_end()
+        return JsonReply(builder.response)
 
     @router.post("/v1/responses/input_tokens", responses={**answers(InputTokens), **ERRORS})
     async def count_input_tokens(body: ResponseInput, request: Request) -> Response:
         """How many tokens a response's prompt would have."""
-        items = _conversation(body, caller_of(request).key, store)
+        items = _conversation(body, context_of(request).key, store)
         prompt = await translated_prompt(service, prompt_fields(body, items), NAMES)
         found: InputTokens = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
         return JsonReply(found)
@@ -80,13 +83,13 @@ def responses_router(service: Service) -> APIRouter:
         """A response that is kept."""
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):
             raise InvalidRequest("a response that has ended cannot be streamed: leave stream out", "stream")
-        found = store.get(caller_of(request).key, response_id)
+        found = store.get(context_of(request).key, response_id)
         return Response(found.response, media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}", responses={**answers(DeletedResponse), **ERRORS})
     async def delete_response(response_id: str, request: Request) -> Response:
         """Forgets a response. Those that went on from it keep what was said."""
-        store.delete(caller_of(request).key, response_id)
+        store.delete(context_of(request).key, response_id)
         gone: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
         return JsonReply(gone)
 
@@ -94,7 +97,7 @@ def responses_router(service: Service) -> APIRouter:
     async def list_input_items(response_id: str, request: Request) -> Response:
         """What a response was made from, the newest first: its input, and what was said before it."""
         asked = request.query_params
-        items = store.get(caller_of(request).key, response_id).input_items()
+        items = store.get(context_of(request).key, response_id).input_items()
         order = asked.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest(f"order={order!r} is not known: give 'asc' or 'desc'", "order")
@@ -146,3 +149,30 @@ def _page(items: list[Item], after: str | None, limit: int) -> ItemList:
         "last_id": shown[-1]["id"] if shown else None,
         "has_more": start + limit < len(items),
     }
+
+
+# ---------------------------------------------------------------------- truncation: auto
+
+Counted = Callable[[list[Item]], Awaitable[int]]  # the tokens of a prompt with these items
+
+
+async def fitted(items: list[Item], room: int, count: Counted) -> list[Item]:
+    """The items without as many of the oldest turns as it takes to fit; never without the last.
+
+    A turn begins with what a user says, so that no tool's output is left without its call. System messages
+    before the first turn stay.
+    """
+    if await count(items) <= room:
+        return items
+    starts = [index for index, item in enumerate(items) if item.get("role") == "user"]
+    if len(starts) < 2:
+        return items  # whoever takes it will say that it is too long
+    head = [item for item in items[: starts[0]] if item.get("role") in ("system", "developer")]
+    first, last = 1, len(starts) - 1
+    while first < last:  # dropping more can only make it shorter
+        middle = (first + last) // 2
+        if await count([*head, *items[starts[middle] :]]) <= room:
+            last = middle
+        else:
+            first = middle + 1
+    return [*head, *items[starts[first] :]]
