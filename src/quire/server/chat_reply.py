@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quire.server.errors import ApiError
 from quire.server.generation import Change, Generation
@@ -120,7 +120,7 @@ class ChatReply:
             return self._contents[change.sequence.index].encode(change.text)
         return b"".join([event(chunk) for chunk in self._deltas(change)])
 
-    def _chunks(self, changes: list[Change]) -> list[ChatCompletionChunk]:
+    def _chunks(self, changes: Iterable[Change]) -> list[ChatCompletionChunk]:
         chunks = [] if self._begun else [self._role(index) for index in range(self._num_choices)]
         self._begun = True
         for change in changes:

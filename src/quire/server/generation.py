@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass
 
 from starlette.types import Receive
@@ -66,7 +67,7 @@ class Generation:
             answer = Answer(ask.request_id, ask.sampling, tokenizer, kept_ids)
             changes = [Change(position, sequence) for sequence in answer.sequences]
             self._parts[ask.request_id] = _Part(prompt, len(ask.prompt_token_ids), answer, changes)
-        self._changed: list[Change] = []
+        self._changed: deque[Change] = deque()  # keeps its memory when it is emptied, unlike a list
         self._num_open = len(asks)
         self._submitted = time.monotonic()
         self._stream: Stream[SequenceUpdate] = client.submit(asks)
@@ -91,13 +92,14 @@ class Generation:
         """Done once `take` has something to return or to raise."""
         return self._stream.wait()
 
-    def take(self) -> list[Change]:
+    def take(self) -> deque[Change]:
         """What the updates since the last call added, one record per sequence; valid until the next call.
 
         Several updates of one sequence become one change: a client that lags gets larger pieces.
         """
         changed = self._changed
-        changed.clear()
+        while changed:
+            changed.pop()
         pending = self._stream.pending
         if not pending:
             self._stream.check()
@@ -154,7 +156,7 @@ class Generation:
 
     # ------------------------------------------------------------------ taking updates
 
-    def _add(self, update: SequenceUpdate, changed: list[Change], now: float) -> int:
+    def _add(self, update: SequenceUpdate, changed: deque[Change], now: float) -> int:
         """Adds an update to its answer and to `changed`; returns how many tokens it brought."""
         part = self._parts[update.request_id]
         change = part.changes[update.index]

@@ -7,6 +7,7 @@ token and hides disconnects.
 import re
 import time
 import uuid
+from collections.abc import Awaitable
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
@@ -145,13 +146,14 @@ class _Response:
         self._context = context
         self.status = 499  # nothing was sent: the client left
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
+        """No coroutine of its own: it runs for every token of a stream."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = self._context.request_id
             headers.update(self._context.allowance.headers())
-        await self._send(message)
+        return self._send(message)
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """A response that has begun cannot be taken back: it ends where it is."""

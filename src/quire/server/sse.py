@@ -43,12 +43,13 @@ class TextEvent:
         empty = b'"%b":""' % field.encode()
         before, self._after = event(payload).split(empty, 1)
         self._buffer = bytearray(before + empty[:-2])
+        self._whole = [self._buffer]
         self._start = len(self._buffer)
 
     def encode(self, text: str) -> bytes:
         _json.encode_into(text, self._buffer, self._start)
         self._buffer += self._after
-        return bytes(self._buffer)
+        return b"".join(self._whole)  # a copy, without the tuple of arguments that bytes() takes
 
 
 class EventSource(Protocol):
