@@ -29,7 +29,7 @@ RATE_HEADERS = tuple(
 class Bucket:
     """Starts full and refills evenly: a minute's worth may come at once, then as fast as it refills.
 
-    It may be overdrawn by what nobody could know before, an answer's length; the debt is waited for.
+    It may be overdrawn by an answer, whose length is not known before; later requests wait for the debt.
     """
 
     def __init__(self, per_minute: int, clock: Clock = time.monotonic) -> None:
@@ -49,7 +49,7 @@ class Bucket:
         self._level = self.level - amount
 
     def seconds_until(self, amount: float) -> float:
-        """Until so much is there, if nobody takes any."""
+        """Until `amount` is there, if none is spent meanwhile."""
         return max(0.0, (amount - self.level) * 60 / self.limit)
 
 
@@ -68,7 +68,7 @@ class Allowance:
             self._requests.spend(1)
 
     def check_tokens(self, amount: int) -> None:
-        """Raises 429 if a prompt of so many tokens may not come now."""
+        """Raises 429 if a prompt of `amount` tokens may not come now."""
         _check("tokens", self._tokens, amount)
 
     def spend_tokens(self, amount: int) -> None:
@@ -77,17 +77,17 @@ class Allowance:
 
     def headers(self) -> dict[str, str]:
         """`x-ratelimit-…`, as OpenAI sends them with every answer."""
-        found = {}
+        headers = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
-                found[f"x-ratelimit-limit-{name}"] = str(bucket.limit)
-                found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
-                found[f"x-ratelimit-reset-{name}"] = shown_duration(bucket.seconds_until(bucket.limit))
-        return found
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.limit)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+                headers[f"x-ratelimit-reset-{name}"] = shown_duration(bucket.seconds_until(bucket.limit))
+        return headers
 
 
 class Rates:
-    """An allowance for every key that has asked so far."""
+    """The allowances of all keys, made when a key is first used."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Rates:
         self._allowances: dict[str, Allowance] = {}
 
     def of(self, key: str | None) -> Allowance:
-        """Without a key there is no limit: whoever sets one sets keys too."""
+        """The key's allowance; without a key there is no limit."""
         if key is None:
             return Allowance()
         if key not in self._allowances:
@@ -160,8 +160,8 @@ class Keys:
     def identify(self, offered: bytes | None) -> str | None:
         """The name under which a key may appear in logs; None if it is no key."""
         digest = _digest(offered or b"")
-        found = [hmac.compare_digest(digest, known) for known in self._digests]
-        return digest.hex()[:12] if offered and any(found) else None
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest.hex()[:12] if offered and any(matches) else None
 
     @contextmanager
     def hold(self, name: str | None) -> Iterator[None]:
@@ -187,7 +187,7 @@ class Keys:
 
 
 def read_key_file(path: str) -> tuple[str, ...]:
-    """One key a line; empty lines and those that start with # don't count."""
+    """One key a line; empty lines and comments (#) are skipped."""
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -200,11 +200,11 @@ def read_key_file(path: str) -> tuple[str, ...]:
 
 def offered_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """From `Authorization: Bearer KEY` (OpenAI) or `x-api-key: KEY` (Anthropic)."""
-    found = {name.lower(): value for name, value in headers}
-    scheme, _, key = found.get(b"authorization", b"").partition(b" ")
+    values = {name.lower(): value for name, value in headers}
+    scheme, _, key = values.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():
         return key.strip()
-    return found.get(b"x-api-key")
+    return values.get(b"x-api-key")
 
 
 def _digest(key: bytes) -> bytes:

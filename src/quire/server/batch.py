@@ -59,19 +59,19 @@ class BadLine:
 
 def parse_line(number: int, text: str) -> BatchLine | BadLine:
     try:
-        found = json.loads(text)
+        request = json.loads(text)
     except ValueError as error:
         return BadLine(number, None, f"is no valid JSON ({error})")
-    if not isinstance(found, dict):
-        return BadLine(number, None, f"is no JSON object but {type(found).__name__}")
-    custom_id, body = found.get("custom_id"), found.get("body")
+    if not isinstance(request, dict):
+        return BadLine(number, None, f"is no JSON object but {type(request).__name__}")
+    custom_id, body = request.get("custom_id"), request.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         return BadLine(number, None, "has no custom_id: give each line a text that is its own")
-    wrong = _what_is_wrong(found.get("method", "POST"), found.get("url"), body)
+    wrong = _what_is_wrong(request.get("method", "POST"), request.get("url"), body)
     if wrong is not None:
         return BadLine(number, custom_id, wrong)
     assert isinstance(body, dict)
-    return BatchLine(number, custom_id, found["url"], body)
+    return BatchLine(number, custom_id, request["url"], body)
 
 
 def _what_is_wrong(method: Any, url: Any, body: Any) -> str | None:
@@ -130,11 +130,11 @@ def count_lines(path: str) -> int | None:
         return sum(1 for line in file if line.strip())
 
 
-def is_same_file(one: str, other: str) -> bool:
+def is_same_file(path: str, other: str) -> bool:
     """Also through a link or another spelling. Standard input and output are never one file here."""
-    if STREAM in (one, other) or not Path(other).expanduser().exists():
+    if STREAM in (path, other) or not Path(other).expanduser().exists():
         return False
-    return Path(one).expanduser().samefile(Path(other).expanduser())
+    return Path(path).expanduser().samefile(Path(other).expanduser())
 
 
 class RowFile:

@@ -41,21 +41,21 @@ def embeddings_router(service: Service) -> APIRouter:
         _check_room(service, encoder)
         texts = await _token_ids(body, encoder)
         pooled = await _Embedding(service, encoder, context_of(request)).of(texts, request)
-        num_tokens = sum(one.num_tokens for one in pooled)
-        found: EmbeddingList = {
+        num_tokens = sum(vector.num_tokens for vector in pooled)
+        listed: EmbeddingList = {
             "object": "list",
             "data": [
                 {
                     "object": "embedding",
-                    "index": one.index,
-                    "embedding": _encoded(one.vector, body.encoding_format, body.dimensions),
+                    "index": item.index,
+                    "embedding": _encoded(item.vector, body.encoding_format, body.dimensions),
                 }
-                for one in pooled
+                for item in pooled
             ],
             "model": body.model or encoder.names[0],
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-        return JsonReply(found)
+        return JsonReply(listed)
 
     return router
 
@@ -91,11 +91,11 @@ class _Embedding:
         timer = None
         if seconds is not None:
             timer = asyncio.get_running_loop().call_later(seconds, stream.fail, TimedOut(seconds))
-        found: list[Pooled] = []
+        pooled: list[Pooled] = []
         try:
-            while len(found) < count:
-                found += await stream.updates()
-                wrong = next((one.error for one in found if one.error is not None), None)
+            while len(pooled) < count:
+                pooled += await stream.updates()
+                wrong = next((item.error for item in pooled if item.error is not None), None)
                 if wrong is not None:
                     raise QuireError(wrong)
             stream.done(stream.request_ids[0])
@@ -104,7 +104,7 @@ class _Embedding:
             watch.cancel()
             if timer is not None:
                 timer.cancel()
-        return found
+        return pooled
 
     async def _end_when_gone(self, stream: Stream[Pooled], request: Request) -> None:
         await until_gone(request.receive)
@@ -141,9 +141,9 @@ async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder) -> list[lis
     special = body.add_special_tokens is not False
 
     def make() -> list[list[int]]:
-        return [prepare(one, encoder.tokenizer, add_special_tokens=special).token_ids for one in inputs]
+        return [prepare(item, encoder.tokenizer, add_special_tokens=special).token_ids for item in inputs]
 
-    size = sum(len(one) for one in inputs if isinstance(one, str))
+    size = sum(len(item) for item in inputs if isinstance(item, str))
     try:
         texts = make() if size < INLINE_CHARACTERS else await asyncio.to_thread(make)
     except InvalidRequest as wrong:

@@ -68,13 +68,13 @@ def admin_router(service: Service) -> APIRouter:
             wrong = await service.client.check_integrity()
         if wrong is not None:
             raise ApiError(500, f"the pool is not whole: {wrong}", code="integrity")
-        figures = service.client.figures
+        stats = service.client.figures
         return JsonReply(
             {
                 "status": "ok",
-                "blocks_used": figures.num_blocks_used,
-                "sequences_running": figures.num_running,
-                "requests_waiting": figures.num_waiting,
+                "blocks_used": stats.num_blocks_used,
+                "sequences_running": stats.num_running,
+                "requests_waiting": stats.num_waiting,
                 "requests_open": service.client.num_open,
             }
         )

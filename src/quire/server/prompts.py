@@ -77,8 +77,8 @@ class PromptMaker:
                 text = own.render(shown, offered, **settings, **more)
             return prepare(text, self.tokenizer, add_special_tokens=bool(add_special_tokens))
 
-        told = [*(message.get("content") for message in messages), *tools]
-        return await self._run(make, sum(len(str(one)) for one in told) if sent is None else len(sent))
+        rendered = [*(message.get("content") for message in messages), *tools]
+        return await self._run(make, sum(len(str(part)) for part in rendered) if sent is None else len(sent))
 
     async def completions(
         self, prompt: str | Sequence[Any], add_special_tokens: bool | None = None
@@ -90,9 +90,9 @@ class PromptMaker:
         special = add_special_tokens is not False
 
         def make() -> list[PreparedPrompt]:
-            return [prepare(one, self.tokenizer, add_special_tokens=special) for one in prompts]
+            return [prepare(item, self.tokenizer, add_special_tokens=special) for item in prompts]
 
-        return await self._run(make, sum(len(one) for one in prompts if isinstance(one, str)))
+        return await self._run(make, sum(len(item) for item in prompts if isinstance(item, str)))
 
     def fitted(self, prompt: PreparedPrompt, keep: int | None, max_tokens: int | None) -> list[int]:
         """The token ids, cut to their last `keep` if asked; a prompt that leaves no room is refused."""

@@ -101,7 +101,7 @@ class DrainingServer(uvicorn.Server):
         service.draining = True
         engines = service.engines
         for engine in engines:
-            engine.let_end()  # whoever signals the whole group ends the engine too, once it has no more work
+            engine.let_end()  # a signal to the whole process group reaches the engine too: it ends once it is idle
         num_open = sum(engine.num_open for engine in engines)
         log.info("%s: no new requests; up to %g s for the %d under way", name, timeout, num_open)
         deadline = time.monotonic() + timeout

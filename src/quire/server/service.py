@@ -26,7 +26,9 @@ from quire.server.settings import ServerSettings
 from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt, ready_to_sample
 
-SICK_AFTER = 5  # engines that failed in a row: then someone else should look at this machine
+SICK_AFTER = (
+    5  # engines that failed in a row; then /health says 503, so that an orchestrator replaces the server
+)
 
 
 @dataclass(frozen=True, slots=True)

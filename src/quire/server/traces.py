@@ -99,24 +99,24 @@ def open_traces(endpoint: str | None) -> Traces:
 def attributes(context: RequestContext, method: str, route: str, status: int) -> dict[str, Any]:
     """What a span says. Never a prompt's or an answer's text."""
     facts = context.facts
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "http.request.method": method,
         "http.route": route,
         "http.response.status_code": status,
         "quire.request_id": context.request_id,
     }
     if route in OPERATIONS:
-        found["gen_ai.operation.name"] = OPERATIONS[route]
-        found["gen_ai.provider.name"] = "quire"
-        found["gen_ai.latency.e2e"] = time.monotonic() - context.arrival
-    found.update({name: facts[fact] for fact, name in _ATTRIBUTES.items() if fact in facts})
+        values["gen_ai.operation.name"] = OPERATIONS[route]
+        values["gen_ai.provider.name"] = "quire"
+        values["gen_ai.latency.e2e"] = time.monotonic() - context.arrival
+    values.update({name: facts[fact] for fact, name in _ATTRIBUTES.items() if fact in facts})
     if "model" in facts:
-        found["gen_ai.response.model"] = facts["model"]
+        values["gen_ai.response.model"] = facts["model"]
     if "finish" in facts:
-        found["gen_ai.response.finish_reasons"] = str(facts["finish"]).split(",")
+        values["gen_ai.response.finish_reasons"] = str(facts["finish"]).split(",")
     if status >= 400 or "error" in facts:
-        found["error.type"] = str(facts.get("error", status))
-    return found
+        values["error.type"] = str(facts.get("error", status))
+    return values
 
 
 def with_path(endpoint: str) -> str:

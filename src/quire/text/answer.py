@@ -61,7 +61,7 @@ class Answer:
         kept_ids: frozenset[int] = frozenset(),
         clock: Clock = time.monotonic,
     ) -> None:
-        """Special tokens with `kept_ids` stay in the text whatever `sampling` says about them."""
+        """Special tokens with `kept_ids` stay in the text even if `sampling` skips special tokens."""
         self.request_id = request_id
         self.sampling = sampling
         self._clock = clock
@@ -100,7 +100,7 @@ class Answer:
         return False
 
     def end(self, finish_reason: str) -> None:
-        """Ends whatever is still open, from the caller's side."""
+        """Ends the sequences that are still open, from the caller's side."""
         for sequence in self.sequences:
             if sequence.finish_reason is None:
                 self._end(sequence, finish_reason, None)

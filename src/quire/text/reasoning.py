@@ -67,13 +67,13 @@ class ThinkParser:
         return bool(self._rest)
 
     def _thoughts(self) -> bool:
-        found = self._rest.find(CLOSE)
-        cut = held_from(self._rest, CLOSE) if found < 0 else len(self._rest[:found].rstrip())
+        end_marker = self._rest.find(CLOSE)
+        cut = held_from(self._rest, CLOSE) if end_marker < 0 else len(self._rest[:end_marker].rstrip())
         self._pieces.append(Reasoning(self._rest[:cut]))
-        if found < 0:
+        if end_marker < 0:
             self._rest = self._rest[cut:]
             return False
-        self._rest = self._rest[found + len(CLOSE) :]
+        self._rest = self._rest[end_marker + len(CLOSE) :]
         self._state = self._behind
         return True
 
@@ -116,7 +116,7 @@ def num_reasoning_tokens(text: str, token_ids: Sequence[int], tokenizer: Tokeniz
     end = tokenizer.token_id(CLOSE) if tokenizer is not None else None
     if end in token_ids:
         return token_ids.index(end) + 1
-    thoughts, found, _ = text.partition(CLOSE)
-    if not found or tokenizer is None:
+    thoughts, end_marker, _ = text.partition(CLOSE)
+    if not end_marker or tokenizer is None:
         return len(token_ids)
     return len(tokenizer.encode(thoughts + CLOSE, add_special_tokens=False))

@@ -8,7 +8,7 @@ from quire.core.errors import InvalidRequest
 from quire.server.errors import not_supported
 from quire.server.protocol.messages import Block, MessageInput, MessageRequest
 
-# What a chat request's fields are called here: errors name them so.
+# A chat request's fields and their names in this API, for errors.
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -57,62 +57,62 @@ def chat_messages(
     messages: Sequence[Mapping[str, Any]], system: str | Sequence[Any] | None
 ) -> list[dict[str, Any]]:
     """The conversation as a chat's messages. Neighbours of one role are one turn, as the API says."""
-    found: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     if system:
-        found.append({"role": "system", "content": _texts(system, "system")})
+        turns.append({"role": "system", "content": _texts(system, "system")})
     if not messages:
         raise InvalidRequest("messages is empty: send at least one message", "messages")
     names: dict[str, str] = {}  # of the tools, by the ids of their uses
     for index, message in enumerate(messages):
-        place = f"messages[{index}]"
+        path = f"messages[{index}]"
         role = message.get("role")
         if role not in _ROLES:
-            raise _wrong(place, f"has role {role!r}: give 'user' or 'assistant'")
-        blocks = _blocks(message.get("content"), f"{place}.content")
+            raise _wrong(path, f"has role {role!r}: give 'user' or 'assistant'")
+        blocks = _blocks(message.get("content"), f"{path}.content")
         if role == "assistant":
-            _add_assistant(found, blocks, names, f"{place}.content")
+            _add_assistant(turns, blocks, names, f"{path}.content")
         else:
-            _add_user(found, str(role), blocks, names, f"{place}.content")
-    if found[-1]["role"] == "assistant" and found[-1].get("tool_calls"):
+            _add_user(turns, str(role), blocks, names, f"{path}.content")
+    if turns[-1]["role"] == "assistant" and turns[-1].get("tool_calls"):
         raise _wrong(f"messages[{len(messages) - 1}]", "uses a tool: send its tool_result after it")
-    return found
+    return turns
 
 
 # ---------------------------------------------------------------------- turns
 
 
 def _add_user(
-    found: list[dict[str, Any]], role: str, blocks: list[Block], names: Mapping[str, str], place: str
+    turns: list[dict[str, Any]], role: str, blocks: list[Block], names: Mapping[str, str], path: str
 ) -> None:
     for index, block in enumerate(blocks):
-        where = f"{place}[{index}]"
+        where = f"{path}[{index}]"
         if block["type"] == "tool_result" and role == "user":
-            found.append(_result(block, names, where))
+            turns.append(_result(block, names, where))
         else:
             part = {"type": "text", "text": _text(block, where)}
-            if found[-1:] and found[-1]["role"] == role and isinstance(found[-1]["content"], list):
-                found[-1]["content"].append(part)
+            if turns[-1:] and turns[-1]["role"] == role and isinstance(turns[-1]["content"], list):
+                turns[-1]["content"].append(part)
             else:
-                found.append({"role": role, "content": [part]})
+                turns.append({"role": role, "content": [part]})
     if not blocks:
-        raise _wrong(place, "is empty: give some text")
+        raise _wrong(path, "is empty: give some text")
 
 
 def _add_assistant(
-    found: list[dict[str, Any]], blocks: list[Block], names: dict[str, str], place: str
+    turns: list[dict[str, Any]], blocks: list[Block], names: dict[str, str], path: str
 ) -> None:
-    if not found or found[-1]["role"] != "assistant":
-        found.append({"role": "assistant", "content": ""})
-    turn = found[-1]
+    if not turns or turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant", "content": ""})
+    turn = turns[-1]
     for index, block in enumerate(blocks):
-        where = f"{place}[{index}]"
+        where = f"{path}[{index}]"
         match block["type"]:
             case "thinking":
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + _string(
                     block, "thinking", where
                 )
             case "redacted_thinking":
-                pass  # nobody can read it
+                pass  # encrypted
             case "tool_use":
                 names[_string(block, "id", where)] = _string(block, "name", where)
                 turn.setdefault("tool_calls", []).append(_call(block, where))
@@ -120,23 +120,23 @@ def _add_assistant(
                 turn["content"] += _text(block, where)
 
 
-def _call(block: Block, place: str) -> dict[str, Any]:
+def _call(block: Block, path: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise _wrong(place, "needs an input: give an object")
+        raise _wrong(path, "needs an input: give an object")
     try:
         written = json.dumps(arguments, ensure_ascii=False)
     except RecursionError:
-        raise _wrong(place, "has an input that nests too deeply: send flatter values") from None
+        raise _wrong(path, "has an input that nests too deeply: send flatter values") from None
     return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": written}}
 
 
-def _result(block: Block, names: Mapping[str, str], place: str) -> dict[str, Any]:
+def _result(block: Block, names: Mapping[str, str], path: str) -> dict[str, Any]:
     """Chats have no mark for a tool that failed: its result says so in words."""
-    use_id = _string(block, "tool_use_id", place)
+    use_id = _string(block, "tool_use_id", path)
     if use_id not in names:
-        raise _wrong(place, f"has the tool_use_id {use_id!r}, which no tool_use before it has")
-    text = _texts(block.get("content") or "", f"{place}.content")
+        raise _wrong(path, f"has the tool_use_id {use_id!r}, which no tool_use before it has")
+    text = _texts(block.get("content") or "", f"{path}.content")
     said = f"Error: {text}" if block.get("is_error") else text
     return {"role": "tool", "tool_call_id": use_id, "name": names[use_id], "content": said}
 
@@ -144,50 +144,50 @@ def _result(block: Block, names: Mapping[str, str], place: str) -> dict[str, Any
 # ---------------------------------------------------------------------- blocks
 
 
-def _blocks(content: Any, place: str) -> list[Block]:
+def _blocks(content: Any, path: str) -> list[Block]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise _wrong(place, f"is a {type(content).__name__}: give a string or a list of blocks")
+        raise _wrong(path, f"is a {type(content).__name__}: give a string or a list of blocks")
     for index, block in enumerate(content):
         if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
-            raise _wrong(f"{place}[{index}]", "must be an object with a type")
+            raise _wrong(f"{path}[{index}]", "must be an object with a type")
     return content
 
 
-def _texts(content: Any, place: str) -> str:
-    blocks = _blocks(content, place)
-    return "\n".join(_text(block, f"{place}[{index}]") for index, block in enumerate(blocks))
+def _texts(content: Any, path: str) -> str:
+    blocks = _blocks(content, path)
+    return "\n".join(_text(block, f"{path}[{index}]") for index, block in enumerate(blocks))
 
 
-def _text(block: Block, place: str) -> str:
+def _text(block: Block, path: str) -> str:
     if block["type"] != "text":
         raise not_supported(
-            place.split("[")[0].split(".")[0],
-            f"{place} has type {block['type']!r}, which is not supported here: send text",
+            path.split("[")[0].split(".")[0],
+            f"{path} has type {block['type']!r}, which is not supported here: send text",
         )
-    return _string(block, "text", place)
+    return _string(block, "text", path)
 
 
-def _string(block: Block, name: str, place: str) -> str:
+def _string(block: Block, name: str, path: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise _wrong(place, f"needs {name}: give a string")
+        raise _wrong(path, f"needs {name}: give a string")
     return value
 
 
 # ---------------------------------------------------------------------- settings
 
 
-def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise not_supported(
             "tools",
-            f"{place} has type {tool['type']!r}: only tools with an input_schema, which the caller runs, are supported",
+            f"{path} has type {tool['type']!r}: only tools with an input_schema, which the caller runs, are supported",
         )
     schema = tool.get("input_schema")
     if not isinstance(tool.get("name"), str) or not tool["name"] or not isinstance(schema, dict):
-        raise InvalidRequest(f"{place} needs a name and an input_schema", "tools")
+        raise InvalidRequest(f"{path} needs a name and an input_schema", "tools")
     given = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": {"name": tool["name"], **given, "parameters": schema}}
 
@@ -210,7 +210,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _template_variables(body: MessageInput) -> dict[str, Any]:
-    """Templates know whether and how hard to think by these names; those that don't, ignore them."""
+    """The names by which templates know whether and how hard to think; others ignore them."""
     variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.get("type") != "disabled"
@@ -233,5 +233,5 @@ def _response_format(body: MessageRequest) -> dict[str, Any] | None:
     }
 
 
-def _wrong(place: str, problem: str) -> InvalidRequest:
-    return InvalidRequest(f"{place} {problem}", place.split("[")[0].split(".")[0])
+def _wrong(path: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} {problem}", path.split("[")[0].split(".")[0])

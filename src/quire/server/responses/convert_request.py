@@ -10,7 +10,7 @@ from quire.server.errors import ApiError, not_supported
 from quire.server.protocol.responses import Item, ResponseInput, ResponseRequest
 
 LOGPROBS = "message.output_text.logprobs"
-# What a chat request's fields are called here: errors name them so.
+# A chat request's fields and their names in this API, for errors.
 NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -21,7 +21,7 @@ NAMES = {
 }
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_PLACE = "input"  # what errors name
+_PARAM = "input"  # what errors name
 
 
 def refuse_unsupported(body: ResponseInput) -> None:
@@ -66,15 +66,15 @@ def chat_fields(body: ResponseRequest, items: Sequence[Item]) -> dict[str, Any]:
     return fields
 
 
-def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind != "function":
         raise not_supported(
             "tools",
-            f"{place} has type {kind!r}: only tools of type 'function', which the caller runs, are supported",
+            f"{path} has type {kind!r}: only tools of type 'function', which the caller runs, are supported",
         )
     if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise InvalidRequest(f"{place} needs a name", "tools")
+        raise InvalidRequest(f"{path} needs a name", "tools")
     given = {
         name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None
     }
@@ -113,13 +113,13 @@ def _allowed(
     choice: dict[str, Any], tools: list[dict[str, Any]]
 ) -> tuple[str | dict[str, Any], list[dict[str, Any]]]:
     listed = choice.get("tools")
-    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed) or not listed:
+    if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed) or not listed:
         raise InvalidRequest(
             "tool_choice allowed_tools needs tools: list at least one by name", "tool_choice"
         )
     if choice.get("mode") not in ("auto", "required"):
         raise InvalidRequest("tool_choice allowed_tools needs a mode: 'auto' or 'required'", "tool_choice")
-    names = [one.get("name") for one in listed]
+    names = [tool.get("name") for tool in listed]
     left = [tool for tool in tools if tool["function"]["name"] in names]
     return _given(str(choice["mode"]), names, tools), left
 
@@ -133,7 +133,7 @@ def _given(choice: Any, names: Sequence[Any], tools: list[dict[str, Any]]) -> An
 
 
 def _template_variables(body: ResponseInput) -> dict[str, Any]:
-    """Templates know how hard to think by these names; those that don't, ignore them."""
+    """The names by which templates know how hard to think; others ignore them."""
     effort = body.reasoning.effort if body.reasoning is not None else None
     thinking: dict[str, Any] = {}
     if effort == "none":
@@ -179,7 +179,7 @@ def read_items(given: str | Sequence[Any] | None) -> list[Item]:
         return []
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return [_read(item, f"{_PLACE}[{index}]") for index, item in enumerate(given)]
+    return [_read(item, f"{_PARAM}[{index}]") for index, item in enumerate(given)]
 
 
 def chat_messages(items: Sequence[Item], instructions: str | None = None) -> list[dict[str, Any]]:
@@ -212,19 +212,19 @@ def chat_messages(items: Sequence[Item], instructions: str | None = None) -> lis
 # ---------------------------------------------------------------------- reading
 
 
-def _read(item: Any, place: str) -> Item:
+def _read(item: Any, path: str) -> Item:
     if not isinstance(item, Mapping):
-        raise _wrong(place, f"must be an object, not {type(item).__name__}")
+        raise _wrong(path, f"must be an object, not {type(item).__name__}")
     match item.get("type", "message"):
         case "message":
-            return _read_message(item, place)
+            return _read_message(item, path)
         case "function_call":
             return {
                 "id": _id(item, "fc"),
                 "type": "function_call",
-                "call_id": _string(item, "call_id", place),
-                "name": _string(item, "name", place),
-                "arguments": _arguments(item, place),
+                "call_id": _string(item, "call_id", path),
+                "name": _string(item, "name", path),
+                "arguments": _arguments(item, path),
                 "status": "completed",
             }
         case "function_call_output":
@@ -232,89 +232,89 @@ def _read(item: Any, place: str) -> Item:
             return {
                 "id": _id(item, "fco"),
                 "type": "function_call_output",
-                "call_id": _string(item, "call_id", place),
+                "call_id": _string(item, "call_id", path),
                 "output": output
                 if isinstance(output, str)
-                else _parts(output, "input_text", f"{place}.output"),
+                else _parts(output, "input_text", f"{path}.output"),
                 "status": "completed",
             }
         case "reasoning":
             return {
                 "id": _id(item, "rs"),
                 "type": "reasoning",
-                "summary": _reasoning_parts(item.get("summary"), "summary_text", f"{place}.summary"),
-                "content": _reasoning_parts(item.get("content"), "reasoning_text", f"{place}.content"),
+                "summary": _reasoning_parts(item.get("summary"), "summary_text", f"{path}.summary"),
+                "content": _reasoning_parts(item.get("content"), "reasoning_text", f"{path}.content"),
             }
         case "item_reference":
-            raise not_supported(_PLACE, f"{place} refers to an item by its id: send the item itself")
+            raise not_supported(_PARAM, f"{path} refers to an item by its id: send the item itself")
         case other:
             raise not_supported(
-                _PLACE,
-                f"{place} has type {other!r}: only messages, function calls and their outputs, and reasoning "
+                _PARAM,
+                f"{path} has type {other!r}: only messages, function calls and their outputs, and reasoning "
                 "are supported",
             )
 
 
-def _read_message(item: Mapping[str, Any], place: str) -> Item:
+def _read_message(item: Mapping[str, Any], path: str) -> Item:
     role = item.get("role")
     if role not in _ROLES:
-        raise _wrong(place, f"has role {role!r}: give {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
+        raise _wrong(path, f"has role {role!r}: give {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
     kind = "output_text" if role == "assistant" else "input_text"
     return {
         "id": _id(item, "msg"),
         "type": "message",
         "role": role,
-        "content": _parts(item.get("content"), kind, f"{place}.content"),
+        "content": _parts(item.get("content"), kind, f"{path}.content"),
         "status": "completed",
     }
 
 
-def _parts(content: Any, kind: str, place: str) -> list[dict[str, Any]]:
+def _parts(content: Any, kind: str, path: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
     if not isinstance(content, list):
-        raise _wrong(place, f"is a {type(content).__name__}: give a string or a list of text parts")
-    return [_part(part, kind, f"{place}[{index}]") for index, part in enumerate(content)]
+        raise _wrong(path, f"is a {type(content).__name__}: give a string or a list of text parts")
+    return [_part(part, kind, f"{path}[{index}]") for index, part in enumerate(content)]
 
 
-def _part(part: Any, kind: str, place: str) -> dict[str, Any]:
-    found = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if found == "refusal":
-        return {"type": kind, "text": _string(part, "refusal", place)} | _annotations(kind)
-    if found not in _TEXT_PARTS:
-        raise not_supported(_PLACE, f"{place} has type {found!r}: only text parts are supported")
-    return {"type": kind, "text": _string(part, "text", place)} | _annotations(kind)
+def _part(part: Any, kind: str, path: str) -> dict[str, Any]:
+    part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if part_type == "refusal":
+        return {"type": kind, "text": _string(part, "refusal", path)} | _annotations(kind)
+    if part_type not in _TEXT_PARTS:
+        raise not_supported(_PARAM, f"{path} has type {part_type!r}: only text parts are supported")
+    return {"type": kind, "text": _string(part, "text", path)} | _annotations(kind)
 
 
 def _annotations(kind: str) -> dict[str, Any]:
     return {"annotations": []} if kind == "output_text" else {}
 
 
-def _reasoning_parts(parts: Any, kind: str, place: str) -> list[dict[str, str]]:
+def _reasoning_parts(parts: Any, kind: str, path: str) -> list[dict[str, str]]:
     if parts is None:
         return []
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        raise _wrong(place, "must be a list of text parts")
+        raise _wrong(path, "must be a list of text parts")
     return [
-        {"type": kind, "text": _string(part, "text", f"{place}[{index}]")} for index, part in enumerate(parts)
+        {"type": kind, "text": _string(part, "text", f"{path}[{index}]")} for index, part in enumerate(parts)
     ]
 
 
-def _arguments(item: Mapping[str, Any], place: str) -> str:
+def _arguments(item: Mapping[str, Any], path: str) -> str:
     arguments = item.get("arguments")
     if not isinstance(arguments, str):
-        raise _wrong(place, "needs arguments: give them as a string of JSON")
+        raise _wrong(path, "needs arguments: give them as a string of JSON")
     try:
         json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:
-        raise _wrong(place, f"has arguments that are not JSON ({error})") from None
+        raise _wrong(path, f"has arguments that are not JSON ({error})") from None
     return arguments
 
 
-def _string(item: Mapping[str, Any], name: str, place: str) -> str:
+def _string(item: Mapping[str, Any], name: str, path: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise _wrong(place, f"needs {name}: give a string")
+        raise _wrong(path, f"needs {name}: give a string")
     return value
 
 
@@ -361,11 +361,11 @@ def _output(item: Item, names: Mapping[str, str]) -> dict[str, Any]:
             400,
             f"no function call has the call_id {call_id!r} of this function_call_output: send the call before it, "
             "or previous_response_id",
-            param=_PLACE,
+            param=_PARAM,
         )
     content = output if isinstance(output, str) else _joined(output)
     return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": content}
 
 
-def _wrong(place: str, problem: str) -> InvalidRequest:
-    return InvalidRequest(f"{place} {problem}", _PLACE)
+def _wrong(path: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} {problem}", _PARAM)

@@ -75,20 +75,20 @@ def responses_router(service: Service) -> APIRouter:
         """How many tokens a response's prompt would have."""
         items = _conversation(body, context_of(request).key, store)
         prompt = await translated_prompt(service, prompt_fields(body, items), NAMES)
-        found: InputTokens = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
-        return JsonReply(found)
+        count: InputTokens = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        return JsonReply(count)
 
     @router.get("/v1/responses/{response_id}", responses={**answers(ResponseObject), **ERRORS})
     async def retrieve_response(response_id: str, request: Request) -> Response:
         """A response that is kept."""
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):
             raise InvalidRequest("a response that has ended cannot be streamed: leave stream out", "stream")
-        found = store.get(context_of(request).key, response_id)
-        return Response(found.response, media_type="application/json")
+        stored = store.get(context_of(request).key, response_id)
+        return Response(stored.response, media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}", responses={**answers(DeletedResponse), **ERRORS})
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Forgets a response. Those that went on from it keep what was said."""
+        """Deletes a response. Responses that continued it keep their own copy of the conversation."""
         store.delete(context_of(request).key, response_id)
         gone: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
         return JsonReply(gone)
@@ -101,8 +101,8 @@ def responses_router(service: Service) -> APIRouter:
         order = asked.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest(f"order={order!r} is not known: give 'asc' or 'desc'", "order")
-        found = items if order == "asc" else items[::-1]
-        return JsonReply(_page(found, asked.get("after"), _limit(asked.get("limit", "20"))))
+        ordered = items if order == "asc" else items[::-1]
+        return JsonReply(_page(ordered, asked.get("after"), _limit(asked.get("limit", "20"))))
 
     return router
 
@@ -166,7 +166,7 @@ async def fitted(items: list[Item], room: int, count: Counted) -> list[Item]:
         return items
     starts = [index for index, item in enumerate(items) if item.get("role") == "user"]
     if len(starts) < 2:
-        return items  # whoever takes it will say that it is too long
+        return items  # the request is then refused as too long
     head = [item for item in items[: starts[0]] if item.get("role") in ("system", "developer")]
     first, last = 1, len(starts) - 1
     while first < last:  # dropping more can only make it shorter

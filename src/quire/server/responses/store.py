@@ -1,4 +1,4 @@
-"""ResponseStore: finished responses, kept in memory as JSON until others push them out."""
+"""ResponseStore: finished responses, kept in memory as JSON until they are evicted."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ class StoredResponse:
         return len(self.response) + len(self.items)
 
     def input_items(self) -> list[Item]:
-        found: list[Item] = msgspec.json.decode(self.items)
-        return found
+        items: list[Item] = msgspec.json.decode(self.items)
+        return items
 
     def conversation(self) -> list[Item]:
         """What another response goes on from."""
@@ -34,7 +34,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """At most so many responses and bytes of them; the least recently used go first.
+    """Holds at most `max_responses` responses and `max_bytes` of JSON; evicts the least recently used.
 
     A response belongs to the key that made it: to every other key it does not exist.
     """

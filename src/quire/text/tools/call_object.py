@@ -148,10 +148,10 @@ class CallObject:
         return end
 
     def _plain_value(self, text: str, at: int) -> int:
-        found = _PLAIN.match(text, at)
-        if found is not None:
-            self._string.append(found[0])
-            return found.end()
+        match = _PLAIN.match(text, at)
+        if match is not None:
+            self._string.append(match[0])
+            return match.end()
         if self._is_arguments() and "".join(self._string) != "null":
             return self._break(at)
         self._step = self._after_value
@@ -190,17 +190,17 @@ class CallObject:
             self._escaped = False
             self._string.append(text[at])
             return at + 1
-        found = _STRING_STOP.search(text, at)
-        if found is None:
+        match = _STRING_STOP.search(text, at)
+        if match is None:
             self._string.append(text[at:])
             return len(text)
-        self._string.append(text[at : found.start()])
-        if found[0] == "\\":
+        self._string.append(text[at : match.start()])
+        if match[0] == "\\":
             self._string.append("\\")
             self._escaped = True
         else:
             self._in_string = False
-        return found.end()
+        return match.end()
 
     def _read_nested(self, text: str, at: int) -> int:
         """Through brackets and strings, up to and with the bracket that closes the first."""
@@ -209,10 +209,10 @@ class CallObject:
                 self._escaped = False
                 at += 1
                 continue
-            found = (_STRING_STOP if self._in_string else _NESTED_STOP).search(text, at)
-            if found is None:
+            match = (_STRING_STOP if self._in_string else _NESTED_STOP).search(text, at)
+            if match is None:
                 return len(text)
-            at, letter = found.end(), found[0]
+            at, letter = match.end(), match[0]
             if letter == '"':
                 self._in_string = not self._in_string
             elif letter == "\\" and self._in_string:
