@@ -293,3 +293,22 @@ def refusals() -> str:
 
 def test_every_dialect_names_its_own_field_in_an_error():
     assert refusals() == (FOLDER / "refusals.txt").read_text()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_fault_that_the_engine_finds_is_named_in_the_dialects_words_too(streams: bool):
+    """A grammar that does not compile is known only in the engine, after the request was submitted."""
+    for path, body, param in (
+        (CHAT, {"messages": HI}, "response_format"),
+        ("/v1/responses", {"input": "Hi"}, "text.format"),
+    ):
+        engine = ScriptedEngine([[update("", error="no such keyword", param="response_format")]])
+        app = scripted_app(engine, **PARSERS)
+        status, pieces = asyncio.run(posted(app, path, {**body, "stream": streams}))
+        assert status == 400
+        assert json.loads(b"".join(pieces))["error"]["param"] == param
+    engine = ScriptedEngine([[update("", error="no such keyword", param="response_format")]])
+    app = scripted_app(engine, **PARSERS)
+    status, pieces = asyncio.run(posted(app, "/v1/messages", {**SAID, "stream": streams}))
+    assert status == 400
+    assert json.loads(b"".join(pieces))["error"]["message"] == "output_config.format: no such keyword"

@@ -1,7 +1,7 @@
 """run_batch: a file of requests through the server's own endpoints, without a socket.
 
 Each line goes to the same application that `quire serve` runs, called in-process: what an endpoint can do, a batch can
-do. The engine is a process of its own as there, and is started again if it dies; its requests are then asked again.
+do. The engine is a process of its own and is restarted if it dies; its requests are then sent again.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ from quire.server.settings import ServerSettings
 from quire.weights.peek import is_encoder
 
 MAX_ATTEMPTS = 3
-LONGEST_WAIT = 120.0  # seconds for an engine that is being restarted
-AGAIN = (429, 500, 502, 503)  # not the request's own fault, perhaps
+MAX_RESTART_SECONDS = 120.0  # for an engine that is being restarted
+RETRIED = (429, 500, 502, 503)  # statuses that may not be the request's own fault
 STREAM = "-"  # standard input or output
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 
@@ -141,7 +141,7 @@ class RowFile:
     """Rows are appended with one write each: whenever the program ends, every row in the file is whole."""
 
     def __init__(self, path: str, *, resume: bool = False, overwrite: bool = False) -> None:
-        self.finished: set[str] = set()  # ids of an earlier run that need not be asked again
+        self.finished: set[str] = set()  # custom_ids that an earlier run has finished
         self._is_stream = path == STREAM
         if self._is_stream:
             self._descriptor = sys.stdout.fileno()
@@ -170,7 +170,7 @@ class RowFile:
 
 
 def _keep_finished(file: Path) -> set[str]:
-    """Drops what must be asked again: rows of failures, and one that a crash cut off."""
+    """Drops the rows of requests to retry: failures, and a row that a crash cut off."""
     kept, finished = [], set()
     for line in file.read_bytes().splitlines(keepends=True):
         try:
@@ -191,7 +191,7 @@ def _keep_finished(file: Path) -> set[str]:
 
 @dataclass(slots=True)
 class BatchSummary:
-    """What became of the lines."""
+    """Counts of what happened to the lines."""
 
     num_answered: int = 0
     num_skipped: int = 0  # finished by an earlier run
@@ -304,18 +304,18 @@ class _Batch:
             )
 
     async def _ask(self, line: BatchLine) -> httpx.Response:
-        """A request that an engine's death took with it is asked again."""
+        """Sends the request; retries it if the engine died meanwhile."""
         attempt = 1
         while True:
             response = await self._http.post(line.url, json=line.body)
-            if response.status_code not in AGAIN or attempt >= MAX_ATTEMPTS:
+            if response.status_code not in RETRIED or attempt >= MAX_ATTEMPTS:
                 return response
             if not await self._engine_returns():
                 return response
             attempt += 1
 
     async def _engine_returns(self) -> bool:
-        deadline = time.monotonic() + LONGEST_WAIT
+        deadline = time.monotonic() + MAX_RESTART_SECONDS
         await asyncio.sleep(0.2)  # a death is noticed a moment after its requests have failed
         while down := [engine for engine in self._service.engines if not engine.is_ready]:
             if any(engine.num_failures >= SICK_AFTER for engine in down) or time.monotonic() > deadline:
@@ -346,5 +346,5 @@ class _Batch:
 def _content(response: httpx.Response) -> Any:
     try:
         return response.json()
-    except ValueError:  # no endpoint of ours does so
+    except ValueError:  # not JSON, which no endpoint returns
         return {"error": {"message": response.text, "type": "server_error", "param": None, "code": None}}

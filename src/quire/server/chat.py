@@ -73,8 +73,8 @@ async def chat_prompt(
 def _answer_parsers(
     plan: ToolPlan, formats: AnswerFormats, sampling: SamplingParams, prompt: str | None
 ) -> AnswerParsers:
-    """JSON that a grammar forms is all content, or all calls. Text of other forms has thoughts only if these allow it
-    to say where they begin."""
+    """JSON under a grammar is all content, or all calls. Text under another grammar has reasoning only if the grammar
+    lets it write the opening marker."""
     form = sampling.structured
     if form is None:
         return AnswerParsers(formats.reasoning, prompt, plan.parser_maker(formats.tools), plan.max_calls)

@@ -59,7 +59,7 @@ class ChatReply:
             ]
 
     def usage(self) -> Usage:
-        """What it has cost so far."""
+        """Token counts so far."""
         usage = self.generation.usage()
         if self._parsers.reasoning is not None:
             counts = [
@@ -88,7 +88,7 @@ class ChatReply:
         return whole
 
     def take_chunks(self) -> list[ChatCompletionChunk]:
-        """What has come since the last call: first a role for each choice, then deltas."""
+        """The chunks for updates since the last call: first a role for each choice, then deltas."""
         return self._chunks(self.generation.take())
 
     def last_chunks(self) -> list[ChatCompletionChunk]:
@@ -221,7 +221,7 @@ def read_message(reader: AnswerReader, text: str) -> ChatMessage:
 
 
 def deltas(pieces: Sequence[Piece]) -> list[ChatDelta]:
-    """As few as show the pieces in their order: within a delta thoughts come before text and text before calls."""
+    """The fewest deltas that keep the pieces' order: within a delta, reasoning precedes content and content calls."""
     made: list[ChatDelta] = []
     for piece in pieces:
         match piece:

@@ -31,9 +31,10 @@ class ApiError(Exception):
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
         """The same error with its field called what `names` says."""
-        if self.param is not None:
-            self.param = renamed_field(self.param, names)
-        return self
+        param = None if self.param is None else renamed_field(self.param, names)
+        return ApiError(
+            self.status, str(self), kind=self.kind, param=param, code=self.code, headers=self.headers
+        )
 
     def body(self) -> ErrorBody:
         return {
@@ -65,7 +66,7 @@ def not_supported(param: str, message: str) -> ApiError:
 
 
 def as_api_error(error: Exception, retry_seconds: int = 1) -> ApiError:
-    """Any error, as its caller may see it."""
+    """Any error as the client may see it; faults of the server show no details."""
     match error:
         case ApiError():
             return error
@@ -96,7 +97,7 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def from_validation(problems: Sequence[Mapping[str, Any]], body: Any) -> InvalidRequest:
-    """pydantic's findings as one error: the first field that is wrong, and all that is said about it."""
+    """pydantic's findings as one error: the first wrong field, with all findings about it."""
     first = problems[0]
     if first["type"] == "json_invalid":
         detail = first.get("ctx", {}).get("error", "")
@@ -112,7 +113,7 @@ def from_validation(problems: Sequence[Mapping[str, Any]], body: Any) -> Invalid
 
 
 def _path(problem: Mapping[str, Any], body: Any) -> str:
-    """`messages[0].role`. Stops where pydantic goes on with the names of a union's members."""
+    """`messages[0].role`. Stops where pydantic appends the names of a union's members."""
     path = ""
     is_missing = problem["type"] == "missing"
     for part in problem["loc"][1:]:
@@ -151,6 +152,7 @@ _ANTHROPIC_KINDS = {
 
 
 def speaks_anthropic(path: str) -> bool:
+    """Whether the path belongs to Anthropic's API."""
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 

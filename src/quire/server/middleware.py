@@ -1,4 +1,4 @@
-"""What happens to every request before an endpoint sees it: an id, a key, a size limit, a line in the log.
+"""RequestMiddleware: what every request passes before an endpoint: id, key, limits, log line.
 
 Plain ASGI: Starlette's BaseHTTPMiddleware puts a queue between an endpoint and its client, which costs time per
 token and hides disconnects.
@@ -32,7 +32,7 @@ ADMIN_PATHS = frozenset(
 
 
 class RequestMiddleware:
-    """The outermost layer of ours: ids, keys, limits; the last that sees a fault; the log's writer."""
+    """Assigns request ids, authenticates, enforces limits, logs, and turns unhandled exceptions into 500s."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RequestMiddleware:
         set_context(scope, context)
         response = _Response(send, context)
         try:
-            await self._let_in(scope, context, receive, response)
+            await self._authorized(scope, context, receive, response)
         except ApiError as error:
             await response.fail(error, scope, receive)
         except Exception as fault:
@@ -80,7 +80,7 @@ class RequestMiddleware:
         finally:
             self._note(scope, context, response.status)
 
-    async def _let_in(
+    async def _authorized(
         self, scope: Scope, context: RequestContext, receive: Receive, response: "_Response"
     ) -> None:
         path = path_of(scope)
@@ -89,7 +89,7 @@ class RequestMiddleware:
         with self._keys.hold(context.key if path not in OPEN_PATHS else None):
             if path not in ADMIN_PATHS:
                 context.allowance = self._rates.of(context.key)
-            if scope["method"] == "POST":  # what only looks costs nothing
+            if scope["method"] == "POST":  # reads are free
                 self._take_request(context)
             await self._app(scope, receive, response.send)
 
@@ -120,9 +120,8 @@ class RequestMiddleware:
         return name
 
     def _note(self, scope: Scope, context: RequestContext, status: int) -> None:
-        route = (
-            getattr(scope.get("route"), "path", None) or "other"
-        )  # never the raw path: anyone can invent those
+        # never the raw path, which would let clients create metric series
+        route = getattr(scope.get("route"), "path", None) or "other"
         self._metrics.http_request(route, status)
         if path_of(scope) in OPEN_PATHS:
             return
@@ -139,7 +138,7 @@ class RequestMiddleware:
 
 
 class _Response:
-    """Watches what goes out, and puts the request's id and its key's limits on it."""
+    """Adds the request's id and its key's rate limits to the response's headers; remembers the status."""
 
     def __init__(self, send: Send, context: RequestContext) -> None:
         self._send = send

@@ -132,7 +132,7 @@ class PromptMaker:
     def _taken_by(
         self, template: ChatTemplate, messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
-        """Messages and tools as the template can take them: one that knows no tools has them told in words."""
+        """Messages and tools as the template takes them: tools are described in text to one that does not know them."""
         if template.reads_tools:
             return messages, tools or None
         if tools or any(message.get("role") == "tool" or message.get("tool_calls") for message in messages):

@@ -1,4 +1,4 @@
-"""RequestTemplates: chat templates that came with requests, rendered where they can do no harm."""
+"""RequestTemplates: chat templates that came with requests, rendered in sandboxed processes."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ class Rendering:
 
 
 class RequestTemplates:
-    """A template that loops, swells or crashes costs its own request, with 400, and one worker process."""
+    """A template that loops, grows or crashes costs its own request (400) and one worker process."""
 
     def __init__(self, seconds: float = SECONDS, max_characters: int = MAX_CHARACTERS) -> None:
         self._seconds = seconds
@@ -102,11 +102,11 @@ class RequestTemplates:
                 with suppress(BrokenPipeError, ConnectionResetError):
                     worker.stdin.write(line)
                     await worker.stdin.drain()
-                said = await worker.stdout.readline()
+                reply = await worker.stdout.readline()
         except (TimeoutError, ValueError):  # stopped, or a line beyond all bounds
             _kill(worker)
             return None
-        return json.loads(said) if said.endswith(b"\n") else None
+        return json.loads(reply) if reply.endswith(b"\n") else None
 
     async def _started(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(

@@ -11,7 +11,7 @@ from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.sampling import SamplingFields
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat goes on for as long as the context allows
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 _STRUCTURED_FIELDS = {  # field -> what StructuredOutput.of calls it
     "guided_json": "json",
     "guided_regex": "regex",
@@ -79,7 +79,7 @@ def completion_sampling(body: CompletionRequest, recommended: SamplingParams) ->
 
 
 def _base(body: SamplingFields, recommended: SamplingParams) -> SamplingParams:
-    """Advice on drawing is not meant for beams."""
+    """Recommended sampling values do not apply to beam search."""
     return recommended.changed(**NOTHING_DRAWN) if body.use_beam_search else recommended
 
 

@@ -62,7 +62,7 @@ class Service:
         self._model = ServedModel(names, int(time.time()), ready, prompts)
 
     async def start(self) -> None:
-        """Returns when all engines that were asked for can serve; raises why one never will."""
+        """Returns when all engines can serve; raises why one cannot."""
 
         async def generating() -> None:
             if self._client is not None:
@@ -221,11 +221,11 @@ class Service:
             self.metrics.refused("draining")
             raise Unavailable("the server is shutting down: ask another one", "shutting_down")
 
-    def _salt(self, context: RequestContext, asked: str | None) -> str:
-        return f"{context.key}\0{asked or ''}" if self.settings.isolate_keys else asked or ""
+    def _salt(self, context: RequestContext, requested: str | None) -> str:
+        return f"{context.key}\0{requested or ''}" if self.settings.isolate_keys else requested or ""
 
     def refusal(self, refusal: EngineDead | QueueFull, engine: EngineProcess[Any] | None = None) -> ApiError:
-        """Why an engine, the generating one unless told, does not take a request now."""
+        """The error for a request that `engine` (the generating one by default) does not take now."""
         if isinstance(refusal, QueueFull):
             self.metrics.refused("queue_full")
             return as_api_error(refusal, (engine or self.client).admission.retry_seconds())

@@ -37,7 +37,7 @@ _CHOICES = "'auto', 'none', 'required' or {'type': 'function', 'function': {'nam
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """What a request's tools and tool_choice come to."""
+    """A request's tools and tool_choice, resolved."""
 
     shown: tuple[dict[str, Any], ...] = ()  # to the model
     forced: StructuredOutput | None = None  # the answer must be calls, of this form
@@ -45,7 +45,7 @@ class ToolPlan:
     max_calls: int | None = None
 
     def parser_maker(self, parser_name: str | None) -> Callable[[], ToolParser] | None:
-        """What makes a parser for each answer; None if an answer can hold no calls."""
+        """The factory of each answer's parser; None if an answer can hold no calls."""
         if self.forced_name is not None:
             name = self.forced_name
             return lambda: NamedParser(name)
@@ -57,7 +57,7 @@ class ToolPlan:
         return lambda: tool_parser(parser_name, names)
 
     def form(self, answer: StructuredOutput | None, parser_name: str | None) -> StructuredOutput | None:
-        """What the text must look like, where content without calls must look like `answer`."""
+        """The grammar of the whole text, where `answer` is the one for content without calls."""
         if self.forced is not None:
             return self.forced  # there will be no content
         if answer is None or not self.shown or parser_name != "hermes":
@@ -229,7 +229,7 @@ def _all_strict(tools: Tools) -> bool:
 
 
 def _with_options(schema: Any, strict: bool) -> str:
-    """A schema within a grammar, with what would be said beside it if it stood alone."""
+    """A schema within a grammar, with the options that a schema on its own would be compiled with."""
     if not isinstance(schema, dict):
         return json.dumps(schema)
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}

@@ -20,7 +20,7 @@ OPERATIONS = {  # by route, in the words of the gen_ai conventions
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-# What the log line has, under the names of the gen_ai conventions; the latencies are named as vLLM names them.
+# The log line's facts under the names of the gen_ai conventions; latencies have vLLM's names.
 _ATTRIBUTES = {
     "id": "gen_ai.response.id",
     "model": "gen_ai.request.model",
@@ -97,7 +97,7 @@ def open_traces(endpoint: str | None) -> Traces:
 
 
 def attributes(context: RequestContext, method: str, route: str, status: int) -> dict[str, Any]:
-    """What a span says. Never a prompt's or an answer's text."""
+    """A span's attributes. Never a prompt's or an answer's text."""
     facts = context.facts
     values: dict[str, Any] = {
         "http.request.method": method,

@@ -49,9 +49,10 @@ async def translated_prompt(
         return await chat_prompt(service.model_named(body.model), body)
 
 
-async def build_whole(reply: ChatReply, builder: EventBuilder) -> None:
+async def build_whole(reply: ChatReply, builder: EventBuilder, names: Mapping[str, str]) -> None:
     """Fills the builder with a whole answer, as one large delta: the result equals that of a stream."""
-    whole = await reply.whole()
+    with renamed_errors(names):
+        whole = await reply.whole()
     choice: dict[str, Any] = dict(whole["choices"][0])
     calls = [{"index": index, **call} for index, call in enumerate(choice["message"].get("tool_calls") or ())]
     builder.begin(whole["usage"])
@@ -60,21 +61,29 @@ async def build_whole(reply: ChatReply, builder: EventBuilder) -> None:
 
 
 class TranslatedEvents:
-    """An EventSource: a chat's chunks through a builder. `on_end` is called before the last events."""
+    """An EventSource: a chat's chunks through a builder. `on_end` is called before the last events are sent."""
 
     def __init__(
-        self, reply: ChatReply, builder: EventBuilder, on_end: Callable[[], None] | None = None
+        self,
+        reply: ChatReply,
+        builder: EventBuilder,
+        names: Mapping[str, str],
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         self.generation = reply.generation
         self._reply = reply
         self._builder = builder
+        self._names = names
         self._on_end = on_end
         self._begun = False
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
 
     def take(self) -> bytes:
-        chunks = self._reply.take_chunks()
+        try:
+            chunks = self._reply.take_chunks()
+        except (InvalidRequest, ApiError) as error:
+            raise error.renamed(self._names) from None
         payloads: Payloads = [] if self._begun else self._builder.begin(self._reply.usage())
         self._begun = True
         for chunk in chunks:

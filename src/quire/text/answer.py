@@ -39,7 +39,7 @@ class AnswerSequence:
 
     @property
     def text(self) -> str:
-        """All of it. Joined when asked for: a stream only reads `new_text`."""
+        """All text so far. Joined on access: a stream only reads `new_text`."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0]

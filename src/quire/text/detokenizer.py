@@ -62,7 +62,7 @@ class Detokenizer:
         return text if self.num_tokens <= self._min_tokens else stops.feed(text)
 
     def flush(self) -> str:
-        """What is still held when the sequence ends: broken bytes become U+FFFD, half a stop string is shown."""
+        """The text that is held when the sequence ends: broken bytes become U+FFFD, half a stop string is shown."""
         if self.stopped:
             return ""
         return self._stops.feed(self._decoder.flush()) + self._stops.flush()

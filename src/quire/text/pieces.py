@@ -22,7 +22,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of a call's arguments, letter for letter as the model writes them."""
+    """More of a call's arguments, exactly as the model writes them."""
 
     index: int
     text: str

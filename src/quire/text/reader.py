@@ -26,7 +26,7 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """Names of parsers; None: such things are plain text."""
+    """Names of parsers; None: tool calls or reasoning are not parsed."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -42,8 +42,8 @@ class AnswerFormats:
 
 
 def choose_formats(template: ChatTemplate | None, tools: str | None, reasoning: str | None) -> AnswerFormats:
-    """By name, `none` for none; where no name is given, by the template. One that knows no tools is told of them
-    as Hermes would be."""
+    """Parsers by name (`none`: no parser), or else by the chat template. A template that does not know tools gets
+    Hermes' format, in which tools are then described."""
     text = template.text if template is not None else ""
     guessed = guessed_tool_parser(text) if template is None or template.reads_tools else "hermes"
     return AnswerFormats(
@@ -159,7 +159,7 @@ class AnswerReader:
         return found
 
     def _noted(self, pieces: list[Piece]) -> list[Piece]:
-        """The same pieces, without calls that are too many."""
+        """The same pieces, without the calls beyond `max_calls`."""
         kept: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, (CallBegin, Arguments, CallEnd)):

@@ -1,4 +1,4 @@
-"""Reasoning: <think>thoughts</think> told apart from the answer behind it, and the parsers' names."""
+"""Reasoning: parses <think>…</think> before an answer; the parsers by name."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from quire.text.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
 MARKERS = (OPEN, CLOSE)
-# Whether an answer begins in the middle of thoughts, where the prompt's own end does not say so.
+# Whether an answer starts inside its reasoning, where the prompt's end does not show it.
 _BEGINS_INSIDE = {"deepseek_r1": True, "qwen3": False}
 REASONING_PARSERS = tuple(sorted(_BEGINS_INSIDE))
 
@@ -15,18 +15,18 @@ REASONING_PARSERS = tuple(sorted(_BEGINS_INSIDE))
 class ThinkParser:
     """However the text is cut, the merged pieces are the same. White space around the markers is left out.
 
-    Only what the answer begins with can be thoughts; thoughts that never end are all there is.
+    Only the start of an answer can be reasoning; without a closing marker all of it is.
     """
 
     def __init__(self, inside: bool) -> None:
-        """`inside`: the text begins in the middle of thoughts (and may repeat OPEN)."""
+        """`inside`: the text starts inside the reasoning (and may repeat OPEN)."""
         self._inside = inside
         self._state = self._before
         self._rest = ""
         self._pieces: list[Piece] = []
 
     def begins_with_thoughts(self, text: str) -> bool:
-        """Whether an answer that begins so has thoughts."""
+        """Whether an answer that starts with `text` has reasoning."""
         return self._inside or text.lstrip().startswith(OPEN)
 
     def feed(self, text: str) -> list[Piece]:
@@ -94,7 +94,7 @@ class ThinkParser:
 
 
 def reasoning_parser(name: str, prompt: str | None) -> ThinkParser | None:
-    """For the answer to this prompt; None if its thoughts are over before it begins.
+    """For the answer to this prompt; None if the prompt has closed the reasoning.
 
     Templates often write the first marker themselves, or both where thinking is switched off.
     """
@@ -105,18 +105,18 @@ def reasoning_parser(name: str, prompt: str | None) -> ThinkParser | None:
 
 
 def guessed_reasoning(template: str) -> str | None:
-    """What a chat template shows about its model, if that is clear."""
+    """The parser that a chat template calls for, if that is clear."""
     if CLOSE not in template:
         return None
     return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
 
 
 def num_reasoning_tokens(text: str, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> int:
-    """How many of an answer's tokens are thoughts, the marker that ends them included."""
+    """How many of an answer's tokens are reasoning, the closing marker included."""
     end = tokenizer.token_id(CLOSE) if tokenizer is not None else None
     if end in token_ids:
         return token_ids.index(end) + 1
-    thoughts, end_marker, _ = text.partition(CLOSE)
+    reasoning, end_marker, _ = text.partition(CLOSE)
     if not end_marker or tokenizer is None:
         return len(token_ids)
-    return len(tokenizer.encode(thoughts + CLOSE, add_special_tokens=False))
+    return len(tokenizer.encode(reasoning + CLOSE, add_special_tokens=False))

@@ -137,8 +137,8 @@ def _result(block: Block, names: Mapping[str, str], path: str) -> dict[str, Any]
     if use_id not in names:
         raise _wrong(path, f"has the tool_use_id {use_id!r}, which no tool_use before it has")
     text = _texts(block.get("content") or "", f"{path}.content")
-    said = f"Error: {text}" if block.get("is_error") else text
-    return {"role": "tool", "tool_call_id": use_id, "name": names[use_id], "content": said}
+    content = f"Error: {text}" if block.get("is_error") else text
+    return {"role": "tool", "tool_call_id": use_id, "name": names[use_id], "content": content}
 
 
 # ---------------------------------------------------------------------- blocks
@@ -196,17 +196,17 @@ def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     if choice is None:
         return {"tool_choice": "auto"}
     kind = choice.get("type")
-    said: str | dict[str, Any]
+    chat_choice: str | dict[str, Any]
     if kind == "tool" and isinstance(choice.get("name"), str):
-        said = {"type": "function", "function": {"name": choice["name"]}}
+        chat_choice = {"type": "function", "function": {"name": choice["name"]}}
     elif kind in _CHOICES:
-        said = _CHOICES[kind]
+        chat_choice = _CHOICES[kind]
     else:
         raise InvalidRequest(
             f"tool_choice has type {kind!r}: give 'auto', 'any', 'none', or 'tool' with a name", "tool_choice"
         )
     alone = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
-    return {"tool_choice": said, **alone}
+    return {"tool_choice": chat_choice, **alone}
 
 
 def _template_variables(body: MessageInput) -> dict[str, Any]:

@@ -48,9 +48,9 @@ def messages_router(service: Service) -> APIRouter:
         builder = MessageBuilder(message_id, reply.model, body.max_tokens, request_id)
         response: Response
         if body.stream:
-            response = EventStream(TranslatedEvents(reply, builder), reply.response_id)
+            response = EventStream(TranslatedEvents(reply, builder, NAMES), reply.response_id)
         else:
-            await build_whole(reply, builder)
+            await build_whole(reply, builder, NAMES)
             response = JsonReply(builder.message)
         response.headers[REQUEST_ID] = request_id
         return response

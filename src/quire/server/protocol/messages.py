@@ -23,7 +23,7 @@ class OutputConfig(RequestBody):
 
 
 class MessageInput(ExtraFields):
-    """What decides about the prompt; enough to count its tokens."""
+    """The fields that make the prompt: enough to count its tokens."""
 
     model: str | None = Field(
         None, description="A name that /v1/models lists; the first of them if left out."

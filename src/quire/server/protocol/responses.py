@@ -37,7 +37,7 @@ class ReasoningConfig(RequestBody):
 
 
 class ResponseInput(ExtraFields):
-    """What decides about the prompt; enough to count its tokens."""
+    """The fields that make the prompt: enough to count its tokens."""
 
     model: str | None = Field(
         None, description="A name that /v1/models lists; the first of them if left out."

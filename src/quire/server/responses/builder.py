@@ -43,7 +43,7 @@ class ResponseBuilder:
         if reasoning := delta.get("reasoning_content"):
             events += self._in_item("reasoning")
             events += self._text(reasoning)
-        if not reasoning:  # there is no place for the logprobs of thoughts
+        if not reasoning:  # the API has no field for the logprobs of reasoning
             self._logprobs += logprobs
         if text:
             events += self._in_item("message")
@@ -75,7 +75,7 @@ class ResponseBuilder:
         return [*events, self._lifecycle(f"response.{response['status']}")]
 
     def fail(self, error: ApiError) -> list[ResponseEvent]:
-        """The last events when something went wrong; the first as well, if nothing was said before."""
+        """The last events after a fault; the first ones as well, if none was sent before."""
         events = [] if self._sequence_number else self._begun()
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         if self._open is not None:
@@ -146,8 +146,8 @@ class ResponseBuilder:
             events.append(self._event(f"{_ARGUMENTS}.done", name=item["name"], arguments=item["arguments"]))
         else:
             part = item["content"][0]
-            said = {name: part[name] for name in ("text", "logprobs") if name in part}
-            events.append(self._event(f"response.{part['type']}.done", content_index=0, **said))
+            text = {name: part[name] for name in ("text", "logprobs") if name in part}
+            events.append(self._event(f"response.{part['type']}.done", content_index=0, **text))
             events.append(self._event("response.content_part.done", content_index=0, part=part))
         events.append(self._event("response.output_item.done", whole=True))
         self._open = self._call_index = None
@@ -189,7 +189,7 @@ def _new_part(kind: str) -> dict[str, Any]:
 def new_response(
     body: ResponseRequest, response_id: str, model: str, store: bool, recommended: SamplingParams
 ) -> ResponseObject:
-    """What is known before the first token; the rest of its fields say what was asked for."""
+    """The response object before its first token: the request's own values, and empty output."""
     text = body.text
     reasoning = body.reasoning
     verbosity = {"verbosity": text.verbosity} if text is not None and text.verbosity else {}

@@ -25,7 +25,7 @@ _PARAM = "input"  # what errors name
 
 
 def refuse_unsupported(body: ResponseInput) -> None:
-    """What would change the answer's meaning and is not served: refused by name, never dropped silently."""
+    """Fields that would change the answer and are not served are refused by name, never dropped silently."""
     if isinstance(body, ResponseRequest) and body.background:
         raise not_supported("background", "responses cannot run in the background: leave background out")
     if body.conversation is not None:
@@ -198,9 +198,9 @@ def chat_messages(items: Sequence[Item], instructions: str | None = None) -> lis
             case "message":
                 messages.append({"role": item["role"], "content": _joined(item["content"])})
             case "reasoning":
-                if said := _reasoning(item):  # what is encrypted is not ours to read
+                if reasoning := _reasoning(item):  # empty where it is encrypted
                     turn = _turn(messages, "reasoning_content", "content", "tool_calls")
-                    turn["reasoning_content"] = said
+                    turn["reasoning_content"] = reasoning
             case "function_call":
                 names[item["call_id"]] = item["name"]
                 _turn(messages).setdefault("tool_calls", []).append(_call(item))
@@ -336,7 +336,7 @@ def _turn(messages: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """One part is its text; several go on as parts, so that chats join them by their own rule."""
+    """One part is its text; several stay parts, so that chats join them by their own rule."""
     if len(parts) == 1:
         return str(parts[0]["text"])
     return [{"type": "text", "text": part["text"]} for part in parts]

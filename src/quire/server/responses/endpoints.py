@@ -65,8 +65,8 @@ def responses_router(service: Service) -> APIRouter:
                 store.put(owner, builder.response, items)
 
         if body.stream:
-            return EventStream(TranslatedEvents(reply, builder, on_end), reply.response_id)
-        await build_whole(reply, builder)
+            return EventStream(TranslatedEvents(reply, builder, NAMES, on_end), reply.response_id)
+        await build_whole(reply, builder, NAMES)
         on_end()
         return JsonReply(builder.response)
 
@@ -95,20 +95,20 @@ def responses_router(service: Service) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}/input_items", responses={**answers(ItemList), **ERRORS})
     async def list_input_items(response_id: str, request: Request) -> Response:
-        """What a response was made from, the newest first: its input, and what was said before it."""
-        asked = request.query_params
+        """A response's input and the conversation before it, newest first."""
+        query = request.query_params
         items = store.get(context_of(request).key, response_id).input_items()
-        order = asked.get("order", "desc")
+        order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest(f"order={order!r} is not known: give 'asc' or 'desc'", "order")
         ordered = items if order == "asc" else items[::-1]
-        return JsonReply(_page(ordered, asked.get("after"), _limit(asked.get("limit", "20"))))
+        return JsonReply(_page(ordered, query.get("after"), _limit(query.get("limit", "20"))))
 
     return router
 
 
 def _conversation(body: ResponseInput, owner: str | None, store: ResponseStore) -> list[Item]:
-    """All that was said up to here: before the previous response, in it, and now."""
+    """The whole conversation: up to the previous response, its output, and the new input."""
     refuse_unsupported(body)
     items = read_items(body.input)
     if body.previous_response_id is None:

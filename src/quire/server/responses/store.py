@@ -17,7 +17,7 @@ class StoredResponse:
 
     owner: str | None  # the name of the key that made it; None where there are no keys
     response: bytes  # ResponseObject as JSON
-    items: bytes  # a list of Item as JSON: everything that was said before its output
+    items: bytes  # a list of Item as JSON: the conversation before its output
 
     @property
     def num_bytes(self) -> int:
@@ -28,7 +28,7 @@ class StoredResponse:
         return items
 
     def conversation(self) -> list[Item]:
-        """What another response goes on from."""
+        """The conversation that another response continues."""
         output: list[Item] = msgspec.json.decode(self.response)["output"]
         return self.input_items() + output
 

@@ -10,10 +10,10 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallParser):
-    """Text may stand before, between and after calls; a forgotten last brace or CLOSE is forgiven."""
+    """Text may stand before, between and after calls; a missing last brace or CLOSE is accepted."""
 
     def __init__(self, _tool_names: Collection[str] = ()) -> None:
-        """Any name will do: what stands between these markers is meant as a call."""
+        """Any tool name is accepted: text between these markers is a call."""
         super().__init__(self._in_text)
 
     def finish(self) -> list[Piece]:

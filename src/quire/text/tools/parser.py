@@ -10,16 +10,16 @@ from quire.text.tools.call_object import CallObject
 class ToolParser(Protocol):
     """Reads one answer. However it is cut, the merged pieces are the same; it never raises.
 
-    A call is passed on as soon as its name is known and its arguments begin. What turns out before that to be no
-    call is content, as it was written; arguments that break later cannot be taken back, and end as they are.
+    A call is passed on as soon as its name is known and its arguments begin. Text that turns out to be no call
+    before that is content, as it was written; arguments that break later cannot be taken back, and end as they are.
     """
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain after this much more text."""
+        """The pieces that are certain after this much more text."""
         ...
 
     def finish(self) -> list[Piece]:
-        """What was still held back when the answer ended."""
+        """The pieces that were held back until the answer ended."""
         ...
 
 
@@ -62,7 +62,7 @@ class CallParser:
         self.state = state
 
     def refuse(self, state: Callable[[], bool]) -> None:
-        """What was looked at is no call: it is shown as it was written."""
+        """The text that was read is no call: it is shown as it was written."""
         self.pieces.append(Content("".join(self.written)))
         self.written = []
         self.call = None
@@ -84,7 +84,7 @@ class CallParser:
 
 
 class JsonArrayParser(CallParser):
-    """[{"name": …, "parameters": {…}}, …]. What is no such array is content from where it goes wrong."""
+    """[{"name": …, "parameters": {…}}, …]. From the first character that breaks the array, text is content."""
 
     def __init__(self) -> None:
         super().__init__(self._before_array)
@@ -129,7 +129,7 @@ class JsonArrayParser(CallParser):
         return False
 
     def _expect(self, states: dict[str, Callable[[], bool]]) -> bool:
-        """One letter behind white space, which leads on; any other begins text."""
+        """One character behind white space selects the next state; any other starts text."""
         bare = self.rest.lstrip()
         self.pass_over(len(self.rest) - len(bare))
         if not bare:

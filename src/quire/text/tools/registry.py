@@ -22,7 +22,7 @@ def tool_parser(name: str, tool_names: Collection[str]) -> ToolParser:
 
 
 def tool_markers(name: str) -> tuple[str, ...]:
-    """What the format is recognised by: to be kept in the text even if these are special tokens."""
+    """The format's markers: kept in the text even if they are special tokens."""
     return _MARKERS[name]
 
 
@@ -64,11 +64,11 @@ def described(
     if not tools:
         return plain
     lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
-    said = "\n".join([_LLAMA3 if is_llama else _HERMES, *lines])
+    text = "\n".join([_LLAMA3 if is_llama else _HERMES, *lines])
     if plain[0]["role"] == "system":
-        said = f"{plain[0]['content']}\n\n{said}"
+        text = f"{plain[0]['content']}\n\n{text}"
         plain = plain[1:]
-    return [{"role": "system", "content": said}, *plain]
+    return [{"role": "system", "content": text}, *plain]
 
 
 def _as_text(message: dict[str, Any], is_llama: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from quire.core.errors import InvalidRequest
-from quire.server import sent_templates
+from quire.server import request_templates
 from quire.server.errors import ApiError
 from quire.server.request_templates import Rendering, RequestTemplates
 
@@ -62,7 +62,7 @@ def test_templates_that_hang_swell_or_crash_are_refused_with_the_reason_and_hone
 
 
 def test_those_who_wait_behind_slow_templates_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sent_templates, "MAX_WAITING", 1)
+    monkeypatch.setattr(request_templates, "MAX_WAITING", 1)
 
     async def run() -> list[object]:
         templates = RequestTemplates(seconds=1.0)
