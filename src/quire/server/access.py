@@ -26,7 +26,7 @@ RATE_HEADERS = tuple(
 # ---------------------------------------------------------------------- rates
 
 
-class Bucket:
+class TokenBucket:
     """Starts full and refills evenly: a minute's worth may come at once, then as fast as it refills.
 
     It may be overdrawn by an answer, whose length is not known before; later requests wait for the debt.
@@ -56,7 +56,7 @@ class Bucket:
 class Allowance:
     """One key's two buckets; None is no limit."""
 
-    def __init__(self, requests: Bucket | None = None, tokens: Bucket | None = None) -> None:
+    def __init__(self, requests: TokenBucket | None = None, tokens: TokenBucket | None = None) -> None:
         self._requests = requests
         self._tokens = tokens
 
@@ -108,8 +108,8 @@ class Rates:
             self._allowances[key] = Allowance(self._bucket(self._requests), self._bucket(self._tokens))
         return self._allowances[key]
 
-    def _bucket(self, per_minute: int | None) -> Bucket | None:
-        return None if per_minute is None else Bucket(per_minute, self._clock)
+    def _bucket(self, per_minute: int | None) -> TokenBucket | None:
+        return None if per_minute is None else TokenBucket(per_minute, self._clock)
 
 
 def shown_duration(seconds: float) -> str:
@@ -121,7 +121,7 @@ def shown_duration(seconds: float) -> str:
     return f"{minutes:.0f}m{shown}s" if minutes else f"{shown}s"
 
 
-def _check(what: str, bucket: Bucket | None, amount: int) -> None:
+def _check(what: str, bucket: TokenBucket | None, amount: int) -> None:
     if bucket is None or bucket.level >= amount:
         return
     flag = f"--max-{what}-per-minute-per-key"

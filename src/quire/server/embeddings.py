@@ -48,7 +48,7 @@ def embeddings_router(service: Service) -> APIRouter:
                 {
                     "object": "embedding",
                     "index": item.index,
-                    "embedding": _encoded(item.vector, body.encoding_format, body.dimensions),
+                    "embedding": encode_vector(item.vector, body.encoding_format, body.dimensions),
                 }
                 for item in pooled
             ],
@@ -185,7 +185,7 @@ def _fitted(texts: list[list[int]], keep: int | None, encoder: ServedEncoder) ->
 # ------------------------------------------------- vectors: plain Python, this process needs no numpy otherwise
 
 
-def _encoded(vector: bytes, encoding: str, dimensions: int | None) -> list[float] | str:
+def encode_vector(vector: bytes, encoding: str, dimensions: int | None) -> list[float] | str:
     """`vector` is float32 in this machine's order; base64 is little-endian, as OpenAI's clients read it."""
     numbers = array("f", vector)
     if dimensions is not None and dimensions < len(numbers):

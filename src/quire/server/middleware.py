@@ -18,7 +18,7 @@ from quire.server.access import Keys, Rates, RequestContext, offered_key, path_o
 from quire.server.errors import ApiError, as_api_error
 from quire.server.metrics import Metrics
 from quire.server.reply import error_reply
-from quire.server.traces import Traces
+from quire.server.traces import OtlpTraces
 
 log = get_logger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -42,7 +42,7 @@ class RequestMiddleware:
         admin: Keys,
         rates: Rates,
         metrics: Metrics,
-        traces: Traces,
+        traces: OtlpTraces | None,
         max_body_bytes: int,
         log_requests: bool,
         keep_alive: float,
@@ -125,7 +125,8 @@ class RequestMiddleware:
         self._metrics.http_request(route, status)
         if path_of(scope) in OPEN_PATHS:
             return
-        self._traces.note(context, scope["method"], route, status, scope["headers"])
+        if self._traces is not None:
+            self._traces.note(context, scope["method"], route, status, scope["headers"])
         if self._log_requests:
             seconds = time.monotonic() - context.arrival
             facts = {"request_id": context.request_id, "status": status, "seconds": round(seconds, 4)}

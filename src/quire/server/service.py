@@ -71,9 +71,10 @@ class Service:
         await asyncio.gather(generating(), self.encoders.start())
 
     async def close(self) -> None:
-        """After the last request: sends the last traces and ends what was started beside the engine."""
+        """After the last request: sends the last traces and ends the encoders and template workers."""
         await self.encoders.close()
-        await asyncio.to_thread(self.traces.close)
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         if self._model is not None:
             await self._model.prompts.close()
 

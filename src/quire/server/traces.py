@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from quire import __version__
@@ -32,28 +32,8 @@ _ATTRIBUTES = {
 }
 
 
-class Traces(Protocol):
-    def note(
-        self, context: RequestContext, method: str, route: str, status: int, headers: Iterable[Any]
-    ) -> None:
-        """One request, after its last byte."""
-
-    def close(self) -> None:
-        """Sends what was not sent yet."""
-
-
-class NoTraces:
-    def note(
-        self, context: RequestContext, method: str, route: str, status: int, headers: Iterable[Any]
-    ) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class OtlpTraces:
-    """Spans are made when a request is over and sent by a thread of the library's: no request waits for them."""
+    """Makes a span when a request has ended; a thread of the library sends it, so no request waits."""
 
     def __init__(self, endpoint: str) -> None:
         library = _library()
@@ -92,8 +72,8 @@ class OtlpTraces:
         self._provider.shutdown()
 
 
-def open_traces(endpoint: str | None) -> Traces:
-    return NoTraces() if endpoint is None else OtlpTraces(endpoint)
+def open_traces(endpoint: str | None) -> OtlpTraces | None:
+    return None if endpoint is None else OtlpTraces(endpoint)
 
 
 def attributes(context: RequestContext, method: str, route: str, status: int) -> dict[str, Any]:
