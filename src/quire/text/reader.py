@@ -85,7 +85,7 @@ class AnswerParsers:
 
     def num_reasoning_tokens(self, sequence: AnswerSequence, tokenizer: Tokenizer | None) -> int:
         thinking = reasoning_parser(self.reasoning, self.prompt) if self.reasoning else None
-        if thinking is None or not thinking.begins_with_thoughts(sequence.text):
+        if thinking is None or not thinking.begins_with_reasoning(sequence.text):
             return 0
         return num_reasoning_tokens(sequence.text, sequence.token_ids, tokenizer)
 

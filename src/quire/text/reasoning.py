@@ -25,7 +25,7 @@ class ThinkParser:
         self._rest = ""
         self._pieces: list[Piece] = []
 
-    def begins_with_thoughts(self, text: str) -> bool:
+    def begins_with_reasoning(self, text: str) -> bool:
         """Whether an answer that starts with `text` has reasoning."""
         return self._inside or text.lstrip().startswith(OPEN)
 

@@ -14,7 +14,8 @@ _NESTED_STOP = re.compile(r'["{}\[\]]|[^\w\s.:,+-]')  # a quote, a bracket, or w
 
 
 class CallObject:
-    """Follows the object through any cuts. Keys may come in any order; unknown ones are passed over.
+    """Follows the object however its text is cut. Keys may come in any order; unknown ones are passed over. Written by
+    hand: incremental JSON parsers pass on whole values, and arguments must stream character by character.
 
     `begun` says that the call was passed on; `closed` that the object has ended; `broken` that it is no such object
     (or not JSON) from here on. `complete` says that its arguments, if there are any, have ended.
