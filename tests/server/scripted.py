@@ -106,7 +106,7 @@ def scripted_app(engine: ScriptedEngine, **settings: Any) -> ASGIApp:
         max_num_seqs=16,
         lines=[],
     )
-    service.introduce(ready)
+    service.serve_model(ready)
     return create_app(service)
 
 

@@ -13,7 +13,7 @@ from quire.server.protocol.base import Usage
 from quire.server.protocol.responses import ResponseRequest
 from quire.server.responses.builder import ResponseBuilder, new_response
 from quire.server.responses.convert_request import chat_fields, chat_messages, read_items, refuse_unsupported
-from quire.server.responses.endpoints import fitted
+from quire.server.responses.endpoints import drop_oldest_turns
 from quire.server.responses.store import ResponseStore
 from quire.server.settings import ServerSettings
 from quire.server.translation import check_encodable
@@ -416,11 +416,11 @@ def test_the_oldest_turns_are_dropped_and_no_more_than_needed():
         return len(some)
 
     def kept(room: int) -> list[Any]:
-        return asyncio.run(fitted(items, room, count))
+        return asyncio.run(drop_oldest_turns(items, room, count))
 
     assert kept(33) == items
     for turns in range(1, 8):
         assert kept(1 + turns * 4) == [items[0], *items[-4 * turns :]]
         assert kept(4 + turns * 4) == kept(1 + turns * 4)
     assert kept(1) == [items[0], *items[-4:]]  # the last turn stays, to be refused as too long
-    assert asyncio.run(fitted(items[:3], 1, count)) == items[:3]
+    assert asyncio.run(drop_oldest_turns(items[:3], 1, count)) == items[:3]

@@ -52,8 +52,8 @@ class Service:
         self.draining = False
         self._model: ServedModel | None = None
 
-    def introduce(self, ready: Ready) -> None:
-        """The engine is ready for the first time: from now on there is a model to serve."""
+    def serve_model(self, ready: Ready) -> None:
+        """Called when the engine is ready for the first time: makes the tokenizer and the prompts of its model."""
         settings = self.settings
         prompts = PromptMaker(
             ready, settings.chat_template, settings.tool_call_parser, settings.reasoning_parser
@@ -66,7 +66,7 @@ class Service:
 
         async def generating() -> None:
             if self._client is not None:
-                self.introduce(await self._client.start())
+                self.serve_model(await self._client.start())
 
         await asyncio.gather(generating(), self.encoders.start())
 
@@ -137,8 +137,8 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        introduced = self._model is not None or self._client is None
-        return introduced and self.main.is_ready and not self.draining
+        has_model = self._model is not None or self._client is None
+        return has_model and self.main.is_ready and not self.draining
 
     @property
     def is_sick(self) -> bool:

@@ -127,7 +127,7 @@ async def _within(service: Service, body: ResponseRequest, items: list[Item]) ->
     async def count(some: list[Item]) -> int:
         return len((await translated_prompt(service, prompt_fields(body, some), NAMES)).token_ids)
 
-    return await fitted(items, max(1, limit - (body.max_output_tokens or 1)), count)
+    return await drop_oldest_turns(items, max(1, limit - (body.max_output_tokens or 1)), count)
 
 
 def _limit(given: str) -> int:
@@ -156,7 +156,7 @@ def _page(items: list[Item], after: str | None, limit: int) -> ItemList:
 Counted = Callable[[list[Item]], Awaitable[int]]  # the tokens of a prompt with these items
 
 
-async def fitted(items: list[Item], room: int, count: Counted) -> list[Item]:
+async def drop_oldest_turns(items: list[Item], room: int, count: Counted) -> list[Item]:
     """The items without as many of the oldest turns as it takes to fit; never without the last.
 
     A turn begins with what a user says, so that no tool's output is left without its call. System messages
