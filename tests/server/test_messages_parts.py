@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from quire.core.errors import InvalidRequest
-from quire.server.errors import ApiError
-from quire.server.messages.asking import chat_fields
-from quire.server.messages.draft import MessageBuilder
-from quire.server.messages.errors import anthropic_body, speaks_anthropic
+from quire.server.errors import ApiError, anthropic_body, speaks_anthropic
+from quire.server.messages.convert_request import chat_fields
+from quire.server.messages.endpoints import MessageBuilder
 from quire.server.protocol.base import Usage
 from quire.server.protocol.messages import MessageRequest
 

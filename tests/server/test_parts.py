@@ -10,8 +10,8 @@ from quire.core.errors import ConfigError, EngineDead, InvalidRequest, QueueFull
 from quire.core.sampling import SamplingParams
 from quire.link.admission import Bounds
 from quire.link.client import EngineClient
+from quire.server.access import Keys, offered_key, read_key_file
 from quire.server.errors import ApiError, as_api_error, from_validation
-from quire.server.keys import Keys, offered_key, read_key_file
 from quire.server.metrics import Metrics
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.completions import CompletionRequest

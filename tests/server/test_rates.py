@@ -2,8 +2,8 @@
 
 import pytest
 
+from quire.server.access import RATE_HEADERS, Allowance, Rates, TokenBucket, shown_duration
 from quire.server.errors import ApiError
-from quire.server.rates import RATE_HEADERS, Allowance, Bucket, Rates, shown_duration
 
 
 class Clock:
@@ -62,7 +62,7 @@ def test_keys_do_not_share_and_no_limit_is_no_header():
     free.check_tokens(10**9)
     free.spend_tokens(10**9)
     assert free.headers() == rates.of(None).headers() == {}
-    assert Bucket(5).level == 5
+    assert TokenBucket(5).level == 5
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,18 @@ from typing import Any
 
 import pytest
 
-from quire.core.errors import ConfigError, InvalidRequest
+from quire.core.errors import ConfigError, FieldName, InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.observe.counters import Registry
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, renamed_errors
 from quire.server.protocol.base import Usage
 from quire.server.protocol.responses import ResponseRequest
-from quire.server.responses.asking import chat_fields, refuse_unsupported
-from quire.server.responses.draft import ResponseBuilder
-from quire.server.responses.items import chat_messages, read_items
-from quire.server.responses.objects import new_response
+from quire.server.responses.builder import ResponseBuilder, new_response
+from quire.server.responses.convert_request import chat_fields, chat_messages, read_items, refuse_unsupported
+from quire.server.responses.endpoints import drop_oldest_turns
 from quire.server.responses.store import ResponseStore
-from quire.server.responses.truncation import fitted
 from quire.server.settings import ServerSettings
-from quire.server.translation import check_encodable, renamed
+from quire.server.translation import check_encodable
 
 USAGE: Usage = {
     "prompt_tokens": 5,
@@ -201,16 +199,27 @@ def test_what_is_not_served_is_refused_by_name(asked: dict[str, Any], param: str
 
 
 def test_errors_speak_of_the_fields_that_the_caller_sent():
-    error = ApiError(400, "max_completion_tokens=0 is too few", param="max_completion_tokens", code="x")
-    said = renamed(error, {"max_completion_tokens": "max_output_tokens"})
-    assert (str(said), said.param, said.code) == (
-        "max_output_tokens=0 is too few",
-        "max_output_tokens",
-        "x",
+    names = {"max_completion_tokens": "max_output_tokens", ".function.": "."}
+    error = InvalidRequest("{param}={value} is too few", "max_completion_tokens", value=0)
+    renamed = error.renamed(names)
+    assert (str(renamed), renamed.param) == ("max_output_tokens=0 is too few", "max_output_tokens")
+    other = InvalidRequest(
+        "{param}={value} is more than {limit}",
+        "min_tokens",
+        value=5,
+        limit=FieldName("max_completion_tokens"),
     )
-    assert renamed(ApiError(400, "n=0", param="n"), {"messages": "input"}).param == "n"
-    tool = ApiError(400, "tools[0].function.name is 5", param="tools[0].function.name")
-    assert str(renamed(tool, {".function.": "."})) == "tools[0].name is 5"
+    assert str(other) == "min_tokens=5 is more than max_completion_tokens"
+    assert str(other.renamed(names)) == "min_tokens=5 is more than max_output_tokens"
+    assert InvalidRequest("n=0", "n").renamed({"messages": "input"}).param == "n"
+    assert (
+        str(InvalidRequest("{param} is 5", "tools[0].function.name").renamed(names)) == "tools[0].name is 5"
+    )
+    quoting = InvalidRequest("the text '{a} {' is no grammar", "regex")
+    assert str(quoting.renamed({"regex": "pattern"})) == "the text '{a} {' is no grammar"
+    with pytest.raises(ApiError) as caught, renamed_errors({"prompt": "messages"}):
+        raise ApiError(400, "the prompt is too long", param="prompt", code="x")
+    assert (caught.value.param, caught.value.code) == ("messages", "x")
 
 
 def test_what_cannot_be_written_as_json_is_refused_before_any_work():
@@ -407,11 +416,11 @@ def test_the_oldest_turns_are_dropped_and_no_more_than_needed():
         return len(some)
 
     def kept(room: int) -> list[Any]:
-        return asyncio.run(fitted(items, room, count))
+        return asyncio.run(drop_oldest_turns(items, room, count))
 
     assert kept(33) == items
     for turns in range(1, 8):
         assert kept(1 + turns * 4) == [items[0], *items[-4 * turns :]]
         assert kept(4 + turns * 4) == kept(1 + turns * 4)
     assert kept(1) == [items[0], *items[-4:]]  # the last turn stays, to be refused as too long
-    assert asyncio.run(fitted(items[:3], 1, count)) == items[:3]
+    assert asyncio.run(drop_oldest_turns(items[:3], 1, count)) == items[:3]

@@ -13,8 +13,7 @@ import pytest
 
 from quire.cli.main import main
 from quire.core.errors import ConfigError
-from quire.server.batch_files import RowFile
-from quire.server.batch_lines import BadLine, BatchLine, answer_row, parse_line
+from quire.server.batch import BadLine, BatchLine, RowFile, answer_row, parse_line
 
 SMALL = ("--kv-cache-memory-bytes", "256M", "--max-num-seqs", "4")
 

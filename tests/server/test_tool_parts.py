@@ -2,24 +2,21 @@
 
 import asyncio
 import json
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.core.errors import ConfigError, InvalidRequest
-from quire.server.answer_parsers import AnswerParsers
 from quire.server.chat_reply import ChatReply
 from quire.server.generation import Change
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.settings import ServerSettings
 from quire.server.tools import MAX_BYTES, MAX_TOOLS, tool_plan
 from quire.text.answer import AnswerSequence
-from quire.text.formats import AnswerFormats, choose_formats
+from quire.text.reader import AnswerFormats, AnswerParsers, choose_formats
 from quire.text.template import ChatTemplate
-from quire.text.tools.describe import described
-from quire.text.tools.registry import tool_parser
+from quire.text.tools.registry import described, tool_parser
 
 HI = [{"role": "user", "content": "Hi"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -169,17 +166,21 @@ class FakeGeneration:
         self.prompt_logprobs = None
         self._parts, self._reason = parts, reason
 
-    async def changes(self):
-        for index, part in enumerate(self._parts):
-            self.sequence.text += part
-            self.sequence.token_ids.append(index)
-            last = index == len(self._parts) - 1
-            self.sequence.finish_reason = self._reason if last else None
-            yield [Change(0, self.sequence, index, part)]
+    @property
+    def is_open(self) -> bool:
+        return self.sequence.finish_reason is None
+
+    def take(self) -> list[Change]:
+        index = len(self.sequence.token_ids)
+        self.sequence.add_text(self._parts[index])
+        self.sequence.token_ids.append(index)
+        last = index == len(self._parts) - 1
+        self.sequence.finish_reason = self._reason if last else None
+        return [Change(0, self.sequence, index, self._parts[index])]
 
     async def finish(self) -> None:
-        async for _ in self.changes():
-            pass
+        while self.is_open:
+            self.take()
 
     def usage(self) -> dict[str, Any]:
         return {"prompt_tokens": 1, "completion_tokens": len(self.sequence.token_ids), "total_tokens": 9}
@@ -191,11 +192,10 @@ def reply(parts: list[str], reading: AnswerParsers, reason: str = "stop", **fiel
 
 
 def collected(one: ChatReply) -> list[dict[str, Any]]:
-    async def run() -> list[dict[str, Any]]:
-        async with aclosing(one.chunks()) as batches:
-            return [choice async for chunks in batches for chunk in chunks for choice in chunk["choices"]]
-
-    return asyncio.run(run())
+    choices: list[dict[str, Any]] = []
+    while one.generation.is_open:
+        choices += [dict(choice) for chunk in one.take_chunks() for choice in chunk["choices"]]
+    return choices
 
 
 def accumulated(choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_stop_strings_that_overlap_are_found_letter_by_letter(text: str, stops: 
     shown = "".join([*(watcher.feed(letter) for letter in text), watcher.flush()])
     found = first_stop(text, stops)
     assert shown == (text if found is None else text[: found[0]])
-    assert watcher.found == (None if found is None else found[2])
+    assert watcher.matched == (None if found is None else found[2])
 
 
 @pytest.mark.parametrize("stops", [(), ("\n\nStop", "END of text")])

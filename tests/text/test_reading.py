@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning, merged
 from quire.text.reader import AnswerReader
-from quire.text.reasoning.registry import guessed_reasoning, reasoning_parser
-from quire.text.tools.forced import JsonArrayParser, NamedParser
+from quire.text.reasoning import guessed_reasoning, reasoning_parser
+from quire.text.tools.parser import JsonArrayParser, NamedParser
 from quire.text.tools.registry import guessed_tool_parser, tool_parser
 
 FOLDER = Path(__file__).parent / "transcripts"

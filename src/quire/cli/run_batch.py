@@ -16,8 +16,7 @@ from quire.core.errors import ConfigError
 from quire.link.messages import AnyReady
 from quire.llm.progress import load_progress
 from quire.observe import logs
-from quire.server.batch import Tally, run_batch
-from quire.server.batch_files import RowFile, count_lines, is_same_file, open_input
+from quire.server.batch import BatchSummary, RowFile, count_lines, is_same_file, open_input, run_batch
 
 NOTHING_RAN = 2
 _NOT_HERE = ("max_queue_requests", "max_queue_tokens")  # --max-concurrency bounds what waits
@@ -59,23 +58,23 @@ def run(arguments: argparse.Namespace) -> int:
         )
     rows = RowFile(arguments.output_file, resume=arguments.resume, overwrite=arguments.overwrite)
     try:
-        tally = _run(arguments, config, lines, rows, total)
+        done = _run(arguments, config, lines, rows, total)
     except KeyboardInterrupt:
         if arguments.output_file != "-":
             print(f"quire: {arguments.output_file} holds what is done: --resume goes on", file=sys.stderr)
         raise
     finally:
         rows.close()
-    if tally.num_done == 0:
+    if done.num_done == 0:
         raise ConfigError(f"-i {arguments.input_file}: holds no request")
     if not arguments.quiet:
-        print(summary(tally), file=sys.stderr)
-    return 0 if tally.num_answered or tally.num_skipped else NOTHING_RAN
+        print(summary(done), file=sys.stderr)
+    return 0 if done.num_answered or done.num_skipped else NOTHING_RAN
 
 
 def _run(
     arguments: argparse.Namespace, config: EngineConfig, lines: BinaryIO, rows: RowFile, total: int | None
-) -> Tally:
+) -> BatchSummary:
     # What a server tells its operator is no news here. The engine's process writes lines too, and inherits this.
     os.environ.setdefault("QUIRE_LOG_LEVEL", "warning")
     logs.configure()
@@ -90,11 +89,11 @@ def _run(
         tqdm(total=total, unit="req", disable=not shown, leave=False) as bar,
     ):
 
-        def on_row(tally: Tally) -> None:
-            failed = tally.refused.total() + tally.num_malformed
+        def on_row(done: BatchSummary) -> None:
+            failed = done.refused.total() + done.num_malformed
             if failed:
                 bar.set_postfix_str(f"{failed} failed", refresh=False)
-            bar.update(tally.num_done - bar.n)
+            bar.update(done.num_done - bar.n)
 
         return asyncio.run(
             run_batch(
@@ -109,12 +108,12 @@ def _run(
         )
 
 
-def summary(tally: Tally) -> str:
-    parts = [f"{tally.num_answered:,} answered"]
-    parts += [f"{count:,} refused ({kind})" for kind, count in tally.refused.most_common()]
-    if tally.num_malformed:
-        parts.append(f"{tally.num_malformed:,} malformed")
-    if tally.num_skipped:
-        parts.append(f"{tally.num_skipped:,} done before")
-    tokens = f"{tally.num_prompt_tokens:,} tokens in, {tally.num_output_tokens:,} out"
-    return f"{', '.join(parts)}; {tokens}; {tally.seconds:.1f} s"
+def summary(done: BatchSummary) -> str:
+    parts = [f"{done.num_answered:,} answered"]
+    parts += [f"{count:,} refused ({kind})" for kind, count in done.refused.most_common()]
+    if done.num_malformed:
+        parts.append(f"{done.num_malformed:,} malformed")
+    if done.num_skipped:
+        parts.append(f"{done.num_skipped:,} done before")
+    tokens = f"{done.num_prompt_tokens:,} tokens in, {done.num_output_tokens:,} out"
+    return f"{', '.join(parts)}; {tokens}; {done.seconds:.1f} s"

@@ -12,10 +12,10 @@ from quire.cli.sizes import parse_bytes
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.observe import logs
-from quire.server.keys import read_key_file
+from quire.server.access import read_key_file
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
-from quire.text.reasoning.registry import REASONING_PARSERS
+from quire.text.reasoning import REASONING_PARSERS
 from quire.text.tools.registry import TOOL_PARSERS
 
 DEFAULTS = ServerSettings()

@@ -1,5 +1,8 @@
 """Errors that people see. Each message names the value that was wrong and what to do about it."""
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class QuireError(Exception):
     """Base of every error that Quire raises on purpose."""
@@ -17,12 +20,46 @@ class WeightsError(QuireError):
     """Weights that cannot be found, read or trusted."""
 
 
-class InvalidRequest(QuireError):
-    """A request that can never be served as asked; `param` names the offending field."""
+class FieldName(str):
+    """The name of a request's field within an error's values: `InvalidRequest.renamed` translates it."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
+
+class InvalidRequest(QuireError):
+    """A request that can never be served as asked; `param` names the offending field.
+
+    The message is a template: `{param}` stands for the field's name, `{name}` for each of `values`. An API that has
+    other names for the fields translates them with `renamed`; sentences are never rewritten. Without values only
+    `{param}` is filled in, so a message may quote a request's text as it is.
+    """
+
+    def __init__(self, message: str, param: str | None = None, **values: Any) -> None:
+        self.template = message
         self.param = param
+        self.values = values
+        super().__init__(self._rendered())
+
+    def renamed(self, names: Mapping[str, str]) -> "InvalidRequest":
+        """The same error with its fields called what `names` says."""
+        values = {
+            key: FieldName(renamed_field(value, names)) if isinstance(value, FieldName) else value
+            for key, value in self.values.items()
+        }
+        param = None if self.param is None else renamed_field(self.param, names)
+        return InvalidRequest(self.template, param, **values)
+
+    def _rendered(self) -> str:
+        if self.values:
+            return self.template.format(param=self.param, **self.values)
+        return self.template.replace("{param}", self.param or "")
+
+
+def renamed_field(field: str, names: Mapping[str, str]) -> str:
+    """The field's name under `names`. A key with a leading dot renames a part of a path: `.function.name` of a tool."""
+    for part, name in names.items():
+        if part.startswith("."):
+            field = field.replace(part, name)
+    root = field.split(".")[0].split("[")[0]
+    return names.get(field) or names.get(root, root) + field[len(root) :]
 
 
 class AdapterError(InvalidRequest):
@@ -32,7 +69,7 @@ class AdapterError(InvalidRequest):
         super().__init__(message, param)
 
     def again(self) -> "AdapterError":
-        """The same to be raised: one object raised again and again would keep everything that it passed through."""
+        """A copy to raise: one object raised repeatedly would keep every traceback that it passed through."""
         return AdapterError(str(self), self.param)
 
 

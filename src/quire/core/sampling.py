@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.core.beam_params import check_beam_params, check_no_beams
-from quire.core.errors import InvalidRequest
+from quire.core.errors import FieldName, InvalidRequest
 from quire.core.structured import StructuredOutput
 
 MAX_LOGPROBS = 20
@@ -96,8 +96,11 @@ class SamplingParams:
     def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}: raise max_tokens",
+                "{param}={least} is larger than {limit}={most}: raise {limit}",
                 "min_tokens",
+                least=self.min_tokens,
+                limit=FieldName("max_tokens"),
+                most=self.max_tokens,
             )
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequest(
@@ -111,7 +114,7 @@ class SamplingParams:
             )
         if any(not word for word in self.stop):
             raise InvalidRequest(
-                "stop contains an empty string, which would stop everything: remove it", "stop"
+                "{param} contains an empty string, which would stop everything: remove it", "stop"
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", "allowed_token_ids")
@@ -149,7 +152,12 @@ def _within(name: str, value: float, low: float, high: float, low_open: bool = F
     if not valid or (low_open and value == low):
         bracket = "(" if low_open else "["
         raise InvalidRequest(
-            f"{name}={value!r} is outside {bracket}{low:g}, {high:g}]: choose a value within", name
+            "{param}={value!r} is outside {bracket}{low:g}, {high:g}]: choose a value within",
+            name,
+            value=value,
+            bracket=bracket,
+            low=low,
+            high=high,
         )
 
 
@@ -157,4 +165,6 @@ def _whole(name: str, value: int, low: int, high: int | None = None) -> None:
     valid = isinstance(value, int) and not isinstance(value, bool) and value >= low
     if not valid or (high is not None and value > high):
         limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise InvalidRequest(f"{name}={value!r} is not a whole number {limit}", name)
+        raise InvalidRequest(
+            "{param}={value!r} is not a whole number {limit}", name, value=value, limit=limit
+        )

@@ -94,7 +94,7 @@ class StructuredOutput:
         if unknown or len(given) != 1:
             what = f"has {unknown[0]!r}" if unknown else f"has {len(given)} of them"
             raise InvalidRequest(
-                f"{param} {what}: give exactly one of json, json_object, regex, grammar and choice", param
+                f"{{param}} {what}: give exactly one of json, json_object, regex, grammar and choice", param
             )
         ((name, value),) = given.items()
         if name == "json_object":
@@ -119,17 +119,8 @@ class StructuredOutput:
         schema = self._parsed()
         if not isinstance(schema, (dict, bool)):
             raise self._refusal(f"a JSON schema must be an object, not {type(schema).__name__}")
-        level: list[Any] = [schema]
-        for _ in range(MAX_DEPTH):
-            level = [
-                inner
-                for one in level
-                if isinstance(one, (dict, list))
-                for inner in (one.values() if isinstance(one, dict) else one)
-            ]
-            if not level:
-                return
-        raise self._refusal(f"the schema is {_DEPTH_REMEDY}")
+        if nests_deeper([schema], MAX_DEPTH):
+            raise self._refusal(f"the schema is {_DEPTH_REMEDY}")
 
     def _check_choices(self) -> None:
         choices = self._parsed()
@@ -156,4 +147,17 @@ def _dumped(value: Any, param: str) -> str:
     except RecursionError:
         raise InvalidRequest(f"the schema is {_DEPTH_REMEDY}", param) from None
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{param} cannot be written as JSON ({error})", param) from None
+        raise InvalidRequest(f"{{param}} cannot be written as JSON ({error})", param) from None
+
+
+def nests_deeper(values: list[Any], depth: int) -> bool:
+    """Whether JSON values hold more than `depth` levels of brackets; level by level, so that no recursion can fail."""
+    level = values
+    for _ in range(depth):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, (dict, list))
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+    return bool(level)

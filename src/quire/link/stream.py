@@ -1,6 +1,7 @@
 """Stream: the updates of requests that were submitted together, in order, until all have ended."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
@@ -8,29 +9,43 @@ Update = TypeVar("Update")  # SequenceUpdate, or an encoder's Pooled
 
 
 class Stream(Generic[Update]):
-    """Belongs to one consumer, who must close it. Updates that nobody took yet come together."""
+    """Belongs to one consumer, which must close it. Updates wait in `pending` until the consumer takes them."""
 
     def __init__(self, request_ids: Iterable[str], close: Callable[["Stream[Update]"], None]) -> None:
         self.request_ids = tuple(request_ids)
-        self.open_ids = set(self.request_ids)  # those that the engine may still say something about
-        self.queue_seconds: dict[str, float] = {}  # of those that have begun to run
+        self.open_ids = set(self.request_ids)  # requests that the engine may still send updates for
+        self.queue_seconds: dict[str, float] = {}  # of requests that have begun to run
+        self.pending: deque[Update] = deque()
         self._close = close
-        self._pending: list[Update] = []
         self._fault: Exception | None = None
         self._wakeup: asyncio.Future[None] | None = None
 
+    def wait(self) -> "asyncio.Future[None]":
+        """A future that is done once there is something to take or to raise.
+
+        It is no coroutine: a stream waits once per token, and the future is the only object that this makes.
+        """
+        wakeup = self._wakeup = asyncio.get_running_loop().create_future()
+        if self.pending or self._fault is not None:
+            wakeup.set_result(None)
+        return wakeup
+
+    def check(self) -> None:
+        """Raises what ended the stream. Updates that came before it should be taken first."""
+        if self._fault is not None:
+            raise self._fault
+
     async def updates(self) -> list[Update]:
         """At least one update, waiting for it; raises what ended the stream."""
-        while not self._pending:
-            if self._fault is not None:
-                raise self._fault
-            self._wakeup = asyncio.get_running_loop().create_future()
-            await self._wakeup
-        pending, self._pending = self._pending, []
-        return pending
+        while not self.pending:
+            self.check()
+            await self.wait()
+        taken = list(self.pending)
+        self.pending.clear()
+        return taken
 
     def done(self, request_id: str) -> None:
-        """The consumer has all it wants of this request, which has ended in the engine too."""
+        """The consumer has all it needs of this request, which has ended in the engine too."""
         self.open_ids.discard(request_id)
 
     def close(self) -> None:
@@ -47,7 +62,7 @@ class Stream(Generic[Update]):
     # called by the client
 
     def push(self, update: Update) -> None:
-        self._pending.append(update)
+        self.pending.append(update)
         self._wake()
 
     def _wake(self) -> None:

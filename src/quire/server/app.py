@@ -1,5 +1,7 @@
 """create_app: endpoints, error shapes and middleware, put together."""
 
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -9,24 +11,18 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.errors import QuireError
 from quire.observe.logs import get_logger
-from quire.server.adapters import adapters_router
-from quire.server.admin import admin_router
-from quire.server.caller import caller_of
+from quire.server.access import RATE_HEADERS, Keys, Rates, context_of
 from quire.server.chat import chat_router
 from quire.server.completions import completions_router
-from quire.server.dialects import error_reply_for
-from quire.server.documents import without_422
 from quire.server.embeddings import embeddings_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
-from quire.server.health import health_router
-from quire.server.keys import Keys
-from quire.server.messages.router import messages_router
+from quire.server.messages.endpoints import messages_router
 from quire.server.middleware import RequestMiddleware
-from quire.server.models import models_router
-from quire.server.rates import RATE_HEADERS, Rates
-from quire.server.responses.router import responses_router
+from quire.server.models import models_router, tokens_router
+from quire.server.operations import adapters_router, admin_router, health_router
+from quire.server.reply import error_reply
+from quire.server.responses.endpoints import responses_router
 from quire.server.service import Service
-from quire.server.tokens import tokens_router
 
 log = get_logger(__name__)
 ROUTERS = (
@@ -79,31 +75,45 @@ def create_app(service: Service) -> FastAPI:
 
 async def _on_validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_reply_for(request.scope, from_validation(error.errors(), error.body))
+    return error_reply(request.scope, as_api_error(from_validation(error.errors(), error.body)))
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
-    """What Starlette and FastAPI raise themselves: no such path, a wrong method, an unreadable body."""
+    """Errors of Starlette and FastAPI: no such path, a wrong method, an unreadable body."""
     assert isinstance(error, HTTPException)
     cause = error.__cause__
     if isinstance(cause, ApiError):  # raised while the body was read
-        return error_reply_for(request.scope, cause)
-    code, said = None, str(error.detail)
+        return error_reply(request.scope, cause)
+    code, message = None, str(error.detail)
     if error.status_code == 404:
-        code, said = "not_found", f"there is no {request.url.path} here: GET /docs shows what there is"
+        code, message = "not_found", f"there is no {request.url.path} here: GET /docs shows what there is"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        code, said = "method_not_allowed", f"{request.url.path} does not take {request.method}: use {allowed}"
-    found = ApiError(error.status_code, said, code=code, headers=error.headers)
-    return error_reply_for(request.scope, found)
+        code, message = (
+            "method_not_allowed",
+            f"{request.url.path} does not take {request.method}: use {allowed}",
+        )
+    shown = ApiError(error.status_code, message, code=code, headers=error.headers)
+    return error_reply(request.scope, shown)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    found = as_api_error(error)
-    if found.status == 500:
-        log.error("%s", error, extra={"request_id": caller_of(request).request_id})
-    return error_reply_for(request.scope, found)
+    shown = as_api_error(error)
+    if shown.status == 500:
+        log.error("%s", error, extra={"request_id": context_of(request).request_id})
+    return error_reply(request.scope, shown)
 
 
 async def _on_gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)
+
+
+def without_422(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document promises 422 for bad bodies; here they are 400, in OpenAI's shape."""
+    document = FastAPI.openapi(app)
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation.get("responses", {}).pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document.get("components", {}).get("schemas", {}).pop(name, None)
+    return document

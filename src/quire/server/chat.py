@@ -1,23 +1,19 @@
-"""POST /v1/chat/completions, and the way from a chat request to its reply that other endpoints take too."""
-
-from contextlib import aclosing
+"""POST /v1/chat/completions, and the path from a chat request to its reply that other endpoints take too."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.sampling import SamplingParams
-from quire.server.answer_parsers import AnswerParsers
 from quire.server.chat_reply import ChatReply
-from quire.server.documents import ERRORS, answers
-from quire.server.errors import ApiError
+from quire.server.errors import not_supported, renamed_errors
 from quire.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
-from quire.server.reply import DONE, Events, JsonReply, event, streamed
+from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.sampling import chat_sampling
 from quire.server.service import ServedModel, Service
+from quire.server.sse import EventStream
 from quire.server.tools import ToolPlan, tool_plan
-from quire.server.unsupported import refuse_unsupported_chat
-from quire.text.formats import AnswerFormats
 from quire.text.prompts import PreparedPrompt
+from quire.text.reader import AnswerFormats, AnswerParsers
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -28,7 +24,7 @@ def chat_router(service: Service) -> APIRouter:
         """Answers a conversation, whole or in pieces."""
         reply = await answer_chat(service, request, body)
         if body.stream:
-            return await streamed(_events(reply), reply.response_id)
+            return EventStream(reply, reply.response_id)
         return JsonReply(await reply.whole())
 
     return router
@@ -37,10 +33,10 @@ def chat_router(service: Service) -> APIRouter:
 async def answer_chat(service: Service, request: Request, body: ChatCompletionRequest) -> ChatReply:
     """Checks a chat request, makes its prompt and submits it; raises at once what refuses it.
 
-    The reply must be used: `whole`, or `chunks` within `aclosing`.
+    The reply must be used, as a whole or as a stream: its generation runs already.
     """
     model = service.model_named(body.model)
-    refuse_unsupported_chat(body, service.settings.trust_request_chat_template)
+    _refuse_unsupported(body, service.settings.trust_request_chat_template)
     plan = tool_plan(body)
     sampling = chat_sampling(body, model.ready.default_sampling)
     formats = model.prompts.formats
@@ -48,14 +44,11 @@ async def answer_chat(service: Service, request: Request, body: ChatCompletionRe
     service.check_room()
     prompt = await chat_prompt(model, body, plan)
     kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=bool(plan.shown))
-    try:
+    with renamed_errors({"prompt": "messages"}):
         response_id, generation = service.generate(request, body, [prompt], sampling, "chatcmpl", kept_ids)
-    except ApiError as error:
-        error.param = "messages" if error.param == "prompt" else error.param
-        raise
-    reading = _reading(plan, formats, sampling, prompt.text)
+    parsers = _answer_parsers(plan, formats, sampling, prompt.text)
     return ChatReply(
-        response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer, reading
+        response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer, parsers
     )
 
 
@@ -77,11 +70,11 @@ async def chat_prompt(
     )
 
 
-def _reading(
+def _answer_parsers(
     plan: ToolPlan, formats: AnswerFormats, sampling: SamplingParams, prompt: str | None
 ) -> AnswerParsers:
-    """JSON that a grammar forms is all content, or all calls. Text of other forms has thoughts only if these allow it
-    to say where they begin."""
+    """JSON under a grammar is all content, or all calls. Text under another grammar has reasoning only if the grammar
+    lets it write the opening marker."""
     form = sampling.structured
     if form is None:
         return AnswerParsers(formats.reasoning, prompt, plan.parser_maker(formats.tools), plan.max_calls)
@@ -91,9 +84,13 @@ def _reading(
     return AnswerParsers(reasoning, None, plan.parser_maker(formats.tools), plan.max_calls)
 
 
-async def _events(reply: ChatReply) -> Events:
-    """Server-sent events, those of one step in one piece, and the end."""
-    async with aclosing(reply.chunks()) as batches:
-        async for chunks in batches:
-            yield b"".join([event(chunk) for chunk in chunks])
-    yield DONE
+def _refuse_unsupported(body: ChatCompletionRequest, trust_template: bool) -> None:
+    """Fields that would change the answer and are not served are refused by name, never dropped silently."""
+    for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(body, name) is not None:
+            raise not_supported(name, f"{name} was OpenAI's old name: send {instead}")
+    if body.chat_template is not None and not trust_template:
+        raise not_supported(
+            "chat_template",
+            "a request's own chat template is not accepted: start the server with --trust-request-chat-template",
+        )

@@ -1,10 +1,10 @@
-"""ChatReply: a chat's answers as OpenAI's objects, whole or in chunks. Every endpoint for chats sits on it."""
+"""ChatReply: a chat's answers as OpenAI's objects, whole or in chunks. Every endpoint for chats is built on it."""
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import uuid
+from collections.abc import Iterable, Sequence
 
-from quire.server.answer_parsers import AnswerParsers, deltas, read_message
+from quire.server.errors import ApiError
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.base import Usage
@@ -16,15 +16,19 @@ from quire.server.protocol.chat import (
     ChatCompletionRequest,
     ChatDelta,
     ChatLogprobs,
+    ChatMessage,
+    ToolCallDelta,
 )
 from quire.server.reply import FINGERPRINT
+from quire.server.sse import DONE, TextEvent, event, last_error
 from quire.text.answer import AnswerSequence
-from quire.text.reader import AnswerReader
+from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning
+from quire.text.reader import AnswerParsers, AnswerReader
 from quire.text.tokenizer import Tokenizer
 
 
 class ChatReply:
-    """Either `whole` or `chunks`, once. Whoever leaves `chunks` early must close it: that aborts the rest."""
+    """Used once: either for `whole`, or for a stream of `take_chunks` and `last_chunks`."""
 
     def __init__(
         self,
@@ -33,33 +37,42 @@ class ChatReply:
         model: str,
         generation: Generation,
         tokenizer: Tokenizer | None,
-        reading: AnswerParsers,
+        parsers: AnswerParsers,
     ) -> None:
         self.response_id = response_id
         self.model = model
         self.created = int(time.time())
         self._body = body
-        self._generation = generation
+        self.generation = generation
         self._tokenizer = tokenizer
-        self._reading = reading
+        self._parsers = parsers
         self._readers: dict[int, AnswerReader] = {}  # of streamed answers that are not plain text
+        self._begun = False
+        self._num_choices = len(generation.answers[0].sequences)
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        # of each choice, where all text is content; empty where it must be parsed or has logprobs
+        self._contents: list[TextEvent] = []
+        if body.stream and parsers.is_plain and not body.logprobs:
+            self._contents = [
+                TextEvent(self._choice(index, {"content": ""}, None, None), "content")
+                for index in range(self._num_choices)
+            ]
 
     def usage(self) -> Usage:
-        """What it has cost so far."""
-        usage = self._generation.usage()
-        if self._reading.reasoning is not None:
+        """Token counts so far."""
+        usage = self.generation.usage()
+        if self._parsers.reasoning is not None:
             counts = [
-                self._reading.num_reasoning_tokens(sequence, self._tokenizer)
-                for sequence in self._generation.answers[0].sequences
+                self._parsers.num_reasoning_tokens(sequence, self._tokenizer)
+                for sequence in self.generation.answers[0].sequences
             ]
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
         return usage
 
     async def whole(self) -> ChatCompletion:
         """The answer, when its last token has come."""
-        await self._generation.finish()
-        answer = self._generation.answers[0]
+        await self.generation.finish()
+        answer = self.generation.answers[0]
         choices = [self._whole_choice(index, sequence) for index, sequence in enumerate(answer.best)]
         whole: ChatCompletion = {
             "id": self.response_id,
@@ -74,29 +87,51 @@ class ChatReply:
             whole["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
         return whole
 
-    async def chunks(self) -> AsyncGenerator[list[ChatCompletionChunk], None]:
-        """What each step adds: first a role for each choice, then deltas, last usage if it was asked for."""
-        begun = False
-        async with aclosing(self._generation.changes()) as changes:
-            async for batch in changes:
-                shown = []
-                if not begun:
-                    begun = True
-                    num_choices = len(self._generation.answers[0].sequences)
-                    shown += [self._role(index) for index in range(num_choices)]
-                shown += [chunk for change in batch for chunk in self._deltas(change)]
-                if shown:
-                    yield shown
-        if self._with_usage:
-            last = self._chunk([])
-            last["usage"] = self.usage()
-            yield [last]
+    def take_chunks(self) -> list[ChatCompletionChunk]:
+        """The chunks for updates since the last call: first a role for each choice, then deltas."""
+        return self._chunks(self.generation.take())
+
+    def last_chunks(self) -> list[ChatCompletionChunk]:
+        """After the deltas: usage, if it was asked for."""
+        if not self._with_usage:
+            return []
+        last = self._chunk([])
+        last["usage"] = self.usage()
+        return [last]
+
+    def take(self) -> bytes:
+        """As `take_chunks`, in server-sent events."""
+        changes = self.generation.take()
+        if not self._begun:
+            return b"".join([event(chunk) for chunk in self._chunks(changes)])
+        return (
+            self._event(changes[0]) if len(changes) == 1 else b"".join([self._event(one) for one in changes])
+        )
+
+    def end(self) -> bytes:
+        return b"".join([*map(event, self.last_chunks()), DONE])
+
+    def fail(self, error: ApiError) -> bytes:
+        return last_error(error)
+
+    def _event(self, change: Change) -> bytes:
+        """Plain content is filled into an event that was encoded once; everything else is built as chunks."""
+        if self._contents and change.text and change.sequence.finish_reason is None:
+            return self._contents[change.sequence.index].encode(change.text)
+        return b"".join([event(chunk) for chunk in self._deltas(change)])
+
+    def _chunks(self, changes: Iterable[Change]) -> list[ChatCompletionChunk]:
+        chunks = [] if self._begun else [self._role(index) for index in range(self._num_choices)]
+        self._begun = True
+        for change in changes:
+            chunks += self._deltas(change)
+        return chunks
 
     def _role(self, index: int) -> ChatCompletionChunk:
         return self._choice(index, {"role": "assistant", "content": ""}, None, None)
 
     def _whole_choice(self, index: int, sequence: AnswerSequence) -> ChatChoice:
-        reader = self._reading.reader()
+        reader = self._parsers.reader()
         message = read_message(reader, sequence.text)
         return {
             "index": index,
@@ -113,24 +148,24 @@ class ChatReply:
         reason = sequence.finish_reason
         if not (change.text or added or reason):
             return []
-        found: list[ChatDelta]
-        if self._reading.is_plain:
-            found = [{"content": change.text}] if change.text else []
+        added_deltas: list[ChatDelta]
+        if self._parsers.is_plain:
+            added_deltas = [{"content": change.text}] if change.text else []
         else:
             reader = self._readers.get(sequence.index)
             if reader is None:
-                reader = self._readers[sequence.index] = self._reading.reader()
+                reader = self._readers[sequence.index] = self._parsers.reader()
             pieces = reader.feed(change.text)
             if reason is not None:
                 pieces += reader.finish()
                 reason = _finish_reason(sequence, reader)
-            found = deltas(pieces)
-        if not found:
+            added_deltas = deltas(pieces)
+        if not added_deltas:
             if not (added or reason):
                 return []
-            found = [{} if reason else {"content": ""}]
+            added_deltas = [{} if reason else {"content": ""}]
         logprobs = chat_logprobs(added, self._tokenizer) if added else None
-        *first, last = found
+        *first, last = added_deltas
         chunks = [self._choice(sequence.index, delta, None, None) for delta in first]
         return [*chunks, self._choice(sequence.index, last, logprobs, reason, sequence.stop_reason)]
 
@@ -164,6 +199,65 @@ class ChatReply:
         if self._with_usage:
             chunk["usage"] = None
         return chunk
+
+
+def read_message(reader: AnswerReader, text: str) -> ChatMessage:
+    """A whole answer."""
+    read = reader.whole(text)
+    content = None if read.calls and not read.content else read.content
+    message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+    if read.reasoning:
+        message["reasoning_content"] = read.reasoning
+    if read.calls:
+        message["tool_calls"] = [
+            {
+                "id": _call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in read.calls
+        ]
+    return message
+
+
+def deltas(pieces: Sequence[Piece]) -> list[ChatDelta]:
+    """The fewest deltas that keep the pieces' order: within a delta, reasoning precedes content and content calls."""
+    made: list[ChatDelta] = []
+    for piece in pieces:
+        match piece:
+            case Reasoning():
+                delta = _last(made, ("content", "tool_calls"))
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
+            case Content():
+                delta = _last(made, ("tool_calls",))
+                delta["content"] = delta.get("content", "") + piece.text
+            case CallBegin():
+                begun: ToolCallDelta = {
+                    "index": piece.index,
+                    "id": _call_id(),
+                    "type": "function",
+                    "function": {"name": piece.name, "arguments": ""},
+                }
+                _last(made).setdefault("tool_calls", []).append(begun)
+            case Arguments():
+                calls = _last(made).setdefault("tool_calls", [])
+                if not calls or calls[-1]["index"] != piece.index:
+                    calls.append({"index": piece.index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += piece.text
+            case CallEnd():
+                pass
+    return made
+
+
+def _last(made: list[ChatDelta], later: tuple[str, ...] = ()) -> ChatDelta:
+    """The delta to add to: a new one, if the last has what comes after."""
+    if not made or any(key in made[-1] for key in later):
+        made.append({})
+    return made[-1]
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _finish_reason(sequence: AnswerSequence, reader: AnswerReader) -> str | None:

@@ -1,13 +1,12 @@
 """POST /v1/completions."""
 
 import time
-from contextlib import aclosing
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.step import TokenLogprobs
-from quire.server.documents import ERRORS, answers
+from quire.server.errors import ApiError, not_supported
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
 from quire.server.protocol.base import Usage
@@ -17,10 +16,10 @@ from quire.server.protocol.completions import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from quire.server.reply import DONE, FINGERPRINT, Events, JsonReply, event, streamed
+from quire.server.reply import ERRORS, FINGERPRINT, JsonReply, answers
 from quire.server.sampling import completion_sampling
 from quire.server.service import Service
-from quire.server.unsupported import refuse_unsupported_completion
+from quire.server.sse import DONE, EventStream, TextEvent, event, last_error
 from quire.text.answer import Answer, AnswerSequence
 from quire.text.prompts import PreparedPrompt
 from quire.text.tokenizer import Tokenizer
@@ -33,7 +32,8 @@ def completions_router(service: Service) -> APIRouter:
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one prompt or several, whole or in pieces."""
         model = service.model_named(body.model)
-        refuse_unsupported_completion(body)
+        if body.suffix:
+            raise not_supported("suffix", "suffix (filling in the middle) is not supported: leave it out")
         sampling = completion_sampling(body, model.ready.default_sampling)
         service.check_room()
         prompts = await model.prompts.completions(body.prompt, body.add_special_tokens)
@@ -42,7 +42,7 @@ def completions_router(service: Service) -> APIRouter:
             response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer
         )
         if body.stream:
-            return await streamed(reply.events(), response_id)
+            return EventStream(reply, response_id)
         await generation.finish()
         return JsonReply(reply.whole())
 
@@ -61,12 +61,15 @@ class CompletionReply:
         tokenizer: Tokenizer | None,
     ) -> None:
         self._body = body
-        self._generation = generation
+        self.generation = generation
         self._tokenizer = tokenizer
         self._num_choices = body.n or 1
         self._only_prompt = bool(body.echo) and body.max_tokens == 0
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._offsets: dict[int, int] = {}  # letters that each choice has sent
+        self._offsets: dict[int, int] = {}  # characters that each choice has sent
+        # Events of plain text, by choice, once the first is out; None where text comes with logprobs or not at all.
+        is_plain = body.logprobs is None and not self._only_prompt
+        self._texts: dict[int, TextEvent] | None = {} if is_plain else None
         self._head = {
             "id": response_id,
             "object": "text_completion",
@@ -77,7 +80,7 @@ class CompletionReply:
 
     def whole(self) -> Completion:
         choices = []
-        for position, answer in enumerate(self._generation.answers):
+        for position, answer in enumerate(self.generation.answers):
             for index, sequence in enumerate(answer.best):
                 choice = self._choice(position, index, answer, sequence, sequence.text, 0, first=True)
                 if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
@@ -85,20 +88,28 @@ class CompletionReply:
                 choices.append(choice)
         return {**self._head, "choices": choices, "usage": self._usage()}  # type: ignore[typeddict-item]
 
-    async def events(self) -> Events:
-        """Server-sent events: text as it comes, usage if asked for, and the end."""
-        async with aclosing(self._generation.changes()) as changes:
-            async for batch in changes:
-                if shown := b"".join(self._piece(change) for change in batch):
-                    yield shown
-        if self._with_usage:
-            yield self._event([], usage=self._usage())
-        yield DONE
+    def take(self) -> bytes:
+        """Text as it comes, in server-sent events. Plain text is filled into an event that was encoded before."""
+        changes = self.generation.take()
+        return (
+            self._piece(changes[0]) if len(changes) == 1 else b"".join([self._piece(one) for one in changes])
+        )
+
+    def end(self) -> bytes:
+        """Usage if asked for, and the end."""
+        return self._event([], usage=self._usage()) + DONE if self._with_usage else DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return last_error(error)
 
     def _piece(self, change: Change) -> bytes:
-        """Nothing, where a step added nothing that can be shown yet."""
-        answer, sequence = self._generation.answers[change.position], change.sequence
-        first = self._index(change.position, sequence.index) not in self._offsets
+        """Empty where a step added nothing that can be shown yet."""
+        sequence = change.sequence
+        number = self._index(change.position, sequence.index)
+        if self._texts and change.text and sequence.finish_reason is None and number in self._texts:
+            return self._texts[number].encode(change.text)
+        answer = self.generation.answers[change.position]
+        first = number not in self._offsets
         wants_logprobs = self._body.logprobs is not None and len(sequence.token_ids) > change.first_token
         shows_prompt = first and bool(self._body.echo)
         if not (change.text or wants_logprobs or shows_prompt or sequence.finish_reason is not None):
@@ -106,6 +117,9 @@ class CompletionReply:
         choice = self._choice(
             change.position, sequence.index, answer, sequence, change.text, change.first_token, first=first
         )
+        if self._texts is not None and choice["finish_reason"] is None:
+            empty: CompletionChoice = {**choice, "text": ""}
+            self._texts[number] = TextEvent(self._payload([empty], None), "text")
         return self._event([choice])
 
     def _choice(
@@ -122,7 +136,7 @@ class CompletionReply:
         number = self._index(position, index)
         text = "" if self._only_prompt else text
         if first and self._body.echo:
-            text = self._prompt_text(self._generation.prompts[position]) + text
+            text = self._prompt_text(self.generation.prompts[position]) + text
         logprobs = None
         if self._body.logprobs is not None:
             logprobs = self._logprobs(
@@ -148,7 +162,7 @@ class CompletionReply:
     ) -> CompletionLogprobs:
         entries: list[TokenLogprobs | int] = []
         if first and self._body.echo:
-            entries.append(self._generation.prompts[position].token_ids[0])
+            entries.append(self.generation.prompts[position].token_ids[0])
             entries += answer.prompt_logprobs or ()
         if not self._only_prompt:
             entries += sequence.logprobs[first_token:]
@@ -163,13 +177,16 @@ class CompletionReply:
         return position * self._num_choices + index
 
     def _usage(self) -> Usage:
-        usage = self._generation.usage()
+        usage = self.generation.usage()
         if self._only_prompt:
             usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
         return usage
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
+        return event(self._payload(choices, usage))
+
+    def _payload(self, choices: list[CompletionChoice], usage: Usage | None) -> dict[str, object]:
         chunk: dict[str, object] = {**self._head, "choices": choices}
         if self._with_usage:
             chunk["usage"] = usage
-        return event(chunk)
+        return chunk

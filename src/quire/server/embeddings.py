@@ -1,8 +1,12 @@
 """POST /v1/embeddings."""
 
 import asyncio
+import base64
+import math
+import sys
 import time
 import uuid
+from array import array
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -12,15 +16,13 @@ from quire.core.pooled import Pooled
 from quire.link.admission import EmbedAsk
 from quire.link.messages import EncoderReady
 from quire.link.stream import Stream
-from quire.server.caller import Caller, caller_of, until_gone
-from quire.server.documents import ERRORS, answers
+from quire.server.access import RequestContext, context_of, until_gone
 from quire.server.encoders import ServedEncoder
 from quire.server.errors import ApiError, ClientGone, TimedOut
 from quire.server.prompts import INLINE_CHARACTERS
-from quire.server.protocol.embeddings import EmbeddingList, EmbeddingRequest
-from quire.server.reply import JsonReply
+from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
+from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.service import Service
-from quire.server.vectors import written
 from quire.text.prompts import as_list, cut, prepare
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
@@ -38,22 +40,22 @@ def embeddings_router(service: Service) -> APIRouter:
         _check_dimensions(body.dimensions, encoder.ready)
         _check_room(service, encoder)
         texts = await _token_ids(body, encoder)
-        pooled = await _Embedding(service, encoder, caller_of(request)).of(texts, request)
-        num_tokens = sum(one.num_tokens for one in pooled)
-        found: EmbeddingList = {
+        pooled = await _Embedding(service, encoder, context_of(request)).of(texts, request)
+        num_tokens = sum(vector.num_tokens for vector in pooled)
+        listed: EmbeddingList = {
             "object": "list",
             "data": [
                 {
                     "object": "embedding",
-                    "index": one.index,
-                    "embedding": written(one.vector, body.encoding_format, body.dimensions),
+                    "index": item.index,
+                    "embedding": encode_vector(item.vector, body.encoding_format, body.dimensions),
                 }
-                for one in pooled
+                for item in pooled
             ],
             "model": body.model or encoder.names[0],
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-        return JsonReply(found)
+        return JsonReply(listed)
 
     return router
 
@@ -61,25 +63,25 @@ def embeddings_router(service: Service) -> APIRouter:
 class _Embedding:
     """One HTTP request at the embedding engine, from submission to its last vector."""
 
-    def __init__(self, service: Service, encoder: ServedEncoder, caller: Caller) -> None:
+    def __init__(self, service: Service, encoder: ServedEncoder, context: RequestContext) -> None:
         self._service = service
         self._encoder = encoder
-        self._caller = caller
+        self._context = context
 
     async def of(self, texts: list[list[int]], request: Request) -> list[Pooled]:
         """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
-        service, caller = self._service, self._caller
+        service, context = self._service, self._context
         num_tokens = sum(map(len, texts))
-        service.check_allowance(caller, num_tokens)
+        service.check_allowance(context, num_tokens)
         ask = EmbedAsk(f"embd-{uuid.uuid4().hex}", texts)
-        caller.facts.update(id=ask.request_id, model=self._encoder.names[0], prompt_tokens=num_tokens)
+        context.facts.update(id=ask.request_id, model=self._encoder.names[0], prompt_tokens=num_tokens)
         try:
             stream = self._encoder.client.embed(ask)
         except (EngineDead, QueueFull) as refusal:
             raise service.refusal(refusal, self._encoder.client) from None
-        caller.allowance.spend_tokens(num_tokens)
+        context.allowance.spend_tokens(num_tokens)
         pooled = await self._finished(stream, len(texts), request)
-        since_arrival = time.monotonic() - caller.arrival
+        since_arrival = time.monotonic() - context.arrival
         service.metrics.embedded(self._encoder.names[0], len(texts), num_tokens, since_arrival)
         return pooled
 
@@ -89,11 +91,11 @@ class _Embedding:
         timer = None
         if seconds is not None:
             timer = asyncio.get_running_loop().call_later(seconds, stream.fail, TimedOut(seconds))
-        found: list[Pooled] = []
+        pooled: list[Pooled] = []
         try:
-            while len(found) < count:
-                found += await stream.updates()
-                wrong = next((one.error for one in found if one.error is not None), None)
+            while len(pooled) < count:
+                pooled += await stream.updates()
+                wrong = next((item.error for item in pooled if item.error is not None), None)
                 if wrong is not None:
                     raise QuireError(wrong)
             stream.done(stream.request_ids[0])
@@ -102,7 +104,7 @@ class _Embedding:
             watch.cancel()
             if timer is not None:
                 timer.cancel()
-        return found
+        return pooled
 
     async def _end_when_gone(self, stream: Stream[Pooled], request: Request) -> None:
         await until_gone(request.receive)
@@ -139,9 +141,9 @@ async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder) -> list[lis
     special = body.add_special_tokens is not False
 
     def make() -> list[list[int]]:
-        return [prepare(one, encoder.tokenizer, add_special_tokens=special).token_ids for one in inputs]
+        return [prepare(item, encoder.tokenizer, add_special_tokens=special).token_ids for item in inputs]
 
-    size = sum(len(one) for one in inputs if isinstance(one, str))
+    size = sum(len(item) for item in inputs if isinstance(item, str))
     try:
         texts = make() if size < INLINE_CHARACTERS else await asyncio.to_thread(make)
     except InvalidRequest as wrong:
@@ -178,3 +180,25 @@ def _fitted(texts: list[list[int]], keep: int | None, encoder: ServedEncoder) ->
             "input",
         )
     return texts
+
+
+# ------------------------------------------------- vectors: plain Python, this process needs no numpy otherwise
+
+
+def encode_vector(vector: bytes, encoding: str, dimensions: int | None) -> list[float] | str:
+    """`vector` is float32 in this machine's order; base64 is little-endian, as OpenAI's clients read it."""
+    numbers = array("f", vector)
+    if dimensions is not None and dimensions < len(numbers):
+        numbers = _shortened(numbers, dimensions)
+    if encoding == "float":
+        return numbers.tolist()
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode("ascii")
+
+
+def _shortened(numbers: "array[float]", dimensions: int) -> "array[float]":
+    """The first of them, scaled to length one again; zeros stay zeros."""
+    kept = numbers[:dimensions]
+    length = math.sqrt(sum(number * number for number in kept))
+    return array("f", (number / length for number in kept)) if length else kept

@@ -1,6 +1,6 @@
 """Encoders: the embedding models of a server, each an engine process of its own.
 
-Those that were asked for start with the server; the built-in one starts when a request first names it.
+Models named by --embedding-model start with the server; the built-in one starts when a request first names it.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ BUILTIN = "builtin"  # what --embedding-model calls it
 
 
 class ServedEncoder:
-    """One embedding model: its names, its process, its tokenizer. Started once, by whoever needs it first."""
+    """One embedding model: its names, its process, its tokenizer. Started once, by the first request that needs it."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ServedEncoder:
         return self.client.ready
 
     async def start(self) -> EncoderReady:
-        """Returns when it can serve; whoever comes meanwhile waits for the same start. A failed one may be repeated."""
+        """Returns when it can serve; concurrent calls wait for the same start. A failed start may be repeated."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name=f"start-{self.names[0]}")
         return await asyncio.shield(self._starting)  # a client that leaves must not end it for the others
@@ -88,15 +88,17 @@ class Encoders:
         self.main: ServedEncoder | None = None
         if is_main:
             self.main = ServedEncoder(_names(config, settings), config, settings, on_progress)
-        wanted = [BUILTIN_ENCODER_NAME if one == BUILTIN else one for one in settings.embedding_models]
+        wanted = [BUILTIN_ENCODER_NAME if name == BUILTIN else name for name in settings.embedding_models]
         self._asked = [self._beside(config, name) for name in dict.fromkeys(wanted)]
         self._lazy: list[ServedEncoder] = []
-        if settings.embeddings and not any(BUILTIN_ENCODER_NAME in one.names for one in self.started_first):
+        if settings.embeddings and not any(
+            BUILTIN_ENCODER_NAME in encoder.names for encoder in self.started_first
+        ):
             self._lazy.append(self._beside(config, BUILTIN_ENCODER_NAME))
 
     @property
     def started_first(self) -> list[ServedEncoder]:
-        """Those that a server starts before it says that it serves."""
+        """The models that start before the server reports that it serves."""
         return [*([self.main] if self.main is not None else []), *self._asked]
 
     @property
@@ -110,28 +112,28 @@ class Encoders:
 
     async def named(self, name: str | None) -> ServedEncoder:
         """The model that a request names, started if need be; the first, if it names none."""
-        found = self.find(name)
-        if found.ready is None:
-            if found in self._lazy:
-                log.info("%s is asked for: starting an embedding engine for it", found.names[0])
+        encoder = self.find(name)
+        if encoder.ready is None:
+            if encoder in self._lazy:
+                log.info("first request for %s: starting its engine", encoder.names[0])
             try:
-                await found.start()
+                await encoder.start()
             except QuireError as error:
                 raise Unavailable(
-                    f"the embedding model {found.names[0]} cannot be started: {error}", "engine_down"
+                    f"the embedding model {encoder.names[0]} cannot be started: {error}", "engine_down"
                 ) from None
-        return found
+        return encoder
 
     def find(self, name: str | None) -> ServedEncoder:
         if not self._settings.embeddings and self.main is None:
             raise ApiError(403, "embeddings are off: start the server without --no-embeddings")
-        for one in self.all:
-            if name is None or name in one.names:
-                return one
+        for encoder in self.all:
+            if name is None or name in encoder.names:
+                return encoder
         raise ApiError(
             404,
             f"the embedding model {name!r} does not exist: this server has "
-            f"{', '.join(one.names[0] for one in self.all)}; --embedding-model adds one",
+            f"{', '.join(encoder.names[0] for encoder in self.all)}; --embedding-model adds one",
             param="model",
             code="model_not_found",
         )
@@ -140,7 +142,7 @@ class Encoders:
         return any(name in one.names for one in self.all)
 
     async def start(self) -> None:
-        """Starts those that were asked for, together; raises why one cannot start."""
+        """Starts the models of `started_first` together; raises why one cannot start."""
         await asyncio.gather(*(one.start() for one in self.started_first))
 
     async def close(self) -> None:

@@ -1,10 +1,12 @@
-"""Errors as HTTP says them: a status, and OpenAI's body."""
+"""Errors as HTTP responses: a status, and the body of the API that the path belongs to, OpenAI's or Anthropic's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError, renamed_field
 from quire.server.protocol.base import ErrorBody
+from quire.server.protocol.messages import MessageErrorBody
 
 
 class ApiError(Exception):
@@ -27,6 +29,13 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """The same error with its field called what `names` says."""
+        param = None if self.param is None else renamed_field(self.param, names)
+        return ApiError(
+            self.status, str(self), kind=self.kind, param=param, code=self.code, headers=self.headers
+        )
+
     def body(self) -> ErrorBody:
         return {
             "error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code},
@@ -34,7 +43,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The caller closed the connection; nobody is left to tell."""
+    """The client closed the connection: no response can reach it."""
 
 
 class Unavailable(ApiError):
@@ -57,7 +66,7 @@ def not_supported(param: str, message: str) -> ApiError:
 
 
 def as_api_error(error: Exception, retry_seconds: int = 1) -> ApiError:
-    """Any error, as its caller may see it."""
+    """Any error as the client may see it; faults of the server show no details."""
     match error:
         case ApiError():
             return error
@@ -78,24 +87,33 @@ def as_api_error(error: Exception, retry_seconds: int = 1) -> ApiError:
     return ApiError(500, "an unforeseen fault of the server: its log says more under this request's id")
 
 
-def from_validation(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """pydantic's findings as one 400: the first place that is wrong, and everything said about it."""
+@contextmanager
+def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors that leave the context call a request's fields what `names` says."""
+    try:
+        yield
+    except (InvalidRequest, ApiError) as error:
+        raise error.renamed(names) from None
+
+
+def from_validation(problems: Sequence[Mapping[str, Any]], body: Any) -> InvalidRequest:
+    """pydantic's findings as one error: the first wrong field, with all findings about it."""
     first = problems[0]
     if first["type"] == "json_invalid":
         detail = first.get("ctx", {}).get("error", "")
-        return ApiError(400, f"the body is no valid JSON ({detail}, at character {first['loc'][-1]})")
-    param = _place(first, body)
+        return InvalidRequest(f"the body is no valid JSON ({detail}, at character {first['loc'][-1]})")
+    param = _path(first, body)
     if not param:
-        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    said: dict[str, None] = {}
+        return InvalidRequest("the body must be a JSON object, sent with Content-Type: application/json")
+    messages: dict[str, None] = {}
     for problem in problems:
-        if _place(problem, body) == param:
-            said[_lowered(str(problem["msg"]))] = None
-    return ApiError(400, f"{param}: {', or '.join(said)}", param=param)
+        if _path(problem, body) == param:
+            messages[_lowered(str(problem["msg"]))] = None
+    return InvalidRequest("{param}: {messages}", param, messages=", or ".join(messages))
 
 
-def _place(problem: Mapping[str, Any], body: Any) -> str:
-    """`messages[0].role`. Stops where pydantic goes on with the names of a union's members."""
+def _path(problem: Mapping[str, Any], body: Any) -> str:
+    """`messages[0].role`. Stops where pydantic appends the names of a union's members."""
     path = ""
     is_missing = problem["type"] == "missing"
     for part in problem["loc"][1:]:
@@ -117,3 +135,31 @@ def _lowered(message: str) -> str:
 def _kind(status: int) -> str:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+# ---------------------------------------------------------------------- Anthropic's shape
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether the path belongs to Anthropic's API."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+def anthropic_body(error: ApiError, request_id: str) -> MessageErrorBody:
+    """There is no `param` in this shape: the message names the field."""
+    kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    message = str(error)
+    if error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections import deque
 from dataclasses import dataclass
 
 from starlette.types import Receive
@@ -11,7 +11,7 @@ from quire.core.step import SequenceUpdate
 from quire.link.admission import Ask
 from quire.link.client import EngineClient
 from quire.link.stream import Stream
-from quire.server.caller import Caller, until_gone
+from quire.server.access import RequestContext, until_gone
 from quire.server.errors import ClientGone, TimedOut
 from quire.server.metrics import Metrics
 from quire.server.protocol.base import Usage
@@ -20,36 +20,40 @@ from quire.text.prompts import PreparedPrompt
 from quire.text.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Change:
-    """What was added to one sequence since it was last looked at."""
+    """What the last `Generation.take` added to one sequence. One record per sequence, filled again each time."""
 
     position: int  # of its prompt
     sequence: AnswerSequence
-    first_token: int  # the addition begins here in the sequence's tokens (and logprobs)
+    first_token: int = 0  # the addition starts here in the sequence's tokens (and logprobs)
     text: str = ""
+    last_update: float | None = None  # when its last token came
 
 
 @dataclass(slots=True)
 class _Part:
     """One prompt of the request, and its answer."""
 
-    position: int
     prompt: PreparedPrompt
     num_prompt_tokens: int
     answer: Answer
+    changes: list[Change]  # one for each sequence
     begun: bool = False
 
 
 class Generation:
-    """Must be closed; `changes` and `finish` do so. Whoever leaves early has the rest aborted."""
+    """Must be closed; `finish` does so. Closing early aborts the sequences that have not ended.
+
+    A stream alternates `await wait()` and `take()` while `is_open`: per token these make no object but the future.
+    """
 
     def __init__(
         self,
         client: EngineClient,
         metrics: Metrics,
         tokenizer: Tokenizer | None,
-        caller: Caller,
+        context: RequestContext,
         prompts: list[PreparedPrompt],
         asks: list[Ask],
         kept_ids: frozenset[int] = frozenset(),
@@ -57,20 +61,16 @@ class Generation:
         """Submits the requests: raises at once what refuses them."""
         self._client = client
         self._metrics = metrics
-        self._caller = caller
-        self._parts = {
-            ask.request_id: _Part(
-                position,
-                prompt,
-                len(ask.prompt_token_ids),
-                Answer(ask.request_id, ask.sampling, tokenizer, kept_ids),
-            )
-            for position, (prompt, ask) in enumerate(zip(prompts, asks, strict=True))
-        }
-        self._last_update: dict[tuple[str, int], float] = {}
+        self._context = context
+        self._parts: dict[str, _Part] = {}
+        for position, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
+            answer = Answer(ask.request_id, ask.sampling, tokenizer, kept_ids)
+            changes = [Change(position, sequence) for sequence in answer.sequences]
+            self._parts[ask.request_id] = _Part(prompt, len(ask.prompt_token_ids), answer, changes)
+        self._changed: deque[Change] = deque()  # keeps its memory when it is emptied, unlike a list
         self._num_open = len(asks)
         self._submitted = time.monotonic()
-        self._stream: Stream = client.submit(asks)
+        self._stream: Stream[SequenceUpdate] = client.submit(asks)
         self._watch: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -83,18 +83,39 @@ class Generation:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(seconds, self._stream.fail, TimedOut(seconds))
 
-    async def changes(self) -> AsyncGenerator[list[Change], None]:
-        """What each batch of updates added, until everything has ended."""
-        try:
-            while self._num_open:
-                yield self._take(await self._stream.updates())
-        finally:
-            self.close()
+    @property
+    def is_open(self) -> bool:
+        """Whether some sequence has not ended."""
+        return self._num_open > 0
+
+    def wait(self) -> "asyncio.Future[None]":
+        """Done once `take` has something to return or to raise."""
+        return self._stream.wait()
+
+    def take(self) -> deque[Change]:
+        """What the updates since the last call added, one record per sequence; valid until the next call.
+
+        Several updates of one sequence become one change: a client that lags gets larger pieces.
+        """
+        changed = self._changed
+        while changed:
+            changed.pop()
+        pending = self._stream.pending
+        if not pending:
+            self._stream.check()
+        now = time.monotonic()
+        num_tokens = 0
+        while pending:
+            num_tokens += self._add(pending.popleft(), changed, now)
+        self._metrics.generated(num_tokens)
+        self._context.allowance.spend_tokens(num_tokens)
+        return changed
 
     async def finish(self) -> None:
         try:
             while self._num_open:
-                self._take(await self._stream.updates())
+                await self._stream.wait()
+                self.take()
         finally:
             self.close()
 
@@ -105,7 +126,7 @@ class Generation:
             self._watch.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        self._caller.facts.update(
+        self._context.facts.update(
             prompt_tokens=sum(part.num_prompt_tokens for part in self._parts.values()),
             completion_tokens=self._num_generated(),
             cached_tokens=sum(answer.num_cached for answer in self.answers),
@@ -135,56 +156,49 @@ class Generation:
 
     # ------------------------------------------------------------------ taking updates
 
-    def _take(self, updates: list[SequenceUpdate]) -> list[Change]:
-        """Several updates of one sequence become one change: a client that lags gets larger pieces."""
-        now = time.monotonic()
-        changed: dict[tuple[str, int], Change] = {}
-        num_tokens = 0
-        for update in updates:
-            part = self._parts[update.request_id]
-            sequence = part.answer.sequences[update.index]
-            if sequence.finish_reason is not None:
-                continue  # made before the engine heard that a stop string was found
-            key = (update.request_id, update.index)
-            before = len(sequence.token_ids)
-            if part.answer.take(update):
-                self._client.stop(update.request_id, update.index)
-            if part.answer.fault is not None:
-                raise part.answer.fault
-            change = changed.get(key)
-            if change is None:
-                change = changed[key] = Change(part.position, sequence, before)
+    def _add(self, update: SequenceUpdate, changed: deque[Change], now: float) -> int:
+        """Adds an update to its answer and to `changed`; returns how many tokens it brought."""
+        part = self._parts[update.request_id]
+        change = part.changes[update.index]
+        sequence, answer = change.sequence, part.answer
+        if sequence.finish_reason is not None:
+            return 0  # made before the engine knew that a stop string had matched
+        before = len(sequence.token_ids)
+        if answer.take(update, now):
+            self._client.stop(update.request_id, update.index)
+        if answer.fault is not None:
+            raise answer.fault
+        if change in changed:
             change.text += sequence.new_text
-            num_tokens += len(sequence.token_ids) - before
-            self._clock(part, key, len(sequence.token_ids) - before, now)
-            if part.answer.finished:
-                self._end(part, update.request_id, now)
-        self._metrics.generated(num_tokens)
-        self._caller.allowance.spend_tokens(num_tokens)
-        return list(changed.values())
+        else:
+            change.first_token, change.text = before, sequence.new_text
+            changed.append(change)
+        num_tokens = len(sequence.token_ids) - before
+        if num_tokens:
+            self._clock(part, change, update.request_id, num_tokens, now)
+        if sequence.finish_reason is not None and answer.finished:
+            self._end(part, update.request_id, now)
+        return num_tokens
 
-    def _clock(self, part: _Part, key: tuple[str, int], num_tokens: int, now: float) -> None:
-        if not num_tokens:
-            return
-        last = self._last_update.get(key)
-        self._last_update[key] = now
-        if last is not None:
-            self._metrics.gap(now - last, num_tokens)
+    def _clock(self, part: _Part, change: Change, request_id: str, num_tokens: int, now: float) -> None:
+        if change.last_update is not None:
+            self._metrics.gap(now - change.last_update, num_tokens)
+        change.last_update = now
         if not part.begun:
             part.begun = True
-            queued = self._stream.queue_seconds.get(key[0], 0.0)
+            queued = self._stream.queue_seconds.get(request_id, 0.0)
             prefill = max(0.0, now - self._submitted - queued)
-            first = now - self._caller.arrival
+            first = now - self._context.arrival
             self._metrics.first_token(first, queued, prefill, part.num_prompt_tokens)
-            self._caller.facts.setdefault("queued", round(queued, 4))
-            self._caller.facts.setdefault("first_token", round(first, 4))
+            self._context.facts.setdefault("queued", round(queued, 4))
+            self._context.facts.setdefault("first_token", round(first, 4))
 
     def _end(self, part: _Part, request_id: str, now: float) -> None:
         self._stream.done(request_id)
         self._num_open -= 1
         first = part.answer.first_token or now
         reasons = [s.finish_reason or "" for s in part.answer.sequences]
-        self._metrics.finished(now - self._caller.arrival, max(0.0, now - first), reasons)
+        self._metrics.finished(now - self._context.arrival, max(0.0, now - first), reasons)
 
     async def _end_when_gone(self, receive: Receive) -> None:
         await until_gone(receive)

@@ -45,11 +45,11 @@ def completion_logprobs(
             continue
         chosen.append(_finite(entry.logprob))
         alternatives = {
-            token_text(one, tokenizer): _finite(logprob)
-            for one, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+            token_text(other_id, tokenizer): _finite(logprob)
+            for other_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         }
         best.append({**alternatives, token: _finite(entry.logprob)} if alternatives else None)
-    with_best = any(one is not None for one in best)
+    with_best = any(entry is not None for entry in best)
     return {
         "tokens": tokens,
         "token_logprobs": chosen,
@@ -72,12 +72,12 @@ def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
 
 
 def _position(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[str, PromptLogprob]:
-    found: dict[str, PromptLogprob] = {}
+    by_token: dict[str, PromptLogprob] = {}
     ranked = zip(entry.top_ids, entry.top_logprobs, strict=True)
     for rank, (token_id, logprob) in enumerate(ranked, 1):
-        found[str(token_id)] = _prompt_logprob(token_id, logprob, rank, tokenizer)
-    found[str(entry.token_id)] = _prompt_logprob(entry.token_id, entry.logprob, entry.rank, tokenizer)
-    return found
+        by_token[str(token_id)] = _prompt_logprob(token_id, logprob, rank, tokenizer)
+    by_token[str(entry.token_id)] = _prompt_logprob(entry.token_id, entry.logprob, entry.rank, tokenizer)
+    return by_token
 
 
 def _prompt_logprob(token_id: int, logprob: float, rank: int, tokenizer: Tokenizer | None) -> PromptLogprob:

@@ -1,4 +1,4 @@
-"""What happens to every request before an endpoint sees it: an id, a key, a size limit, a line in the log.
+"""RequestMiddleware: what every request passes before an endpoint: id, key, limits, log line.
 
 Plain ASGI: Starlette's BaseHTTPMiddleware puts a queue between an endpoint and its client, which costs time per
 token and hides disconnects.
@@ -7,19 +7,18 @@ token and hides disconnects.
 import re
 import time
 import uuid
+from collections.abc import Awaitable
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.observe.logs import get_logger
-from quire.server.caller import Caller, path_of, set_caller
-from quire.server.dialects import error_reply_for
+from quire.server.access import Keys, Rates, RequestContext, offered_key, path_of, set_context
 from quire.server.errors import ApiError, as_api_error
-from quire.server.keys import Keys, offered_key
 from quire.server.metrics import Metrics
-from quire.server.rates import Rates
-from quire.server.traces import Traces
+from quire.server.reply import error_reply
+from quire.server.traces import OtlpTraces
 
 log = get_logger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -33,7 +32,7 @@ ADMIN_PATHS = frozenset(
 
 
 class RequestMiddleware:
-    """The outermost layer of ours: ids, keys, limits; the last that sees a fault; the log's writer."""
+    """Assigns request ids, authenticates, enforces limits, logs, and turns unhandled exceptions into 500s."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class RequestMiddleware:
         admin: Keys,
         rates: Rates,
         metrics: Metrics,
-        traces: Traces,
+        traces: OtlpTraces | None,
         max_body_bytes: int,
         log_requests: bool,
         keep_alive: float,
@@ -66,35 +65,37 @@ class RequestMiddleware:
             return
         if self._root_path:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
-        caller = Caller(_request_id(scope), keep_alive=self._keep_alive)
-        set_caller(scope, caller)
-        response = _Response(send, caller)
+        context = RequestContext(_request_id(scope), keep_alive=self._keep_alive)
+        set_context(scope, context)
+        response = _Response(send, context)
         try:
-            await self._let_in(scope, caller, receive, response)
+            await self._authorized(scope, context, receive, response)
         except ApiError as error:
             await response.fail(error, scope, receive)
         except Exception as fault:
             log.exception(
-                "%s %s failed", scope["method"], _shown_path(scope), extra={"request_id": caller.request_id}
+                "%s %s failed", scope["method"], _shown_path(scope), extra={"request_id": context.request_id}
             )
             await response.fail(as_api_error(fault), scope, receive)
         finally:
-            self._note(scope, caller, response.status)
+            self._note(scope, context, response.status)
 
-    async def _let_in(self, scope: Scope, caller: Caller, receive: Receive, response: "_Response") -> None:
+    async def _authorized(
+        self, scope: Scope, context: RequestContext, receive: Receive, response: "_Response"
+    ) -> None:
         path = path_of(scope)
-        caller.key = self._identified(path, scope)
+        context.key = self._identified(path, scope)
         receive = _limited(scope, receive, self._max_body_bytes)
-        with self._keys.hold(caller.key if path not in OPEN_PATHS else None):
+        with self._keys.hold(context.key if path not in OPEN_PATHS else None):
             if path not in ADMIN_PATHS:
-                caller.allowance = self._rates.of(caller.key)
-            if scope["method"] == "POST":  # what only looks costs nothing
-                self._take_request(caller)
+                context.allowance = self._rates.of(context.key)
+            if scope["method"] == "POST":  # reads are free
+                self._take_request(context)
             await self._app(scope, receive, response.send)
 
-    def _take_request(self, caller: Caller) -> None:
+    def _take_request(self, context: RequestContext) -> None:
         try:
-            caller.allowance.take_request()
+            context.allowance.take_request()
         except ApiError:
             self._metrics.refused("rate_limit")
             raise
@@ -118,45 +119,46 @@ class RequestMiddleware:
             )
         return name
 
-    def _note(self, scope: Scope, caller: Caller, status: int) -> None:
-        route = (
-            getattr(scope.get("route"), "path", None) or "other"
-        )  # never the raw path: anyone can invent those
+    def _note(self, scope: Scope, context: RequestContext, status: int) -> None:
+        # never the raw path, which would let clients create metric series
+        route = getattr(scope.get("route"), "path", None) or "other"
         self._metrics.http_request(route, status)
         if path_of(scope) in OPEN_PATHS:
             return
-        self._traces.note(caller, scope["method"], route, status, scope["headers"])
+        if self._traces is not None:
+            self._traces.note(context, scope["method"], route, status, scope["headers"])
         if self._log_requests:
-            seconds = time.monotonic() - caller.arrival
-            facts = {"request_id": caller.request_id, "status": status, "seconds": round(seconds, 4)}
-            if caller.key is not None:
-                facts["key"] = caller.key
-            facts.update(caller.facts)
+            seconds = time.monotonic() - context.arrival
+            facts = {"request_id": context.request_id, "status": status, "seconds": round(seconds, 4)}
+            if context.key is not None:
+                facts["key"] = context.key
+            facts.update(context.facts)
             shown = " ".join(f"{name}={value}" for name, value in facts.items())
             method, path = scope["method"], _shown_path(scope)
             log.info("%s %s %s", method, path, shown, extra={"method": method, "path": path, **facts})
 
 
 class _Response:
-    """Watches what goes out, and puts the request's id and its key's limits on it."""
+    """Adds the request's id and its key's rate limits to the response's headers; remembers the status."""
 
-    def __init__(self, send: Send, caller: Caller) -> None:
+    def __init__(self, send: Send, context: RequestContext) -> None:
         self._send = send
-        self._caller = caller
+        self._context = context
         self.status = 499  # nothing was sent: the client left
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
+        """No coroutine of its own: it runs for every token of a stream."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers["X-Request-Id"] = self._caller.request_id
-            headers.update(self._caller.allowance.headers())
-        await self._send(message)
+            headers["X-Request-Id"] = self._context.request_id
+            headers.update(self._context.allowance.headers())
+        return self._send(message)
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """A response that has begun cannot be taken back: it ends where it is."""
         if self.status == 499:
-            await error_reply_for(scope, error)(scope, receive, self.send)
+            await error_reply(scope, error)(scope, receive, self.send)
 
 
 def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:

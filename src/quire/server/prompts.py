@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 from quire.core.errors import InvalidRequest
 from quire.link.messages import Ready
 from quire.server.errors import ApiError
-from quire.server.sent_templates import Rendering, RequestTemplates
-from quire.text.formats import choose_formats
+from quire.server.request_templates import Rendering, RequestTemplates
 from quire.text.prompts import PreparedPrompt, as_list, prepare
+from quire.text.reader import choose_formats
 from quire.text.template import ChatTemplate, template_from
 from quire.text.tokenizer import Tokenizer, special_tokens
-from quire.text.tools.describe import described
+from quire.text.tools.registry import described
 
 INLINE_CHARACTERS = 8192  # a text this long takes about a millisecond; longer ones leave the event loop
 T = TypeVar("T")
@@ -77,8 +77,8 @@ class PromptMaker:
                 text = own.render(shown, offered, **settings, **more)
             return prepare(text, self.tokenizer, add_special_tokens=bool(add_special_tokens))
 
-        told = [*(message.get("content") for message in messages), *tools]
-        return await self._run(make, sum(len(str(one)) for one in told) if sent is None else len(sent))
+        rendered = [*(message.get("content") for message in messages), *tools]
+        return await self._run(make, sum(len(str(part)) for part in rendered) if sent is None else len(sent))
 
     async def completions(
         self, prompt: str | Sequence[Any], add_special_tokens: bool | None = None
@@ -90,9 +90,9 @@ class PromptMaker:
         special = add_special_tokens is not False
 
         def make() -> list[PreparedPrompt]:
-            return [prepare(one, self.tokenizer, add_special_tokens=special) for one in prompts]
+            return [prepare(item, self.tokenizer, add_special_tokens=special) for item in prompts]
 
-        return await self._run(make, sum(len(one) for one in prompts if isinstance(one, str)))
+        return await self._run(make, sum(len(item) for item in prompts if isinstance(item, str)))
 
     def fitted(self, prompt: PreparedPrompt, keep: int | None, max_tokens: int | None) -> list[int]:
         """The token ids, cut to their last `keep` if asked; a prompt that leaves no room is refused."""
@@ -132,7 +132,7 @@ class PromptMaker:
     def _taken_by(
         self, template: ChatTemplate, messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
-        """Messages and tools as the template can take them: one that knows no tools has them told in words."""
+        """Messages and tools as the template takes them: tools are described in text to one that does not know them."""
         if template.reads_tools:
             return messages, tools or None
         if tools or any(message.get("role") == "tool" or message.get("tool_calls") for message in messages):

@@ -1,21 +1,31 @@
-"""Bodies: JSON by msgspec, and server-sent events whose errors are events too."""
+"""Replies: JSON by msgspec, and what the OpenAPI document says about answers and errors."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from quire import __version__
-from quire.observe.logs import get_logger
-from quire.server.errors import ApiError, ClientGone, as_api_error
-from quire.server.sse import Line
+from quire.server.access import RequestContext, path_of
+from quire.server.errors import ApiError, anthropic_body, speaks_anthropic
+from quire.server.protocol.base import ErrorBody
 
-log = get_logger(__name__)
-DONE = b"data: [DONE]\n\n"
+REQUEST_ID = "request-id"  # the header in which Anthropic's clients look for it
 FINGERPRINT = f"quire-{__version__}"  # the same program gives the same tokens for the same seed
-Events = AsyncGenerator[bytes, None]
+_ERROR_TEXTS = {
+    400: "Something in the request is wrong or not supported; `param` names it.",
+    401: "The key is missing or wrong.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    429: "Too much is waiting already; Retry-After says when to come again.",
+    500: "The request failed in the engine.",
+    503: "Not now: the engine is starting, or the server is shutting down.",
+    504: "The request took too long.",
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": text} for status, text in _ERROR_TEXTS.items()
+}
 
 
 class JsonReply(Response):
@@ -25,70 +35,21 @@ class JsonReply(Response):
         return msgspec.json.encode(content)
 
 
-def error_reply(error: ApiError) -> JsonReply:
-    return JsonReply(error.body(), status_code=error.status, headers=error.headers)
+def error_reply(scope: Scope, error: ApiError) -> JsonReply:
+    """An error in the shape of the API that the path belongs to."""
+    context: RequestContext = scope["quire.context"]
+    context.note_error(error)
+    if not speaks_anthropic(path_of(scope)):
+        return JsonReply(error.body(), status_code=error.status, headers=error.headers)
+    body = anthropic_body(error, context.request_id)
+    headers = {**error.headers, REQUEST_ID: context.request_id}
+    return JsonReply(body, status_code=error.status, headers=headers)
 
 
-def event(payload: Mapping[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(payload) + b"\n\n"
-
-
-def named_event(payload: Mapping[str, Any]) -> bytes:
-    """An event that has its type outside as well: what some clients choose by."""
-    return b"event: " + payload["type"].encode() + b"\n" + event(payload)
-
-
-def last_error(error: ApiError) -> bytes:
-    """How OpenAI's streams of chunks end when something fails."""
-    return event(error.body()) + DONE
-
-
-class EventStream(Response):
-    """Sends events as they come. Until the first is there nothing is sent, so what is refused before it has a status
-    of its own, unless that takes so long that the line must be kept alive. A fault after that becomes what `failed`
-    makes of it, then the end."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, events: Events, request_id: str, failed: Callable[[ApiError], bytes] = last_error
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
-        self._request_id = request_id
-        self._failed = failed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = scope["quire.caller"]
-        line = Line(send, self.raw_headers, caller.keep_alive)
-        try:
-            async with line:
-                async for data in self._events:
-                    await line.say(data)
-        except ClientGone:
-            if not line.begun:
-                raise
-            return
-        except Exception as fault:
-            if not line.begun:
-                raise
-            error = as_api_error(fault)
-            caller.note_error(error)
-            if error.status == 500:
-                log.error("%s", fault, extra={"request_id": self._request_id}, exc_info=_unforeseen(fault))
-            await line.say(self._failed(error))
-        finally:
-            await self._events.aclose()
-        await line.end()
-
-
-async def streamed(
-    events: Events, request_id: str, failed: Callable[[ApiError], bytes] = last_error
-) -> EventStream:
-    return EventStream(events, request_id, failed)
-
-
-def _unforeseen(fault: Exception) -> Exception | None:
-    """What deserves a traceback in the log: our own errors say all that is to be said."""
-    return None if type(fault).__module__.startswith("quire.") else fault
+def answers(whole: Any, chunk: Any | None = None) -> dict[int | str, dict[str, Any]]:
+    """200 with `whole`, or a stream of `chunk`s, for the OpenAPI document."""
+    described: dict[str, Any] = {"model": whole, "description": "The answer."}
+    if chunk is not None:
+        described["description"] = "The answer; with `stream`, events that each hold a chunk, then `[DONE]`."
+        described["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {200: described}

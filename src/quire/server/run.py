@@ -101,7 +101,7 @@ class DrainingServer(uvicorn.Server):
         service.draining = True
         engines = service.engines
         for engine in engines:
-            engine.let_end()  # whoever signals the whole group ends the engine too, once it has no more work
+            engine.let_end()  # a signal to the whole process group reaches the engine too: it ends once it is idle
         num_open = sum(engine.num_open for engine in engines)
         log.info("%s: no new requests; up to %g s for the %d under way", name, timeout, num_open)
         deadline = time.monotonic() + timeout
@@ -154,7 +154,7 @@ def _bind(settings: ServerSettings) -> socket.socket:
 
 
 def _allow_open_files() -> None:
-    """Each connection is a file: take as many as the system gives without being asked twice."""
+    """Each connection is a file: raises the limit on open files to the hard limit."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # a system may refuse "no limit"
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -208,12 +208,12 @@ def _timeouts_report(settings: ServerSettings) -> str:
     )
 
 
-def _format_report(what: str, name: str | None, asked: str | None) -> str:
-    return f"{what}: {name or 'none'} ({'as asked' if asked else 'by the chat template'})"
+def _format_report(what: str, name: str | None, setting: str | None) -> str:
+    return f"{what}: {name or 'none'} ({'as asked' if setting else 'by the chat template'})"
 
 
 def _adopt_logs() -> None:
-    """What other libraries must say, in our format; their chatter stays out."""
+    """Warnings of other libraries appear in our log format; the rest of their logs does not."""
     for name, level in (("uvicorn", logging.WARNING), ("opentelemetry", logging.ERROR)):
         theirs = logging.getLogger(name)
         theirs.handlers = logging.getLogger(ROOT).handlers

@@ -1,16 +1,25 @@
-"""From a request's fields to SamplingParams, over what the model's makers recommend."""
+"""From a request's fields to SamplingParams, over the model's recommended values; structured output included."""
 
 from typing import Any
 
 from quire.core.beam_params import NOTHING_DRAWN
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
+from quire.core.structured import StructuredOutput
+from quire.server.errors import renamed_errors
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.sampling import SamplingFields
-from quire.server.structured import structured_output
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat goes on for as long as the context allows
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
+_STRUCTURED_FIELDS = {  # field -> what StructuredOutput.of calls it
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+    "regex": "regex",
+    "grammar": "grammar",
+}
 _SAME = (
     "n",
     "temperature",
@@ -45,8 +54,12 @@ def chat_sampling(body: ChatCompletionRequest, recommended: SamplingParams) -> S
     given = _given(body) | {"max_tokens": limit}
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
-    sampling: SamplingParams = _named(body, _base(body, recommended).changed, given)
-    _check_told_at_the_end(body, sampling)
+    names = {"logprobs": "top_logprobs"}
+    if body.max_tokens is None:
+        names["max_tokens"] = "max_completion_tokens"
+    with renamed_errors(names):
+        sampling = _base(body, recommended).changed(**given)
+    _check_streamable(body, sampling)
     return sampling
 
 
@@ -54,23 +67,23 @@ def completion_sampling(body: CompletionRequest, recommended: SamplingParams) ->
     _check_stream(body)
     limit = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.echo and limit == 0:
-        limit = 1  # the prompt alone is wanted; the engine makes one token that nobody sees
+        limit = 1  # the prompt alone is wanted; the engine's one token is not shown
     given = _given(body) | {"max_tokens": limit}
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
         if body.echo:
             given["prompt_logprobs"] = body.logprobs
-    sampling: SamplingParams = _named(body, _base(body, recommended).changed, given)
-    _check_told_at_the_end(body, sampling)
+    sampling = _base(body, recommended).changed(**given)
+    _check_streamable(body, sampling)
     return sampling
 
 
 def _base(body: SamplingFields, recommended: SamplingParams) -> SamplingParams:
-    """Advice on drawing is not meant for beams."""
+    """Recommended sampling values do not apply to beam search."""
     return recommended.changed(**NOTHING_DRAWN) if body.use_beam_search else recommended
 
 
-def _check_told_at_the_end(body: SamplingFields, sampling: SamplingParams) -> None:
+def _check_streamable(body: SamplingFields, sampling: SamplingParams) -> None:
     if not body.stream:
         return
     if sampling.use_beam_search:
@@ -92,20 +105,6 @@ def _given(body: SamplingFields) -> dict[str, Any]:
     return given
 
 
-def _named(body: SamplingFields, change: Any, given: dict[str, Any]) -> Any:
-    """Errors name the fields as the caller spelled them."""
-    try:
-        return change(**given)
-    except InvalidRequest as error:
-        chat = isinstance(body, ChatCompletionRequest)
-        if chat and error.param == "logprobs":
-            raise InvalidRequest(str(error).replace("logprobs", "top_logprobs", 1), "top_logprobs") from None
-        if chat and error.param == "max_tokens" and body.max_tokens is None:
-            said = str(error).replace("max_tokens", "max_completion_tokens", 1)
-            raise InvalidRequest(said, "max_completion_tokens") from None
-        raise
-
-
 def _check_stream(body: SamplingFields) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: set stream to true", "stream_options")
@@ -119,3 +118,53 @@ def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 10):
         raise InvalidRequest(f"logit_bias has the key {key[:40]!r}: keys are token ids", "logit_bias")
     return int(key)
+
+
+# ---------------------------------------------------------------------- structured output
+
+
+def structured_output(body: SamplingFields) -> StructuredOutput | None:
+    """The form that the answer must have; None: any text. An error names the wrong field, or two that contradict."""
+    given = [_from_format(body.response_format)] if body.response_format is not None else []
+    if body.structured_outputs is not None:
+        given.append(StructuredOutput.of(body.structured_outputs, "structured_outputs"))
+    for name, kind in _STRUCTURED_FIELDS.items():
+        value = getattr(body, name)
+        if value is not None:
+            given.append(StructuredOutput.of({kind: value}, name))
+    forms = [form for form in given if form is not None]
+    if len(forms) > 1:
+        raise InvalidRequest(
+            f"{forms[0].param} and {forms[1].param} both say what the answer must look like: send one of them",
+            forms[1].param,
+        )
+    return forms[0] if forms else None
+
+
+def _from_format(response_format: dict[str, Any]) -> StructuredOutput | None:
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object", "schema": dict(schema)}:  # as some servers spell a schema
+            return StructuredOutput.json(schema, param="response_format")
+        case {"type": "json_object"}:
+            return StructuredOutput.json(param="response_format")
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema), **rest}}:
+            strict = rest.get("strict")
+            if not isinstance(strict, (bool, type(None))):
+                raise _wrong_format(f"json_schema.strict is {_shown(strict)}: give true or false")
+            # Only an express false says that an answer beside the schema is better than a refusal.
+            return StructuredOutput.json(schema, strict=strict is not False, param="response_format")
+        case {"type": "json_schema"}:
+            raise _wrong_format("of type json_schema needs json_schema.schema, an object")
+    kind = _shown(response_format.get("type"))
+    raise _wrong_format(f"has the type {kind}: give 'text', 'json_object' or 'json_schema'")
+
+
+def _wrong_format(problem: str) -> InvalidRequest:
+    return InvalidRequest(f"{{param}} {problem}", "response_format")
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 64 else shown[:64] + "…"

@@ -15,7 +15,7 @@ from quire.link.client import EngineClient
 from quire.link.encoder_client import EncoderClient
 from quire.link.engine_process import EngineProcess
 from quire.link.messages import Ready
-from quire.server.caller import Caller, caller_of
+from quire.server.access import RequestContext, context_of
 from quire.server.encoders import Encoders, ServedEncoder
 from quire.server.errors import ApiError, Unavailable, as_api_error
 from quire.server.generation import Generation
@@ -26,7 +26,9 @@ from quire.server.settings import ServerSettings
 from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt, ready_to_sample
 
-SICK_AFTER = 5  # engines that failed in a row: then someone else should look at this machine
+SICK_AFTER = (
+    5  # engines that failed in a row; then /health says 503, so that an orchestrator replaces the server
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class Service:
         self.draining = False
         self._model: ServedModel | None = None
 
-    def introduce(self, ready: Ready) -> None:
-        """The engine is ready for the first time: from now on there is a model to serve."""
+    def serve_model(self, ready: Ready) -> None:
+        """Called when the engine is ready for the first time: makes the tokenizer and the prompts of its model."""
         settings = self.settings
         prompts = PromptMaker(
             ready, settings.chat_template, settings.tool_call_parser, settings.reasoning_parser
@@ -60,18 +62,19 @@ class Service:
         self._model = ServedModel(names, int(time.time()), ready, prompts)
 
     async def start(self) -> None:
-        """Returns when all engines that were asked for can serve; raises why one never will."""
+        """Returns when all engines can serve; raises why one cannot."""
 
         async def generating() -> None:
             if self._client is not None:
-                self.introduce(await self._client.start())
+                self.serve_model(await self._client.start())
 
         await asyncio.gather(generating(), self.encoders.start())
 
     async def close(self) -> None:
-        """After the last request: sends the last traces and ends what was started beside the engine."""
+        """After the last request: sends the last traces and ends the encoders and template workers."""
         await self.encoders.close()
-        await asyncio.to_thread(self.traces.close)
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         if self._model is not None:
             await self._model.prompts.close()
 
@@ -134,8 +137,8 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        introduced = self._model is not None or self._client is None
-        return introduced and self.main.is_ready and not self.draining
+        has_model = self._model is not None or self._client is None
+        return has_model and self.main.is_ready and not self.draining
 
     @property
     def is_sick(self) -> bool:
@@ -169,7 +172,7 @@ class Service:
         Special tokens with `kept_ids` stay in the text.
         """
         self.refuse_if_draining()
-        caller = caller_of(request)
+        context = context_of(request)
         response_id = f"{kind}-{uuid.uuid4().hex}"
         model = self.model
         sampling = _within(ready_to_sample(sampling, model.prompts.tokenizer), model.ready)
@@ -180,23 +183,23 @@ class Service:
                 prompt_token_ids=prompt.token_ids,
                 sampling=sampling,
                 priority=body.priority or 0,
-                cache_salt=self._salt(caller, body.cache_salt),
-                tenant=caller.key or body.user or "",
+                cache_salt=self._salt(context, body.cache_salt),
+                tenant=context.key or body.user or "",
                 adapter=self.adapter_named(body.model),
             )
             for position, prompt in enumerate(fitted)
         ]
         num_tokens = sum(len(prompt.token_ids) for prompt in fitted)
-        self.check_allowance(caller, num_tokens)
+        self.check_allowance(context, num_tokens)
         try:
             generation = Generation(
-                self.client, self.metrics, model.prompts.tokenizer, caller, fitted, asks, kept_ids
+                self.client, self.metrics, model.prompts.tokenizer, context, fitted, asks, kept_ids
             )
         except (EngineDead, QueueFull) as refusal:
             raise self.refusal(refusal) from None
-        caller.allowance.spend_tokens(num_tokens)
+        context.allowance.spend_tokens(num_tokens)
         generation.limit(request.receive, self.settings.request_timeout)
-        caller.facts.update(id=response_id, model=body.model or model.names[0])
+        context.facts.update(id=response_id, model=body.model or model.names[0])
         return response_id, generation
 
     def _fitted(
@@ -205,11 +208,11 @@ class Service:
         token_ids = model.prompts.fitted(prompt, body.truncate_prompt_tokens, sampling.max_tokens)
         if len(token_ids) == len(prompt.token_ids):
             return prompt
-        return PreparedPrompt(None, token_ids)  # its text is no longer what the caller sent
+        return PreparedPrompt(None, token_ids)  # its text is no longer what the context sent
 
-    def check_allowance(self, caller: Caller, num_tokens: int) -> None:
+    def check_allowance(self, context: RequestContext, num_tokens: int) -> None:
         try:
-            caller.allowance.check_tokens(num_tokens)
+            context.allowance.check_tokens(num_tokens)
         except ApiError:
             self.metrics.refused("rate_limit")
             raise
@@ -219,11 +222,11 @@ class Service:
             self.metrics.refused("draining")
             raise Unavailable("the server is shutting down: ask another one", "shutting_down")
 
-    def _salt(self, caller: Caller, asked: str | None) -> str:
-        return f"{caller.key}\0{asked or ''}" if self.settings.isolate_keys else asked or ""
+    def _salt(self, context: RequestContext, requested: str | None) -> str:
+        return f"{context.key}\0{requested or ''}" if self.settings.isolate_keys else requested or ""
 
     def refusal(self, refusal: EngineDead | QueueFull, engine: EngineProcess[Any] | None = None) -> ApiError:
-        """Why an engine, the generating one unless told, does not take a request now."""
+        """The error for a request that `engine` (the generating one by default) does not take now."""
         if isinstance(refusal, QueueFull):
             self.metrics.refused("queue_full")
             return as_api_error(refusal, (engine or self.client).admission.retry_seconds())

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
-from quire.text.formats import choose_formats
+from quire.text.reader import choose_formats
 
 _PER_KEY = ("max_concurrent_per_key", "max_requests_per_minute_per_key", "max_tokens_per_minute_per_key")
 

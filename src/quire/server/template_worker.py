@@ -1,6 +1,6 @@
-"""`python -m quire.server.template_worker`: renders chat templates that strangers sent, in a process that may die.
+"""`python -m quire.server.template_worker`: renders the chat templates that requests carry, in a process that may die.
 
-Started by sent_templates.py only. A job is a line of JSON on stdin, its answer a line on stdout. No thread can be
+Started by request_templates.py only. A job is a line of JSON on stdin, its answer a line on stdout. No thread can be
 stopped from outside and no check inside jinja sees `10 ** 10 ** 10`, so time and memory are bounded by the system:
 an alarm ends the process even within one long operation, and memory past the limit is an error of that job.
 """
@@ -52,7 +52,7 @@ def _answer(line: bytes, max_characters: int) -> str:
         return _wrong(str(error))
     except MemoryError:
         return _wrong(f"the chat template needs more than {MEMORY_BYTES >> 20} MiB of memory")
-    except Exception as fault:  # whatever a stranger's template makes of jinja is the stranger's affair
+    except Exception as fault:  # any fault of a client's template is the client's error
         return _wrong(f"the chat template fails: {type(fault).__name__}: {fault}"[:300])
 
 

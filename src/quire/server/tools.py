@@ -1,29 +1,43 @@
-"""The tools of a request: checked, and what they mean for its prompt, its grammar and the reading of its answer."""
+"""The tools of a request: checked, shown in its prompt, and turned into a grammar and a parser for its answer."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quire.core.errors import InvalidRequest
-from quire.core.structured import StructuredOutput
+from quire.core.structured import StructuredOutput, nests_deeper
+from quire.grammar.llguidance_backend import WHITESPACE
 from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.tool_forms import answer_or_calls_form, arguments_form, calls_form, parameters_of
-from quire.text.tools.forced import JsonArrayParser, NamedParser
-from quire.text.tools.parser import ToolParser
+from quire.text.tools.hermes import CLOSE, OPEN
+from quire.text.tools.parser import JsonArrayParser, NamedParser, ToolParser
 from quire.text.tools.registry import tool_parser
 
 MAX_TOOLS = 128
 MAX_BYTES = 256 * 1024  # of all of them as JSON
 MAX_DEPTH = 100  # brackets within brackets
+Tools = Sequence[dict[str, Any]]
+# Keywords of a schema that may allow more arguments than its `properties` list.
+_OPENING = frozenset(
+    (
+        "additionalProperties",
+        "unevaluatedProperties",
+        "patternProperties",
+        "$ref",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "if",
+    )
+)
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _CHOICES = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': '…'}}"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """What a request's tools and tool_choice come to."""
+    """A request's tools and tool_choice, resolved."""
 
     shown: tuple[dict[str, Any], ...] = ()  # to the model
     forced: StructuredOutput | None = None  # the answer must be calls, of this form
@@ -31,7 +45,7 @@ class ToolPlan:
     max_calls: int | None = None
 
     def parser_maker(self, parser_name: str | None) -> Callable[[], ToolParser] | None:
-        """What makes a parser for each answer; None if an answer can hold no calls."""
+        """The factory of each answer's parser; None if an answer can hold no calls."""
         if self.forced_name is not None:
             name = self.forced_name
             return lambda: NamedParser(name)
@@ -43,7 +57,7 @@ class ToolPlan:
         return lambda: tool_parser(parser_name, names)
 
     def form(self, answer: StructuredOutput | None, parser_name: str | None) -> StructuredOutput | None:
-        """What the text must look like, where content without calls must look like `answer`."""
+        """The grammar of the whole text, where `answer` is the one for content without calls."""
         if self.forced is not None:
             return self.forced  # there will be no content
         if answer is None or not self.shown or parser_name != "hermes":
@@ -86,23 +100,23 @@ def checked_tools(tools: list[dict[str, Any]] | None) -> tuple[dict[str, Any], .
         name = _checked_name(tool, f"tools[{index}]")
         if name in names:
             raise InvalidRequest(
-                f"tools[{index}].function.name: there is a tool {name!r} already: give each a name of its own",
+                f"{{param}}: there is a tool {name!r} already: give each a name of its own",
                 f"tools[{index}].function.name",
             )
         names.add(name)
     return tuple(tools)
 
 
-def _checked_name(tool: dict[str, Any], place: str) -> str:
+def _checked_name(tool: dict[str, Any], path: str) -> str:
     if tool.get("type") != "function":
-        raise _wrong(f"{place}.type", f"is {_shown(tool.get('type'))}: only 'function' is supported")
+        raise _wrong(f"{path}.type", f"is {_shown(tool.get('type'))}: only 'function' is supported")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise _wrong(f"{place}.function", "must be an object with a name")
+        raise _wrong(f"{path}.function", "must be an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _wrong(
-            f"{place}.function.name",
+            f"{path}.function.name",
             f"is {_shown(name)}: give 1 to 64 letters, digits, underscores and dashes",
         )
     for key, kinds, wanted in (
@@ -111,23 +125,15 @@ def _checked_name(tool: dict[str, Any], place: str) -> str:
         ("strict", bool, "true or false"),
     ):
         if not isinstance(function.get(key), (kinds, type(None))):
-            raise _wrong(f"{place}.function.{key}", f"must be {wanted}")
+            raise _wrong(f"{path}.function.{key}", f"must be {wanted}")
     kind = parameters_of(function).get("type", "object")
     if kind != "object":
-        raise _wrong(f"{place}.function.parameters", f"has type {_shown(kind)}: arguments are an 'object'")
+        raise _wrong(f"{path}.function.parameters", f"has type {_shown(kind)}: arguments are an 'object'")
     return name
 
 
 def _check_size(tools: list[dict[str, Any]]) -> None:
-    level: list[Any] = list(tools)
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for one in level
-            if isinstance(one, (dict, list))
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-    if level:
+    if nests_deeper(list(tools), MAX_DEPTH):
         raise InvalidRequest(f"tools nest deeper than {MAX_DEPTH} levels: send flatter ones", "tools")
     try:
         num_bytes = len(json.dumps(tools, ensure_ascii=False).encode())
@@ -150,9 +156,95 @@ def _function_named(name: str, tools: tuple[dict[str, Any], ...]) -> dict[str, A
     )
 
 
-def _wrong(place: str, problem: str) -> InvalidRequest:
-    return InvalidRequest(f"{place} {problem}", place)
+def _wrong(param: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"{{param}} {problem}", param)
 
 
 def _shown(value: Any) -> str:
     return repr(value)[:80]
+
+
+# ---------------------------------------------------------------------- grammars of calls
+
+
+def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
+    """The schema of the arguments. Where it only lists them, there are no others; without one, there are none."""
+    schema = {"type": "object", **(function.get("parameters") or {"properties": {}})}
+    if "properties" in schema and _OPENING.isdisjoint(schema):
+        schema["additionalProperties"] = False
+    return schema
+
+
+def arguments_form(function: dict[str, Any]) -> StructuredOutput:
+    """One call's arguments, and nothing else."""
+    return StructuredOutput.json(parameters_of(function), strict=bool(function.get("strict")), param="tools")
+
+
+def calls_form(tools: Tools, max_calls: int | None) -> StructuredOutput:
+    """An array of calls."""
+    calls, defined = _call_schemas(tools, "parameters")
+    schema: dict[str, Any] = {"$defs": defined, "type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if max_calls is not None:
+        schema["maxItems"] = max_calls
+    return StructuredOutput.json(schema, strict=_all_strict(tools), param="tools")
+
+
+def answer_or_calls_form(answer: StructuredOutput, tools: Tools, max_calls: int | None) -> StructuredOutput:
+    """Calls as Hermes writes them, or JSON by the answer's own form. Other forms are left as they are."""
+    if answer.kind not in ("json_schema", "json_object"):
+        return answer
+    schema = json.loads(answer.text) if answer.text else {"type": "object"}
+    calls, defined = _call_schemas(tools, "arguments")
+    more = '("\\n" call)*' if max_calls is None else ""
+    lines = (
+        "start: answer | calls",
+        f"answer: %json {_with_options(schema, answer.strict)}",
+        f"calls: call {more}",
+        f"call: {json.dumps(OPEN)} NEWLINE object NEWLINE {json.dumps(CLOSE)}",
+        f"object: %json {_with_options({'$defs': defined, 'anyOf': calls}, _all_strict(tools))}",
+        r"NEWLINE: /\n/",
+    )
+    return StructuredOutput("grammar", "\n".join(lines), param=answer.param)
+
+
+def _call_schemas(tools: Tools, key: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A schema for each tool's calls, and the definitions that these refer to."""
+    calls, defined = [], {}
+    for index, tool in enumerate(tools):
+        function, definition = tool["function"], f"tool_{index}"
+        defined[definition] = _moved(parameters_of(function), f"#/$defs/{definition}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, key: {"$ref": f"#/$defs/{definition}"}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    return calls, defined
+
+
+def _all_strict(tools: Tools) -> bool:
+    return all(tool["function"].get("strict") for tool in tools)
+
+
+def _with_options(schema: Any, strict: bool) -> str:
+    """A schema within a grammar, with the options that a schema on its own would be compiled with."""
+    if not isinstance(schema, dict):
+        return json.dumps(schema)
+    options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
+    return json.dumps({**schema, "x-guidance": options})
+
+
+def _moved(schema: Any, pointer: str) -> Any:
+    """A schema that stands at `pointer` within another: its references to itself are adapted."""
+    if isinstance(schema, list):
+        return [_moved(inner, pointer) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: pointer + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, pointer)
+        for key, value in schema.items()
+    }

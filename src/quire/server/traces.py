@@ -4,12 +4,12 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from quire import __version__
 from quire.core.errors import ConfigError
-from quire.server.caller import Caller
+from quire.server.access import RequestContext
 
 PATH = "/v1/traces"  # where collectors listen
 FLUSH_SECONDS = 2.0  # at the end; a collector that is gone must not hold up the shutdown
@@ -20,7 +20,7 @@ OPERATIONS = {  # by route, in the words of the gen_ai conventions
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-# What the log line has, under the names of the gen_ai conventions; the latencies are named as vLLM names them.
+# The log line's facts under the names of the gen_ai conventions; latencies have vLLM's names.
 _ATTRIBUTES = {
     "id": "gen_ai.response.id",
     "model": "gen_ai.request.model",
@@ -32,24 +32,8 @@ _ATTRIBUTES = {
 }
 
 
-class Traces(Protocol):
-    def note(self, caller: Caller, method: str, route: str, status: int, headers: Iterable[Any]) -> None:
-        """One request, after its last byte."""
-
-    def close(self) -> None:
-        """Sends what was not sent yet."""
-
-
-class NoTraces:
-    def note(self, caller: Caller, method: str, route: str, status: int, headers: Iterable[Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class OtlpTraces:
-    """Spans are made when a request is over and sent by a thread of the library's: no request waits for them."""
+    """Makes a span when a request has ended; a thread of the library sends it, so no request waits."""
 
     def __init__(self, endpoint: str) -> None:
         library = _library()
@@ -59,22 +43,24 @@ class OtlpTraces:
         self._tracer = self._provider.get_tracer("quire", __version__)
         self._library = library
 
-    def note(self, caller: Caller, method: str, route: str, status: int, headers: Iterable[Any]) -> None:
+    def note(
+        self, context: RequestContext, method: str, route: str, status: int, headers: Iterable[Any]
+    ) -> None:
         library = self._library
         now = time.time_ns()
-        began = now - int((time.monotonic() - caller.arrival) * 1e9)
+        began = now - int((time.monotonic() - context.arrival) * 1e9)
         operation = OPERATIONS.get(route)
-        model = caller.facts.get("model")
+        model = context.facts.get("model")
         span = self._tracer.start_span(
             f"{operation} {model}" if operation and model else f"{method} {route}",
             context=library.TraceContextTextMapPropagator().extract(_carrier(headers)),
             kind=library.SpanKind.SERVER,
-            attributes=attributes(caller, method, route, status),
+            attributes=attributes(context, method, route, status),
             start_time=began,
         )
-        broke_off = status < 400 and "error" in caller.facts  # a stream that had begun
+        broke_off = status < 400 and "error" in context.facts  # a stream that had begun
         if status >= 500 or broke_off:
-            span.set_status(library.StatusCode.ERROR, str(caller.facts.get("error", "")) or None)
+            span.set_status(library.StatusCode.ERROR, str(context.facts.get("error", "")) or None)
         span.end(now)
 
     def close(self) -> None:
@@ -86,31 +72,31 @@ class OtlpTraces:
         self._provider.shutdown()
 
 
-def open_traces(endpoint: str | None) -> Traces:
-    return NoTraces() if endpoint is None else OtlpTraces(endpoint)
+def open_traces(endpoint: str | None) -> OtlpTraces | None:
+    return None if endpoint is None else OtlpTraces(endpoint)
 
 
-def attributes(caller: Caller, method: str, route: str, status: int) -> dict[str, Any]:
-    """What a span says. Never a prompt's or an answer's text."""
-    facts = caller.facts
-    found: dict[str, Any] = {
+def attributes(context: RequestContext, method: str, route: str, status: int) -> dict[str, Any]:
+    """A span's attributes. Never a prompt's or an answer's text."""
+    facts = context.facts
+    values: dict[str, Any] = {
         "http.request.method": method,
         "http.route": route,
         "http.response.status_code": status,
-        "quire.request_id": caller.request_id,
+        "quire.request_id": context.request_id,
     }
     if route in OPERATIONS:
-        found["gen_ai.operation.name"] = OPERATIONS[route]
-        found["gen_ai.provider.name"] = "quire"
-        found["gen_ai.latency.e2e"] = time.monotonic() - caller.arrival
-    found.update({name: facts[fact] for fact, name in _ATTRIBUTES.items() if fact in facts})
+        values["gen_ai.operation.name"] = OPERATIONS[route]
+        values["gen_ai.provider.name"] = "quire"
+        values["gen_ai.latency.e2e"] = time.monotonic() - context.arrival
+    values.update({name: facts[fact] for fact, name in _ATTRIBUTES.items() if fact in facts})
     if "model" in facts:
-        found["gen_ai.response.model"] = facts["model"]
+        values["gen_ai.response.model"] = facts["model"]
     if "finish" in facts:
-        found["gen_ai.response.finish_reasons"] = str(facts["finish"]).split(",")
+        values["gen_ai.response.finish_reasons"] = str(facts["finish"]).split(",")
     if status >= 400 or "error" in facts:
-        found["error.type"] = str(facts.get("error", status))
-    return found
+        values["error.type"] = str(facts.get("error", status))
+    return values
 
 
 def with_path(endpoint: str) -> str:

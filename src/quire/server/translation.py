@@ -1,8 +1,6 @@
-"""Chats on behalf of endpoints that speak another API: their fields in, their words in errors."""
+"""Chats on behalf of endpoints that speak another API: their fields in, their events and field names out."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -12,18 +10,18 @@ from fastapi import Request
 from quire.core.errors import InvalidRequest
 from quire.server.chat import answer_chat, chat_prompt
 from quire.server.chat_reply import ChatReply
-from quire.server.errors import ApiError, as_api_error, from_validation
+from quire.server.errors import ApiError, from_validation, renamed_errors
 from quire.server.protocol.base import Usage
 from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.reply import Events, named_event
 from quire.server.service import Service
+from quire.server.sse import named_events
 from quire.text.prompts import PreparedPrompt
 
 Payloads = list[dict[str, Any]]  # of typed events
 
 
-class Draft(Protocol):
-    """An answer in another API's shape, as it grows; each call gives the events that say what it added."""
+class EventBuilder(Protocol):
+    """Builds an answer in another API's shape; each call returns the events that say what it added."""
 
     def begin(self, usage: Usage) -> Payloads: ...
 
@@ -31,12 +29,14 @@ class Draft(Protocol):
 
     def end(self, finish_reason: str | None, stop_reason: int | str | None, usage: Usage) -> Payloads: ...
 
+    def fail(self, error: ApiError) -> Payloads: ...
+
 
 async def translated_chat(
     service: Service, request: Request, fields: Mapping[str, Any], names: Mapping[str, str]
 ) -> ChatReply:
-    """Asks what `fields` of a chat request say; errors call them what `names` say their caller calls them."""
-    with _in_words(names):
+    """Submits the chat request with these fields; `names` are what errors call them."""
+    with renamed_errors(names):
         return await answer_chat(service, request, _chat_request(fields))
 
 
@@ -44,55 +44,70 @@ async def translated_prompt(
     service: Service, fields: Mapping[str, Any], names: Mapping[str, str]
 ) -> PreparedPrompt:
     """The prompt that such a chat would have."""
-    with _in_words(names):
+    with renamed_errors(names):
         body = _chat_request(fields)
         return await chat_prompt(service.model_named(body.model), body)
 
 
-async def draft_whole(reply: ChatReply, draft: Draft) -> None:
-    """Fills a draft with a whole answer, as one large delta: so it becomes what a stream would have made."""
-    whole = await reply.whole()
+async def build_whole(reply: ChatReply, builder: EventBuilder, names: Mapping[str, str]) -> None:
+    """Fills the builder with a whole answer, as one large delta: the result equals that of a stream."""
+    with renamed_errors(names):
+        whole = await reply.whole()
     choice: dict[str, Any] = dict(whole["choices"][0])
     calls = [{"index": index, **call} for index, call in enumerate(choice["message"].get("tool_calls") or ())]
-    draft.begin(whole["usage"])
-    draft.take({**choice["message"], "tool_calls": calls}, _logprobs(choice))
-    draft.end(choice["finish_reason"], choice["stop_reason"], whole["usage"])
+    builder.begin(whole["usage"])
+    builder.take({**choice["message"], "tool_calls": calls}, _logprobs(choice))
+    builder.end(choice["finish_reason"], choice["stop_reason"], whole["usage"])
 
 
-async def draft_events(reply: ChatReply, draft: Draft, ended: Callable[[], None] | None = None) -> Events:
-    """Fills a draft with a stream, and yields its events; `ended` is called before the last of them."""
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    usage: Usage | None = None
-    begun = False
-    async with aclosing(reply.chunks()) as batches:
-        async for chunks in batches:
-            payloads = [] if begun else draft.begin(reply.usage())
-            begun = True
-            usage = chunks[-1].get("usage") or usage
-            for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
-                payloads += draft.take(dict(choice["delta"]), _logprobs(choice))
+class TranslatedEvents:
+    """An EventSource: a chat's chunks through a builder. `on_end` is called before the last events are sent."""
+
+    def __init__(
+        self,
+        reply: ChatReply,
+        builder: EventBuilder,
+        names: Mapping[str, str],
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.generation = reply.generation
+        self._reply = reply
+        self._builder = builder
+        self._names = names
+        self._on_end = on_end
+        self._begun = False
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    def take(self) -> bytes:
+        try:
+            chunks = self._reply.take_chunks()
+        except (InvalidRequest, ApiError) as error:
+            raise error.renamed(self._names) from None
+        payloads: Payloads = [] if self._begun else self._builder.begin(self._reply.usage())
+        self._begun = True
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                payloads += self._builder.take(dict(choice["delta"]), _logprobs(choice))
                 if choice["finish_reason"] is not None:
-                    finish_reason, stop_reason = choice["finish_reason"], choice.get("stop_reason")
-            if payloads:
-                yield encoded(payloads)
-    payloads = draft.end(finish_reason, stop_reason, usage or reply.usage())
-    if ended is not None:
-        ended()
-    yield encoded(payloads)
+                    self._finish_reason, self._stop_reason = (
+                        choice["finish_reason"],
+                        choice.get("stop_reason"),
+                    )
+        return named_events(payloads)
 
+    def end(self) -> bytes:
+        payloads = self._builder.end(self._finish_reason, self._stop_reason, self._reply.usage())
+        if self._on_end is not None:
+            self._on_end()
+        return named_events(payloads)
 
-def encoded(payloads: Payloads) -> bytes:
-    return b"".join([named_event(payload) for payload in payloads])
-
-
-def _logprobs(choice: Mapping[str, Any]) -> Sequence[Any]:
-    found = choice.get("logprobs")
-    return found["content"] if found else ()
+    def fail(self, error: ApiError) -> bytes:
+        return named_events(self._builder.fail(error))
 
 
 def check_encodable(*values: Any) -> None:
-    """What an answer repeats must be writable as JSON: a caller's half characters and towers of brackets are not."""
+    """An answer repeats these values as JSON: refuses half characters and nesting that cannot be written."""
     try:
         msgspec.json.encode(values)
     except UnicodeEncodeError:
@@ -105,32 +120,10 @@ def _chat_request(fields: Mapping[str, Any]) -> ChatCompletionRequest:
     try:
         return ChatCompletionRequest.model_validate(fields)
     except pydantic.ValidationError as error:
-        problems = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
         raise from_validation(problems, fields) from None
 
 
-@contextmanager
-def _in_words(names: Mapping[str, str]) -> Iterator[None]:
-    try:
-        yield
-    except (InvalidRequest, ApiError) as error:
-        raise renamed(as_api_error(error), names) from None
-
-
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The same error about a field that its caller calls something else.
-
-    Names that begin with a dot are those of parts, wherever they are: `.function.name` of a tool, for instance.
-    """
-    message, param = str(error), error.param
-    if param is None:
-        return error
-    for part, said in names.items():
-        if part.startswith("."):
-            message, param = message.replace(part, said), param.replace(part, said)
-    field = re.split(r"[.\[]", param)[0]
-    if field in names:
-        message, param = re.sub(rf"\b{field}\b", names[field], message, count=1), names[field]
-    return ApiError(
-        error.status, message, kind=error.kind, param=param, code=error.code, headers=error.headers
-    )
+def _logprobs(choice: Mapping[str, Any]) -> Sequence[Any]:
+    logprobs = choice.get("logprobs")
+    return logprobs["content"] if logprobs else ()

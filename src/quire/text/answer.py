@@ -1,7 +1,6 @@
 """Answer: a request's sequences as text, made from the engine's updates on the client's side."""
 
 import time
-from dataclasses import dataclass, field
 
 from quire.core.clock import Clock
 from quire.core.errors import InvalidRequest, QuireError
@@ -11,19 +10,44 @@ from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
 class AnswerSequence:
     """One sequence of the answer so far; `new_text` is what the last update added."""
 
-    index: int
-    detokenizer: Detokenizer | None  # None: the caller wants token ids only
-    text: str = ""
-    new_text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    __slots__ = (
+        "_pieces",
+        "cumulative_logprob",
+        "detokenizer",
+        "finish_reason",
+        "index",
+        "logprobs",
+        "new_text",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(self, index: int, detokenizer: Detokenizer | None, text: str = "") -> None:
+        """Without a detokenizer the caller wants token ids only."""
+        self.index = index
+        self.detokenizer = detokenizer
+        self.new_text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob: float | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._pieces = [text]
+
+    @property
+    def text(self) -> str:
+        """All text so far. Joined on access: a stream only reads `new_text`."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    def add_text(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self.new_text += text
 
 
 class Answer:
@@ -37,7 +61,7 @@ class Answer:
         kept_ids: frozenset[int] = frozenset(),
         clock: Clock = time.monotonic,
     ) -> None:
-        """Special tokens with `kept_ids` stay in the text whatever `sampling` says about them."""
+        """Special tokens with `kept_ids` stay in the text even if `sampling` skips special tokens."""
         self.request_id = request_id
         self.sampling = sampling
         self._clock = clock
@@ -52,30 +76,38 @@ class Answer:
             for index in range(sampling.num_answers)
         ]
 
-    def take(self, update: SequenceUpdate) -> bool:
-        """Adds an update. True: a stop string appeared, so the engine should stop this sequence."""
+    def take(self, update: SequenceUpdate, now: float | None = None) -> bool:
+        """Adds an update. True: a stop string appeared, so the engine should stop this sequence.
+
+        `now` is the clock's reading where the caller has one already.
+        """
         sequence = self.sequences[update.index]
         sequence.new_text = ""
         if sequence.finish_reason is not None:
-            return False  # tokens that were on their way when a stop string was found
-        self._note(update)
-        for i, token_id in enumerate(update.token_ids):
-            logprobs = update.logprobs[i] if update.logprobs else None
-            if self._push(sequence, token_id, logprobs):
+            return False  # tokens that were on their way when a stop string matched
+        self._note(update, now)
+        token_ids = update.token_ids
+        if len(token_ids) == 1 and not update.logprobs:  # nearly every update
+            if self._push(sequence, token_ids[0], None):
                 return update.finish_reason is None
+        else:
+            for position, token_id in enumerate(token_ids):
+                logprobs = update.logprobs[position] if update.logprobs else None
+                if self._push(sequence, token_id, logprobs):
+                    return update.finish_reason is None
         if update.finish_reason is not None:
             self._end(sequence, update.finish_reason, update.stop_reason)
         return False
 
     def end(self, finish_reason: str) -> None:
-        """Ends whatever is still open, from the caller's side."""
+        """Ends the sequences that are still open, from the caller's side."""
         for sequence in self.sequences:
             if sequence.finish_reason is None:
                 self._end(sequence, finish_reason, None)
 
     @property
     def finished(self) -> bool:
-        return all(s.finish_reason is not None for s in self.sequences)
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
     def best(self) -> list[AnswerSequence]:
@@ -100,17 +132,19 @@ class Answer:
             kept_ids,
         )
 
-    def _note(self, update: SequenceUpdate) -> None:
+    def _note(self, update: SequenceUpdate, now: float | None) -> None:
         if update.error is not None and update.param is not None:
             self.fault = InvalidRequest(update.error, update.param)
         elif update.error is not None:
             self.fault = QuireError(update.error)
-        self.num_cached = max(self.num_cached, update.num_cached)
+        if update.num_cached > self.num_cached:
+            self.num_cached = update.num_cached
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
         if update.token_ids:
-            self.last_token = self._clock()
-            self.first_token = self.first_token or self.last_token
+            self.last_token = self._clock() if now is None else now
+            if self.first_token is None:
+                self.first_token = self.last_token
 
     def _push(self, sequence: AnswerSequence, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Adds one token; True if its text completes a stop string."""
@@ -121,7 +155,7 @@ class Answer:
         detokenizer = sequence.detokenizer
         if detokenizer is None:
             return False
-        self._add_text(sequence, detokenizer.push([token_id]))
+        sequence.add_text(detokenizer.push_token(token_id))
         if detokenizer.stopped:
             sequence.finish_reason = "stop"
             sequence.stop_reason = detokenizer.stop_reason
@@ -130,11 +164,6 @@ class Answer:
 
     def _end(self, sequence: AnswerSequence, finish_reason: str, stop_reason: int | str | None) -> None:
         if sequence.detokenizer is not None:
-            self._add_text(sequence, sequence.detokenizer.flush())
+            sequence.add_text(sequence.detokenizer.flush())
         sequence.finish_reason = finish_reason
         sequence.stop_reason = stop_reason
-
-    @staticmethod
-    def _add_text(sequence: AnswerSequence, text: str) -> None:
-        sequence.text += text
-        sequence.new_text += text

@@ -41,43 +41,61 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        return self._stops.found is not None
+        return self._stops.matched is not None
 
     @property
     def stop_reason(self) -> str | None:
-        """The stop string that was found."""
-        return self._stops.found
+        """The stop string that ended the text."""
+        return self._stops.matched
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens make showable; none after a stop string."""
-        shown = []
-        for token_id in token_ids:
-            if self.stopped:
-                break
-            self.num_tokens += 1
-            text = self._decoder.push(token_id)
-            shown.append(text if self.num_tokens <= self._min_tokens else self._stops.feed(text))
-        return "".join(shown)
+        return "".join([self.push_token(token_id) for token_id in token_ids])
+
+    def push_token(self, token_id: int) -> str:
+        """As `push`, for one token. Runs for every streamed token and makes no object but the text."""
+        stops = self._stops
+        if stops.matched is not None:
+            return ""
+        self.num_tokens += 1
+        text = self._decoder.push(token_id)
+        return text if self.num_tokens <= self._min_tokens else stops.feed(text)
 
     def flush(self) -> str:
-        """What is still held when the sequence ends: broken bytes become U+FFFD, half a stop string is shown."""
+        """The text that is held when the sequence ends: broken bytes become U+FFFD, half a stop string is shown."""
         if self.stopped:
             return ""
         return self._stops.feed(self._decoder.flush()) + self._stops.flush()
 
 
 class ByteDecoder:
-    """For byte-level vocabularies: tokens are bytes, and UTF-8 is decoded as it comes."""
+    """For byte-level vocabularies: tokens are bytes, and UTF-8 is decoded as it comes.
+
+    The text of a token that holds whole characters is looked up; only split characters go through the decoder.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool, kept_ids: frozenset[int] = frozenset()
     ) -> None:
         self._bytes_of = tokenizer.token_bytes
+        self._texts = tokenizer.whole_texts
         self._skipped = tokenizer.special_ids - kept_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._in_character = False  # the decoder holds the first bytes of one
 
     def push(self, token_id: int) -> str:
-        return "" if token_id in self._skipped else self._utf8.decode(self._bytes_of(token_id))
+        if token_id in self._skipped:
+            return ""
+        if not self._in_character:
+            text = self._texts.get(token_id)
+            if text is not None:
+                return text
+        data = self._bytes_of(token_id)
+        text = self._utf8.decode(data)
+        was_whole, self._in_character = not self._in_character, bool(self._utf8.getstate()[0])
+        if was_whole and not self._in_character:
+            self._texts[token_id] = text
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

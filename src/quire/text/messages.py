@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from quire.core.errors import InvalidRequest
+from quire.core.errors import FieldName, InvalidRequest
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under three names; the first is usual
@@ -93,4 +93,5 @@ def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _wrong(place: str, problem: str) -> InvalidRequest:
-    return InvalidRequest(f"{place} {problem}", place.split("[")[0].split(".")[0])
+    root = place.split("[")[0].split(".")[0]
+    return InvalidRequest("{place} {problem}", root, place=FieldName(place), problem=problem)

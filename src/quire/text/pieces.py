@@ -1,4 +1,4 @@
-"""What an answer is made of once it is read: thoughts, text, and calls of tools."""
+"""The pieces of a parsed answer: reasoning, content and tool calls; and how a marker is found in streamed text."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of a call's arguments, letter for letter as the model writes them."""
+    """More of a call's arguments, exactly as the model writes them."""
 
     index: int
     text: str
@@ -31,25 +31,39 @@ class Arguments:
 @dataclass(frozen=True, slots=True)
 class CallEnd:
     index: int
-    written: str  # all that the model wrote for this call, to show if it makes no sense; empty: it was made to call
+    # the call as the model wrote it, to show if it is no valid call; empty if a grammar forced it
+    written: str
 
 
 Piece = Reasoning | Content | CallBegin | Arguments | CallEnd
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same pieces with neighbours of one kind in one: how an answer was cut no longer shows."""
-    found: list[Piece] = []
+    """The same pieces with neighbours of one kind joined, so that the result does not depend on how text was cut."""
+    joined: list[Piece] = []
     for piece in pieces:
         if not isinstance(piece, (CallBegin, CallEnd)):
             if not piece.text:
                 continue
-            last = found[-1] if found else None
+            last = joined[-1] if joined else None
             if isinstance(last, Arguments) and isinstance(piece, Arguments) and last.index == piece.index:
-                found[-1] = Arguments(last.index, last.text + piece.text)
+                joined[-1] = Arguments(last.index, last.text + piece.text)
                 continue
             if isinstance(last, (Reasoning, Content)) and type(last) is type(piece):
-                found[-1] = type(last)(last.text + piece.text)
+                joined[-1] = type(last)(last.text + piece.text)
                 continue
-        found.append(piece)
-    return found
+        joined.append(piece)
+    return joined
+
+
+def held_from(text: str, marker: str) -> int:
+    """Where the part of `text` starts that cannot be shown yet: white space, then what may become `marker`.
+
+    White space is held too, since around markers it belongs to the format and not to the answer.
+    """
+    cut = len(text)
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            cut -= length
+            break
+    return len(text[:cut].rstrip())

@@ -1,11 +1,93 @@
-"""AnswerReader: one answer's text, read as thoughts, content and calls."""
+"""From a model's chat template to parsed answers: AnswerFormats names the parsers, AnswerParsers holds those of one
+request, AnswerReader parses one answer."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quire.core.errors import ConfigError
+from quire.text.answer import AnswerSequence
 from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning
-from quire.text.reasoning.think import ThinkParser
+from quire.text.reasoning import (
+    MARKERS,
+    REASONING_PARSERS,
+    ThinkParser,
+    guessed_reasoning,
+    num_reasoning_tokens,
+    reasoning_parser,
+)
+from quire.text.template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
 from quire.text.tools.parser import ToolParser
+from quire.text.tools.registry import TOOL_PARSERS, guessed_tool_parser, tool_markers
+
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    """Names of parsers; None: tool calls or reasoning are not parsed."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+    def kept_ids(self, tokenizer: Tokenizer | None, with_tools: bool) -> frozenset[int]:
+        """Special tokens that must stay in the text for the parsers to see."""
+        if tokenizer is None:
+            return frozenset()
+        markers: tuple[str, ...] = MARKERS if self.reasoning else ()
+        markers += tool_markers(self.tools) if self.tools and with_tools else ()
+        found = {tokenizer.token_id(marker) for marker in markers}
+        return tokenizer.special_ids.intersection(token_id for token_id in found if token_id is not None)
+
+
+def choose_formats(template: ChatTemplate | None, tools: str | None, reasoning: str | None) -> AnswerFormats:
+    """Parsers by name (`none`: no parser), or else by the chat template. A template that does not know tools gets
+    Hermes' format, in which tools are then described."""
+    text = template.text if template is not None else ""
+    guessed = guessed_tool_parser(text) if template is None or template.reads_tools else "hermes"
+    return AnswerFormats(
+        _chosen("tool_call_parser", tools, TOOL_PARSERS, guessed),
+        _chosen("reasoning_parser", reasoning, REASONING_PARSERS, guessed_reasoning(text)),
+    )
+
+
+def _chosen(setting: str, name: str | None, known: tuple[str, ...], guessed: str | None) -> str | None:
+    if name is None:
+        return guessed
+    if name == NONE:
+        return None
+    if name not in known:
+        raise ConfigError(f"{setting}={name!r} is not known: choose one of {', '.join(known)}, or {NONE}")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParsers:
+    """The parsers of a request's answers: makes a reader for each of them."""
+
+    reasoning: str | None = None  # the parser's name
+    prompt: str | None = None  # its end says whether reasoning has begun
+    make_tool_parser: Callable[[], ToolParser] | None = None
+    max_calls: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """All text is content."""
+        return self.reasoning is None and self.make_tool_parser is None
+
+    def reader(self) -> "AnswerReader":
+        return AnswerReader(
+            reasoning_parser(self.reasoning, self.prompt) if self.reasoning else None,
+            self.make_tool_parser() if self.make_tool_parser else None,
+            self.max_calls,
+        )
+
+    def num_reasoning_tokens(self, sequence: AnswerSequence, tokenizer: Tokenizer | None) -> int:
+        thinking = reasoning_parser(self.reasoning, self.prompt) if self.reasoning else None
+        if thinking is None or not thinking.begins_with_reasoning(sequence.text):
+            return 0
+        return num_reasoning_tokens(sequence.text, sequence.token_ids, tokenizer)
 
 
 @dataclass(slots=True)
@@ -77,7 +159,7 @@ class AnswerReader:
         return found
 
     def _noted(self, pieces: list[Piece]) -> list[Piece]:
-        """The same pieces, without calls that are too many."""
+        """The same pieces, without the calls beyond `max_calls`."""
         kept: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, (CallBegin, Arguments, CallEnd)):

@@ -4,63 +4,50 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Feeds on text and passes on what cannot be part of a stop string any more.
+    """Takes text and returns the part that cannot belong to a stop string any more.
 
-    The stop string that ends first wins; of several that end together, the longest. So the outcome depends
-    on the text alone, not on how it was cut. Each letter costs a constant time per stop string, amortised.
+    The stop string that ends first wins; of several that end together, the longest. The result depends on the text
+    alone, not on how it was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
         self._stops = tuple(stops)
-        self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # letters of each stop string that the text now ends with
         self._include = include_in_output
-        self._held = ""
-        self.found: str | None = None
+        self._held = ""  # the longest end of the text that a stop string begins with
+        self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """New text that may be shown. Once a stop string is found, `found` is set and no more text comes."""
-        if not self._stops or self.found is not None or not text:
-            return text if self.found is None else ""
-        for at, letter in enumerate(text):
-            best = self._advance(letter)
-            if best is not None:
-                self.found = best
-                shown = self._held + text[: at + 1]
-                self._held = ""
-                return shown if self._include else shown[: len(shown) - len(best)]
-        shown = self._held + text
-        cut = len(shown) - max(self._matched)
-        self._held = shown[cut:]
-        return shown[:cut]
+        """New text that may be shown. After a match `matched` is set and no more text is returned."""
+        if not self._stops or self.matched is not None or not text:
+            return text if self.matched is None else ""
+        text = self._held + text
+        end = self._match(text)
+        if self.matched is not None:
+            self._held = ""
+            return text[:end] if self._include else text[: end - len(self.matched)]
+        cut = min(_prefix_start(text, stop) for stop in self._stops)
+        self._held = text[cut:]
+        return text[:cut]
 
     def flush(self) -> str:
-        """What is held back when the text ends."""
+        """The held text, when no more comes."""
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, letter: str) -> str | None:
-        """One more letter; the longest stop string that ends with it, if any does."""
-        best = None
-        for index, stop in enumerate(self._stops):
-            borders, matched = self._borders[index], self._matched[index]
-            while matched and stop[matched] != letter:
-                matched = borders[matched - 1]
-            if stop[matched] == letter:
-                matched += 1
-            self._matched[index] = matched
-            if matched == len(stop) and (best is None or len(stop) > len(best)):
-                best = stop
-        return best
+    def _match(self, text: str) -> int:
+        """Sets `matched` if `text` holds a stop string, and returns where the match ends."""
+        first = len(text) + 1
+        for stop in self._stops:
+            start = text.find(stop)
+            end = start + len(stop)
+            if start >= 0 and (end < first or (end == first and len(stop) > len(self.matched or ""))):
+                first, self.matched = end, stop
+        return first
 
 
-def _borders(pattern: str) -> list[int]:
-    """For each prefix, the length of the longest shorter prefix that it ends with (Knuth, Morris, Pratt)."""
-    borders, length = [0] * len(pattern), 0
-    for at in range(1, len(pattern)):
-        while length and pattern[at] != pattern[length]:
-            length = borders[length - 1]
-        if pattern[at] == pattern[length]:
-            length += 1
-        borders[at] = length
-    return borders
+def _prefix_start(text: str, stop: str) -> int:
+    """Where the longest end of `text` starts that is a proper prefix of `stop`; the text's length if there is none."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return start if start >= 0 else len(text)

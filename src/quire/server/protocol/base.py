@@ -1,11 +1,11 @@
-"""What every endpoint's messages share."""
+"""Types that all endpoints share."""
 
 from typing import Annotated, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-# JSON's numbers have no end; what goes on to the engine must.
+# JSON's integers have no bound; the engine's have.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 

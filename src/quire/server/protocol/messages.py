@@ -6,8 +6,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from quire.server.protocol.base import Int, RequestBody
-from quire.server.protocol.extras import ExtraFields
-from quire.server.protocol.sampling import Stops
+from quire.server.protocol.sampling import ExtraFields, Stops
 
 # A piece of a message: text, thinking, the use of a tool or its result. Which fields it has hangs on its `type`.
 Block = dict[str, Any]
@@ -24,7 +23,7 @@ class OutputConfig(RequestBody):
 
 
 class MessageInput(ExtraFields):
-    """What decides about the prompt; enough to count its tokens."""
+    """The fields that make the prompt: enough to count its tokens."""
 
     model: str | None = Field(
         None, description="A name that /v1/models lists; the first of them if left out."

@@ -1,8 +1,11 @@
-"""/v1/models."""
+"""/v1/models; /tokenize and /detokenize, in vLLM's shape; /v1/embeddings."""
 
-from typing import NotRequired
+from typing import Any, Literal, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict
+
+from quire.server.protocol.base import Int, RequestBody
 
 
 class Model(TypedDict):
@@ -17,3 +20,65 @@ class Model(TypedDict):
 class ModelList(TypedDict):
     object: str
     data: list[Model]
+
+
+class TokenizeRequest(RequestBody):
+    """A prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class DetokenizeRequest(RequestBody):
+    model: str | None = None
+    tokens: list[Int]
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class EmbeddingRequest(RequestBody):
+    model: str | None = None
+    input: str | list[str] | list[Int] | list[list[Int]] = Field(
+        description="Text, token ids, or a list of either."
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Int | None = Field(None, description="Keep this many numbers of each vector.")
+    truncate_prompt_tokens: Int | None = Field(
+        None, description="Cut texts to this many tokens; -1: to what the model takes."
+    )
+    add_special_tokens: bool | None = None
+    user: str | None = None
+
+
+class Embedding(TypedDict):
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    object: str
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage

@@ -6,12 +6,10 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from quire.server.protocol.base import Int, RequestBody
-from quire.server.protocol.chat import TokenLogprob
-from quire.server.protocol.extras import ExtraFields
-from quire.server.protocol.sampling import Stops
+from quire.server.protocol.sampling import ExtraFields, Stops
 
 # An item of a conversation: a message, a function call, its output or a piece of reasoning. Which fields it has
-# hangs on its `type`, and each kind of item has more forms than one: `responses.items` reads them.
+# hangs on its `type`, and each kind of item has more forms than one: `responses.convert_request` reads them.
 Item = dict[str, Any]
 # A typed event of a stream.
 ResponseEvent = dict[str, Any]
@@ -39,7 +37,7 @@ class ReasoningConfig(RequestBody):
 
 
 class ResponseInput(ExtraFields):
-    """What decides about the prompt; enough to count its tokens."""
+    """The fields that make the prompt: enough to count its tokens."""
 
     model: str | None = Field(
         None, description="A name that /v1/models lists; the first of them if left out."
@@ -70,13 +68,6 @@ class ResponseRequest(ResponseInput):
     stream: bool | None = None
     background: bool | None = None
     stop: str | Stops | None = None
-
-
-class OutputText(TypedDict):
-    type: str
-    text: str
-    annotations: list[object]
-    logprobs: list[TokenLogprob]
 
 
 class InputTokensDetails(TypedDict):

@@ -1,4 +1,4 @@
-"""The sampling fields that /v1/chat/completions and /v1/completions share: OpenAI's, then vLLM's."""
+"""Sampling fields: those of chats and completions, and the part of them that other APIs' requests take as well."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,11 +6,13 @@ from pydantic import Field
 
 from quire.server.protocol.base import Int, RequestBody, StreamOptions
 
-MAX_STOPS = 64  # strings; each costs time on every letter of the answer
+MAX_STOPS = 64  # strings; each costs time on every token of the answer
 Stops = Annotated[list[str], Field(max_length=MAX_STOPS)]
 
 
 class SamplingFields(RequestBody):
+    """What /v1/chat/completions and /v1/completions share: OpenAI's fields, then vLLM's."""
+
     model: str | None = Field(
         None, description="A name that /v1/models lists; the first of them if left out."
     )
@@ -47,7 +49,7 @@ class SamplingFields(RequestBody):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Int | None = None
     truncate_prompt_tokens: Int | None = Field(
-        None, description="Keep the prompt's last so many tokens; -1: as many as fit."
+        None, description="Keep this many of the prompt's last tokens; -1: as many as fit."
     )
     priority: Int | None = None
     cache_salt: str | None = Field(None, description="Requests share cached prefixes within one salt only.")
@@ -69,3 +71,27 @@ class SamplingFields(RequestBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+
+class ExtraFields(RequestBody):
+    """What /v1/responses and /v1/messages take beyond their own APIs."""
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def extras(self) -> dict[str, Any]:
+        """The fields that are set, under their names in a chat request."""
+        return {
+            name: value for name in ExtraFields.model_fields if (value := getattr(self, name)) is not None
+        }

@@ -1,4 +1,4 @@
-"""ResponseStore: finished responses, kept in memory as JSON until others push them out."""
+"""ResponseStore: finished responses, kept in memory as JSON until they are evicted."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ class StoredResponse:
 
     owner: str | None  # the name of the key that made it; None where there are no keys
     response: bytes  # ResponseObject as JSON
-    items: bytes  # a list of Item as JSON: everything that was said before its output
+    items: bytes  # a list of Item as JSON: the conversation before its output
 
     @property
     def num_bytes(self) -> int:
         return len(self.response) + len(self.items)
 
     def input_items(self) -> list[Item]:
-        found: list[Item] = msgspec.json.decode(self.items)
-        return found
+        items: list[Item] = msgspec.json.decode(self.items)
+        return items
 
     def conversation(self) -> list[Item]:
-        """What another response goes on from."""
+        """The conversation that another response continues."""
         output: list[Item] = msgspec.json.decode(self.response)["output"]
         return self.input_items() + output
 
 
 class ResponseStore:
-    """At most so many responses and bytes of them; the least recently used go first.
+    """Holds at most `max_responses` responses and `max_bytes` of JSON; evicts the least recently used.
 
     A response belongs to the key that made it: to every other key it does not exist.
     """

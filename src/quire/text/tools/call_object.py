@@ -14,7 +14,8 @@ _NESTED_STOP = re.compile(r'["{}\[\]]|[^\w\s.:,+-]')  # a quote, a bracket, or w
 
 
 class CallObject:
-    """Follows the object through any cuts. Keys may come in any order; unknown ones are passed over.
+    """Follows the object however its text is cut. Keys may come in any order; unknown ones are passed over. Written by
+    hand: incremental JSON parsers pass on whole values, and arguments must stream character by character.
 
     `begun` says that the call was passed on; `closed` that the object has ended; `broken` that it is no such object
     (or not JSON) from here on. `complete` says that its arguments, if there are any, have ended.
@@ -32,7 +33,7 @@ class CallObject:
         self._has_arguments = False
         self._early: list[str] = []  # arguments that came before the name
         self._key = ""
-        self._string: list[str] = []  # the raw letters of a key or a string value
+        self._string: list[str] = []  # the raw characters of a key or a string value
         self._escaped = self._in_string = False
         self._depth = 0
         self._pieces: list[Piece] = []
@@ -45,7 +46,7 @@ class CallObject:
         return at
 
     def take(self) -> list[Piece]:
-        """What has become certain since the last time."""
+        """The pieces that have become certain since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -82,20 +83,20 @@ class CallObject:
         return at + (not self.broken)
 
     def _value(self, text: str, at: int) -> int:
-        letter = text[at]
-        if letter in _SPACE:
+        char = text[at]
+        if char in _SPACE:
             return at + 1
         is_name = self._key == "name" and self._name is None
         is_arguments = self._is_arguments()
-        if letter == '"':
+        if char == '"':
             if is_name:
                 self._open_string(self._name_string)
             else:
                 self._open_string(self._arguments_string if is_arguments else self._other_string)
             return at + 1
-        if is_name or (is_arguments and letter not in "{n"):
+        if is_name or (is_arguments and char not in "{n"):
             return self._break(at)
-        if letter in "{[":
+        if char in "{[":
             if is_arguments:
                 self._has_arguments = True
                 self._begin()
@@ -103,7 +104,7 @@ class CallObject:
             return at
         self._string.clear()
         self._step = self._plain_value
-        return at if _PLAIN.match(letter) else self._break(at)
+        return at if _PLAIN.match(char) else self._break(at)
 
     def _name_string(self, text: str, at: int) -> int:
         at = self._read_string(text, at)
@@ -148,10 +149,10 @@ class CallObject:
         return end
 
     def _plain_value(self, text: str, at: int) -> int:
-        found = _PLAIN.match(text, at)
-        if found is not None:
-            self._string.append(found[0])
-            return found.end()
+        match = _PLAIN.match(text, at)
+        if match is not None:
+            self._string.append(match[0])
+            return match.end()
         if self._is_arguments() and "".join(self._string) != "null":
             return self._break(at)
         self._step = self._after_value
@@ -168,11 +169,11 @@ class CallObject:
     # ------------------------------------------------------------------ reading
 
     def _seen(self, text: str, at: int, wanted: str) -> str:
-        """The letter, if it is wanted; nothing for white space. Any other breaks the object."""
-        letter = text[at]
-        if letter in wanted:
-            return letter
-        if letter not in _SPACE:
+        """The char, if it is wanted; nothing for white space. Any other breaks the object."""
+        char = text[at]
+        if char in wanted:
+            return char
+        if char not in _SPACE:
             self.broken = True
         return ""
 
@@ -190,17 +191,17 @@ class CallObject:
             self._escaped = False
             self._string.append(text[at])
             return at + 1
-        found = _STRING_STOP.search(text, at)
-        if found is None:
+        match = _STRING_STOP.search(text, at)
+        if match is None:
             self._string.append(text[at:])
             return len(text)
-        self._string.append(text[at : found.start()])
-        if found[0] == "\\":
+        self._string.append(text[at : match.start()])
+        if match[0] == "\\":
             self._string.append("\\")
             self._escaped = True
         else:
             self._in_string = False
-        return found.end()
+        return match.end()
 
     def _read_nested(self, text: str, at: int) -> int:
         """Through brackets and strings, up to and with the bracket that closes the first."""
@@ -209,17 +210,17 @@ class CallObject:
                 self._escaped = False
                 at += 1
                 continue
-            found = (_STRING_STOP if self._in_string else _NESTED_STOP).search(text, at)
-            if found is None:
+            match = (_STRING_STOP if self._in_string else _NESTED_STOP).search(text, at)
+            if match is None:
                 return len(text)
-            at, letter = found.end(), found[0]
-            if letter == '"':
+            at, char = match.end(), match[0]
+            if char == '"':
                 self._in_string = not self._in_string
-            elif letter == "\\" and self._in_string:
+            elif char == "\\" and self._in_string:
                 self._escaped = True
-            elif letter in "{[":
+            elif char in "{[":
                 self._depth += 1
-            elif letter in "}]":
+            elif char in "}]":
                 self._depth -= 1
                 if not self._depth:
                     return at

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 
-from quire.text.markers import held_from
-from quire.text.pieces import Arguments, Content, Piece
+from quire.text.pieces import Arguments, Content, Piece, held_from
 from quire.text.tools.call_object import CallObject
 from quire.text.tools.parser import CallParser
 
@@ -11,10 +10,10 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallParser):
-    """Text may stand before, between and after calls; a forgotten last brace or CLOSE is forgiven."""
+    """Text may stand before, between and after calls; a missing last brace or CLOSE is accepted."""
 
     def __init__(self, _tool_names: Collection[str] = ()) -> None:
-        """Any name will do: what stands between these markers is meant as a call."""
+        """Any tool name is accepted: text between these markers is a call."""
         super().__init__(self._in_text)
 
     def finish(self) -> list[Piece]:
@@ -27,13 +26,13 @@ class HermesParser(CallParser):
         return self.taken()
 
     def _in_text(self) -> bool:
-        found = self.rest.find(OPEN)
-        cut = held_from(self.rest, OPEN) if found < 0 else len(self.rest[:found].rstrip())
+        start = self.rest.find(OPEN)
+        cut = held_from(self.rest, OPEN) if start < 0 else len(self.rest[:start].rstrip())
         self.pieces.append(Content(self.rest[:cut]))
         self.rest = self.rest[cut:]
-        if found < 0:
+        if start < 0:
             return False
-        self.pass_over(found - cut + len(OPEN))
+        self.pass_over(start - cut + len(OPEN))
         self.call = CallObject(self.num_calls)
         self.state = self._in_call
         return True
@@ -60,12 +59,12 @@ class HermesParser(CallParser):
 
     def _in_broken(self) -> bool:
         """Arguments that are not JSON are passed on as they come: their beginning is out already."""
-        found = self.rest.find(CLOSE)
-        cut = held_from(self.rest, CLOSE) if found < 0 else len(self.rest[:found].rstrip())
+        start = self.rest.find(CLOSE)
+        cut = held_from(self.rest, CLOSE) if start < 0 else len(self.rest[:start].rstrip())
         self._argue(cut)
-        if found < 0:
+        if start < 0:
             return False
-        self.pass_over(found - cut + len(CLOSE))
+        self.pass_over(start - cut + len(CLOSE))
         self.end_call(self._in_text)
         return True
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 
-from quire.text.markers import held_from
-from quire.text.pieces import Arguments, Content, Piece
+from quire.text.pieces import Arguments, Content, Piece, held_from
 from quire.text.tools.call_object import CallObject
 from quire.text.tools.parser import CallParser
 
@@ -71,13 +70,13 @@ class Llama3Parser(CallParser):
         return True
 
     def _in_text(self) -> bool:
-        found = self.rest.find(TAG)
-        cut = held_from(self.rest, TAG) if found < 0 else len(self.rest[:found].rstrip())
+        start = self.rest.find(TAG)
+        cut = held_from(self.rest, TAG) if start < 0 else len(self.rest[:start].rstrip())
         self.pieces.append(Content(self.rest[:cut]))
         self.rest = self.rest[cut:]
-        if found >= 0:
+        if start >= 0:
             self.state = self._before_call
-        return found >= 0
+        return start >= 0
 
     def _accepts(self, name: str) -> bool:
         return not self._names or name in self._names

@@ -1,0 +1,250 @@
+"""Access: the API keys, each key's rate limits, and the RequestContext that carries both through a request."""
+
+import hashlib
+import hmac
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope
+
+from quire.core.errors import ConfigError
+from quire.server.errors import ApiError
+
+Clock = Callable[[], float]
+_KINDS = ("requests", "tokens")
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{part}-{kind}" for part in ("limit", "remaining", "reset") for kind in _KINDS
+)
+
+
+# ---------------------------------------------------------------------- rates
+
+
+class TokenBucket:
+    """Starts full and refills evenly: a minute's worth may come at once, then as fast as it refills.
+
+    It may be overdrawn by an answer, whose length is not known before; later requests wait for the debt.
+    """
+
+    def __init__(self, per_minute: int, clock: Clock = time.monotonic) -> None:
+        self.limit = per_minute
+        self._clock = clock
+        self._level = float(per_minute)
+        self._at = clock()
+
+    @property
+    def level(self) -> float:
+        now = self._clock()
+        self._level = min(self.limit, self._level + (now - self._at) * self.limit / 60)
+        self._at = now
+        return self._level
+
+    def spend(self, amount: int) -> None:
+        self._level = self.level - amount
+
+    def seconds_until(self, amount: float) -> float:
+        """Until `amount` is there, if none is spent meanwhile."""
+        return max(0.0, (amount - self.level) * 60 / self.limit)
+
+
+class Allowance:
+    """One key's two buckets; None is no limit."""
+
+    def __init__(self, requests: TokenBucket | None = None, tokens: TokenBucket | None = None) -> None:
+        self._requests = requests
+        self._tokens = tokens
+
+    def take_request(self) -> None:
+        """Counts one more request, or raises 429."""
+        _check("requests", self._requests, 1)
+        _check("tokens", self._tokens, 1)  # a key in debt hears so before any work is done
+        if self._requests is not None:
+            self._requests.spend(1)
+
+    def check_tokens(self, amount: int) -> None:
+        """Raises 429 if a prompt of `amount` tokens may not come now."""
+        _check("tokens", self._tokens, amount)
+
+    def spend_tokens(self, amount: int) -> None:
+        if self._tokens is not None:
+            self._tokens.spend(amount)
+
+    def headers(self) -> dict[str, str]:
+        """`x-ratelimit-…`, as OpenAI sends them with every answer."""
+        headers = {}
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.limit)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+                headers[f"x-ratelimit-reset-{name}"] = shown_duration(bucket.seconds_until(bucket.limit))
+        return headers
+
+
+class Rates:
+    """The allowances of all keys, made when a key is first used."""
+
+    def __init__(
+        self,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._requests = requests_per_minute
+        self._tokens = tokens_per_minute
+        self._clock = clock
+        self._allowances: dict[str, Allowance] = {}
+
+    def of(self, key: str | None) -> Allowance:
+        """The key's allowance; without a key there is no limit."""
+        if key is None:
+            return Allowance()
+        if key not in self._allowances:
+            self._allowances[key] = Allowance(self._bucket(self._requests), self._bucket(self._tokens))
+        return self._allowances[key]
+
+    def _bucket(self, per_minute: int | None) -> TokenBucket | None:
+        return None if per_minute is None else TokenBucket(per_minute, self._clock)
+
+
+def shown_duration(seconds: float) -> str:
+    """As OpenAI writes it: 120ms, 7.5s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    shown = f"{rest:.3f}".rstrip("0").rstrip(".")
+    return f"{minutes:.0f}m{shown}s" if minutes else f"{shown}s"
+
+
+def _check(what: str, bucket: TokenBucket | None, amount: int) -> None:
+    if bucket is None or bucket.level >= amount:
+        return
+    flag = f"--max-{what}-per-minute-per-key"
+    if amount > bucket.limit:
+        message = (
+            f"the request has {amount} {what} and this key may have {bucket.limit} per minute: "
+            f"send a shorter one, or raise {flag}"
+        )
+        headers = {"x-should-retry": "false"}  # OpenAI's clients would try again in vain
+    else:
+        seconds = bucket.seconds_until(amount)
+        message = (
+            f"this key may have {bucket.limit} {what} per minute: try again in {shown_duration(seconds)}"
+        )
+        headers = {
+            "Retry-After": str(max(1, math.ceil(seconds))),
+            "retry-after-ms": str(math.ceil(seconds * 1000)),
+        }
+    raise ApiError(429, message, kind=what, code="rate_limit_exceeded", headers=headers)
+
+
+# ---------------------------------------------------------------------- keys
+
+
+class Keys:
+    """Compares digests, all of them each time: how long it takes says nothing about the keys."""
+
+    def __init__(self, keys: Iterable[str], max_concurrent: int | None = None) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._max_concurrent = max_concurrent
+        self._active: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def identify(self, offered: bytes | None) -> str | None:
+        """The name under which a key may appear in logs; None if it is no key."""
+        digest = _digest(offered or b"")
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest.hex()[:12] if offered and any(matches) else None
+
+    @contextmanager
+    def hold(self, name: str | None) -> Iterator[None]:
+        """One request of this key, while it lasts. Raises 429 past the limit."""
+        limit = self._max_concurrent
+        if name is None or limit is None:
+            yield
+            return
+        if self._active[name] >= limit:
+            raise ApiError(
+                429,
+                f"this key has {limit} requests under way already: wait for one to end",
+                code="concurrency_limit",
+                headers={"Retry-After": "1"},
+            )
+        self._active[name] += 1
+        try:
+            yield
+        finally:
+            self._active[name] -= 1
+            if not self._active[name]:
+                del self._active[name]
+
+
+def read_key_file(path: str) -> tuple[str, ...]:
+    """One key a line; empty lines and comments (#) are skipped."""
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path}: cannot be read ({error})") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file {path}: holds no key: write one a line")
+    return keys
+
+
+def offered_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """From `Authorization: Bearer KEY` (OpenAI) or `x-api-key: KEY` (Anthropic)."""
+    values = {name.lower(): value for name, value in headers}
+    scheme, _, key = values.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and key.strip():
+        return key.strip()
+    return values.get(b"x-api-key")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+# ---------------------------------------------------------------------- the request
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """Made by the middleware for each request; endpoints add what the log should say."""
+
+    request_id: str
+    key: str | None = None  # the key's name, not the key
+    allowance: Allowance = field(default_factory=Allowance)  # what that key may still have this minute
+    keep_alive: float = 15.0  # seconds of silence on a stream before a comment is sent; 0: never
+    arrival: float = field(default_factory=time.monotonic)
+    facts: dict[str, object] = field(default_factory=dict)  # for the log line: token counts, finish reasons
+
+    def note_error(self, error: ApiError) -> None:
+        """For the log and the trace: which error ended it."""
+        self.facts["error"] = error.code or error.kind
+
+
+def context_of(request: Request) -> RequestContext:
+    return request.scope["quire.context"]
+
+
+def set_context(scope: Scope, context: RequestContext) -> None:
+    scope["quire.context"] = context
+
+
+def path_of(scope: Scope) -> str:
+    """The path below --root-path, whether or not a proxy cut that off."""
+    root, path = scope.get("root_path", ""), scope["path"]
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the connection is closed. Only for requests whose body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

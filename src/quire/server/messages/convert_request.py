@@ -1,0 +1,237 @@
+"""Converts a request of Anthropic's Messages API to the fields of a chat request."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.core.errors import InvalidRequest
+from quire.server.errors import not_supported
+from quire.server.protocol.messages import Block, MessageInput, MessageRequest
+
+# A chat request's fields and their names in this API, for errors.
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    ".function.parameters": ".input_schema",
+    ".function.": ".",
+}
+_ROLES = ("user", "assistant", "system")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def prompt_fields(body: MessageInput) -> dict[str, Any]:
+    """The fields of a chat request that make its prompt."""
+    for name in ("mcp_servers", "container"):
+        if getattr(body, name):
+            raise not_supported(name, f"{name} is not supported: leave it out")
+    messages = chat_messages(body.messages, body.system)
+    fields = body.extras() | {"model": body.model, "messages": messages}
+    if messages[-1]["role"] == "assistant":  # an answer that the caller began
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    if variables := _template_variables(body):
+        fields["chat_template_kwargs"] = variables
+    if body.tools:
+        fields["tools"] = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+        fields |= _tool_choice(body.tool_choice)
+    return fields
+
+
+def chat_fields(body: MessageRequest) -> dict[str, Any]:
+    """All fields of the chat request."""
+    fields = prompt_fields(body) | {
+        "max_completion_tokens": body.max_tokens,
+        "stop": body.stop_sequences or None,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "user": body.metadata.user_id if body.metadata is not None else None,
+        "stream": body.stream,
+        "response_format": _response_format(body),
+    }
+    if body.stream:
+        fields["stream_options"] = {"include_usage": True}
+    return fields
+
+
+def chat_messages(
+    messages: Sequence[Mapping[str, Any]], system: str | Sequence[Any] | None
+) -> list[dict[str, Any]]:
+    """The conversation as a chat's messages. Neighbours of one role are one turn, as the API says."""
+    turns: list[dict[str, Any]] = []
+    if system:
+        turns.append({"role": "system", "content": _texts(system, "system")})
+    if not messages:
+        raise InvalidRequest("messages is empty: send at least one message", "messages")
+    names: dict[str, str] = {}  # of the tools, by the ids of their uses
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        role = message.get("role")
+        if role not in _ROLES:
+            raise _wrong(path, f"has role {role!r}: give 'user' or 'assistant'")
+        blocks = _blocks(message.get("content"), f"{path}.content")
+        if role == "assistant":
+            _add_assistant(turns, blocks, names, f"{path}.content")
+        else:
+            _add_user(turns, str(role), blocks, names, f"{path}.content")
+    if turns[-1]["role"] == "assistant" and turns[-1].get("tool_calls"):
+        raise _wrong(f"messages[{len(messages) - 1}]", "uses a tool: send its tool_result after it")
+    return turns
+
+
+# ---------------------------------------------------------------------- turns
+
+
+def _add_user(
+    turns: list[dict[str, Any]], role: str, blocks: list[Block], names: Mapping[str, str], path: str
+) -> None:
+    for index, block in enumerate(blocks):
+        where = f"{path}[{index}]"
+        if block["type"] == "tool_result" and role == "user":
+            turns.append(_result(block, names, where))
+        else:
+            part = {"type": "text", "text": _text(block, where)}
+            if turns[-1:] and turns[-1]["role"] == role and isinstance(turns[-1]["content"], list):
+                turns[-1]["content"].append(part)
+            else:
+                turns.append({"role": role, "content": [part]})
+    if not blocks:
+        raise _wrong(path, "is empty: give some text")
+
+
+def _add_assistant(
+    turns: list[dict[str, Any]], blocks: list[Block], names: dict[str, str], path: str
+) -> None:
+    if not turns or turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant", "content": ""})
+    turn = turns[-1]
+    for index, block in enumerate(blocks):
+        where = f"{path}[{index}]"
+        match block["type"]:
+            case "thinking":
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + _string(
+                    block, "thinking", where
+                )
+            case "redacted_thinking":
+                pass  # encrypted
+            case "tool_use":
+                names[_string(block, "id", where)] = _string(block, "name", where)
+                turn.setdefault("tool_calls", []).append(_call(block, where))
+            case _:
+                turn["content"] += _text(block, where)
+
+
+def _call(block: Block, path: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise _wrong(path, "needs an input: give an object")
+    try:
+        written = json.dumps(arguments, ensure_ascii=False)
+    except RecursionError:
+        raise _wrong(path, "has an input that nests too deeply: send flatter values") from None
+    return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": written}}
+
+
+def _result(block: Block, names: Mapping[str, str], path: str) -> dict[str, Any]:
+    """Chats have no mark for a tool that failed: its result says so in words."""
+    use_id = _string(block, "tool_use_id", path)
+    if use_id not in names:
+        raise _wrong(path, f"has the tool_use_id {use_id!r}, which no tool_use before it has")
+    text = _texts(block.get("content") or "", f"{path}.content")
+    content = f"Error: {text}" if block.get("is_error") else text
+    return {"role": "tool", "tool_call_id": use_id, "name": names[use_id], "content": content}
+
+
+# ---------------------------------------------------------------------- blocks
+
+
+def _blocks(content: Any, path: str) -> list[Block]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise _wrong(path, f"is a {type(content).__name__}: give a string or a list of blocks")
+    for index, block in enumerate(content):
+        if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+            raise _wrong(f"{path}[{index}]", "must be an object with a type")
+    return content
+
+
+def _texts(content: Any, path: str) -> str:
+    blocks = _blocks(content, path)
+    return "\n".join(_text(block, f"{path}[{index}]") for index, block in enumerate(blocks))
+
+
+def _text(block: Block, path: str) -> str:
+    if block["type"] != "text":
+        raise not_supported(
+            path.split("[")[0].split(".")[0],
+            f"{path} has type {block['type']!r}, which is not supported here: send text",
+        )
+    return _string(block, "text", path)
+
+
+def _string(block: Block, name: str, path: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise _wrong(path, f"needs {name}: give a string")
+    return value
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise not_supported(
+            "tools",
+            f"{path} has type {tool['type']!r}: only tools with an input_schema, which the caller runs, are supported",
+        )
+    schema = tool.get("input_schema")
+    if not isinstance(tool.get("name"), str) or not tool["name"] or not isinstance(schema, dict):
+        raise InvalidRequest(f"{path} needs a name and an input_schema", "tools")
+    given = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": {"name": tool["name"], **given, "parameters": schema}}
+
+
+def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
+    if choice is None:
+        return {"tool_choice": "auto"}
+    kind = choice.get("type")
+    chat_choice: str | dict[str, Any]
+    if kind == "tool" and isinstance(choice.get("name"), str):
+        chat_choice = {"type": "function", "function": {"name": choice["name"]}}
+    elif kind in _CHOICES:
+        chat_choice = _CHOICES[kind]
+    else:
+        raise InvalidRequest(
+            f"tool_choice has type {kind!r}: give 'auto', 'any', 'none', or 'tool' with a name", "tool_choice"
+        )
+    alone = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    return {"tool_choice": chat_choice, **alone}
+
+
+def _template_variables(body: MessageInput) -> dict[str, Any]:
+    """The names by which templates know whether and how hard to think; others ignore them."""
+    variables: dict[str, Any] = {}
+    if body.thinking is not None:
+        variables["enable_thinking"] = body.thinking.get("type") != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    return variables | (body.chat_template_kwargs or {})
+
+
+def _response_format(body: MessageRequest) -> dict[str, Any] | None:
+    form = body.output_config.format if body.output_config is not None else None
+    if form is None:
+        return None
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise InvalidRequest(
+            "output_config.format must have the type 'json_schema' and a schema", "output_config.format"
+        )
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "output", "schema": form["schema"], "strict": True},
+    }
+
+
+def _wrong(path: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} {problem}", path.split("[")[0].split(".")[0])

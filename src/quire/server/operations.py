@@ -1,0 +1,118 @@
+"""Operators' endpoints: health and metrics for everyone, cache and adapter calls under a key of their own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from quire import __version__
+from quire.core.errors import EngineDead, InvalidRequest
+from quire.server.errors import ApiError, Unavailable
+from quire.server.reply import ERRORS, JsonReply
+from quire.server.service import Service
+
+
+class LoadLora(BaseModel):
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_path: str = Field(min_length=1, max_length=4096, description="inside --lora-dir, or relative to it")
+
+
+class UnloadLora(BaseModel):
+    lora_name: str
+
+
+def health_router(service: Service) -> APIRouter:
+    """GET /health, /ready, /version and /metrics: for probes, scrapers and people."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/health", responses={503: {"description": "The engine cannot be started."}})
+    async def health() -> Response:
+        """Alive: the server answers, and an engine that died is being restarted."""
+        return JsonReply({"status": service.status}, status_code=503 if service.is_sick else 200)
+
+    @router.get("/ready", responses={503: {"description": "Not now; `status` says why."}})
+    async def ready() -> Response:
+        """Able to serve a request now."""
+        return JsonReply({"status": service.status}, status_code=200 if service.is_ready else 503)
+
+    @router.get("/version")
+    async def version() -> Response:
+        return JsonReply({"version": __version__})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus's text format."""
+        return Response(service.metrics.rendered(service.engines), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def admin_router(service: Service) -> APIRouter:
+    """POST /reset_prefix_cache and /check_integrity."""
+    router = APIRouter(tags=["operations"])
+
+    @router.post("/reset_prefix_cache", responses=ERRORS)
+    async def reset_prefix_cache() -> Response:
+        """Drops all cached prefixes; running requests go on."""
+        with _engine_call():
+            await service.client.reset_prefix_cache()
+        return JsonReply({"status": "ok"})
+
+    @router.post("/check_integrity", responses=ERRORS)
+    async def check_integrity() -> Response:
+        """Recounts every block of the pool, and returns how many are in use."""
+        with _engine_call():
+            wrong = await service.client.check_integrity()
+        if wrong is not None:
+            raise ApiError(500, f"the pool is not whole: {wrong}", code="integrity")
+        stats = service.client.figures
+        return JsonReply(
+            {
+                "status": "ok",
+                "blocks_used": stats.num_blocks_used,
+                "sequences_running": stats.num_running,
+                "requests_waiting": stats.num_waiting,
+                "requests_open": service.client.num_open,
+            }
+        )
+
+    return router
+
+
+def adapters_router(service: Service) -> APIRouter:
+    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+    router = APIRouter(tags=["operations"])
+
+    @router.post("/v1/load_lora_adapter", responses=ERRORS)
+    async def load_lora_adapter(body: LoadLora) -> Response:
+        """Loads an adapter without stopping requests, and answers when it is served under this name.
+
+        A known name keeps its old adapter until then.
+        """
+        service.refuse_if_draining()
+        if body.lora_name in service.model.names:
+            raise InvalidRequest(f"{body.lora_name} is the model itself: choose another name", "lora_name")
+        with _engine_call():
+            await service.client.load_adapter(body.lora_name, body.lora_path)
+        return JsonReply({"status": "ok", "lora_name": body.lora_name})
+
+    @router.post("/v1/unload_lora_adapter", responses=ERRORS)
+    async def unload_lora_adapter(body: UnloadLora) -> Response:
+        """Removes an adapter, also one that is still being loaded; requests that run with it go on."""
+        with _engine_call():
+            await service.client.unload_adapter(body.lora_name)
+        return JsonReply({"status": "ok", "lora_name": body.lora_name})
+
+    return router
+
+
+@contextmanager
+def _engine_call() -> Iterator[None]:
+    """An engine that is down makes a call unavailable, not failed."""
+    try:
+        yield
+    except EngineDead as fault:
+        raise Unavailable(str(fault), "engine_down") from None

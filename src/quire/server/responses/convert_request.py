@@ -1,0 +1,371 @@
+"""Converts a request of the Responses API to the fields of a chat request: its settings, and the items of its input."""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.core.errors import InvalidRequest
+from quire.server.errors import ApiError, not_supported
+from quire.server.protocol.responses import Item, ResponseInput, ResponseRequest
+
+LOGPROBS = "message.output_text.logprobs"
+# A chat request's fields and their names in this API, for errors.
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "include",
+    ".function.": ".",  # a tool's fields are flat
+}
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_PARAM = "input"  # what errors name
+
+
+def refuse_unsupported(body: ResponseInput) -> None:
+    """Fields that would change the answer and are not served are refused by name, never dropped silently."""
+    if isinstance(body, ResponseRequest) and body.background:
+        raise not_supported("background", "responses cannot run in the background: leave background out")
+    if body.conversation is not None:
+        raise not_supported("conversation", "conversations are not kept: use previous_response_id instead")
+    if body.prompt is not None:
+        raise not_supported("prompt", "prompts are not kept here: send their text as instructions and input")
+
+
+def prompt_fields(body: ResponseInput, items: Sequence[Item]) -> dict[str, Any]:
+    """The fields of a chat request that make its prompt; `items` is the conversation up to here."""
+    if not items:
+        raise InvalidRequest("input is empty: send a text or at least one item", "input")
+    tools = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
+    choice, tools = _chosen(body.tool_choice, tools)
+    fields = body.extras() | {"model": body.model, "messages": chat_messages(items, body.instructions)}
+    if variables := _template_variables(body):
+        fields["chat_template_kwargs"] = variables
+    if tools:
+        fields |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls}
+    return fields
+
+
+def chat_fields(body: ResponseRequest, items: Sequence[Item]) -> dict[str, Any]:
+    """All fields of the chat request."""
+    fields = prompt_fields(body, items) | {
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "stop": body.stop,
+        "user": body.user,
+        "stream": body.stream,
+        "response_format": _response_format(body),
+    }
+    if body.stream:
+        fields["stream_options"] = {"include_usage": True}
+    if LOGPROBS in (body.include or ()) or body.top_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    return fields
+
+
+def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind != "function":
+        raise not_supported(
+            "tools",
+            f"{path} has type {kind!r}: only tools of type 'function', which the caller runs, are supported",
+        )
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise InvalidRequest(f"{path} needs a name", "tools")
+    given = {
+        name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None
+    }
+    return {"type": "function", "function": {"name": tool["name"], **given}}
+
+
+def _chosen(
+    choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]
+) -> tuple[str | dict[str, Any], list[dict[str, Any]]]:
+    """The choice as a chat says it, and the tools that it leaves."""
+    if choice is None:
+        return "auto", tools
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            raise InvalidRequest(
+                f"tool_choice={choice!r} is not known: give 'auto', 'none', 'required' or a function",
+                "tool_choice",
+            )
+    elif choice.get("type") == "function":
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        return _given(named, [choice.get("name")], tools), tools
+    elif choice.get("type") == "allowed_tools":
+        return _allowed(choice, tools)
+    else:
+        raise not_supported(
+            "tool_choice",
+            f"tool_choice of type {choice.get('type')!r} is not supported: give 'auto', 'none', 'required', a "
+            "function or allowed_tools",
+        )
+    if choice == "required" and not tools:
+        raise InvalidRequest("tool_choice 'required' needs tools", "tool_choice")
+    return choice, tools
+
+
+def _allowed(
+    choice: dict[str, Any], tools: list[dict[str, Any]]
+) -> tuple[str | dict[str, Any], list[dict[str, Any]]]:
+    listed = choice.get("tools")
+    if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed) or not listed:
+        raise InvalidRequest(
+            "tool_choice allowed_tools needs tools: list at least one by name", "tool_choice"
+        )
+    if choice.get("mode") not in ("auto", "required"):
+        raise InvalidRequest("tool_choice allowed_tools needs a mode: 'auto' or 'required'", "tool_choice")
+    names = [tool.get("name") for tool in listed]
+    left = [tool for tool in tools if tool["function"]["name"] in names]
+    return _given(str(choice["mode"]), names, tools), left
+
+
+def _given(choice: Any, names: Sequence[Any], tools: list[dict[str, Any]]) -> Any:
+    known = [tool["function"]["name"] for tool in tools]
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None or None in names:
+        raise InvalidRequest(f"tool_choice names {unknown!r}, which is not among the tools", "tool_choice")
+    return choice
+
+
+def _template_variables(body: ResponseInput) -> dict[str, Any]:
+    """The names by which templates know how hard to think; others ignore them."""
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    thinking: dict[str, Any] = {}
+    if effort == "none":
+        thinking = {"enable_thinking": False}
+    elif effort is not None:
+        thinking = {"reasoning_effort": effort}
+    return thinking | (body.chat_template_kwargs or {})
+
+
+def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
+    """`text.format` is flat where a chat's `response_format` nests."""
+    form = body.text.format if body.text is not None else None
+    kind = form.get("type") if form is not None else "text"
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind == "json_schema":
+        given = {name: form[name] for name in ("name", "description", "schema", "strict") if name in form}
+        if not isinstance(given.get("schema"), dict):
+            raise InvalidRequest("text.format of type json_schema needs a schema", "text.format")
+        return {"type": "json_schema", "json_schema": given}
+    raise not_supported(
+        "text.format", f"text.format has type {kind!r}: give 'text', 'json_object' or 'json_schema'"
+    )
+
+
+# ---------------------------------------------------------------------- items
+
+
+def new_id(kind: str) -> str:
+    """`msg`, `fc`, `fco` and `rs` are what OpenAI's ids of items begin with."""
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def read_items(given: str | Sequence[Any] | None) -> list[Item]:
+    """Input as items in their plain form: each has an id and a type, content is a list of parts.
+
+    Raises InvalidRequest for what has the wrong shape, and says so for what is not served: images, files,
+    the items of hosted tools.
+    """
+    if given is None:
+        return []
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_read(item, f"{_PARAM}[{index}]") for index, item in enumerate(given)]
+
+
+def chat_messages(items: Sequence[Item], instructions: str | None = None) -> list[dict[str, Any]]:
+    """Items in their plain form as a chat's messages.
+
+    Reasoning, text and calls of one turn become one assistant message; an output must follow its call.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    names: dict[str, str] = {}  # of the functions, by the ids of their calls
+    for item in items:
+        match item["type"]:
+            case "message" if item["role"] == "assistant":
+                _turn(messages, "content", "tool_calls")["content"] = _joined(item["content"])
+            case "message":
+                messages.append({"role": item["role"], "content": _joined(item["content"])})
+            case "reasoning":
+                if reasoning := _reasoning(item):  # empty where it is encrypted
+                    turn = _turn(messages, "reasoning_content", "content", "tool_calls")
+                    turn["reasoning_content"] = reasoning
+            case "function_call":
+                names[item["call_id"]] = item["name"]
+                _turn(messages).setdefault("tool_calls", []).append(_call(item))
+            case "function_call_output":
+                messages.append(_output(item, names))
+    return messages
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _read(item: Any, path: str) -> Item:
+    if not isinstance(item, Mapping):
+        raise _wrong(path, f"must be an object, not {type(item).__name__}")
+    match item.get("type", "message"):
+        case "message":
+            return _read_message(item, path)
+        case "function_call":
+            return {
+                "id": _id(item, "fc"),
+                "type": "function_call",
+                "call_id": _string(item, "call_id", path),
+                "name": _string(item, "name", path),
+                "arguments": _arguments(item, path),
+                "status": "completed",
+            }
+        case "function_call_output":
+            output = item.get("output")
+            return {
+                "id": _id(item, "fco"),
+                "type": "function_call_output",
+                "call_id": _string(item, "call_id", path),
+                "output": output
+                if isinstance(output, str)
+                else _parts(output, "input_text", f"{path}.output"),
+                "status": "completed",
+            }
+        case "reasoning":
+            return {
+                "id": _id(item, "rs"),
+                "type": "reasoning",
+                "summary": _reasoning_parts(item.get("summary"), "summary_text", f"{path}.summary"),
+                "content": _reasoning_parts(item.get("content"), "reasoning_text", f"{path}.content"),
+            }
+        case "item_reference":
+            raise not_supported(_PARAM, f"{path} refers to an item by its id: send the item itself")
+        case other:
+            raise not_supported(
+                _PARAM,
+                f"{path} has type {other!r}: only messages, function calls and their outputs, and reasoning "
+                "are supported",
+            )
+
+
+def _read_message(item: Mapping[str, Any], path: str) -> Item:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise _wrong(path, f"has role {role!r}: give {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {
+        "id": _id(item, "msg"),
+        "type": "message",
+        "role": role,
+        "content": _parts(item.get("content"), kind, f"{path}.content"),
+        "status": "completed",
+    }
+
+
+def _parts(content: Any, kind: str, path: str) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        content = [{"type": kind, "text": content}]
+    if not isinstance(content, list):
+        raise _wrong(path, f"is a {type(content).__name__}: give a string or a list of text parts")
+    return [_part(part, kind, f"{path}[{index}]") for index, part in enumerate(content)]
+
+
+def _part(part: Any, kind: str, path: str) -> dict[str, Any]:
+    part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if part_type == "refusal":
+        return {"type": kind, "text": _string(part, "refusal", path)} | _annotations(kind)
+    if part_type not in _TEXT_PARTS:
+        raise not_supported(_PARAM, f"{path} has type {part_type!r}: only text parts are supported")
+    return {"type": kind, "text": _string(part, "text", path)} | _annotations(kind)
+
+
+def _annotations(kind: str) -> dict[str, Any]:
+    return {"annotations": []} if kind == "output_text" else {}
+
+
+def _reasoning_parts(parts: Any, kind: str, path: str) -> list[dict[str, str]]:
+    if parts is None:
+        return []
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        raise _wrong(path, "must be a list of text parts")
+    return [
+        {"type": kind, "text": _string(part, "text", f"{path}[{index}]")} for index, part in enumerate(parts)
+    ]
+
+
+def _arguments(item: Mapping[str, Any], path: str) -> str:
+    arguments = item.get("arguments")
+    if not isinstance(arguments, str):
+        raise _wrong(path, "needs arguments: give them as a string of JSON")
+    try:
+        json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise _wrong(path, f"has arguments that are not JSON ({error})") from None
+    return arguments
+
+
+def _string(item: Mapping[str, Any], name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise _wrong(path, f"needs {name}: give a string")
+    return value
+
+
+def _id(item: Mapping[str, Any], kind: str) -> str:
+    given = item.get("id")
+    return given if isinstance(given, str) and given else new_id(kind)
+
+
+# ---------------------------------------------------------------------- as messages
+
+
+def _turn(messages: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
+    """The last message, if it is the assistant's and has nothing of `taken` yet; otherwise a new one."""
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant" or any(last.get(name) for name in taken):
+        last = {"role": "assistant", "content": ""}
+        messages.append(last)
+    return last
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """One part is its text; several stay parts, so that chats join them by their own rule."""
+    if len(parts) == 1:
+        return str(parts[0]["text"])
+    return [{"type": "text", "text": part["text"]} for part in parts]
+
+
+def _reasoning(item: Item) -> str:
+    return "\n".join(part["text"] for part in item["content"] or item["summary"])
+
+
+def _call(item: Item) -> dict[str, Any]:
+    return {
+        "id": item["call_id"],
+        "type": "function",
+        "function": {"name": item["name"], "arguments": item["arguments"]},
+    }
+
+
+def _output(item: Item, names: Mapping[str, str]) -> dict[str, Any]:
+    call_id, output = item["call_id"], item["output"]
+    if call_id not in names:
+        raise ApiError(
+            400,
+            f"no function call has the call_id {call_id!r} of this function_call_output: send the call before it, "
+            "or previous_response_id",
+            param=_PARAM,
+        )
+    content = output if isinstance(output, str) else _joined(output)
+    return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": content}
+
+
+def _wrong(path: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} {problem}", _PARAM)

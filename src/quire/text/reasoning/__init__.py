@@ -1,1 +1,0 @@
-"""Thoughts that a model writes before its answer, told apart from it."""
