@@ -32,7 +32,7 @@ from typing import Any
 
 from quire.bench.http_client import HttpClient
 from quire.bench.machine import describe_machine, describe_versions
-from quire.bench.serve_call import Call, Outcome, make_call
+from quire.bench.serve import Call, Outcome, make_call
 from quire.kernels import native
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64

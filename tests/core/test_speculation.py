@@ -11,10 +11,10 @@ def test_json_and_mappings_are_the_same() -> None:
     mapping = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     text = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2}'
     assert parse_speculative(text) == parse_speculative(mapping) == SpeculativeConfig("ngram", 5, 4, 2)
-    assert EngineConfig.of(speculative_config=mapping).speculation.parsed == SpeculativeConfig(
+    assert EngineConfig.of(speculative_config=mapping).speculative_config == SpeculativeConfig(
         "ngram", 5, 4, 2
     )
-    assert EngineConfig.of().speculation.parsed is None
+    assert EngineConfig.of().speculative_config is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.bench.http_client import HttpClient
-from quire.bench.serve_call import Call, Outcome, make_call
+from quire.bench.serve import Call, Outcome, make_call
 
 THINGS = ("a river", "an old clock", "the moon", "seven ducks", "a small town", "bread", "a storm", "numbers")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -10,23 +10,25 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from quire.cli.engine_flags import add_engine_flags
-from quire.cli.interrupt import interruptible
+from quire.cli.flags import (
+    add_engine_flags,
+    add_sampling_flags,
+    add_structured_flags,
+    sampling_from,
+    structured_from,
+)
 from quire.cli.parser import Collect, Parser
-from quire.cli.prompt_files import PromptEntry, gather_prompts
-from quire.cli.result_lines import result_record
-from quire.cli.sampling_flags import add_sampling_flags, sampling_from
-from quire.cli.start import start_llm
-from quire.cli.structured_flags import add_structured_flags, structured_from
+from quire.cli.start import interruptible, start_llm
 from quire.core.errors import InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.build import DEFAULT_MAX_TOKENS
 from quire.llm.llm import LLM
-from quire.llm.outputs import RequestOutput
+from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.llm.stream import generate_each, stream
 from quire.text.prompts import PreparedPrompt, prepare
 
 REFUSED, INTERRUPTED = 2, 130
+PromptEntry = str | Mapping[str, Any]  # text, or {"prompt"}, {"prompt_token_ids"} or {"messages"}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     structured = structured_from(arguments)
     prompts = gather_prompts(arguments.prompt or (), arguments.prompt_file, sys.stdin)
     if arguments.system is not None and not arguments.chat:
-        raise InvalidRequest("--system has no place in a plain prompt: add --chat")
+        raise InvalidRequest("--system needs a chat template: add --chat")
     with _opened(arguments.output) as file, start_llm(arguments, quiet=arguments.quiet) as llm:
         sampling = sampling_from(arguments, llm.default_sampling()).changed(structured=structured)
         records = file is not None or arguments.json
@@ -83,7 +85,7 @@ def _generate_all(
     arguments: argparse.Namespace,
     file: TextIO | None,
 ) -> int:
-    """Every prompt that can be served is; the others get a line each on stderr and a code of 2."""
+    """Serves every valid prompt; each invalid one costs a line on stderr and makes the exit code 2."""
     results: list[RequestOutput | QuireError | None] = [None] * len(prompts)
     servable: list[tuple[int, PreparedPrompt]] = []
     for index, prompt in enumerate(prompts):
@@ -141,7 +143,7 @@ def _prepared(llm: LLM, prompt: PromptEntry, arguments: argparse.Namespace) -> P
 
 @contextmanager
 def _opened(path: str | None) -> Iterator[TextIO | None]:
-    """The output file, opened before the model is loaded: a path that cannot be written is known at once."""
+    """The output file, opened before the model is loaded, so that a path that cannot be written fails at once."""
     if path is None:
         yield None
         return
@@ -151,3 +153,89 @@ def _opened(path: str | None) -> Iterator[TextIO | None]:
         raise InvalidRequest(f"--output {path}: cannot be written ({error})") from error
     with file:
         yield file
+
+
+# ---------------------------------------------------------------------- prompts in, records out
+
+
+def gather_prompts(texts: Sequence[str], file: str | None, stdin: TextIO) -> list[PromptEntry]:
+    """The prompts of --prompt, then of --prompt-file; without either, standard input as one prompt."""
+    prompts: list[PromptEntry] = list(texts)
+    if file is not None:
+        prompts += _from_file(file, stdin)
+    elif not prompts:
+        if stdin.isatty():
+            raise InvalidRequest(
+                "there is no prompt: give --prompt TEXT, --prompt-file FILE, or pipe a text in"
+            )
+        prompts.append(stdin.read().rstrip("\n"))
+    if not prompts:
+        raise InvalidRequest(f"{file} holds no prompt: write one per line")
+    return prompts
+
+
+def _from_file(file: str, stdin: TextIO) -> list[PromptEntry]:
+    if file == "-":
+        return [line for line in stdin.read().splitlines() if line.strip()]
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"--prompt-file {file}: cannot be read ({error})") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if file.endswith((".jsonl", ".ndjson")):
+        return [_entry(f"{file} line {number}", line) for number, line in numbered]
+    return [line for _, line in numbered]
+
+
+def _entry(where: str, line: str) -> PromptEntry:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise InvalidRequest(f"{where}: is no valid JSON ({error})") from error
+    if isinstance(entry, str):
+        return entry
+    if not isinstance(entry, dict) or not {"prompt", "prompt_token_ids", "messages"} & set(entry):
+        raise InvalidRequest(
+            f'{where}: write a string or an object with "prompt", "prompt_token_ids" or "messages"'
+        )
+    return entry
+
+
+def result_record(index: int, result: RequestOutput | QuireError) -> dict[str, Any]:
+    """One result for JSON. `index` is the prompt's position; a refused prompt has `error` instead of `outputs`."""
+    if isinstance(result, QuireError):
+        return {"index": index, "error": str(result)}
+    record: dict[str, Any] = {
+        "index": index,
+        "prompt": result.prompt,
+        "num_prompt_tokens": len(result.prompt_token_ids),
+        "num_cached_tokens": result.num_cached_tokens,
+        "outputs": [_output(output) for output in result.outputs],
+        "seconds_to_first_token": result.metrics.first_token,
+        "seconds": result.metrics.total,
+    }
+    if result.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [
+            None if position is None else _logprobs(position) for position in result.prompt_logprobs
+        ]
+    return record
+
+
+def _output(output: CompletionOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+    if output.logprobs is not None:
+        record["cumulative_logprob"] = output.cumulative_logprob
+        record["logprobs"] = [_logprobs(position) for position in output.logprobs]
+    return record
+
+
+def _logprobs(position: dict[int, Logprob]) -> dict[str, dict[str, Any]]:
+    return {
+        str(token_id): {"logprob": entry.logprob, "rank": entry.rank, "token": entry.decoded_token}
+        for token_id, entry in position.items()
+    }

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from quire import __version__
 from quire.cli.parser import Parser
@@ -37,12 +37,6 @@ COMMANDS = {
 }
 
 
-class CommandModule(Protocol):
-    def add_arguments(self, parser: Parser) -> None: ...
-
-    def run(self, arguments: object) -> int: ...
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code. Prints a traceback only with QUIRE_LOG_LEVEL=debug."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -61,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader left, as `| head` does: nothing to say, and nobody to say it to
+    except BrokenPipeError:  # the reader has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAULT
     except Exception as error:

@@ -8,36 +8,37 @@ from typing import Any
 
 import torch
 
-from quire.bench.capacity import Capacity, Device, Floor, device_of, floor_of, plan_capacity
-from quire.bench.gpus import GPUS, GiB, find_gpu
-from quire.bench.machine import cpu_name, describe_gpus
-from quire.bench.probe import cpu_read_rate
+from quire.bench.capacity import (
+    GPUS,
+    Capacity,
+    Device,
+    Floor,
+    GiB,
+    device_of,
+    find_gpu,
+    floor_of,
+    plan_capacity,
+)
+from quire.bench.machine import cpu_name, cpu_read_rate, describe_gpus
 from quire.bench.table import aligned, in_bytes, in_seconds
-from quire.cli.engine_flags import add_engine_flags, engine_settings
+from quire.cli.flags import add_engine_flags, engine_settings, parse_gigabytes
 from quire.cli.parser import Parser
-from quire.cli.sizes import parse_gigabytes
+from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.llm.progress import load_progress
-from quire.weights.open import open_source
-from quire.weights.source import Source
 
 USUAL_CONTEXT = 2048
 BATCHES = (1, 8, 32, 128, 256, 512, 1024)
 _NOT_PLANNED = (
     *("tokenizer", "chat_template", "served_model_name", "seed", "enforce_eager", "steps_in_flight"),
     *("batching", "batch_size", "batch_window_ms", "schedule", "max_prompt_chunk", "preset", "reservation"),
-    *(
-        "pin_prefix",
-        "cpu_offload_gb",
-        "weights_memory_gb",
-        "weights_offload_dir",
-    ),  # a plan is for whole models
+    # a plan is for whole models
+    *("pin_prefix", "cpu_offload_gb", "weights_memory_gb", "weights_offload_dir"),
 )
 
 
 def add_arguments(parser: Parser) -> None:
-    where = parser.add_mutually_exclusive_group()
+    where = parser.exclusive()
     where.add_argument("--gpu", metavar="NAME", help="a GPU of the table; see --list-gpus")
     where.add_argument("--memory", type=parse_gigabytes, metavar="GB", help="some GPU with this much memory")
     where.add_argument("--list-gpus", action="store_true", help="show the table of GPUs and leave")
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = engine_settings(arguments)
     config = EngineConfig.of(**settings)
     device = _device(arguments, config)
-    capacity = plan_capacity(config, _described(config), device)
+    capacity = plan_capacity(config, described_source(config), device)
     context = _context(arguments, capacity)
     floors = _floors(arguments, capacity, device, context)
     if arguments.json:
@@ -79,16 +80,6 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give more than 0")
-
-
-def _described(config: EngineConfig) -> Source:
-    """Only what the model says about itself: a folder needs config.json and nothing else."""
-    options = config.model
-    load_format = "auto" if options.model is None or options.model.lower().endswith(".gguf") else "dummy"
-    with load_progress(sys.stderr.isatty()) as progress:
-        return open_source(
-            options.model, revision=options.revision, load_format=load_format, progress=progress
-        )
 
 
 def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:

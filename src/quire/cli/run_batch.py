@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from quire.cli.engine_flags import add_engine_flags, engine_settings
+from quire.cli.flags import add_engine_flags, engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import dim
 from quire.core.config import EngineConfig

@@ -152,7 +152,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     rehearsal = _rehearse(config, described, numbers, max_model_len)
     loaded = load_model(config, numbers, source, factory, partial(progress, "weights") if progress else None)
     model = loaded.model
-    speculative = config.speculation.parsed
+    speculative = config.speculative_config
     if speculative is not None:
         check_trees(speculative, described, numbers, config.runner.deterministic)
     draft = load_draft(config, speculative, described, source, max_model_len) if speculative else None
@@ -316,7 +316,7 @@ def _make_pool(
             with suppress(Exception):  # this compiles beside it; what it says counts once it runs alone
                 measure()
         rehearsal.join()
-        drafts = config.speculation.parsed is not None
+        drafts = config.speculative_config is not None
         with _tuning(config, model, numbers, token_counts(max_rows, max_tokens, drafts)):
             needed = measure()
         if config.adapters.enabled and config.adapters.lora_mode != "merge":

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from quire.core.beam_params import NOTHING_DRAWN
 from quire.core.errors import InvalidRequest
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import BEAM_SAMPLING, SamplingParams
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.sampling import SamplingFields
@@ -67,7 +66,7 @@ def completion_sampling(body: CompletionRequest, recommended: SamplingParams) ->
 
 def _base(body: SamplingFields, recommended: SamplingParams) -> SamplingParams:
     """Advice on drawing is not meant for beams."""
-    return recommended.changed(**NOTHING_DRAWN) if body.use_beam_search else recommended
+    return recommended.changed(**BEAM_SAMPLING) if body.use_beam_search else recommended
 
 
 def _check_told_at_the_end(body: SamplingFields, sampling: SamplingParams) -> None:
