@@ -1,4 +1,4 @@
-"""`quire bench throughput|latency|startup|speculate|serve|sharing|lab`: measures; a table on stdout, JSON if asked."""
+"""`quire bench throughput|latency|startup|speculate|serve|…`: measurements, as a table or JSON."""
 
 import argparse
 import asyncio
@@ -39,13 +39,13 @@ from quire.llm.progress import load_progress
 from quire.text.template import load_template
 
 HELP = {
-    "throughput": "many requests at once: tokens and requests per second, the scheduler's own time",
-    "latency": "one batch again and again: time to the first token and per token",
-    "startup": "fresh processes: time to the first token, memory afterwards",
-    "speculate": "plain decoding and speculation in turn: tokens per second, drafts accepted, the same tokens",
-    "serve": "load on any OpenAI server: latencies, throughput, goodput at one rate or several",
-    "fit": "measures this machine's steps, or reads another's, and fits the simulator's cost model to them",
-    "sharing": "parallel sampling and beam search: blocks saved by sharing, tokens a second with and without",
+    "throughput": "many requests at once: tokens and requests per second, scheduler time",
+    "latency": "one batch repeatedly: time to first token and per token",
+    "startup": "fresh processes: time to first token, resident memory",
+    "speculate": "plain and speculative decoding in turn: tokens per second, acceptance rate, equality of tokens",
+    "serve": "load on any OpenAI-compatible server: latency, throughput and goodput at one rate or several",
+    "fit": "fit the simulator's cost model to steps measured here, or to a file of measured steps",
+    "sharing": "parallel sampling and beam search: blocks saved by sharing, tokens per second with and without",
     "lab": "the laboratory: one experiment, or all of them in one HTML report",
 }
 LABORATORY = ("sharing", "fit", "lab")
@@ -69,13 +69,12 @@ def add_arguments(parser: Parser) -> None:
         kind.add_argument(
             *("--output-json", "--output", "--save-result"),
             metavar="FILE",
-            help="also write date, machine, settings and results",
+            help="also write date, machine, settings and results as JSON",
         )
         kind.add_argument("--json", action="store_true", help="print that JSON instead of the table")
         if name != "serve":  # its engine is another process
-            add_engine_flags(
-                kind, without=("batch_size",) if name == "latency" else ()
-            )  # it has a flag of that name
+            # latency has a --batch-size of its own
+            add_engine_flags(kind, without=("batch_size",) if name == "latency" else ())
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,7 +91,7 @@ def _add_throughput(parser: Parser) -> None:
     parser.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests (default: 100)")
     lengths = parser.exclusive()
     lengths.add_argument(
-        "--lengths", choices=sorted(DISTRIBUTIONS), help="draw lengths from a named distribution"
+        "--lengths", choices=sorted(DISTRIBUTIONS), help="sample lengths from a named distribution"
     )
     lengths.add_argument(
         "--lengths-csv",
@@ -188,7 +187,7 @@ def _latency(arguments: argparse.Namespace) -> BenchReport:
 
 def _startup(arguments: argparse.Namespace) -> BenchReport:
     settings = engine_settings(arguments)
-    EngineConfig.of(**settings)  # a bad setting is known before any process starts
+    EngineConfig.of(**settings)  # a bad setting fails before any process starts
     if not {"num_blocks", "kv_cache_memory_bytes"} & set(settings):
         settings["num_blocks"] = STARTUP_POOL_TOKENS // settings.get(
             "block_size", EngineConfig().memory.block_size
@@ -262,11 +261,13 @@ def _add_serve(parser: Parser) -> None:
         nargs="+",
         default=(),
         metavar="GOAL:MS",
-        help=f"count requests that keep these, of {', '.join(GOALS)}: --goodput ttft:200 tpot:50",
+        help=f"count requests that meet these goals, of {', '.join(GOALS)}: --goodput ttft:200 tpot:50",
     )
     group.add_argument("--percentiles", default="50,90,99", metavar="N,…", help="(default: 50,90,99)")
-    group.add_argument("--save-detailed", action="store_true", help="every request's times in the JSON")
-    group.add_argument("--plot", metavar="PNG", help="draw it (needs matplotlib)")
+    group.add_argument(
+        "--save-detailed", action="store_true", help="add the times of every request to the JSON"
+    )
+    group.add_argument("--plot", metavar="PNG", help="write a plot (needs matplotlib)")
 
 
 def _serve(arguments: argparse.Namespace) -> BenchReport:
@@ -343,7 +344,7 @@ def _add_server(group: FlagGroup) -> None:
     group.add_argument(
         "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(default: %(default)s)"
     )
-    group.add_argument("--model", help="the model to ask for (default: the server's first)")
+    group.add_argument("--model", help="model to request (default: the server's first)")
     group.add_argument("--api-key", metavar="KEY", help="(also: OPENAI_API_KEY)")
     group.add_argument(
         "--endpoint",
@@ -389,7 +390,7 @@ def _add_workload(group: FlagGroup) -> None:
         action="store_true",
         help="let answers end early (for servers that know no ignore_eos)",
     )
-    group.add_argument("--extra-body", metavar="JSON", help="further fields of every request")
+    group.add_argument("--extra-body", metavar="JSON", help="additional fields of every request")
     group.add_argument(
         "--num-warmups", type=int, default=1, metavar="N", help="short requests before (default: 1)"
     )
@@ -413,7 +414,7 @@ def _add_arrivals(group: FlagGroup) -> None:
 
 
 class _Progress:
-    """A bar for each rate, with what failed so far."""
+    """A progress bar for each rate, with the number of failed requests."""
 
     def __init__(self) -> None:
         self._bar: Any = None

@@ -1,4 +1,4 @@
-"""`quire env`: what a bug report needs."""
+"""`quire env`: versions, hardware and settings for a bug report."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from quire.cli.parser import Parser
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -36,17 +36,15 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--prompt-file",
         metavar="FILE",
-        help="prompts, one a line, - for standard input; in a .jsonl file each line is a string or an object with "
+        help="prompts, one per line, - for standard input; in a .jsonl file each line is a string or an object with "
         "prompt, prompt_token_ids or messages",
     )
-    parser.add_argument(
-        "--chat", action="store_true", help="put each prompt through the model's chat template"
-    )
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
-    parser.add_argument("--output", "-o", metavar="FILE", help="the same, into a .jsonl file")
-    parser.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
-    # one --seed serves both: the engine's stream of seeds and each request's own
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the JSON objects to a .jsonl file")
+    parser.add_argument("--quiet", action="store_true", help="print only errors on stderr")
+    # one --seed flag sets both, the engine's and each request's
     add_engine_flags(parser, without=("seed",))
     add_sampling_flags(parser)
     add_structured_flags(parser)
@@ -55,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     named = arguments.model_named
     if named is not None and " " in named and not Path(named).exists():
-        raise InvalidRequest(f"{named!r} stands where the model does: write --prompt before a prompt")
+        raise InvalidRequest(f"{named!r} is in the position of the model: write --prompt before a prompt")
     sampling_from(arguments, SamplingParams(max_tokens=DEFAULT_MAX_TOKENS))  # before loading anything
     structured = structured_from(arguments)
     prompts = gather_prompts(arguments.prompt or (), arguments.prompt_file, sys.stdin)

@@ -1,4 +1,4 @@
-"""`quire plan`: what a model needs on a device, how much fits, how fast it can be at best, what it costs."""
+"""`quire plan`: memory of a model on a device, sequences that fit, a lower bound of the step time, and cost."""
 
 import argparse
 import json
@@ -39,21 +39,26 @@ _NOT_PLANNED = (
 
 def add_arguments(parser: Parser) -> None:
     where = parser.exclusive()
-    where.add_argument("--gpu", metavar="NAME", help="a GPU of the table; see --list-gpus")
-    where.add_argument("--memory", type=parse_gigabytes, metavar="GB", help="some GPU with this much memory")
-    where.add_argument("--list-gpus", action="store_true", help="show the table of GPUs and leave")
+    where.add_argument("--gpu", metavar="NAME", help="a GPU of the built-in table, see --list-gpus")
+    where.add_argument("--memory", type=parse_gigabytes, metavar="GB", help="a GPU with this much memory")
+    where.add_argument("--list-gpus", action="store_true", help="print the table of GPUs and exit")
     parser.add_argument(
-        "--bandwidth", type=parse_gigabytes, metavar="GB", help="its memory's read rate per second"
+        "--bandwidth", type=parse_gigabytes, metavar="GB", help="memory bandwidth of the GPU, per second"
     )
-    parser.add_argument("--tflops", type=float, metavar="X", help="its dense bf16 TFLOP/s")
+    parser.add_argument("--tflops", type=float, metavar="X", help="dense bf16 TFLOP/s of the GPU")
     parser.add_argument(
-        "--price-per-hour", type=float, metavar="X", help="gives the cost of a million tokens"
+        "--price-per-hour",
+        type=float,
+        metavar="X",
+        help="price of the device, to show the cost of a million tokens",
     )
     parser.add_argument(
         "--context", type=int, metavar="N", help=f"tokens of each sequence (default: {USUAL_CONTEXT})"
     )
-    parser.add_argument("--concurrency", type=int, metavar="N", help="sequences at once (default: several)")
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", help="sequences at once (default: a table of several)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engine_flags(parser, without=_NOT_PLANNED)
 
 

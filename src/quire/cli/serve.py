@@ -94,10 +94,12 @@ def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _add_network(group: FlagGroup) -> None:
     group.add_argument("--host", help=f"address to listen on (default: {DEFAULTS.host}, this machine only)")
-    group.add_argument("--port", type=int, metavar="N", help=f"0: any free one (default: {DEFAULTS.port})")
+    group.add_argument(
+        "--port", type=int, metavar="N", help=f"port, 0 for any free one (default: {DEFAULTS.port})"
+    )
     group.add_argument("--root-path", metavar="PATH", help="path prefix that a proxy adds")
-    group.add_argument("--ssl-certfile", metavar="FILE", help="serve TLS with this certificate")
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="and this key")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="certificate, to serve HTTPS")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
     group.add_argument(
         "--sse-keep-alive",
         type=float,
