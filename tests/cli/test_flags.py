@@ -210,6 +210,21 @@ def test_a_wrong_file_of_flags_names_what_is_wrong(tmp_path, text, expected):
         settings("--config", str(path))
 
 
+def test_flags_of_groups_and_sub_commands_can_stand_in_a_file(tmp_path):
+    made = Parser(prog="quire test")
+    kind = made.add_subparsers(dest="kind").add_parser("fast")
+    kind.add_config_flag()
+    kind.group("logs").add_argument("--log-format", choices=("text", "json"))
+    kind.exclusive().add_argument("--show", action="store_true")
+    path = tmp_path / "flags.json"
+    path.write_text('{"log_format": "json", "show": true}')
+    arguments = made.parse(["fast", "--config", str(path)])
+    assert (arguments.kind, arguments.log_format, arguments.show) == ("fast", "json", True)
+    path.write_text('{"log_format": "xml"}')
+    with pytest.raises(ConfigError, match=r"log_format: invalid choice: 'xml' \(choose from text, json\)"):
+        made.parse(["fast", "--config", str(path)])
+
+
 def test_what_a_flag_takes_as_json_is_a_mapping_in_a_file(tmp_path):
     path = tmp_path / "flags.yaml"
     path.write_text("speculative-config: {method: ngram}")

@@ -1,5 +1,6 @@
 """--speculative-config: what is wrong is said, and how to mend it."""
 
+import msgspec
 import pytest
 
 from quire.core.config import EngineConfig
@@ -15,6 +16,15 @@ def test_json_and_mappings_are_the_same() -> None:
         "ngram", 5, 4, 2
     )
     assert EngineConfig.of().speculative_config is None
+
+
+def test_it_crosses_the_link_as_part_of_the_engines_config() -> None:
+    config = EngineConfig.of(speculative_config='{"method": "ngram", "tree_width": 2}', pin_prefix="a.txt")
+    sent = msgspec.msgpack.encode(config)
+    assert msgspec.msgpack.decode(sent, type=EngineConfig) == config
+    assert EngineConfig.of(speculative_config=config.speculative_config) == EngineConfig.of(
+        speculative_config={"method": "ngram", "tree_width": 2}
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pictures for people: one palette that colour-blind readers can tell apart, legible in grey and on paper."""
+"""Plots with one palette that is safe for colour-blind readers and legible in grey."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ class Picture:
 
 
 class Look(NamedTuple):
-    """Of one series: told apart by colour, and on a grey print by marker, line and hatching."""
+    """The style of one series: distinct by colour, and in a grey print by marker, line and hatching."""
 
     color: str
     marker: str

@@ -142,7 +142,7 @@ def _prompt(row: TraceRow, words: random.Random, seed: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class StreamedCall:
     """A streamed request to one endpoint."""
 
     path: str
@@ -191,7 +191,7 @@ class Outcome:
 
 def completion_call(
     path: str, model: str | None, prompt: str, max_tokens: int, extra: Mapping[str, Any]
-) -> Call:
+) -> StreamedCall:
     """A streamed completion; for the chat endpoint the prompt becomes a user message."""
     body: dict[str, Any] = {
         "stream": True,
@@ -204,10 +204,10 @@ def completion_call(
         body["prompt"] = prompt
     if model is not None:
         body["model"] = model
-    return Call(path, {**body, **extra})
+    return StreamedCall(path, {**body, **extra})
 
 
-async def make_call(client: HttpClient, call: Call, timeout: float | None = None) -> Outcome:
+async def make_call(client: HttpClient, call: StreamedCall, timeout: float | None = None) -> Outcome:
     """Sends one request and times its tokens. Server and network failures end up in `Outcome.error`, not raised."""
     outcome = Outcome(sent=time.perf_counter())
     try:
@@ -352,7 +352,7 @@ async def run_serve(
         await client.close()
 
 
-def _calls(plan: ServePlan, model: str | None, workload: Workload) -> list[Call]:
+def _calls(plan: ServePlan, model: str | None, workload: Workload) -> list[StreamedCall]:
     return [
         completion_call(
             plan.endpoint, model, query.prompt, query.lengths.num_output_tokens, {"seed": index, **plan.extra}
@@ -365,7 +365,7 @@ async def _run_round(
     client: HttpClient,
     plan: ServePlan,
     rate: float | None,
-    calls: Sequence[Call],
+    calls: Sequence[StreamedCall],
     times: Sequence[float],
     on_end: Callable[[Outcome], None],
 ) -> Round:
@@ -373,7 +373,7 @@ async def _run_round(
     num_open = peak_open = 0
     lateness: list[float] = []
 
-    async def send(call: Call) -> Outcome:
+    async def send(call: StreamedCall) -> Outcome:
         nonlocal num_open, peak_open
         async with slots:
             num_open += 1

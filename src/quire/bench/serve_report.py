@@ -75,7 +75,7 @@ def serve_report(
         results["requests"] = [[_detail(outcome) for outcome in run.outcomes] for run in served.rounds]
     head = [
         ("server", f"{plan.base_url}{plan.endpoint}"),
-        ("model", served.model or "not said"),
+        ("model", served.model or "unknown"),
         ("requests", f"{len(served.workload.queries):,} ({served.workload.source})"),
     ]
     if len(rounds) == 1:
@@ -188,8 +188,8 @@ def _rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _rate_words(rate: str | float) -> str:
-    named = {"trace": "as the trace has it", "inf": "all at once"}
-    return named.get(str(rate), f"{rate:g} requests/s asked" if isinstance(rate, float) else str(rate))
+    named = {"trace": "times of the trace", "inf": "all at once"}
+    return named.get(str(rate), f"{rate:g} requests/s requested" if isinstance(rate, float) else str(rate))
 
 
 def _sweep_table(rounds: Sequence[Mapping[str, Any]], percentiles: Sequence[float]) -> str:

@@ -137,19 +137,19 @@ def _requests(
     greedy = SamplingParams(temperature=0.0, max_tokens=plan.num_tokens)
     endless = greedy.changed(ignore_eos=True)
 
-    def asked(text: str, sampling: SamplingParams = greedy) -> BenchRequest:
+    def chat(text: str, sampling: SamplingParams = greedy) -> BenchRequest:
         rendered = template.render([{"role": "user", "content": text}])
         return BenchRequest(list(tokenizer.encode(rendered)), sampling)
 
     makers: dict[str, Callable[[], Sequence[Sequence[BenchRequest]]]] = {
-        "quote": lambda: [[asked(_quote(passage))] for passage in PASSAGES],
-        "chat": lambda: [[asked(question)] for question in QUESTIONS[:3]],
+        "quote": lambda: [[chat(_quote(passage))] for passage in PASSAGES],
+        "chat": lambda: [[chat(question)] for question in QUESTIONS[:3]],
         "sampled": lambda: [
-            [asked(question, greedy.changed(temperature=0.8, top_p=0.95, seed=i))]
+            [chat(question, greedy.changed(temperature=0.8, top_p=0.95, seed=i))]
             for i, question in enumerate(QUESTIONS[:3])
         ],
         "random": lambda: [[BenchRequest(_random_prompt(built, tokenizer, plan.seed), endless)]],
-        "batch": lambda: [[asked(QUESTIONS[i % len(QUESTIONS)]) for i in range(BATCH)]],
+        "batch": lambda: [[chat(QUESTIONS[i % len(QUESTIONS)]) for i in range(BATCH)]],
     }
     return [list(batch) for batch in makers[name]()]
 

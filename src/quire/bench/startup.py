@@ -49,11 +49,11 @@ def run_startup(plan: StartupPlan) -> BenchReport:
 
 
 def _start_once(plan: StartupPlan) -> dict[str, Any]:
-    asked = json.dumps({"settings": plan.settings, "prompt": PROMPT, "num_tokens": plan.num_tokens})
+    plan_text = json.dumps({"settings": plan.settings, "prompt": PROMPT, "num_tokens": plan.num_tokens})
     started = time.time()
     try:
         child = subprocess.run(
-            [sys.executable, "-m", CHILD, asked],
+            [sys.executable, "-m", CHILD, plan_text],
             capture_output=True,
             text=True,
             timeout=plan.timeout,

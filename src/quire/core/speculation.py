@@ -90,8 +90,10 @@ class SpeculativeConfig:
         return f"{drafter}, at most {self.num_speculative_tokens} tokens{tree}{always}{rejection}"
 
 
-def parse_speculative(given: str | Mapping[str, Any]) -> SpeculativeConfig:
-    """From JSON or a mapping. Unknown names, missing ones and wrong values are errors that say so."""
+def parse_speculative(given: SpeculativeConfig | str | Mapping[str, Any]) -> SpeculativeConfig:
+    """From JSON or a mapping. ConfigError for an unknown or missing name, or an invalid value."""
+    if isinstance(given, SpeculativeConfig):
+        return given
     if isinstance(given, str):
         try:
             given = json.loads(given)

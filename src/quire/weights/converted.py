@@ -135,7 +135,7 @@ def _digest(parameters: Mapping[str, Tensor]) -> str:
     """Over names, types, shapes and both ends of every tensor.
 
     A whole checksum would read the file at every start; what a crash or a full disk leaves behind is a cut
-    file, or pages of zeros, and those show here.
+    file, or pages of zeros, which change the digest.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(parameters):

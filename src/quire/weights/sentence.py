@@ -67,14 +67,14 @@ def _pooling(folder: Path) -> str:
     config = read_json(path)
     if config is None:
         raise WeightsError(f"{path} is missing, which modules.json names: fetch the model again")
-    asked = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if isinstance(config.get("pooling_mode"), str):  # newer versions name it instead
-        asked = [f"pooling_mode_{config['pooling_mode']}"]
+        modes = [f"pooling_mode_{config['pooling_mode']}"]
         named = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}
         if config["pooling_mode"] in named:
             return named[config["pooling_mode"]]
-    if len(asked) != 1 or asked[0] not in _KINDS:
+    if len(modes) != 1 or modes[0] not in _KINDS:
         raise ModelError(
-            f"{path} asks for {' and '.join(asked) or 'no pooling'}: one of {', '.join(_KINDS)} can be served"
+            f"{path} asks for {' and '.join(modes) or 'no pooling'}: one of {', '.join(_KINDS)} can be served"
         )
-    return _KINDS[asked[0]]
+    return _KINDS[modes[0]]
