@@ -47,13 +47,7 @@ GPUS = (
     Gpu("A10", int(22.0 * GiB), 0.600e12, 125e12, "NVIDIA A10 data sheet"),
     Gpu("T4", int(14.6 * GiB), 0.320e12, 65e12, "NVIDIA T4 data sheet, fp16"),
     Gpu("RTX-4090", int(23.5 * GiB), 1.008e12, 165e12, "NVIDIA Ada architecture white paper"),
-    Gpu(
-        "V100",
-        int(31.7 * GiB),
-        0.900e12,
-        125e12,
-        "NVIDIA V100 data sheet, SXM2 32 GB, fp16",
-    ),
+    Gpu("V100", int(31.7 * GiB), 0.900e12, 125e12, "NVIDIA V100 data sheet, SXM2 32 GB, fp16"),
 )
 
 

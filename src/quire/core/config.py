@@ -17,7 +17,7 @@ USUAL_BLOCK_SIZE = 16
 RESERVATIONS = ("paged", "max", "pow2", "oracle")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # FasterTransformer: a batch runs until its last request ends, each with memory for the longest answer
-    "ft": {"batching": "static", "reservation": "max"},
+    "ft": {"batching": "static", "reservation": "max"}
 }
 SCHEDULES = ("fcfs", "priority", "shortest", "fair")
 BATCHING = ("continuous", "static", "dynamic")

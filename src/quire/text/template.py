@@ -127,8 +127,7 @@ def template_from(config: Mapping[str, Any], name: str, chosen: str | None = Non
         template = {str(entry["name"]): str(entry["template"]) for entry in template}
     if not template:
         raise InvalidRequest(
-            f"{name} has no chat template: give one with --chat-template, or send a plain prompt",
-            "messages",
+            f"{name} has no chat template: give one with --chat-template, or send a plain prompt", "messages"
         )
     return ChatTemplate(template, special_tokens(config))
 
