@@ -25,7 +25,7 @@ import transformers
 from quire import Embedder
 from quire.bench.machine import describe_origin
 from quire.kernels import native
-from quire.weights.builtin_encoder import BUILTIN_ENCODER_NAME, builtin_encoder_folder
+from quire.weights.builtin import BUILTIN_ENCODER_NAME, builtin_encoder_folder
 
 BATCH = 32  # sentence-transformers' own default
 MAX_TOKENS = 256

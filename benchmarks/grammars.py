@@ -228,8 +228,9 @@ class Library:
 
 
 class GuidanceWalk:
-    def __init__(self, matcher: Matcher, vocabulary: Vocabulary) -> None:
-        self._matcher = matcher
+    def __init__(self, inner: Any, vocabulary: Vocabulary) -> None:
+        self._inner = inner
+        self._matcher = Matcher(inner, vocabulary)
         self._bits = np.zeros(vocabulary.num_words, np.uint32)
 
     def fill(self) -> None:
@@ -243,7 +244,7 @@ class GuidanceWalk:
         return True
 
     def may_end(self) -> bool:
-        return self._matcher.may_end
+        return self._inner.is_accepting()
 
 
 def guidance(vocabulary: Vocabulary) -> Library:
@@ -251,7 +252,7 @@ def guidance(vocabulary: Vocabulary) -> Library:
 
     def compile(schema: str) -> Walk:
         inner = compile_matcher(tokenizer, StructuredOutput.json(schema))
-        return GuidanceWalk(Matcher(inner, vocabulary), vocabulary)
+        return GuidanceWalk(inner, vocabulary)
 
     return Library(importlib.metadata.version("llguidance"), compile)
 

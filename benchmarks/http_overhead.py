@@ -32,7 +32,7 @@ from typing import Any
 
 from quire.bench.http_client import HttpClient
 from quire.bench.machine import describe_machine, describe_versions
-from quire.bench.serve_call import Call, Outcome, make_call
+from quire.bench.serve import Outcome, StreamedCall, make_call
 from quire.kernels import native
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
@@ -121,7 +121,7 @@ class Served:
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         greedy = {"temperature": 0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
         calls = [
-            Call("/v1/completions", {"prompt": prompt, **greedy, **stream})
+            StreamedCall("/v1/completions", {"prompt": prompt, **greedy, **stream})
             for prompt in prompts_of(self._count, seed)
         ]
         client = HttpClient(self._url)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from quire.bench.capacity import Device, device_of, floor_of, plan_capacity
-from quire.bench.gpus import find_gpu
+from quire.bench.capacity import Device, device_of, find_gpu, floor_of, plan_capacity
 from quire.core.config import EngineConfig
 from quire.engine.build import build
 from quire.runner import sizing

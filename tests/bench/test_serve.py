@@ -8,12 +8,9 @@ import statistics
 
 import pytest
 
-from quire.bench.arrivals import arrival_times, replayed
-from quire.bench.serve import Round
-from quire.bench.serve_call import Outcome
+from quire.bench.arrivals import arrival_times, read_trace, replayed
+from quire.bench.serve import WORDS, Outcome, Round, WorkloadPlan, make_workload
 from quire.bench.serve_report import parse_goals, parse_percentiles, round_results
-from quire.bench.serve_workload import WORDS, WorkloadPlan, make_workload
-from quire.bench.trace import read_trace
 from quire.core.errors import ConfigError
 from quire.text.tokenizer import Tokenizer
 

@@ -77,7 +77,7 @@ def test_a_key_that_is_empty_does_not_leave_a_server_open(run, monkeypatch, tmp_
         (("--max-model-len", "4096"), "max_model_len=4096 is more than the model's 128 positions"),
         (("--dtype", "float8"), "dtype='float8' is not known: choose one of auto, float32"),
         (("--device", "cuda"), "no GPU here"),
-        (("--system", "brief"), "--system has no place in a plain prompt: add --chat"),
+        (("--system", "brief"), "--system needs a chat template: add --chat"),
         (("--output", "/no/such/folder/x.jsonl"), "--output /no/such/folder/x.jsonl: cannot be written"),
         (("--output", "/"), "--output /: cannot be written"),
         (("--num-blocks", "99999999999"), "lower kv_cache_memory_bytes or num_blocks"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quire.bench.gpus import GPUS, find_gpu
+from quire.bench.capacity import GPUS, find_gpu
 from quire.weights.builtin import BUILTIN_NAME
 
 

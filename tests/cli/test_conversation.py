@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.cli.chat import CALM, MAX_TOKENS, chat_sampling
-from quire.cli.conversation import Conversation
+from quire.cli.chat import CALM, MAX_TOKENS, Conversation, chat_sampling
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 

@@ -13,6 +13,8 @@ import time
 
 import pytest
 
+from quire.cli.start import interruptible
+
 SMALL = ("--num-blocks", "64", "--quiet")
 GREEDY = ("--temperature", "0", *SMALL)
 
@@ -150,8 +152,15 @@ class Terminal:
     def __init__(self, *words: str) -> None:
         self.master, follower = pty.openpty()
         command = [sys.executable, "-m", "quire", "chat", *words]
+        # SIGINT is ignored at start, as in children of `make test &`: a terminal's ctrl-C must work all the same
+        ignore = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.process = subprocess.Popen(
-            command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+            command,
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            start_new_session=True,
+            preexec_fn=ignore,
         )
         os.close(follower)
         self.seen = ""
@@ -221,3 +230,16 @@ def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(terminal):
     terminal.wait_for(r"> ")
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_background_job_that_ignores_interrupts_goes_on_ignoring_them(ignored):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        with interruptible() as interrupted:
+            assert not interrupted()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupted() is not ignored
+        assert (signal.getsignal(signal.SIGINT) is signal.SIG_IGN) == ignored
+    finally:
+        signal.signal(signal.SIGINT, before)

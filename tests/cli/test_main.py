@@ -101,7 +101,7 @@ class Failing:
         (
             ZeroDivisionError("division by zero"),
             1,
-            "quire: error: ZeroDivisionError: division by zero (unforeseen",
+            "quire: error: ZeroDivisionError: division by zero (unexpected",
         ),
         (KeyboardInterrupt(), 130, "quire: interrupted"),
     ],

@@ -2,8 +2,8 @@
 
 import pytest
 
+from quire.cli.flags import add_structured_flags, structured_from
 from quire.cli.parser import Parser
-from quire.cli.structured_flags import add_structured_flags, structured_from
 from quire.core.errors import InvalidRequest
 from quire.core.structured import StructuredOutput
 

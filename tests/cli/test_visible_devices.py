@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import quire
-from quire.bench.gpus import find_gpu
+from quire.bench.capacity import find_gpu
 from quire.bench.machine import describe_environment
 from quire.cli.main import main
 from quire.core.errors import ConfigError

@@ -1,5 +1,6 @@
 """--speculative-config: what is wrong is said, and how to mend it."""
 
+import msgspec
 import pytest
 
 from quire.core.config import EngineConfig
@@ -11,10 +12,19 @@ def test_json_and_mappings_are_the_same() -> None:
     mapping = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     text = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2}'
     assert parse_speculative(text) == parse_speculative(mapping) == SpeculativeConfig("ngram", 5, 4, 2)
-    assert EngineConfig.of(speculative_config=mapping).speculation.parsed == SpeculativeConfig(
+    assert EngineConfig.of(speculative_config=mapping).speculative_config == SpeculativeConfig(
         "ngram", 5, 4, 2
     )
-    assert EngineConfig.of().speculation.parsed is None
+    assert EngineConfig.of().speculative_config is None
+
+
+def test_it_crosses_the_link_as_part_of_the_engines_config() -> None:
+    config = EngineConfig.of(speculative_config='{"method": "ngram", "tree_width": 2}', pin_prefix="a.txt")
+    sent = msgspec.msgpack.encode(config)
+    assert msgspec.msgpack.decode(sent, type=EngineConfig) == config
+    assert EngineConfig.of(speculative_config=config.speculative_config) == EngineConfig.of(
+        speculative_config={"method": "ngram", "tree_width": 2}
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import transformers
 from quire import Embedder
 from quire.core.errors import InvalidRequest, ModelError, WeightsError
 from quire.llm.llm import LLM
-from quire.weights.builtin_encoder import builtin_encoder_folder
+from quire.weights.builtin import builtin_encoder_folder
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",

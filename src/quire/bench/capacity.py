@@ -1,8 +1,13 @@
-"""What a model needs on a device, before anything is loaded: the same arithmetic as the engine's own start."""
+"""What a model needs on a device, before anything is loaded: the same arithmetic as the engine's own start.
 
+The table of GPUs: `bandwidth` and `flops` are the data sheets' (dense bf16; fp16 where there is no bf16), `memory` is
+the total that PyTorch reports, which is less than the name says, and `measured` is a read rate that this project
+measured: where there is one, it is used instead of `bandwidth`.
+"""
+
+import re
 from dataclasses import dataclass, replace
 
-from quire.bench.gpus import Gpu
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import block_layout
@@ -11,6 +16,62 @@ from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, PoolSize, free_host_bytes, pool_size
 from quire.weights.source import Source
+
+GiB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    memory: int  # bytes
+    bandwidth: float  # bytes per second
+    flops: float  # per second
+    source: str
+    measured: float | None = None  # bytes per second
+
+    @property
+    def read_rate(self) -> float:
+        return self.measured or self.bandwidth
+
+
+GPUS = (
+    Gpu(
+        "H200", int(139.8 * GiB), 4.80e12, 989e12, "NVIDIA H200 data sheet, SXM; read rate measured", 4.26e12
+    ),
+    Gpu("H100", int(79.1 * GiB), 3.35e12, 989e12, "NVIDIA H100 data sheet, SXM5"),
+    Gpu("H100-PCIe", int(79.1 * GiB), 2.00e12, 756e12, "NVIDIA H100 data sheet, PCIe"),
+    Gpu("A100-80", int(79.2 * GiB), 2.04e12, 312e12, "NVIDIA A100 data sheet, SXM4 80 GB"),
+    Gpu("A100-40", int(39.4 * GiB), 1.555e12, 312e12, "NVIDIA A100 data sheet, 40 GB"),
+    Gpu("L40S", int(44.4 * GiB), 0.864e12, 362e12, "NVIDIA L40S data sheet"),
+    Gpu("L4", int(22.0 * GiB), 0.300e12, 121e12, "NVIDIA L4 data sheet"),
+    Gpu("A10", int(22.0 * GiB), 0.600e12, 125e12, "NVIDIA A10 data sheet"),
+    Gpu("T4", int(14.6 * GiB), 0.320e12, 65e12, "NVIDIA T4 data sheet, fp16"),
+    Gpu("RTX-4090", int(23.5 * GiB), 1.008e12, 165e12, "NVIDIA Ada architecture white paper"),
+    Gpu("V100", int(31.7 * GiB), 0.900e12, 125e12, "NVIDIA V100 data sheet, SXM2 32 GB, fp16"),
+)
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of a name in any spelling: "rtx 4090", "4090", "A100 80GB", or as PyTorch reports it."""
+    wanted = _words(name)
+    for gpu in GPUS:
+        if "".join(_words(gpu.name)) == "".join(wanted):
+            return gpu
+    within = [gpu for gpu in GPUS if set(_words(gpu.name)) <= set(wanted)]
+    if within:  # "NVIDIA H100 PCIe" is an H100, but more exactly an H100-PCIe
+        return max(within, key=lambda gpu: len(_words(gpu.name)))
+    around = [gpu for gpu in GPUS if wanted and set(wanted) <= set(_words(gpu.name))]
+    if len(around) == 1:
+        return around[0]
+    if around:
+        raise ConfigError(f"--gpu {name} may be {' or '.join(gpu.name for gpu in around)}: name one")
+    known = ", ".join(gpu.name for gpu in GPUS)
+    raise ConfigError(f"--gpu {name} is not in the table ({known}): give --memory and --bandwidth instead")
+
+
+def _words(name: str) -> list[str]:
+    return [word.removesuffix("gb") for word in re.findall(r"[a-z0-9]+", name.lower())]
+
 
 GPU_CONTEXT_BYTES = 500_000_000  # CUDA's context and the libraries' workspaces: an estimate
 
@@ -33,7 +94,7 @@ def device_of(gpu: Gpu) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What fits. `pool` is as the engine would allocate it."""
+    """What fits on a device. `pool` is as the engine would allocate it."""
 
     model_name: str
     model: ModelConfig
@@ -46,14 +107,14 @@ class Capacity:
     max_num_seqs: int
 
     def sequences_of(self, context: int) -> int:
-        """How many sequences of this length run at once."""
+        """Number of sequences of `context` tokens that run at once."""
         blocks_each = -(-context // self.pool.block_size)
         return min(self.pool.num_blocks // blocks_each, self.max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """No step can be shorter: it reads all weights and every sequence's KV, and multiplies them."""
+    """Lower bound of a decode step's time: it reads all weights and every sequence's KV cache, and multiplies them."""
 
     num_sequences: int
     step_seconds: float
@@ -70,18 +131,18 @@ class Floor:
 def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capacity:
     """ConfigError if the weights alone do not fit, with both numbers."""
     model = registry.describe(source.config)
-    numbers = _numbers(config, model, device)
+    precision = _precision(config, model, device)
     max_model_len = resolve_max_model_len(config, model)
-    weights = weight_shape(model, numbers.format)
-    layout = block_layout(config.memory.block_size, model, numbers)
-    free = _free_bytes(config, device, weights, mapped=numbers.format.worth_keeping)
-    max_rows, _ = default_limits(config.scheduler, numbers.device)
+    weights = weight_shape(model, precision.format)
+    layout = block_layout(config.memory.block_size, model, precision)
+    free = _free_bytes(config, device, weights, mapped=precision.format.worth_keeping)
+    max_rows, _ = default_limits(config.scheduler, precision.device)
     pool = pool_size(config.memory, layout, max_rows, max_model_len, free)
     return Capacity(
         model_name=source.name,
         model=model,
-        format_name=numbers.format_name,
-        kv_dtype=numbers.kv_dtype,
+        format_name=precision.format_name,
+        kv_dtype=precision.kv_dtype,
         weights=weights,
         kv_bytes_per_token=layout.bytes_per_token,
         pool=pool,
@@ -91,7 +152,7 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
 
 
 def floor_of(capacity: Capacity, device: Device, context: int, num_sequences: int) -> Floor:
-    """The floor of one decode step with this many sequences of `context` tokens each."""
+    """The lower bound of a decode step with `num_sequences` sequences of `context` tokens each."""
     model, weights = capacity.model, capacity.weights
     read = weights.read_bytes + num_sequences * context * capacity.kv_bytes_per_token
     attention = 4 * context * model.num_layers * model.num_heads * model.head_dim
@@ -101,8 +162,8 @@ def floor_of(capacity: Capacity, device: Device, context: int, num_sequences: in
     return Floor(num_sequences, max(reading, computing), "memory" if reading >= computing else "compute")
 
 
-def _numbers(config: EngineConfig, model: ModelConfig, device: Device) -> Precision:
-    """A GPU that is not here is spelled "meta": neither needs anything of the CPU's own formats."""
+def _precision(config: EngineConfig, model: ModelConfig, device: Device) -> Precision:
+    """Resolved on torch's "meta" device for a GPU that is absent: neither has the CPU's own formats."""
     if device.on_gpu and config.model.quantization == "int8":
         raise ConfigError("quantization='int8' runs on the CPU only so far: use quantization='none' on a GPU")
     runner = replace(config.runner, device="meta" if device.on_gpu else "cpu")
@@ -110,7 +171,7 @@ def _numbers(config: EngineConfig, model: ModelConfig, device: Device) -> Precis
 
 
 def _free_bytes(config: EngineConfig, device: Device, weights: WeightShape, mapped: bool) -> int:
-    """What is left for the pool. Weights that are mapped from a file can be dropped, so they don't count."""
+    """Bytes left for the pool. Weights that are mapped from a file can be evicted, so they don't count."""
     kept = 0 if mapped else weights.num_bytes
     if not device.on_gpu:
         if device.memory is not None:

@@ -1,4 +1,4 @@
-"""Drives an engine with requests of given lengths and watches every step."""
+"""Drives an engine with requests of given lengths and records every step."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class Watched:
-    """What one run showed; all times in seconds."""
+    """The record of one run; all times in seconds."""
 
     seconds: float = 0.0
     num_prompt_tokens: int = 0
@@ -49,9 +49,9 @@ class Watched:
     num_requests: int = 0
     num_preemptions: int = 0
     step_seconds: list[float] = field(default_factory=list)  # wall time from one step to the next
-    schedule_seconds: list[float] = field(default_factory=list)  # deciding it
-    commit_seconds: list[float] = field(default_factory=list)  # taking its results
-    num_running: list[int] = field(default_factory=list)  # sequences
+    schedule_seconds: list[float] = field(default_factory=list)  # of each step
+    commit_seconds: list[float] = field(default_factory=list)  # of each step
+    num_running: list[int] = field(default_factory=list)  # sequences, after each step
     requests: list[RequestTimes] = field(default_factory=list)  # in the order of finishing
     gap_seconds: list[float] = field(default_factory=list)  # between a sequence's tokens
 
@@ -68,13 +68,13 @@ class Bench:
         self._num_sent = 0
 
     def requests(self, lengths: Sequence[Lengths], sampling: str = "greedy") -> list[BenchRequest]:
-        """Prompts of random plain tokens; answers have their exact length whatever the model says."""
+        """Prompts of random ordinary tokens; `ignore_eos` gives every answer its exact length."""
         return [
             BenchRequest(
-                self._random.choices(self._token_ids, k=one.num_prompt_tokens),
-                _sampling(sampling, index, one.num_output_tokens),
+                self._random.choices(self._token_ids, k=length.num_prompt_tokens),
+                _sampling(sampling, index, length.num_output_tokens),
             )
-            for index, one in enumerate(lengths)
+            for index, length in enumerate(lengths)
         ]
 
     def serve(
@@ -90,16 +90,18 @@ class Bench:
             self._step(watched, answers, last_token, on_finish)
         watched.seconds = self.engine.clock() - started
         watched.num_preemptions = self.engine.scheduler.stats.num_preemptions - preemptions
-        watched.num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests)
+        watched.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         return watched
 
     def _submit(self, requests: Sequence[BenchRequest]) -> dict[str, Answer]:
         answers = {}
-        for one in requests:
+        for request in requests:
             request_id = f"bench-{self._num_sent}"
             self._num_sent += 1
-            self.engine.add(request_id, one.prompt_token_ids, one.sampling)
-            answers[request_id] = Answer(request_id, one.sampling, self.tokenizer, clock=self.engine.clock)
+            self.engine.add(request_id, request.prompt_token_ids, request.sampling)
+            answers[request_id] = Answer(
+                request_id, request.sampling, self.tokenizer, clock=self.engine.clock
+            )
         return answers
 
     def _step(
@@ -151,7 +153,7 @@ def plain_token_ids(built: Built, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _sampling(kind: str, index: int, num_tokens: int) -> SamplingParams:
-    """`mixed` is half greedy, half drawn, as the comparisons with other engines have it."""
-    drawn = kind == "random" or (kind == "mixed" and index % 2 == 1)
+    """`mixed` is half greedy, half sampled, as in the comparisons with other engines."""
+    sampled = kind == "random" or (kind == "mixed" and index % 2 == 1)
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=index)
-    return greedy.changed(temperature=0.8, top_p=0.95) if drawn else greedy
+    return greedy.changed(temperature=0.8, top_p=0.95) if sampled else greedy

@@ -1,4 +1,4 @@
-"""Pictures for people: one palette that colour-blind readers can tell apart, legible in grey and on paper."""
+"""Plots with one palette that is safe for colour-blind readers and legible in grey."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.bench.serve_report import plain_log as plain_log
 from quire.core.errors import ConfigError
 
 DPI = 160
@@ -26,7 +27,7 @@ class Picture:
 
 
 class Look(NamedTuple):
-    """Of one series: told apart by colour, and on a grey print by marker, line and hatching."""
+    """The style of one series: distinct by colour, and in a grey print by marker, line and hatching."""
 
     color: str
     marker: str
@@ -80,32 +81,18 @@ def look(series: int | str) -> Look:
 
 def line_style(series: int | str) -> dict[str, Any]:
     """For `axis.plot`."""
-    one = look(series)
-    return {"color": one.color, "marker": one.marker, "linestyle": one.line}
+    style = look(series)
+    return {"color": style.color, "marker": style.marker, "linestyle": style.line}
 
 
 def bar_style(series: int | str) -> dict[str, Any]:
     """For `axis.bar`: hatched, so that a grey print tells bars apart."""
-    one = look(series)
-    return {"color": one.color, "hatch": one.hatch, "edgecolor": "white", "linewidth": 0.5}
-
-
-def plain_log(axis: Any, which: str) -> None:
-    """A logarithmic axis whose labels are numbers as people write them: 20, 50, 100 or 1,000, not powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    (axis.set_xscale if which == "x" else axis.set_yscale)("log")
-    one = axis.xaxis if which == "x" else axis.yaxis
-    low, high = sorted(one.get_view_interval())
-    ratio = high / max(low, 1e-12)
-    steps = (1.0,) if ratio >= 200 else (1.0, 2.0, 5.0) if ratio > 4 else tuple(map(float, range(1, 10)))
-    one.set_major_locator(LogLocator(base=10, subs=steps))
-    one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    one.set_minor_formatter(NullFormatter())
+    style = look(series)
+    return {"color": style.color, "hatch": style.hatch, "edgecolor": "white", "linewidth": 0.5}
 
 
 def check_matplotlib() -> None:
-    """Before anything is measured: a picture that cannot be drawn is known at once."""
+    """ConfigError if matplotlib is missing, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -22,12 +22,12 @@ imported = time.time()
 
 
 def main(text: str) -> None:
-    """`text` is JSON: settings of the LLM, the prompt and how many tokens to generate."""
-    asked = json.loads(text)
-    llm = LLM(use_tqdm=False, **asked["settings"])
+    """`text` is JSON: settings of the LLM, the prompt and the number of tokens to generate."""
+    plan = json.loads(text)
+    llm = LLM(use_tqdm=False, **plan["settings"])
     loaded = time.time()
-    sampling = SamplingParams(temperature=0.0, max_tokens=asked["num_tokens"], ignore_eos=True)
-    prompt = asked["prompt"] if llm.tokenizer is not None else {"prompt_token_ids": [1]}
+    sampling = SamplingParams(temperature=0.0, max_tokens=plan["num_tokens"], ignore_eos=True)
+    prompt = plan["prompt"] if llm.tokenizer is not None else {"prompt_token_ids": [1]}
     first_token = 0.0
     for piece in stream(llm, prepare(prompt, llm.tokenizer), sampling):
         first_token = first_token or time.time()

@@ -46,7 +46,7 @@ class Response:
         elif (length := self.headers.get(b"content-length")) is not None:
             yield await reader.readexactly(int(length))
             self.complete = True
-        else:  # until the server closes, and it must: such a connection serves nobody else
+        else:  # until the server closes: such a connection cannot be used again
             while data := await reader.read(_READ_BYTES):
                 yield data
 
@@ -54,7 +54,7 @@ class Response:
         return b"".join([piece async for piece in self.pieces()])
 
     async def events(self) -> AsyncIterator[bytes]:
-        """What stands behind each `data:` of a stream of server-sent events, also `[DONE]`."""
+        """The content of each `data:` line of a stream of server-sent events, `[DONE]` included."""
         rest = b""
         async for piece in self.pieces():
             *lines, rest = (rest + piece).split(b"\n")
@@ -64,7 +64,7 @@ class Response:
 
 
 class HttpClient:
-    """One server's connections. Idle ones are used again, the last that was used first."""
+    """The connections to one server. Idle ones are reused, the most recently used first."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
@@ -115,7 +115,7 @@ class HttpClient:
     async def _answered(
         self, request: bytes
     ) -> tuple[Response, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """On an idle connection if there is one. A server may close it at that very moment: then on the next."""
+        """Sends on an idle connection if there is one; retries on the next if the server has just closed it."""
         while self._idle:
             connection = self._idle.pop()
             with suppress(OSError, EOFError):
@@ -148,7 +148,7 @@ async def _exchange(
 
 
 def _reason(fault: Exception) -> str:
-    """Short, and the same for the same cause: faults are counted by it."""
+    """Short, and equal for equal causes, so that failures can be counted."""
     if isinstance(fault, EOFError):  # IncompleteReadError
         return "the connection was closed before the response was complete"
     if isinstance(fault, ConnectionError) and fault.errno:

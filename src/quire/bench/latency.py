@@ -28,7 +28,7 @@ class LatencyPlan:
 
 
 def run_latency(config: EngineConfig, built: Built, plan: LatencyPlan) -> BenchReport:
-    """Prompts differ from iteration to iteration, so that no prefix is found again."""
+    """Prompts differ from iteration to iteration, so that none hits the prefix cache."""
     bench = Bench(built, plan.seed)
     lengths, _ = within(fixed(plan.input_len, plan.output_len, plan.batch_size), built.report.max_model_len)
     for _ in range(plan.warm_up):
@@ -76,7 +76,7 @@ def _rows(results: dict[str, Any], plan: LatencyPlan, built: Built) -> list[tupl
     ]
 
 
-def _spread(found: dict[str, float], scale: float, unit: str) -> str:
-    if not found:
+def _spread(times: dict[str, float], scale: float, unit: str) -> str:
+    if not times:
         return "–"
-    return f"{scale * found['median']:.2f} {unit} median, {scale * found['p90']:.2f} {unit} p90"
+    return f"{scale * times['median']:.2f} {unit} median, {scale * times['p90']:.2f} {unit} p90"

@@ -1,4 +1,4 @@
-"""How long prompts and answers are: fixed, from a trace, or drawn from a named distribution."""
+"""Lengths of prompts and answers: fixed, from a trace, or sampled from a named distribution."""
 
 import csv
 import math
@@ -39,7 +39,7 @@ DISTRIBUTIONS = {
     "sharegpt": (LogNormal(161, 1.0, 4, 1024), LogNormal(338, 0.9, 4, 1024)),
     "alpaca": (LogNormal(19, 0.5, 4, 256), LogNormal(58, 1.0, 4, 512)),
 }
-# columns of the traces that people have: ours, vLLM's, Azure's, Mooncake's
+# columns of common traces: Quire's, vLLM's, Azure's, Mooncake's
 PROMPT_COLUMNS = (
     "prompt_tokens",
     "num_prompt_tokens",
@@ -77,17 +77,17 @@ def from_csv(path: str, count: int, seed: int) -> list[Lengths]:
     """`count` rows in random order, again from the start where the file has fewer."""
     rows = _read(path)
     order = random.Random(seed)
-    found: list[Lengths] = []
-    while len(found) < count:
-        found += order.sample(rows, min(len(rows), count - len(found)))
-    return found
+    chosen: list[Lengths] = []
+    while len(chosen) < count:
+        chosen += order.sample(rows, min(len(rows), count - len(chosen)))
+    return chosen
 
 
 def within(lengths: Sequence[Lengths], max_model_len: int) -> tuple[list[Lengths], int]:
-    """Those that the context holds, and how many it does not."""
-    held = [one for one in lengths if one.total <= max_model_len]
+    """The requests that fit the context, and the number left out."""
+    held = [request for request in lengths if request.total <= max_model_len]
     if not held:
-        shortest = min(one.total for one in lengths)
+        shortest = min(request.total for request in lengths)
         raise ConfigError(
             f"no request fits the context of {max_model_len} tokens, the shortest has {shortest}: "
             "raise --max-model-len or ask for shorter ones"

@@ -1,9 +1,11 @@
-"""What machine and software a figure comes from. Nothing here is worth failing for."""
+"""The machine and software that a measurement comes from, from the standard library: never fails, only says less."""
 
 import importlib.metadata
 import os
 import platform
 import sys
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ NOTED_ARM_FLAGS = ("asimddp", "i8mm", "bf16", "sve")
 
 
 def describe_origin() -> dict[str, Any]:
-    """When, where and with what a figure was taken: what every record begins with."""
+    """Date, machine and versions of a measurement: the head of every record."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
@@ -52,36 +54,36 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["torch"] = torch.__version__
+    versions["torch"] = torch.__version__
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        versions["cuda"] = torch.version.cuda
+    return versions
 
 
 def describe_kernels(*, compiled_only: bool = False) -> dict[str, Any]:
     """The native library. `compiled_only`: say that it is not compiled yet rather than compile it now."""
-    found: dict[str, Any] = {"forced_reference": os.environ.get("QUIRE_KERNELS") == "reference"}
+    report: dict[str, Any] = {"forced_reference": os.environ.get("QUIRE_KERNELS") == "reference"}
     try:
-        found["compiler"] = compilation.compiler()
+        report["compiler"] = compilation.compiler()
         path = compilation.library_path()
     except (compilation.BuildError, OSError) as error:
-        return {**found, "native": False, "reason": " ".join(str(error).split())}
+        return {**report, "native": False, "reason": " ".join(str(error).split())}
     if compiled_only and not path.exists():
-        return {**found, "native": False, "reason": "not compiled yet: the first start does it"}
+        return {**report, "native": False, "reason": "not compiled yet: the first start does it"}
     if not native.available():
         return {
-            **found,
+            **report,
             "native": False,
             "reason": "does not compile or load: QUIRE_LOG_LEVEL=debug says why",
         }
     return {
-        **found,
+        **report,
         "native": True,
         "isa": native.isa(),
         "usable_isas": list(native.usable_isas()),
@@ -101,8 +103,8 @@ def describe_environment() -> dict[str, str]:
         "HF_ENDPOINT",
         "TORCH_",
     )
-    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
-    return {name: "(set)" if "KEY" in name else value for name, value in found.items()}
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+    return {name: "(set)" if "KEY" in name else value for name, value in variables.items()}
 
 
 def describe_places() -> dict[str, str]:
@@ -112,17 +114,17 @@ def describe_places() -> dict[str, str]:
 def describe_gpus() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        gpus.append(
             {
                 "name": properties.name,
                 "memory_bytes": properties.total_memory,
                 "capability": f"{properties.major}.{properties.minor}",
             }
         )
-    return found
+    return gpus
 
 
 def cpu_name() -> str:
@@ -162,3 +164,39 @@ def _cpu_flags() -> set[str]:
         if line.startswith(("flags", "Features")):
             return set(line.partition(":")[2].split())
     return set()
+
+
+# ---------------------------------------------------------------------- measured rates
+
+PROBE_BYTES = 256 << 20  # more than most caches hold
+PROBE_SECONDS = 0.4
+PROBE_COLUMNS = 4096
+PROBE_SIDE = 1024  # of the square matrices of the GEMM
+
+
+def cpu_read_rate() -> float:
+    """Bytes per second of a matrix-vector product, the work of a decode step: the best of many."""
+    matrix, vector = torch.ones(PROBE_BYTES // 4 // PROBE_COLUMNS, PROBE_COLUMNS), torch.ones(PROBE_COLUMNS)
+    return PROBE_BYTES / _best(lambda: matrix @ vector)
+
+
+def cpu_copy_rate() -> float:
+    """Bytes per second of a copy in memory: the best of many."""
+    source, target = torch.ones(PROBE_BYTES // 4), torch.empty(PROBE_BYTES // 4)
+    return PROBE_BYTES / _best(lambda: target.copy_(source))
+
+
+def cpu_gemm_rate() -> float:
+    """Float32 operations per second of a GEMM: the best of many."""
+    left, right = torch.ones(PROBE_SIDE, PROBE_SIDE), torch.ones(PROBE_SIDE, PROBE_SIDE)
+    return 2 * PROBE_SIDE**3 / _best(lambda: left @ right)
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Seconds of the fastest call within PROBE_SECONDS."""
+    work()  # the first touch is slower
+    best, ends = float("inf"), time.perf_counter() + PROBE_SECONDS
+    while (started := time.perf_counter()) < ends:
+        work()
+        best = min(best, time.perf_counter() - started)
+    return best

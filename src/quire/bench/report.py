@@ -1,4 +1,4 @@
-"""A benchmark's report: JSON with everything that a figure needs to be believed, and a table to read."""
+"""A benchmark's report: JSON with all that is needed to judge and repeat it, and a table to read."""
 
 import json
 import math
@@ -27,7 +27,7 @@ class BenchReport:
 
     def as_json(self) -> str:
         kernels = describe_kernels(compiled_only=True)
-        kernels.pop("path", None)  # a record may be published, and says nothing of where things lie here
+        kernels.pop("path", None)  # a record may be published: no paths of this machine
         record = {
             "benchmark": self.benchmark,
             **describe_origin(),
@@ -44,13 +44,13 @@ class BenchReport:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: no number there is infinite ("inf", as users write a rate) or not a number (null)."""
+    """`value` with the floats that JSON lacks replaced: infinity by "inf", as users write a rate, NaN by null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value
 
 
@@ -62,7 +62,7 @@ def write_json(report: BenchReport, path: str) -> None:
 
 
 def engine_record(config: EngineConfig, built: Built) -> dict[str, Any]:
-    """What was asked for, and what the engine made of it."""
+    """The requested settings, and what the engine decided."""
     decided = built.report
     return {
         "asked": asdict(config),
@@ -99,7 +99,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """Of sorted values, linear between neighbours, as numpy has it."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
+    position = (len(ordered) - 1) * percent / 100
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

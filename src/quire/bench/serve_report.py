@@ -1,4 +1,4 @@
-"""What `bench serve` found: latencies with percentiles, throughput, goodput, and every failure by its kind."""
+"""The report of `bench serve`: latency percentiles, throughput, goodput, failures by kind, and a plot."""
 
 import math
 import statistics
@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.bench.report import BenchReport, percentile
-from quire.bench.serve import Round, Served, ServePlan
-from quire.bench.serve_call import Outcome
+from quire.bench.serve import Outcome, Round, Served, ServePlan
 from quire.bench.table import aligned
 from quire.core.errors import ConfigError
 
 GOALS = ("ttft", "tpot", "e2el")
-# of the measured time: beyond, figures are as much about the generator as about the server
+# beyond these, the load generator is a bottleneck: a share of the measured time, and a delay
 BUSY_CLIENT_SHARE, LATE_MS = 0.8, 50.0
 _LATENCIES = (
     ("ttft_ms", "first token (TTFT)"),
@@ -25,7 +24,7 @@ _LATENCIES = (
 
 
 def parse_goals(words: Sequence[str]) -> dict[str, float]:
-    """`ttft:200 tpot:50` in ms; a request is good that keeps all of them."""
+    """`ttft:200 tpot:50` in ms; goodput counts the requests that meet all goals."""
     goals = {}
     for word in words:
         name, colon, value = word.partition(":")
@@ -34,18 +33,18 @@ def parse_goals(words: Sequence[str]) -> dict[str, float]:
         except ValueError:
             colon = ""
         if not colon or name not in GOALS or not goals[name] > 0:
-            raise ConfigError(f"--goodput {word!r}: write {', '.join(f'{one}:MS' for one in GOALS)}")
+            raise ConfigError(f"--goodput {word!r}: write {', '.join(f'{goal}:MS' for goal in GOALS)}")
     return goals
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
     try:
-        found = tuple(float(word) for word in text.split(",") if word.strip())
+        percentiles = tuple(float(word) for word in text.split(",") if word.strip())
     except ValueError:
-        found = ()
-    if not found or not all(0 <= one <= 100 for one in found):
+        percentiles = ()
+    if not percentiles or not all(0 <= percent <= 100 for percent in percentiles):
         raise ConfigError(f"--percentiles {text!r}: write numbers from 0 to 100, such as 50,90,99")
-    return found
+    return percentiles
 
 
 def serve_report(
@@ -55,7 +54,7 @@ def serve_report(
     goals: Mapping[str, float],
     detailed: bool = False,
 ) -> BenchReport:
-    rounds = [round_results(one, percentiles, goals) for one in served.rounds]
+    rounds = [round_results(run, percentiles, goals) for run in served.rounds]
     settings = {
         "base_url": plan.base_url,
         "endpoint": plan.endpoint,
@@ -73,36 +72,36 @@ def serve_report(
     }
     results: dict[str, Any] = {"rounds": rounds, "num_connections": served.num_connections}
     if detailed:
-        results["requests"] = [[_detail(one) for one in each.outcomes] for each in served.rounds]
+        results["requests"] = [[_detail(outcome) for outcome in run.outcomes] for run in served.rounds]
     head = [
         ("server", f"{plan.base_url}{plan.endpoint}"),
-        ("model", served.model or "not said"),
+        ("model", served.model or "unknown"),
         ("requests", f"{len(served.workload.queries):,} ({served.workload.source})"),
     ]
     if len(rounds) == 1:
         return BenchReport("serve", settings, results, head + _rows(rounds[0]), _notes(served, rounds))
-    table = _sweep(rounds, percentiles)
+    table = _sweep_table(rounds, percentiles)
     return BenchReport("serve", settings, results, head, ["", table, *_notes(served, rounds)])
 
 
-def round_results(one: Round, percentiles: Sequence[float], goals: Mapping[str, float]) -> dict[str, Any]:
-    """Latencies are those of complete answers alone; failures are counted beside them, by kind."""
-    complete = [outcome for outcome in one.outcomes if outcome.error is None]
+def round_results(run: Round, percentiles: Sequence[float], goals: Mapping[str, float]) -> dict[str, Any]:
+    """One rate's results. Latencies are of complete answers only; failures are counted by kind."""
+    complete = [outcome for outcome in run.outcomes if outcome.error is None]
     num_prompt = sum(outcome.num_prompt_tokens for outcome in complete)
     num_output = sum(outcome.num_output_tokens for outcome in complete)
     per_token = [outcome.per_token for outcome in complete]
     return {
-        "request_rate": _rate_name(one.rate),
-        "seconds": one.seconds,
-        "num_requests": len(one.outcomes),
+        "request_rate": _rate_name(run.rate),
+        "seconds": run.seconds,
+        "num_requests": len(run.outcomes),
         "num_complete": len(complete),
-        "errors": dict(Counter(o.error for o in one.outcomes if o.error is not None).most_common()),
+        "errors": dict(Counter(o.error for o in run.outcomes if o.error is not None).most_common()),
         "num_prompt_tokens": num_prompt,
         "num_output_tokens": num_output,
-        "requests_per_second": len(complete) / one.seconds,
-        "output_tokens_per_second": num_output / one.seconds,
-        "total_tokens_per_second": (num_prompt + num_output) / one.seconds,
-        "peak_open": one.peak_open,
+        "requests_per_second": len(complete) / run.seconds,
+        "output_tokens_per_second": num_output / run.seconds,
+        "total_tokens_per_second": (num_prompt + num_output) / run.seconds,
+        "peak_open": run.peak_open,
         "ttft_ms": _spread([o.to_first for o in complete], percentiles),
         "tpot_ms": _spread([value for value in per_token if value is not None], percentiles),
         "itl_ms": _spread([gap for o in complete for gap in o.gaps], percentiles),
@@ -110,29 +109,29 @@ def round_results(one: Round, percentiles: Sequence[float], goals: Mapping[str, 
         "normalised_ms": _spread(
             [o.seconds / o.num_output_tokens for o in complete if o.num_output_tokens], percentiles
         ),
-        "goodput": _goodput(one, complete, goals),
+        "goodput": _goodput(run, complete, goals),
         "client": {
-            "cpu_seconds": one.cpu_seconds,
-            "cpu_share": one.cpu_seconds / one.seconds,
-            "late_ms": _spread(one.lateness, percentiles),
+            "cpu_seconds": run.cpu_seconds,
+            "cpu_share": run.cpu_seconds / run.seconds,
+            "late_ms": _spread(run.lateness, percentiles),
         },
     }
 
 
-def _goodput(one: Round, complete: Sequence[Outcome], goals: Mapping[str, float]) -> dict[str, float] | None:
-    """Requests per second that kept every goal. An answer of one token has no TPOT and keeps it."""
+def _goodput(run: Round, complete: Sequence[Outcome], goals: Mapping[str, float]) -> dict[str, float] | None:
+    """Requests per second that met every goal. An answer of one token has no TPOT and meets it."""
     if not goals:
         return None
 
     def is_good(outcome: Outcome) -> bool:
-        found = {"ttft": outcome.to_first, "tpot": outcome.per_token or 0.0, "e2el": outcome.seconds}
-        return all(1e3 * found[name] <= limit for name, limit in goals.items())
+        seconds = {"ttft": outcome.to_first, "tpot": outcome.per_token or 0.0, "e2el": outcome.seconds}
+        return all(1e3 * seconds[name] <= limit for name, limit in goals.items())
 
     num_good = sum(is_good(outcome) for outcome in complete)
     return {
         "num_good": num_good,
-        "requests_per_second": num_good / one.seconds,
-        "share": num_good / len(one.outcomes),
+        "requests_per_second": num_good / run.seconds,
+        "share": num_good / len(run.outcomes),
     }
 
 
@@ -141,9 +140,8 @@ def _spread(seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str,
     if not seconds:
         return {}
     ordered = sorted(1e3 * value for value in seconds)
-    found = {"mean": statistics.fmean(ordered)}
-    found |= {f"p{percent:g}": percentile(ordered, percent) for percent in percentiles}
-    return {**found, "max": ordered[-1]}
+    percents = {f"p{percent:g}": percentile(ordered, percent) for percent in percentiles}
+    return {"mean": statistics.fmean(ordered), **percents, "max": ordered[-1]}
 
 
 def _detail(outcome: Outcome) -> dict[str, Any]:
@@ -163,23 +161,26 @@ def _detail(outcome: Outcome) -> dict[str, Any]:
 # ---------------------------------------------------------------------- for people
 
 
-def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
-        ("rate", f"{_rate_words(found['request_rate'])}, {found['peak_open']} open at most"),
-        ("complete", f"{found['num_complete']:,} of {found['num_requests']:,} in {found['seconds']:.2f} s"),
-        *((f"  {count:,} failed", kind) for kind, count in found["errors"].items()),
-        ("tokens", f"{found['num_prompt_tokens']:,} in, {found['num_output_tokens']:,} out"),
-        ("requests/s", f"{found['requests_per_second']:.2f}"),
-        ("tokens/s, out", f"{found['output_tokens_per_second']:,.1f}"),
-        ("tokens/s, all", f"{found['total_tokens_per_second']:,.1f}"),
+        ("rate", f"{_rate_words(result['request_rate'])}, {result['peak_open']} open at most"),
+        (
+            "complete",
+            f"{result['num_complete']:,} of {result['num_requests']:,} in {result['seconds']:.2f} s",
+        ),
+        *((f"  {count:,} failed", kind) for kind, count in result["errors"].items()),
+        ("tokens", f"{result['num_prompt_tokens']:,} in, {result['num_output_tokens']:,} out"),
+        ("requests/s", f"{result['requests_per_second']:.2f}"),
+        ("tokens/s, out", f"{result['output_tokens_per_second']:,.1f}"),
+        ("tokens/s, all", f"{result['total_tokens_per_second']:,.1f}"),
     ]
-    if found["goodput"] is not None:
-        good = found["goodput"]
+    if result["goodput"] is not None:
+        good = result["goodput"]
         rows.append(("goodput", f"{good['requests_per_second']:.2f} requests/s, {good['share']:.1%} of all"))
     for key, name in _LATENCIES:
-        parts = [f"{word} {value:,.1f}" for word, value in found[key].items()]
+        parts = [f"{word} {value:,.1f}" for word, value in result[key].items()]
         rows.append((name, f"{', '.join(parts)} ms" if parts else "none"))
-    client = found["client"]
+    client = result["client"]
     rows.append(
         ("this client", f"{client['cpu_seconds']:.2f} s of CPU, {client['cpu_share']:.0%} of one core")
     )
@@ -187,28 +188,28 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _rate_words(rate: str | float) -> str:
-    named = {"trace": "as the trace has it", "inf": "all at once"}
-    return named.get(str(rate), f"{rate:g} requests/s asked" if isinstance(rate, float) else str(rate))
+    named = {"trace": "times of the trace", "inf": "all at once"}
+    return named.get(str(rate), f"{rate:g} requests/s requested" if isinstance(rate, float) else str(rate))
 
 
-def _sweep(rounds: Sequence[Mapping[str, Any]], percentiles: Sequence[float]) -> str:
+def _sweep_table(rounds: Sequence[Mapping[str, Any]], percentiles: Sequence[float]) -> str:
     high = f"p{max(percentiles):g}"
     heads = ["rate", "complete", "failed", "requests/s", "tokens/s", "goodput/s", "TTFT", high]
     heads += ["TPOT", high, "ITL", high, "normalised"]
     table = [heads]
-    for one in rounds:
-        good = one["goodput"]
+    for result in rounds:
+        good = result["goodput"]
         cells = [
-            str(one["request_rate"]),
-            f"{one['num_complete']:,}",
-            f"{one['num_requests'] - one['num_complete']:,}",
-            f"{one['requests_per_second']:.2f}",
-            f"{one['output_tokens_per_second']:,.1f}",
+            str(result["request_rate"]),
+            f"{result['num_complete']:,}",
+            f"{result['num_requests'] - result['num_complete']:,}",
+            f"{result['requests_per_second']:.2f}",
+            f"{result['output_tokens_per_second']:,.1f}",
             "–" if good is None else f"{good['requests_per_second']:.2f}",
         ]
         for key in ("ttft_ms", "tpot_ms", "itl_ms"):
-            cells += [_ms(one[key], "mean"), _ms(one[key], high)]
-        table.append([*cells, _ms(one["normalised_ms"], "mean")])
+            cells += [_ms(result[key], "mean"), _ms(result[key], high)]
+        table.append([*cells, _ms(result["normalised_ms"], "mean")])
     return (
         aligned(table, right=range(len(heads)))
         + "\n(times in ms: mean, then percentile; tokens/s: generated)"
@@ -226,17 +227,20 @@ def _notes(served: Served, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{served.workload.num_too_long} requests were longer than the server's context and left out"
         )
     if len(rounds) > 1:
-        for one in rounds:
-            notes += [f"rate {one['request_rate']}: {n} failed: {kind}" for kind, n in one["errors"].items()]
-    busy = max(one["client"]["cpu_share"] for one in rounds)
-    # Everything at once is late by its nature; a rate that was asked for should be kept.
+        for result in rounds:
+            notes += [
+                f"rate {result['request_rate']}: {n} failed: {kind}" for kind, n in result["errors"].items()
+            ]
+    busy = max(result["client"]["cpu_share"] for result in rounds)
+    # All requests at once are always late; a finite rate should be kept.
     late = max(
-        (one["client"]["late_ms"]["max"] for one in rounds if one["request_rate"] != "inf"), default=0.0
+        (result["client"]["late_ms"]["max"] for result in rounds if result["request_rate"] != "inf"),
+        default=0.0,
     )
     if busy > BUSY_CLIENT_SHARE or late > LATE_MS:
         notes.append(
             f"this client was short of CPU ({busy:.0%} of a core, up to {late:.0f} ms late): its own delays are in "
-            "the figures; run it on another machine or at lower rates"
+            "the results; run it on another machine or at lower rates"
         )
     return notes
 
@@ -245,3 +249,70 @@ def _rate_name(rate: float | None) -> str | float:
     if rate is None:
         return "trace"
     return "inf" if math.isinf(rate) else rate
+
+
+def check_plotting(path: str) -> None:
+    """ConfigError if matplotlib is missing, before anything is measured."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError(f"--plot {path} needs matplotlib: pip install 'quire[bench]'") from None
+    matplotlib.use("agg")  # files only: no display is needed
+
+
+def plot_serve(served: Served, rounds: Sequence[dict[str, Any]], path: str) -> None:
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    if len(rounds) > 1:
+        _plot_sweep(left, right, rounds)
+    else:
+        _plot_distributions(left, right, served.rounds[0])
+    figure.suptitle(f"{served.model or 'server'}: {served.workload.source}")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: cannot be written ({error})") from error
+    finally:
+        pyplot.close(figure)
+
+
+def _plot_sweep(left: Any, right: Any, rounds: Sequence[dict[str, Any]]) -> None:
+    """Latency over the achieved rate, which an overloaded server keeps below the requested one."""
+    drawn = sorted(
+        (result for result in rounds if result["ttft_ms"]), key=lambda result: result["requests_per_second"]
+    )
+    reached = [result["requests_per_second"] for result in drawn]
+    for axis, keys in ((left, ("normalised_ms", "tpot_ms")), (right, ("ttft_ms", "e2e_ms"))):
+        for key in keys:
+            axis.plot(
+                reached, [result[key].get("mean") for result in drawn], marker="o", label=f"{key[:-3]}, mean"
+            )
+        axis.set(xlabel="requests per second, answered", ylabel="ms")
+        plain_log(axis, "y")
+        axis.legend()
+
+
+def _plot_distributions(left: Any, right: Any, run: Round) -> None:
+    complete = [outcome for outcome in run.outcomes if outcome.error is None]
+    series = (
+        (left, [o.to_first for o in complete], "time to first token"),
+        (right, [gap for o in complete for gap in o.gaps], "between tokens"),
+    )
+    for axis, seconds, name in series:
+        axis.ecdf([1e3 * value for value in seconds] or [0.0])
+        axis.set(xlabel=f"{name}, ms", ylabel="share of all")
+
+
+def plain_log(axis: Any, which: str) -> None:
+    """A logarithmic axis with labels like 20, 50, 100 or 1,000 instead of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    (axis.set_xscale if which == "x" else axis.set_yscale)("log")
+    ticks = axis.xaxis if which == "x" else axis.yaxis
+    low, high = sorted(ticks.get_view_interval())
+    ratio = high / max(low, 1e-12)
+    steps = (1.0,) if ratio >= 200 else (1.0, 2.0, 5.0) if ratio > 4 else tuple(map(float, range(1, 10)))
+    ticks.set_major_locator(LogLocator(base=10, subs=steps))
+    ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    ticks.set_minor_formatter(NullFormatter())

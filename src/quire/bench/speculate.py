@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.drive import Bench, BenchRequest, plain_token_ids
-from quire.bench.passages import PASSAGES, QUESTIONS
 from quire.bench.report import BenchReport, engine_record
 from quire.bench.table import aligned
 from quire.core.config import EngineConfig
@@ -46,7 +45,7 @@ class Compared:
     name: str
     plain: list[float]
     speculating: list[float]
-    chains: list[float]  # of drafts without branches; empty where none have any
+    chains: list[float]  # of drafts without branches; empty if drafts are chains anyway
     num_drafted: int
     num_accepted: int
     is_same: bool  # every answer has the same tokens
@@ -69,10 +68,10 @@ def run_speculate(
     benches = [Bench(built, plan.seed) for built in (plain, speculating, chains) if built is not None]
     if benches[0].tokenizer is None or template is None:
         raise ConfigError("this benchmark needs a model with a tokenizer and a chat template")
-    found = []
+    compared = []
     for name in plan.workloads:
         requests = _requests(name, plan, plain, benches[0].tokenizer, template)
-        found.append(_compare(name, benches, requests, plan.rounds))
+        compared.append(_compare(name, benches, requests, plan.rounds))
     settings = {
         **engine_record(config, speculating),
         "num_tokens": plan.num_tokens,
@@ -80,22 +79,23 @@ def run_speculate(
         "batch": BATCH,
     }
     head = [*_HEAD, "with chains"] if chains is not None else _HEAD
-    table = aligned([head, *map(_row, found)])
+    table = aligned([head, *map(_row, compared)])
     rows = [("model", f"{plain.report.model}, {plain.report.numbers.format_name}")]
-    return BenchReport("speculate", settings, {one.name: _result(one) for one in found}, rows, ["", table])
+    results = {workload.name: _result(workload) for workload in compared}
+    return BenchReport("speculate", settings, results, rows, ["", table])
 
 
 def _compare(name: str, benches: list[Bench], requests: list[list[BenchRequest]], rounds: int) -> Compared:
     speculation = benches[1].engine.speculation
     assert speculation is not None
     rates: tuple[list[float], list[float], list[float]] = [], [], []
-    expected, *found = (_answers(bench, requests) for bench in benches)  # and warms all up
+    expected, *others = (_answers(bench, requests) for bench in benches)  # and warms all up
     drafted, accepted = speculation.stats.num_draft_tokens, speculation.stats.num_accepted_tokens
     for _ in range(rounds):
         for which, rate in enumerate(_round(benches, requests)):
             rates[which].append(rate)
     stats = speculation.stats
-    same = all(answers == expected for answers in found)
+    same = all(answers == expected for answers in others)
     return Compared(
         name, *rates, stats.num_draft_tokens - drafted, stats.num_accepted_tokens - accepted, same
     )
@@ -117,8 +117,8 @@ def _answers(bench: Bench, requests: list[list[BenchRequest]]) -> dict[tuple[str
     engine = bench.engine
     tokens: dict[tuple[str, int], list[int]] = {}
     for batch_index, batch in enumerate(requests):
-        for index, one in enumerate(batch):
-            engine.add(f"warm-{batch_index}-{index}", one.prompt_token_ids, one.sampling)
+        for index, request in enumerate(batch):
+            engine.add(f"warm-{batch_index}-{index}", request.prompt_token_ids, request.sampling)
         while engine.has_work:
             for update in engine.step():
                 tokens.setdefault((update.request_id, update.index), []).extend(update.token_ids)
@@ -137,19 +137,19 @@ def _requests(
     greedy = SamplingParams(temperature=0.0, max_tokens=plan.num_tokens)
     endless = greedy.changed(ignore_eos=True)
 
-    def asked(text: str, sampling: SamplingParams = greedy) -> BenchRequest:
+    def chat(text: str, sampling: SamplingParams = greedy) -> BenchRequest:
         rendered = template.render([{"role": "user", "content": text}])
         return BenchRequest(list(tokenizer.encode(rendered)), sampling)
 
     makers: dict[str, Callable[[], Sequence[Sequence[BenchRequest]]]] = {
-        "quote": lambda: [[asked(_quote(passage))] for passage in PASSAGES],
-        "chat": lambda: [[asked(question)] for question in QUESTIONS[:3]],
+        "quote": lambda: [[chat(_quote(passage))] for passage in PASSAGES],
+        "chat": lambda: [[chat(question)] for question in QUESTIONS[:3]],
         "sampled": lambda: [
-            [asked(question, greedy.changed(temperature=0.8, top_p=0.95, seed=i))]
+            [chat(question, greedy.changed(temperature=0.8, top_p=0.95, seed=i))]
             for i, question in enumerate(QUESTIONS[:3])
         ],
         "random": lambda: [[BenchRequest(_random_prompt(built, tokenizer, plan.seed), endless)]],
-        "batch": lambda: [[asked(QUESTIONS[i % len(QUESTIONS)]) for i in range(BATCH)]],
+        "batch": lambda: [[chat(QUESTIONS[i % len(QUESTIONS)]) for i in range(BATCH)]],
     }
     return [list(batch) for batch in makers[name]()]
 
@@ -164,32 +164,65 @@ def _random_prompt(built: Built, tokenizer: Tokenizer, seed: int) -> list[int]:
     return random.Random(seed).choices(plain_token_ids(built, tokenizer), k=128)
 
 
-# ---------------------------------------------------------------------- what is said
+# ---------------------------------------------------------------------- the table
 
 _HEAD = ["workload", "plain tokens/s", "with speculation", "speedup", "drafted", "accepted", "same tokens"]
 
 
-def _row(one: Compared) -> list[str]:
-    share = one.num_accepted / one.num_drafted if one.num_drafted else 0.0
+def _row(workload: Compared) -> list[str]:
+    share = workload.num_accepted / workload.num_drafted if workload.num_drafted else 0.0
     return [
-        one.name,
-        f"{statistics.median(one.plain):.1f}",
-        f"{statistics.median(one.speculating):.1f}",
-        f"{one.speedup:.2f}",
-        str(one.num_drafted),
+        workload.name,
+        f"{statistics.median(workload.plain):.1f}",
+        f"{statistics.median(workload.speculating):.1f}",
+        f"{workload.speedup:.2f}",
+        str(workload.num_drafted),
         f"{share:.0%}",
-        "yes" if one.is_same else "NO",
-        *([f"{statistics.median(one.chains):.1f}"] if one.chains else []),
+        "yes" if workload.is_same else "NO",
+        *([f"{statistics.median(workload.chains):.1f}"] if workload.chains else []),
     ]
 
 
-def _result(one: Compared) -> dict[str, Any]:
+def _result(workload: Compared) -> dict[str, Any]:
     return {
-        "plain_tokens_per_second": one.plain,
-        "speculating_tokens_per_second": one.speculating,
-        **({"chains_tokens_per_second": one.chains} if one.chains else {}),
-        "speedup": one.speedup,
-        "num_drafted": one.num_drafted,
-        "num_accepted": one.num_accepted,
-        "same_tokens": one.is_same,
+        "plain_tokens_per_second": workload.plain,
+        "speculating_tokens_per_second": workload.speculating,
+        **({"chains_tokens_per_second": workload.chains} if workload.chains else {}),
+        "speedup": workload.speedup,
+        "num_drafted": workload.num_drafted,
+        "num_accepted": workload.num_accepted,
+        "same_tokens": workload.is_same,
     }
+
+
+# ---------------------------------------------------------------------- texts
+
+PASSAGES = (
+    "The lighthouse on the northern cape was built in 1874, after three ships were lost in a single winter. Its "
+    "lamp burned rapeseed oil until 1911, when a paraffin burner took its place, and electricity came only in "
+    "1953. The keeper and his family lived in a low stone house beside the tower and kept goats, hens and a small "
+    "garden behind a wall that shut out the wind. Supplies arrived twice a month by boat, if the sea allowed it. "
+    "In 1986 the light was automated and the last keeper, Anna Holm, moved to the village. She still climbs the "
+    "tower every spring to count the nests on the gallery.",
+    "A paged memory manager divides the space of each program into blocks of equal size. A block need not lie next "
+    "to the one before it: a table says where each block is kept. When a program grows, the manager gives it one "
+    "more block from a list of free ones, so that no large piece of memory has to be found. When two programs hold "
+    "the same content, both tables may name the same block, and the block is copied only when one of them writes "
+    "to it. The price is one look into the table for every access, which hardware makes almost free.",
+    "To make the bread, mix 500 grams of flour with 350 grams of water and let it rest for half an hour. Add 10 "
+    "grams of salt and 100 grams of ripe starter, and fold the dough every thirty minutes for two hours. Shape it "
+    "into a ball, place it in a floured basket and leave it in the refrigerator overnight. Heat the oven to 250 "
+    "degrees with an iron pot inside. Bake the loaf in the closed pot for 25 minutes and without the lid for "
+    "another 20 minutes, until the crust is dark brown. Let it cool on a rack for at least an hour.",
+)
+
+QUESTIONS = (
+    "What should I look at first when I visit a city that I do not know?",
+    "Explain in simple words why the sky is blue.",
+    "Write a short story about a clock that runs backwards.",
+    "How does a bicycle stay upright?",
+    "Give me three ideas for a birthday party in the garden.",
+    "What is the difference between weather and climate?",
+    "Describe how a letter travelled from one town to another two hundred years ago.",
+    "Why do cats purr?",
+)

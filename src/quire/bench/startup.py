@@ -1,4 +1,4 @@
-"""Startup: fresh processes, from the process's start to its first token, and what stays in memory."""
+"""Startup: fresh processes, time from process start to first token, and resident memory."""
 
 import json
 import re
@@ -32,7 +32,7 @@ class StartupPlan:
 
 
 def run_startup(plan: StartupPlan) -> BenchReport:
-    """One run that is not counted (files come from disk, weights may be converted), then `iterations`."""
+    """One warm-up run (files come from disk, weights may be converted), then `iterations` measured ones."""
     cold = _start_once(plan)
     runs = [_start_once(plan) for _ in range(plan.iterations)]
     memory = {name: max(run["resident_bytes"][name] for run in runs) for name in runs[0]["resident_bytes"]}
@@ -49,11 +49,11 @@ def run_startup(plan: StartupPlan) -> BenchReport:
 
 
 def _start_once(plan: StartupPlan) -> dict[str, Any]:
-    asked = json.dumps({"settings": plan.settings, "prompt": PROMPT, "num_tokens": plan.num_tokens})
+    plan_text = json.dumps({"settings": plan.settings, "prompt": PROMPT, "num_tokens": plan.num_tokens})
     started = time.time()
     try:
         child = subprocess.run(
-            [sys.executable, "-m", CHILD, asked],
+            [sys.executable, "-m", CHILD, plan_text],
             capture_output=True,
             text=True,
             timeout=plan.timeout,
@@ -64,11 +64,11 @@ def _start_once(plan: StartupPlan) -> dict[str, Any]:
             f"the engine did not start within {plan.timeout:.0f} s: check its settings"
         ) from error
     if child.returncode != 0:
-        last = (child.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (child.stderr.strip().splitlines() or ["no message"])[-1]
         reason = re.sub(r"^quire\.core\.errors\.\w+: ", "", last)
         raise QuireError(f"a fresh process could not start the engine: {reason}")
-    found = json.loads(child.stdout.strip().splitlines()[-1])
-    clock = found["clock"]
+    report = json.loads(child.stdout.strip().splitlines()[-1])
+    clock = report["clock"]
     marks = [
         started,
         *(clock[name] for name in ("started", "torch_ready", "imported", "loaded", "first_token")),
@@ -80,7 +80,7 @@ def _start_once(plan: StartupPlan) -> dict[str, Any]:
         "seconds": clock["first_token"] - started,
         "stages": stages,
         "decode_seconds": clock["ended"] - clock["first_token"],
-        "resident_bytes": found["resident_bytes"],
+        "resident_bytes": report["resident_bytes"],
     }
 
 
@@ -95,7 +95,7 @@ def _rows(results: dict[str, Any], plan: StartupPlan) -> list[tuple[str, str]]:
         ),
         ("  first run", f"{results['first_run_seconds']:.2f} s"),
     ]
-    rows += [(f"  {stage}", f"{found['median']:.2f} s") for stage, found in results["stages"].items()]
+    rows += [(f"  {stage}", f"{seconds['median']:.2f} s") for stage, seconds in results["stages"].items()]
     if memory:
         own, mapped = memory.get("anonymous", 0), memory.get("mapped_files", 0)
         rows.append(

@@ -1,4 +1,4 @@
-"""Throughput: many requests at once, how many tokens a second, and what the scheduler itself costs."""
+"""Throughput: many requests at once, tokens per second, and the scheduler's own time."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def run_throughput(
     held, num_too_long = within(plan.lengths, built.report.max_model_len)
     if plan.warm_up:
         for lengths in WARM_UP:
-            bench.serve(bench.requests([_cut(one, built) for one in lengths]))
+            bench.serve(bench.requests([_cut(request, built) for request in lengths]))
     watched = bench.serve(bench.requests(held, plan.sampling), on_finish)
     settings = {
         **engine_record(config, built),
@@ -126,11 +126,11 @@ def _rows(results: dict[str, Any], plan: ThroughputPlan, built: Built) -> list[t
 def _scheduler_text(scheduler: dict[str, Any], prefix: str) -> str:
     """The median beside the mean: on a busy machine a few steps wait for a core, and the mean shows only that."""
     parts = [
-        f"{found['median']:.3f} ms median, {found['mean']:.3f} mean to {verb} a step"
-        for found, verb in (
+        f"{times['median']:.3f} ms median, {times['mean']:.3f} mean to {verb} a step"
+        for times, verb in (
             (scheduler[f"{prefix}schedule_ms"], "plan"),
             (scheduler[f"{prefix}commit_ms"], "commit"),
         )
-        if found
+        if times
     ]
     return "; ".join(parts)

@@ -1,10 +1,12 @@
-"""`quire bench throughput|latency|startup|speculate|serve|sharing|lab`: measures; a table on stdout, JSON if asked."""
+"""`quire bench throughput|latency|startup|speculate|serve|…`: measurements, as a table or JSON."""
 
 import argparse
+import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -14,54 +16,65 @@ from quire.bench.drive import SAMPLINGS
 from quire.bench.latency import LatencyPlan, run_latency
 from quire.bench.lengths import DISTRIBUTIONS, Lengths, fixed, from_csv, named
 from quire.bench.report import BenchReport, write_json
+from quire.bench.serve import DATASETS, Outcome, ServePlan, WorkloadPlan, run_serve
+from quire.bench.serve_report import (
+    GOALS,
+    check_plotting,
+    parse_goals,
+    parse_percentiles,
+    plot_serve,
+    serve_report,
+)
 from quire.bench.speculate import WORKLOADS, SpeculatePlan, run_speculate
 from quire.bench.startup import StartupPlan, run_startup
 from quire.bench.throughput import ThroughputPlan, run_throughput
-from quire.cli.bench_serve import add_serve, serve
-from quire.cli.engine_flags import add_engine_flags, engine_settings
-from quire.cli.parser import Parser
+from quire.cli.flags import add_engine_flags, engine_settings
+from quire.cli.parser import FlagGroup, Parser
 from quire.cli.start import announce_compiling
 from quire.core import laboratory
-from quire.core.config import EngineConfig, SpeculationConfig
-from quire.core.errors import ConfigError
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError, QuireError
 from quire.engine.build import Built, build
 from quire.llm.progress import load_progress
 from quire.text.template import load_template
 
 HELP = {
-    "throughput": "many requests at once: tokens and requests per second, the scheduler's own time",
-    "latency": "one batch again and again: time to the first token and per token",
-    "startup": "fresh processes: time to the first token, memory afterwards",
-    "speculate": "plain decoding and speculation in turn: tokens per second, drafts accepted, the same tokens",
-    "serve": "load on any OpenAI server: latencies, throughput, goodput at one rate or several",
-    "fit": "measures this machine's steps, or reads another's, and fits the simulator's cost model to them",
-    "sharing": "parallel sampling and beam search: blocks saved by sharing, tokens a second with and without",
+    "throughput": "many requests at once: tokens and requests per second, scheduler time",
+    "latency": "one batch repeatedly: time to first token and per token",
+    "startup": "fresh processes: time to first token, resident memory",
+    "speculate": "plain and speculative decoding in turn: tokens per second, acceptance rate, equality of tokens",
+    "serve": "load on any OpenAI-compatible server: latency, throughput and goodput at one rate or several",
+    "fit": "fit the simulator's cost model to steps measured here, or to a file of measured steps",
+    "sharing": "parallel sampling and beam search: blocks saved by sharing, tokens per second with and without",
     "lab": "the laboratory: one experiment, or all of them in one HTML report",
 }
 LABORATORY = ("sharing", "fit", "lab")
 STARTUP_POOL_TOKENS = 2048
 DEFAULT_INPUT, DEFAULT_OUTPUT = 128, 64
+SERVE_DEFAULTS = WorkloadPlan()
+_ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 def add_arguments(parser: Parser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="|".join(_ADD), required=True)
     for name, add in _ADD.items():
-        one = kinds.add_parser(name, help=HELP[name], description=HELP[name])
+        kind = kinds.add_parser(name, help=HELP[name], description=HELP[name])
         if name in LABORATORY and not laboratory.is_installed():
-            one.description = f"{HELP[name]} (not installed: {laboratory.INSTALL})"
+            kind.description = f"{HELP[name]} (not installed: {laboratory.INSTALL})"
             continue
-        add(one)
+        add(kind)
         if name == "lab":  # writes its records beside its pictures
-            add_engine_flags(one)
+            add_engine_flags(kind)
             continue
-        one.add_argument(
+        kind.add_argument(
             *("--output-json", "--output", "--save-result"),
             metavar="FILE",
-            help="also write date, machine, settings and results",
+            help="also write date, machine, settings and results as JSON",
         )
-        one.add_argument("--json", action="store_true", help="print that JSON instead of the table")
-        if name != "serve":  # its engine is somebody else's process
-            add_engine_flags(one, without=("batch_size",) if name == "latency" else ())  # it has its own
+        kind.add_argument("--json", action="store_true", help="print that JSON instead of the table")
+        if name != "serve":  # its engine is another process
+            # latency has a --batch-size of its own
+            add_engine_flags(kind, without=("batch_size",) if name == "latency" else ())
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,9 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _add_throughput(parser: Parser) -> None:
     parser.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests (default: 100)")
-    lengths = parser.add_mutually_exclusive_group()
+    lengths = parser.exclusive()
     lengths.add_argument(
-        "--lengths", choices=sorted(DISTRIBUTIONS), help="draw lengths from a named distribution"
+        "--lengths", choices=sorted(DISTRIBUTIONS), help="sample lengths from a named distribution"
     )
     lengths.add_argument(
         "--lengths-csv",
@@ -174,7 +187,7 @@ def _latency(arguments: argparse.Namespace) -> BenchReport:
 
 def _startup(arguments: argparse.Namespace) -> BenchReport:
     settings = engine_settings(arguments)
-    EngineConfig.of(**settings)  # a bad setting is known before any process starts
+    EngineConfig.of(**settings)  # a bad setting fails before any process starts
     if not {"num_blocks", "kv_cache_memory_bytes"} & set(settings):
         settings["num_blocks"] = STARTUP_POOL_TOKENS // settings.get(
             "block_size", EngineConfig().memory.block_size
@@ -188,11 +201,10 @@ def _speculate(arguments: argparse.Namespace) -> BenchReport:
     )
     arguments.speculative_config = arguments.speculative_config or '{"method": "ngram"}'
     config, speculating = _built(arguments)
-    plain = build(replace(config, speculation=SpeculationConfig()))
-    drafts, chains = config.speculation.parsed, None
+    plain = build(replace(config, speculative_config=None))
+    drafts, chains = config.speculative_config, None
     if drafts is not None and drafts.tree_width > 1:
-        settings = asdict(replace(drafts, tree_width=1))
-        chains = build(replace(config, speculation=SpeculationConfig(json.dumps(settings))))
+        chains = build(replace(config, speculative_config=replace(drafts, tree_width=1)))
     try:
         return run_speculate(config, plain, speculating, load_template(plain.source), plan, chains)
     finally:
@@ -236,12 +248,207 @@ def _laboratory(kind: str) -> ModuleType:
     return laboratory.load(f"cli.{kind}", f"`quire bench {kind}`")
 
 
+# ---------------------------------------------------------------------- load on a server
+
+
+def _add_serve(parser: Parser) -> None:
+    _add_server(parser.group("server"))
+    _add_workload(parser.group("requests"))
+    _add_arrivals(parser.group("arrivals"))
+    group = parser.group("results")
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        default=(),
+        metavar="GOAL:MS",
+        help=f"count requests that meet these goals, of {', '.join(GOALS)}: --goodput ttft:200 tpot:50",
+    )
+    group.add_argument("--percentiles", default="50,90,99", metavar="N,…", help="(default: 50,90,99)")
+    group.add_argument(
+        "--save-detailed", action="store_true", help="add the times of every request to the JSON"
+    )
+    group.add_argument("--plot", metavar="PNG", help="write a plot (needs matplotlib)")
+
+
+def _serve(arguments: argparse.Namespace) -> BenchReport:
+    goals, percentiles = parse_goals(arguments.goodput), parse_percentiles(arguments.percentiles)
+    plan = _serve_plan(arguments)
+    if arguments.plot is not None:
+        check_plotting(arguments.plot)
+    with _Progress() as progress:
+        served = asyncio.run(run_serve(plan, progress.begin, progress.count))
+    report = serve_report(plan, served, percentiles, goals, arguments.save_detailed)
+    if arguments.plot is not None:
+        plot_serve(served, report.results["rounds"], arguments.plot)
+    if not any(rate["num_complete"] for rate in report.results["rounds"]):
+        raise QuireError("no request was answered:\n" + report.as_text())
+    return report
+
+
+def _serve_plan(arguments: argparse.Namespace) -> ServePlan:
+    if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
+        raise ConfigError(f"--max-concurrency is {arguments.max_concurrency}: give at least 1")
+    dataset = arguments.dataset or ("trace" if arguments.dataset_path else SERVE_DEFAULTS.dataset)
+    return ServePlan(
+        base_url=arguments.base_url.rstrip("/").removesuffix("/v1"),
+        workload=WorkloadPlan(
+            dataset=dataset,
+            path=arguments.dataset_path,
+            num_prompts=arguments.num_prompts,
+            input_len=arguments.random_input_len,
+            output_len=arguments.random_output_len,
+            range_ratio=arguments.random_range_ratio,
+            seed=arguments.seed,
+        ),
+        endpoint=_ENDPOINTS.get(arguments.endpoint, arguments.endpoint),
+        model=arguments.model,
+        api_key=arguments.api_key or os.environ.get("OPENAI_API_KEY"),
+        rates=_request_rates(arguments.request_rate, dataset),
+        burstiness=arguments.burstiness,
+        trace_speed=arguments.trace_speed,
+        max_concurrency=arguments.max_concurrency,
+        timeout=arguments.timeout,
+        num_warm_ups=arguments.num_warmups,
+        extra=_extra_body(arguments),
+    )
+
+
+def _request_rates(text: str | None, dataset: str) -> tuple[float | None, ...]:
+    if text is None:
+        return (None,) if dataset == "trace" else (float("inf"),)
+    try:
+        rates = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(rate > 0 for rate in rates):
+        raise ConfigError(f"--request-rate {text!r}: write requests per second, inf, or several: 1,2,4")
+    return rates
+
+
+def _extra_body(arguments: argparse.Namespace) -> dict[str, Any]:
+    extra: dict[str, Any] = {"temperature": arguments.temperature}
+    if not arguments.no_ignore_eos:
+        extra["ignore_eos"] = True
+    if arguments.extra_body is not None:
+        try:
+            given = json.loads(arguments.extra_body)
+        except ValueError as error:
+            raise ConfigError(f"--extra-body is no valid JSON ({error})") from error
+        if not isinstance(given, dict):
+            raise ConfigError("--extra-body must be a JSON object, such as '{\"top_p\": 0.9}'")
+        extra |= given
+    return extra
+
+
+def _add_server(group: FlagGroup) -> None:
+    group.add_argument(
+        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(default: %(default)s)"
+    )
+    group.add_argument("--model", help="model to request (default: the server's first)")
+    group.add_argument("--api-key", metavar="KEY", help="(also: OPENAI_API_KEY)")
+    group.add_argument(
+        "--endpoint",
+        default=_ENDPOINTS["completions"],
+        metavar="PATH",
+        help=f"{' or '.join(_ENDPOINTS.values())} (default: the former)",
+    )
+    group.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="X", help="seconds for one request (default: 3600)"
+    )
+
+
+def _add_workload(group: FlagGroup) -> None:
+    group.add_argument(
+        "--dataset",
+        choices=DATASETS,
+        help="random: about --random-…-len; sharegpt, alpaca: lengths like theirs; trace: --dataset-path",
+    )
+    group.add_argument(
+        "--dataset-path",
+        metavar="FILE",
+        help="lengths, and times for a trace, from CSV or JSON lines with columns such as prompt_tokens, "
+        "output_tokens, timestamp; Azure's and Mooncake's are understood",
+    )
+    group.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests (default: 100)")
+    for name, default in (("input", SERVE_DEFAULTS.input_len), ("output", SERVE_DEFAULTS.output_len)):
+        group.add_argument(
+            f"--random-{name}-len",
+            type=int,
+            default=default,
+            metavar="N",
+            help="tokens (default: %(default)s)",
+        )
+    group.add_argument(
+        "--random-range-ratio", type=float, default=0.0, metavar="X", help="0.2: lengths ± 20 %% (default: 0)"
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="(default: 0)")
+    group.add_argument(
+        "--no-ignore-eos",
+        action="store_true",
+        help="let answers end early (for servers that know no ignore_eos)",
+    )
+    group.add_argument("--extra-body", metavar="JSON", help="additional fields of every request")
+    group.add_argument(
+        "--num-warmups", type=int, default=1, metavar="N", help="short requests before (default: 1)"
+    )
+
+
+def _add_arrivals(group: FlagGroup) -> None:
+    group.add_argument(
+        "--request-rate",
+        metavar="R,…",
+        help="per second; inf: all at once; several: one run each (default: inf, or the trace's own times)",
+    )
+    group.add_argument(
+        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson; less: bursts; more: even"
+    )
+    group.add_argument(
+        "--max-concurrency", type=int, metavar="N", help="requests open at once (default: no limit)"
+    )
+    group.add_argument(
+        "--trace-speed", type=float, default=1.0, metavar="X", help="2: the trace twice as fast (default: 1)"
+    )
+
+
+class _Progress:
+    """A progress bar for each rate, with the number of failed requests."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._num_failed = 0
+
+    def begin(self, rate: float | None, count: int) -> None:
+        self.close()
+        self._num_failed = 0
+        name = "trace" if rate is None else f"{rate:g}/s"
+        self._bar = tqdm(total=count, desc=name, unit="req", disable=not sys.stderr.isatty(), leave=False)
+
+    def count(self, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            self._num_failed += 1
+            self._bar.set_postfix_str(f"{self._num_failed} failed", refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 _ADD: dict[str, Callable[[Any], None]] = {
     "throughput": _add_throughput,
     "latency": _add_latency,
     "startup": _add_startup,
     "speculate": _add_speculate,
-    "serve": add_serve,
+    "serve": _add_serve,
     "sharing": lambda parser: _laboratory("sharing").add_sharing(parser),
     "fit": lambda parser: _laboratory("fit").add_fit(parser),
     "lab": lambda parser: _laboratory("lab").add_lab(parser),
@@ -251,7 +458,7 @@ _RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
     "latency": _latency,
     "startup": _startup,
     "speculate": _speculate,
-    "serve": serve,
+    "serve": _serve,
     "sharing": lambda arguments: _laboratory("sharing").sharing(arguments),
     "fit": lambda arguments: _laboratory("fit").fit(arguments),
 }

@@ -1,27 +1,29 @@
 """`quire chat`: a conversation in the terminal, or one turn a line from a pipe."""
 
 import argparse
+import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
-from quire.cli.conversation import Conversation
-from quire.cli.engine_flags import add_engine_flags
-from quire.cli.interrupt import interruptible
+from quire.cli.flags import add_engine_flags, add_sampling_flags, sampling_from
 from quire.cli.parser import Parser
-from quire.cli.sampling_flags import add_sampling_flags, sampling_from
-from quire.cli.start import dim, start_llm
-from quire.core.errors import EngineDead, QuireError
+from quire.cli.start import dim, interruptible, start_llm
+from quire.core.errors import EngineDead, InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
-from quire.llm.llm import LLM
+from quire.llm.llm import LLM, Message
 from quire.llm.outputs import RequestOutput
 from quire.llm.stream import stream
+from quire.text.prompts import PreparedPrompt, prepare
 
 with suppress(ImportError):  # not every Python has it
     import readline  # noqa: F401 - input() gets line editing and history from it
 
 MAX_TOKENS = 1024
-# For models that recommend nothing: at temperature 1 small models wander off.
+ANSWER_SHARE = 4  # 1/4 of the context is kept for the answer, unless max_tokens is less
+# For models that recommend nothing: at temperature 1 small models lose the thread.
 CALM = {"temperature": 0.6, "top_p": 0.95}
 PROMPT = "> "
 COMMANDS = """\
@@ -34,13 +36,15 @@ _NOT_FOR_CHAT = ("n", "best_of", "logprobs", "prompt_logprobs")
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--quiet", action="store_true", help="answers only: no start report, no figures")
+    parser.add_argument("--quiet", action="store_true", help="answers only: no start report, no stats")
     add_engine_flags(parser, without=("seed",))
     add_sampling_flags(parser, without=_NOT_FOR_CHAT)
 
 
 def run(arguments: argparse.Namespace) -> int:
     sampling_from(arguments, SamplingParams(max_tokens=MAX_TOKENS))  # before loading anything
+    if sys.stdin.isatty():  # ctrl-C belongs to the conversation, also if the parent process ignored it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with start_llm(arguments, quiet=arguments.quiet) as llm:
         sampling = sampling_from(arguments, chat_sampling(llm.default_sampling()))
         _ = llm.template  # a model without one is refused now, not after the first message
@@ -48,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chat_sampling(recommended: SamplingParams) -> SamplingParams:
-    """What the model's makers recommend; where they don't, something calm."""
-    silent = SamplingParams(max_tokens=recommended.max_tokens) == recommended
-    return recommended.changed(max_tokens=MAX_TOKENS, **(CALM if silent else {}))
+    """The model's recommended sampling with chat's `max_tokens`; CALM if it recommends none."""
+    has_none = SamplingParams(max_tokens=recommended.max_tokens) == recommended
+    return recommended.changed(max_tokens=MAX_TOKENS, **(CALM if has_none else {}))
 
 
 class Chat:
-    """Reads turns, writes answers. A turn that cannot be answered costs one line, not the conversation."""
+    """Reads turns, writes answers. A turn that fails prints one error line; the conversation goes on."""
 
     def __init__(
         self, llm: LLM, sampling: SamplingParams, system: str | None, *, quiet: bool = False
@@ -63,7 +67,7 @@ class Chat:
         self._sampling = sampling
         self._conversation = Conversation(system)
         self._at_terminal = sys.stdin.isatty()
-        self._figures = not quiet and sys.stdout.isatty()
+        self._show_stats = not quiet and sys.stdout.isatty()
         self._num_failed = 0
 
     def run(self) -> int:
@@ -122,10 +126,10 @@ class Chat:
             self._conversation.say("assistant", answer)
 
     def _answer(self) -> str:
-        """Streams one answer; what was said before ctrl-C is kept."""
-        prompt, num_forgotten = self._conversation.prompt(self._llm, self._sampling.max_tokens)
-        if num_forgotten:
-            self._notice(f"the context is full: the oldest {num_forgotten} messages are forgotten")
+        """Streams one answer; ctrl-C ends it and keeps the text so far."""
+        prompt, num_dropped = self._conversation.prompt(self._llm, self._sampling.max_tokens)
+        if num_dropped:
+            self._notice(f"the context is full: the oldest {num_dropped} messages are forgotten")
         started = time.perf_counter()
         output: RequestOutput | None = None
         with interruptible() as interrupted:
@@ -135,15 +139,15 @@ class Chat:
                 output = piece.output
         print()
         assert output is not None, "a stream ends with its output"
-        if self._figures:
-            print(dim(_figures(output, time.perf_counter() - started), sys.stdout))
+        if self._show_stats:
+            print(dim(_stats_line(output, time.perf_counter() - started), sys.stdout))
         return output.outputs[0].text
 
     def _notice(self, text: str) -> None:
         print(dim(text, sys.stderr), file=sys.stderr)
 
 
-def _figures(output: RequestOutput, seconds: float) -> str:
+def _stats_line(output: RequestOutput, seconds: float) -> str:
     """`37 tokens, 54.2 tok/s, first after 0.12 s (812 of 830 prompt tokens cached)`."""
     answer, first = output.outputs[0], output.metrics.first_token
     num_tokens, num_prompt = len(answer.token_ids), len(output.prompt_token_ids)
@@ -155,3 +159,59 @@ def _figures(output: RequestOutput, seconds: float) -> str:
     if answer.finish_reason in ("length", "abort"):
         parts.append("cut at the limit" if answer.finish_reason == "length" else "stopped")
     return f"{', '.join(parts)} ({output.num_cached_tokens} of {num_prompt} prompt tokens cached)"
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A system message, if any, and turns of user and assistant, truncated to what the context holds."""
+
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+
+    def reset(self) -> None:
+        self.messages.clear()
+
+    def say(self, role: str, content: str) -> None:
+        self.messages.append({"role": role, "content": content})
+
+    def take_back(self) -> None:
+        """Drops the last message, which could not be answered."""
+        self.messages.pop()
+
+    def prompt(self, llm: LLM, max_tokens: int | None) -> tuple[PreparedPrompt, int]:
+        """The prompt for the next answer, and the number of oldest messages dropped to make it fit."""
+        limit = _context(llm)
+        share = limit // ANSWER_SHARE
+        room = limit - (share if max_tokens is None else min(share, max_tokens))
+        num_dropped = 0
+        prepared = self._prepared(llm)
+        while len(prepared.token_ids) > room and len(self.messages) > 1:
+            num_dropped += self._drop_oldest_turn()
+            prepared = self._prepared(llm)
+        if len(prepared.token_ids) >= limit:
+            raise InvalidRequest(
+                f"this message has {len(prepared.token_ids)} tokens with its template and the context is {limit}: "
+                "shorten it or raise --max-model-len"
+            )
+        return prepared, num_dropped
+
+    def _prepared(self, llm: LLM) -> PreparedPrompt:
+        return prepare(llm.template.render(self._all()), llm.tokenizer, add_special_tokens=False)
+
+    def _all(self) -> Sequence[Message]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.messages]
+
+    def _drop_oldest_turn(self) -> int:
+        """Drops messages up to the next user message, with which templates expect a conversation to begin."""
+        end = next(
+            (i for i, m in enumerate(self.messages) if i > 0 and m["role"] == "user"), len(self.messages) - 1
+        )
+        del self.messages[:end]
+        return end
+
+
+def _context(llm: LLM) -> int:
+    """Tokens that one sequence can have: the model's context, or the whole pool where that is smaller."""
+    memory = llm.engine.memory
+    return min(llm.engine.limits.max_model_len, memory.num_blocks * memory.block_size)

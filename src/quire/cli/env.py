@@ -1,4 +1,4 @@
-"""`quire env`: what a bug report needs."""
+"""`quire env`: versions, hardware and settings for a bug report."""
 
 import argparse
 import json
@@ -10,15 +10,15 @@ from quire.cli.parser import Parser
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = describe()
+    report = describe()
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(report, indent=2))
     else:
-        print(aligned([[name, value] for name, value in _lines(found)]))
+        print(aligned([[name, value] for name, value in _lines(report)]))
     return 0
 
 
@@ -32,8 +32,8 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    versions, hardware, kernels = found["versions"], found["machine"], found["kernels"]
+def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    versions, hardware, kernels = report["versions"], report["machine"], report["kernels"]
     lines = [(name, version) for name, version in versions.items()]
     lines += [
         ("system", hardware["system"]),
@@ -46,8 +46,8 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("gpu", "none" if gpu is None else f"{gpu['name']}, {in_bytes(gpu['memory_bytes'])}"))
     lines.append(("compiler", kernels.get("compiler", "none")))
     lines.append(("kernels", _kernels(kernels)))
-    lines += [(f"{name} at", place) for name, place in found["places"].items()]
-    lines += [(name, value) for name, value in found["environment"].items()]
+    lines += [(f"{name} at", path) for name, path in report["places"].items()]
+    lines += [(name, value) for name, value in report["environment"].items()]
     return lines
 
 

@@ -10,23 +10,25 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from quire.cli.engine_flags import add_engine_flags
-from quire.cli.interrupt import interruptible
+from quire.cli.flags import (
+    add_engine_flags,
+    add_sampling_flags,
+    add_structured_flags,
+    sampling_from,
+    structured_from,
+)
 from quire.cli.parser import Collect, Parser
-from quire.cli.prompt_files import PromptEntry, gather_prompts
-from quire.cli.result_lines import result_record
-from quire.cli.sampling_flags import add_sampling_flags, sampling_from
-from quire.cli.start import start_llm
-from quire.cli.structured_flags import add_structured_flags, structured_from
+from quire.cli.start import interruptible, start_llm
 from quire.core.errors import InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.build import DEFAULT_MAX_TOKENS
 from quire.llm.llm import LLM
-from quire.llm.outputs import RequestOutput
+from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.llm.stream import generate_each, stream
 from quire.text.prompts import PreparedPrompt, prepare
 
 REFUSED, INTERRUPTED = 2, 130
+PromptEntry = str | Mapping[str, Any]  # text, or {"prompt"}, {"prompt_token_ids"} or {"messages"}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -34,17 +36,15 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--prompt-file",
         metavar="FILE",
-        help="prompts, one a line, - for standard input; in a .jsonl file each line is a string or an object with "
+        help="prompts, one per line, - for standard input; in a .jsonl file each line is a string or an object with "
         "prompt, prompt_token_ids or messages",
     )
-    parser.add_argument(
-        "--chat", action="store_true", help="put each prompt through the model's chat template"
-    )
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
-    parser.add_argument("--output", "-o", metavar="FILE", help="the same, into a .jsonl file")
-    parser.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
-    # one --seed serves both: the engine's stream of seeds and each request's own
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the JSON objects to a .jsonl file")
+    parser.add_argument("--quiet", action="store_true", help="print only errors on stderr")
+    # one --seed flag sets both, the engine's and each request's
     add_engine_flags(parser, without=("seed",))
     add_sampling_flags(parser)
     add_structured_flags(parser)
@@ -53,12 +53,12 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     named = arguments.model_named
     if named is not None and " " in named and not Path(named).exists():
-        raise InvalidRequest(f"{named!r} stands where the model does: write --prompt before a prompt")
+        raise InvalidRequest(f"{named!r} is in the position of the model: write --prompt before a prompt")
     sampling_from(arguments, SamplingParams(max_tokens=DEFAULT_MAX_TOKENS))  # before loading anything
     structured = structured_from(arguments)
     prompts = gather_prompts(arguments.prompt or (), arguments.prompt_file, sys.stdin)
     if arguments.system is not None and not arguments.chat:
-        raise InvalidRequest("--system has no place in a plain prompt: add --chat")
+        raise InvalidRequest("--system needs a chat template: add --chat")
     with _opened(arguments.output) as file, start_llm(arguments, quiet=arguments.quiet) as llm:
         sampling = sampling_from(arguments, llm.default_sampling()).changed(structured=structured)
         records = file is not None or arguments.json
@@ -83,7 +83,7 @@ def _generate_all(
     arguments: argparse.Namespace,
     file: TextIO | None,
 ) -> int:
-    """Every prompt that can be served is; the others get a line each on stderr and a code of 2."""
+    """Serves every valid prompt; each invalid one costs a line on stderr and makes the exit code 2."""
     results: list[RequestOutput | QuireError | None] = [None] * len(prompts)
     servable: list[tuple[int, PreparedPrompt]] = []
     for index, prompt in enumerate(prompts):
@@ -141,7 +141,7 @@ def _prepared(llm: LLM, prompt: PromptEntry, arguments: argparse.Namespace) -> P
 
 @contextmanager
 def _opened(path: str | None) -> Iterator[TextIO | None]:
-    """The output file, opened before the model is loaded: a path that cannot be written is known at once."""
+    """The output file, opened before the model is loaded, so that a path that cannot be written fails at once."""
     if path is None:
         yield None
         return
@@ -151,3 +151,89 @@ def _opened(path: str | None) -> Iterator[TextIO | None]:
         raise InvalidRequest(f"--output {path}: cannot be written ({error})") from error
     with file:
         yield file
+
+
+# ---------------------------------------------------------------------- prompts in, records out
+
+
+def gather_prompts(texts: Sequence[str], file: str | None, stdin: TextIO) -> list[PromptEntry]:
+    """The prompts of --prompt, then of --prompt-file; without either, standard input as one prompt."""
+    prompts: list[PromptEntry] = list(texts)
+    if file is not None:
+        prompts += _from_file(file, stdin)
+    elif not prompts:
+        if stdin.isatty():
+            raise InvalidRequest(
+                "there is no prompt: give --prompt TEXT, --prompt-file FILE, or pipe a text in"
+            )
+        prompts.append(stdin.read().rstrip("\n"))
+    if not prompts:
+        raise InvalidRequest(f"{file} holds no prompt: write one per line")
+    return prompts
+
+
+def _from_file(file: str, stdin: TextIO) -> list[PromptEntry]:
+    if file == "-":
+        return [line for line in stdin.read().splitlines() if line.strip()]
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"--prompt-file {file}: cannot be read ({error})") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if file.endswith((".jsonl", ".ndjson")):
+        return [_entry(f"{file} line {number}", line) for number, line in numbered]
+    return [line for _, line in numbered]
+
+
+def _entry(where: str, line: str) -> PromptEntry:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise InvalidRequest(f"{where}: is no valid JSON ({error})") from error
+    if isinstance(entry, str):
+        return entry
+    if not isinstance(entry, dict) or not {"prompt", "prompt_token_ids", "messages"} & set(entry):
+        raise InvalidRequest(
+            f'{where}: write a string or an object with "prompt", "prompt_token_ids" or "messages"'
+        )
+    return entry
+
+
+def result_record(index: int, result: RequestOutput | QuireError) -> dict[str, Any]:
+    """One result for JSON. `index` is the prompt's position; a refused prompt has `error` instead of `outputs`."""
+    if isinstance(result, QuireError):
+        return {"index": index, "error": str(result)}
+    record: dict[str, Any] = {
+        "index": index,
+        "prompt": result.prompt,
+        "num_prompt_tokens": len(result.prompt_token_ids),
+        "num_cached_tokens": result.num_cached_tokens,
+        "outputs": [_output(output) for output in result.outputs],
+        "seconds_to_first_token": result.metrics.first_token,
+        "seconds": result.metrics.total,
+    }
+    if result.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [
+            None if position is None else _logprobs(position) for position in result.prompt_logprobs
+        ]
+    return record
+
+
+def _output(output: CompletionOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+    if output.logprobs is not None:
+        record["cumulative_logprob"] = output.cumulative_logprob
+        record["logprobs"] = [_logprobs(position) for position in output.logprobs]
+    return record
+
+
+def _logprobs(position: dict[int, Logprob]) -> dict[str, dict[str, Any]]:
+    return {
+        str(token_id): {"logprob": entry.logprob, "rank": entry.rank, "token": entry.decoded_token}
+        for token_id, entry in position.items()
+    }

@@ -6,13 +6,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from quire import __version__
 from quire.cli.parser import Parser
 from quire.core.errors import QuireError
 
-# 1: something unforeseen; 2: bad input or a bad setting; 130: interrupted, as shells have it
+# 1: unexpected failure; 2: bad input or a bad setting; 130: interrupted, as in shells
 FAULT, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
@@ -23,28 +23,22 @@ class Command(NamedTuple):
 
 # A command's module is imported when it is chosen: most of them need torch, and `quire --help` must not wait for it.
 COMMANDS = {
-    "serve": Command("quire.cli.serve", "serve a model over HTTP, as OpenAI does"),
-    "chat": Command("quire.cli.chat", "talk with a model in the terminal"),
+    "serve": Command("quire.cli.serve", "serve a model over HTTP with OpenAI's API"),
+    "chat": Command("quire.cli.chat", "chat with a model in the terminal"),
     "generate": Command("quire.cli.generate", "complete prompts from flags, a file or standard input"),
     "bench": Command(
-        "quire.cli.bench", "measure throughput, latency and startup here, or put load on a server"
+        "quire.cli.bench", "measure throughput, latency and startup here, or load-test a server"
     ),
-    "run-batch": Command("quire.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
-    "plan": Command("quire.cli.plan", "what a model needs on a device: memory, sequences, speed, cost"),
-    "tune": Command("quire.cli.tune", "measure attention's tile sizes on this GPU, once, and keep the best"),
-    "models": Command("quire.cli.models", "which models are cached here, how large, where"),
-    "env": Command("quire.cli.env", "what a bug report needs to know about this machine"),
+    "run-batch": Command("quire.cli.run_batch", "run a file of requests in OpenAI's batch format"),
+    "plan": Command("quire.cli.plan", "estimate memory, sequences, speed and cost of a model on a device"),
+    "tune": Command("quire.cli.tune", "measure attention tile sizes on this GPU, once, and cache the best"),
+    "models": Command("quire.cli.models", "list the cached models with size and path"),
+    "env": Command("quire.cli.env", "show versions, hardware and settings for a bug report"),
 }
 
 
-class CommandModule(Protocol):
-    def add_arguments(self, parser: Parser) -> None: ...
-
-    def run(self, arguments: object) -> int: ...
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit code. Prints a traceback only with QUIRE_LOG_LEVEL=debug."""
+    """Runs one command and returns its exit code. Prints a traceback only with QUIRE_LOG_LEVEL=debug."""
     words = list(sys.argv[1:] if argv is None else argv)
     _tolerate_narrow_encodings()
     try:
@@ -54,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = Parser(prog=f"quire {words[0]}", description=COMMANDS[words[0]].help)
         module.add_arguments(parser)
         code = int(module.run(parser.parse(words[1:])))
-        sys.stdout.flush()  # a reader that left is noticed here, not at the interpreter's exit
+        sys.stdout.flush()  # a closed pipe is noticed here, not at the interpreter's exit
         return code
     except SystemExit as leave:  # argparse, after --help or a bad flag
         return leave.code if isinstance(leave.code, int) else FAULT
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader left, as `| head` does: nothing to say, and nobody to say it to
+    except BrokenPipeError:  # the reader has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAULT
     except Exception as error:
@@ -73,7 +67,7 @@ def _without_command(words: list[str]) -> int:
     parser = Parser(
         prog="quire",
         usage="quire COMMAND [MODEL] [flags]",
-        description="Serves large language models. Without MODEL, the small built-in one.",
+        description="Serves large language models. MODEL defaults to a small built-in model.",
         epilog=f"commands:\n{listing}\n\n`quire COMMAND --help` lists a command's flags.",
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
@@ -101,9 +95,8 @@ def _explain(error: Exception) -> int:
     if isinstance(error, OSError):
         _say(f"error: {error}")
         return FAULT
-    _say(
-        f"error: {type(error).__name__}: {error} (unforeseen: QUIRE_LOG_LEVEL=debug shows where; please report it)"
-    )
+    hint = "unexpected: QUIRE_LOG_LEVEL=debug shows a traceback; please report it"
+    _say(f"error: {type(error).__name__}: {error} ({hint})")
     return FAULT
 
 
@@ -112,7 +105,7 @@ def _say(message: str) -> None:
 
 
 def _tolerate_narrow_encodings() -> None:
-    """A model may write any character; a terminal in another encoding must not end the program."""
+    """Escapes characters that the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

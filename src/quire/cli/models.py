@@ -1,4 +1,4 @@
-"""`quire models`: what is cached, how large, where."""
+"""`quire models`: lists the cached models with size and path."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ KINDS = {
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

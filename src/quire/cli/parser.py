@@ -1,24 +1,99 @@
-"""Parser: argparse with one-line errors and `--config FILE`, whose values lie below the flags."""
+"""Parser: argparse with one-line errors, advice on unknown flags, and `--config FILE` below the flags.
+
+Public argparse API only. jsonargparse and tyro were judged: both build flags from dataclasses, but add a dependency,
+import slower than `quire --help` runs, and know neither other engines' flag names nor one-line errors.
+"""
 
 import argparse
+import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.cli.config_file import read_config_file
-from quire.cli.other_flags import advice
 from quire.core.errors import ConfigError
+
+_ONE_DEVICE = "a model runs on one device here: leave it out"
+
+# vLLM's, SGLang's and llama.cpp's flags that have another name here or are not needed
+OTHER_ENGINES = {
+    "--tensor-parallel-size": _ONE_DEVICE,
+    "-tp": _ONE_DEVICE,
+    "--tp": _ONE_DEVICE,
+    "--pipeline-parallel-size": _ONE_DEVICE,
+    "-pp": _ONE_DEVICE,
+    "--data-parallel-size": _ONE_DEVICE,
+    "-dp": _ONE_DEVICE,
+    "--distributed-executor-backend": _ONE_DEVICE,
+    "--enable-chunked-prefill": "it is always so here: leave it out",
+    "--async-scheduling": "--steps-in-flight 1, the default, is that",
+    "--trust-remote-code": "no code of a model is ever run: leave it out",
+    "--scheduling-policy": "use --schedule",
+    "--num-gpu-blocks-override": "use --num-blocks",
+    "--context-length": "use --max-model-len",
+    "--ctx-size": "use --max-model-len",
+    "--max-seq-len": "use --max-model-len",
+    "--mem-fraction-static": "use --gpu-memory-utilization",
+    "--max-running-requests": "use --max-num-seqs",
+    "--chunked-prefill-size": "use --max-num-batched-tokens",
+    "--threads": "use --num-threads",
+    "--model-path": "use --model",
+    "--disable-radix-cache": "use --no-enable-prefix-caching",
+    "--no-prefix-caching": "use --no-enable-prefix-caching",
+    "--disable-log-requests": "requests are logged with --log-requests only: leave it out",
+    "--no-enable-log-requests": "requests are logged with --log-requests only: leave it out",
+    "--enable-log-requests": "use --log-requests",
+    "--uvicorn-log-level": "use --log-level",
+    "--speculative-model": "use --speculative-config",
+    "--num-speculative-tokens": "use --speculative-config",
+    "--guided-decoding-backend": "there is one backend: leave it out",
+    "--max-log-len": "requests' text is never logged: leave it out",
+    "--download-dir": "set HF_HOME or QUIRE_CACHE in the environment",
+    "--task": "an encoder serves embeddings, a decoder text: leave it out",
+    "--runner": "an encoder serves embeddings, a decoder text: leave it out",
+}
+
+
+class FlagGroup:
+    """A titled or exclusive group of a parser's flags; they can be set in a config file too."""
+
+    def __init__(self, group: Any, flags: dict[str, argparse.Action]) -> None:
+        self._group = group
+        self._flags = flags
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        action: argparse.Action = self._group.add_argument(*names, **settings)
+        self._flags.update(dict.fromkeys(action.option_strings, action))
+        return action
 
 
 class Parser(argparse.ArgumentParser):
     """Flags are never abbreviated: a flag added later must not change what an old script means."""
 
     def __init__(self, **settings: Any) -> None:
+        self._flags: dict[str, argparse.Action] = {}  # by every spelling; argparse adds --help at once
+        self._kinds: Any = None
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        action = super().add_argument(*names, **settings)
+        self._flags.update(dict.fromkeys(action.option_strings, action))
+        return action
+
+    def add_subparsers(self, **settings: Any) -> Any:
+        self._kinds = super().add_subparsers(**settings)
+        return self._kinds
+
+    def group(self, title: str, description: str | None = None) -> FlagGroup:
+        return FlagGroup(self.add_argument_group(title, description), self._flags)
+
+    def exclusive(self) -> FlagGroup:
+        """A group of which one flag may be given."""
+        return FlagGroup(self.add_mutually_exclusive_group(), self._flags)
 
     def add_config_flag(self) -> None:
         self.add_argument(
@@ -29,17 +104,20 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The flags, over those of the file that --config names, over the defaults."""
-        for word in words:
-            if word == "--config" or word.startswith("--config="):
-                self._take_file(words)
-                break
-        found, unknown = self.parse_known_args(words)
-        if unknown:  # answered with what was meant, perhaps
-            known = self._taker(words)._option_string_actions
-            hints = (advice(word, known) for word in unknown if word.startswith("-"))
+        chosen = self._chosen(words)
+        if any(word == "--config" or word.startswith("--config=") for word in words):
+            chosen._take_file(words)
+        arguments, unknown = self.parse_known_args(words)
+        if unknown:
+            hints = (advice(word, chosen._flags) for word in unknown if word.startswith("-"))
             hint = next((hint for hint in hints if hint), None)
             self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f": {hint}" if hint else ""))
-        return found
+        return arguments
+
+    def _chosen(self, words: Sequence[str]) -> "Parser":
+        """The parser that has the flags: the named sub-command's, if there are sub-commands, or this one."""
+        kinds: dict[str, Parser] = self._kinds.choices if self._kinds is not None else {}
+        return next((kinds[word] for word in words if word in kinds), self)
 
     def _take_file(self, words: Sequence[str]) -> None:
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -49,69 +127,138 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             self.error(str(error))
         for key, value in read_config_file(path).items():
-            taker = self._taker(words)
-            action = taker._option_string_actions.get(f"--{key.replace('_', '-')}")
+            action = self._flags.get(f"--{key.replace('_', '-')}")
             if action is None or action.dest in ("help", "config"):
-                hint = advice(f"--{key}", taker._option_string_actions) or f"see {taker.prog} --help"
-                raise ConfigError(f"{path}: {key!r} is no flag of {taker.prog}: {hint}")
-            taker.set_defaults(**{action.dest: self._converted(path, key, action, value)})
+                hint = advice(f"--{key}", self._flags) or f"see {self.prog} --help"
+                raise ConfigError(f"{path}: {key!r} is no flag of {self.prog}: {hint}")
+            try:
+                self.set_defaults(**{action.dest: _converted(action, value)})
+            except ValueError as error:
+                raise ConfigError(f"{path}: {key}{error}") from error
 
-    def _taker(self, words: Sequence[str]) -> argparse.ArgumentParser:
-        """Who has the flags: the parser of the sub-command that is named, if there are any, or this one."""
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                return next((action.choices[word] for word in words if word in action.choices), self)
-        return self
 
-    def _converted(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:
-        """A file's value as the flag would give it."""
-        if isinstance(action, argparse.BooleanOptionalAction | argparse._StoreTrueAction):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{path}: {key} is {value!r}: write true or false")
-            return value
-        if isinstance(action, Collect):
-            values = value if isinstance(value, list) else [value]
-            return tuple(self._single(path, key, action, one) for one in values)
-        return self._single(path, key, action, value)
+def _converted(action: argparse.Action, value: Any) -> Any:
+    """A file's value as the flag would give it. ValueError says what is wrong with it, to follow its name."""
+    if action.nargs == 0:  # a switch
+        if not isinstance(value, bool):
+            raise ValueError(f" is {value!r}: write true or false")
+        return value
+    if isinstance(action, Collect):
+        return tuple(_single(action, item) for item in (value if isinstance(value, list) else [value]))
+    return _single(action, value)
 
-    def _single(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:
-        if isinstance(value, dict) and action.dest == "speculative_config":
-            value = json.dumps(value)  # what the flag takes as JSON is a mapping in a file
-        if isinstance(value, (dict, list, bool)):
-            raise ConfigError(f"{path}: {key} is {value!r}: write one number or text")
-        if value is None:
-            return None
-        try:
-            converted = self._get_value(action, str(value))
-            self._check_value(action, converted)
-        except argparse.ArgumentError as error:
-            raise ConfigError(f"{path}: {key}: {error.message}") from error
-        return converted
+
+def _single(action: argparse.Action, value: Any) -> Any:
+    if isinstance(value, dict) and action.metavar == "JSON":
+        value = json.dumps(value)
+    if isinstance(value, (dict, list, bool)):
+        raise ValueError(f" is {value!r}: write one number or text")
+    if value is None:
+        return None
+    convert: Any = action.type or str
+    try:
+        converted = convert(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f": {error}") from error
+    except (TypeError, ValueError):
+        raise ValueError(f": invalid {convert.__name__} value: {str(value)!r}") from None
+    if action.choices is not None and converted not in action.choices:
+        raise ValueError(
+            f": invalid choice: {converted!r} (choose from {', '.join(map(str, action.choices))})"
+        )
+    return converted
 
 
 class Collect(argparse.Action):
-    """A flag that may be repeated. Values on the command line replace those of a file, they don't add to them."""
+    """A flag that may be repeated, with one value or several. The command line replaces what a file gives."""
 
     def __call__(
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        value: Any,
+        values: Any,
         option: str | None = None,
     ) -> None:
-        so_far = getattr(namespace, self.dest, None)
-        setattr(namespace, self.dest, [*so_far, value] if isinstance(so_far, list) else [value])
+        given = values if isinstance(values, list) else [values]
+        before = getattr(namespace, self.dest, None)
+        # a file's values are a tuple
+        setattr(namespace, self.dest, [*before, *given] if isinstance(before, list) else given)
 
 
-class Gather(Collect):
-    """A flag with several values, which may be repeated too."""
+def advice(flag: str, known: Collection[str]) -> str | None:
+    """What to write instead of an unknown flag, or None if no known flag is similar."""
+    name = flag.partition("=")[0].replace("_", "-")
+    if name in known:
+        return f"write {name}"
+    if name in OTHER_ENGINES:
+        return OTHER_ENGINES[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"did you mean {near[0]}?" if near else None
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        value: Any,
-        option: str | None = None,
-    ) -> None:
-        so_far = getattr(namespace, self.dest, None)
-        setattr(namespace, self.dest, [*so_far, *value] if isinstance(so_far, list) else list(value))
+
+# ---------------------------------------------------------------------- files
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """The top-level mapping of a JSON file, of `key: value` lines, or of any YAML where PyYAML is installed."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error})") from error
+    content = _parsed(path, text)
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must be a mapping from flags to values, not {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
+
+
+def _parsed(path: str, text: str) -> Any:
+    if path.endswith(".json") or text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path}: is no valid JSON ({error})") from error
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        return plain_lines(path, text)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is no valid YAML ({' '.join(str(error).split())})") from error
+
+
+def plain_lines(path: str, text: str) -> dict[str, Any]:
+    """The YAML that most config files need: one `key: value` per line, # comments. Anything nested needs PyYAML."""
+    values: dict[str, Any] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        bare = line.split(" #", 1)[0].rstrip()
+        if not bare or bare.startswith("#") or bare == "---":
+            continue
+        key, colon, value = bare.partition(":")
+        value = value.strip()
+        if not colon or line[0].isspace() or not value or value[0] in "[{|>&*":
+            raise ConfigError(
+                f"{path}: line {number} is no `key: value`: pip install pyyaml to read more than that"
+            )
+        values[key.strip().strip("\"'")] = _plain_value(value)
+    return values
+
+
+def _plain_value(value: str) -> Any:
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+        return value[1:-1]
+    for words, meaning in (
+        (("true", "yes", "on"), True),
+        (("false", "no", "off"), False),
+        (("null", "~"), None),
+    ):
+        if value.lower() in words:
+            return meaning
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

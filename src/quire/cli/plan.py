@@ -1,4 +1,4 @@
-"""`quire plan`: what a model needs on a device, how much fits, how fast it can be at best, what it costs."""
+"""`quire plan`: memory of a model on a device, sequences that fit, a lower bound of the step time, and cost."""
 
 import argparse
 import json
@@ -8,51 +8,57 @@ from typing import Any
 
 import torch
 
-from quire.bench.capacity import Capacity, Device, Floor, device_of, floor_of, plan_capacity
-from quire.bench.gpus import GPUS, GiB, find_gpu
-from quire.bench.machine import cpu_name, describe_gpus
-from quire.bench.probe import cpu_read_rate
+from quire.bench.capacity import (
+    GPUS,
+    Capacity,
+    Device,
+    Floor,
+    GiB,
+    device_of,
+    find_gpu,
+    floor_of,
+    plan_capacity,
+)
+from quire.bench.machine import cpu_name, cpu_read_rate, describe_gpus
 from quire.bench.table import aligned, in_bytes, in_seconds
-from quire.cli.engine_flags import add_engine_flags, engine_settings
+from quire.cli.flags import add_engine_flags, engine_settings, parse_gigabytes
 from quire.cli.parser import Parser
-from quire.cli.sizes import parse_gigabytes
+from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.llm.progress import load_progress
-from quire.weights.open import open_source
-from quire.weights.source import Source
 
 USUAL_CONTEXT = 2048
 BATCHES = (1, 8, 32, 128, 256, 512, 1024)
 _NOT_PLANNED = (
     *("tokenizer", "chat_template", "served_model_name", "seed", "enforce_eager", "steps_in_flight"),
     *("batching", "batch_size", "batch_window_ms", "schedule", "max_prompt_chunk", "preset", "reservation"),
-    *(
-        "pin_prefix",
-        "cpu_offload_gb",
-        "weights_memory_gb",
-        "weights_offload_dir",
-    ),  # a plan is for whole models
+    # a plan is for whole models
+    *("pin_prefix", "cpu_offload_gb", "weights_memory_gb", "weights_offload_dir"),
 )
 
 
 def add_arguments(parser: Parser) -> None:
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--gpu", metavar="NAME", help="a GPU of the table; see --list-gpus")
-    where.add_argument("--memory", type=parse_gigabytes, metavar="GB", help="some GPU with this much memory")
-    where.add_argument("--list-gpus", action="store_true", help="show the table of GPUs and leave")
+    where = parser.exclusive()
+    where.add_argument("--gpu", metavar="NAME", help="a GPU of the built-in table, see --list-gpus")
+    where.add_argument("--memory", type=parse_gigabytes, metavar="GB", help="a GPU with this much memory")
+    where.add_argument("--list-gpus", action="store_true", help="print the table of GPUs and exit")
     parser.add_argument(
-        "--bandwidth", type=parse_gigabytes, metavar="GB", help="its memory's read rate per second"
+        "--bandwidth", type=parse_gigabytes, metavar="GB", help="memory bandwidth of the GPU, per second"
     )
-    parser.add_argument("--tflops", type=float, metavar="X", help="its dense bf16 TFLOP/s")
+    parser.add_argument("--tflops", type=float, metavar="X", help="dense bf16 TFLOP/s of the GPU")
     parser.add_argument(
-        "--price-per-hour", type=float, metavar="X", help="gives the cost of a million tokens"
+        "--price-per-hour",
+        type=float,
+        metavar="X",
+        help="price of the device, to show the cost of a million tokens",
     )
     parser.add_argument(
         "--context", type=int, metavar="N", help=f"tokens of each sequence (default: {USUAL_CONTEXT})"
     )
-    parser.add_argument("--concurrency", type=int, metavar="N", help="sequences at once (default: several)")
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", help="sequences at once (default: a table of several)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engine_flags(parser, without=_NOT_PLANNED)
 
 
@@ -64,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = engine_settings(arguments)
     config = EngineConfig.of(**settings)
     device = _device(arguments, config)
-    capacity = plan_capacity(config, _described(config), device)
+    capacity = plan_capacity(config, described_source(config), device)
     context = _context(arguments, capacity)
     floors = _floors(arguments, capacity, device, context)
     if arguments.json:
@@ -79,16 +85,6 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give more than 0")
-
-
-def _described(config: EngineConfig) -> Source:
-    """Only what the model says about itself: a folder needs config.json and nothing else."""
-    options = config.model
-    load_format = "auto" if options.model is None or options.model.lower().endswith(".gguf") else "dummy"
-    with load_progress(sys.stderr.isatty()) as progress:
-        return open_source(
-            options.model, revision=options.revision, load_format=load_format, progress=progress
-        )
 
 
 def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:

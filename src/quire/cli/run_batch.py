@@ -1,4 +1,4 @@
-"""`quire run-batch -i IN.jsonl -o OUT.jsonl`: a file of requests in OpenAI's batch format, answered offline."""
+"""`quire run-batch -i IN.jsonl -o OUT.jsonl`: runs a file of requests in OpenAI's batch format."""
 
 import argparse
 import asyncio
@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from quire.cli.engine_flags import add_engine_flags, engine_settings
+from quire.cli.flags import add_engine_flags, engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import dim
 from quire.core.config import EngineConfig
@@ -19,7 +19,7 @@ from quire.observe import logs
 from quire.server.batch import BatchSummary, RowFile, count_lines, is_same_file, open_input, run_batch
 
 NOTHING_RAN = 2
-_NOT_HERE = ("max_queue_requests", "max_queue_tokens")  # --max-concurrency bounds what waits
+_NOT_HERE = ("max_queue_requests", "max_queue_tokens")  # --max-concurrency bounds the queue
 
 
 def add_arguments(parser: Parser) -> None:
@@ -27,23 +27,25 @@ def add_arguments(parser: Parser) -> None:
         *("-i", "--input-file"),
         required=True,
         metavar="FILE",
-        help="requests, one a line; - for standard input",
+        help="requests, one per line; - for standard input",
     )
     parser.add_argument(
         *("-o", "--output-file"),
         required=True,
         metavar="FILE",
-        help="results, one a line; - for standard output",
+        help="results, one per line; - for standard output",
     )
-    parser.add_argument("--resume", action="store_true", help="keep the output's finished rows, ask the rest")
-    parser.add_argument("--overwrite", action="store_true", help="drop what the output holds")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep finished rows of the output file, run the rest"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output file")
     parser.add_argument(
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="requests under way at once (default: twice --max-num-seqs)",
+        help="requests in flight at once (default: twice --max-num-seqs)",
     )
-    parser.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    parser.add_argument("--quiet", action="store_true", help="print only errors on stderr")
     add_engine_flags(parser, without=_NOT_HERE)
 
 
@@ -75,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(
     arguments: argparse.Namespace, config: EngineConfig, lines: BinaryIO, rows: RowFile, total: int | None
 ) -> BatchSummary:
-    # What a server tells its operator is no news here. The engine's process writes lines too, and inherits this.
+    # Server logs are noise here. The engine process logs too, and inherits this.
     os.environ.setdefault("QUIRE_LOG_LEVEL", "warning")
     logs.configure()
     shown = not arguments.quiet and sys.stderr.isatty()

@@ -6,9 +6,8 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from quire.cli.engine_flags import add_engine_flags, engine_settings
-from quire.cli.parser import Collect, Parser
-from quire.cli.sizes import parse_bytes
+from quire.cli.flags import add_engine_flags, engine_settings, parse_bytes
+from quire.cli.parser import Collect, FlagGroup, Parser
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.observe import logs
@@ -19,29 +18,32 @@ from quire.text.reasoning import REASONING_PARSERS
 from quire.text.tools.registry import TOOL_PARSERS
 
 DEFAULTS = ServerSettings()
-_OWN_FLAGS = ("max_queue_requests", "max_queue_tokens")  # bounded here, before the engine
+_OWN_FLAGS = (
+    "max_queue_requests",
+    "max_queue_tokens",
+)  # the server bounds its queue itself, before the engine's
 
 
 def add_arguments(parser: Parser) -> None:
-    _add_network(parser.add_argument_group("network"))
-    _add_access(parser.add_argument_group("access"))
-    _add_limits(parser.add_argument_group("limits"))
+    _add_network(parser.group("network"))
+    _add_access(parser.group("access"))
+    _add_limits(parser.group("limits"))
     parser.add_argument(
         "--trust-request-chat-template",
         action="store_true",
         default=None,
-        help="let requests bring a chat template of their own",
+        help="accept chat templates in requests",
     )
-    _add_formats(parser.add_argument_group("answers"))
-    _add_embeddings(parser.add_argument_group("embeddings"))
-    group = parser.add_argument_group("logs")
-    group.add_argument("--log-requests", action="store_true", help="one line for each request")
-    group.add_argument("--log-format", choices=logs.FORMATS, help="text, or json: one object a line")
+    _add_formats(parser.group("answers"))
+    _add_embeddings(parser.group("embeddings"))
+    group = parser.group("logs")
+    group.add_argument("--log-requests", action="store_true", help="log one line for each request")
+    group.add_argument("--log-format", choices=logs.FORMATS, help="text, or json: one object per line")
     group.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")
     group.add_argument(
         "--otlp-traces-endpoint",
         metavar="URL",
-        help="send OpenTelemetry traces there (needs the extra `otel`)",
+        help="send OpenTelemetry traces to this URL (needs the extra `otel`)",
     )
     add_engine_flags(parser, without=_OWN_FLAGS)
 
@@ -77,25 +79,27 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
 
 
 def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """From all three places together. A key that is empty is refused: it would leave the server open unseen."""
+    """The keys of flags, file and environment together. An empty key is refused: it would leave the server open."""
     keys = [(key or "").strip() for key in arguments.api_key or ()]  # a config file may hold null
     if not all(keys):
         raise ConfigError("--api-key is empty: give a key, or leave it out to let anyone ask")
     if arguments.api_key_file is not None:
         keys += read_key_file(arguments.api_key_file)
     named = os.environ.get("QUIRE_API_KEY")
-    found = [key.strip() for key in (named or "").split(",") if key.strip()]
-    if named is not None and not found:
+    from_environment = [key.strip() for key in (named or "").split(",") if key.strip()]
+    if named is not None and not from_environment:
         raise ConfigError("QUIRE_API_KEY holds no key: give one, or unset it to let anyone ask")
-    return tuple(dict.fromkeys(keys + found))
+    return tuple(dict.fromkeys(keys + from_environment))
 
 
-def _add_network(group: Any) -> None:
+def _add_network(group: FlagGroup) -> None:
     group.add_argument("--host", help=f"address to listen on (default: {DEFAULTS.host}, this machine only)")
-    group.add_argument("--port", type=int, metavar="N", help=f"0: any free one (default: {DEFAULTS.port})")
-    group.add_argument("--root-path", metavar="PATH", help="the prefix under which a proxy serves this")
-    group.add_argument("--ssl-certfile", metavar="FILE", help="serve TLS with this certificate")
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="and this key")
+    group.add_argument(
+        "--port", type=int, metavar="N", help=f"port, 0 for any free one (default: {DEFAULTS.port})"
+    )
+    group.add_argument("--root-path", metavar="PATH", help="path prefix that a proxy adds")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="certificate, to serve HTTPS")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
     group.add_argument(
         "--sse-keep-alive",
         type=float,
@@ -106,16 +110,21 @@ def _add_network(group: Any) -> None:
         "--allowed-origins",
         action=Collect,
         metavar="ORIGIN",
-        help="allow browsers from there (may be repeated; *)",
+        help="CORS: allow browsers from this origin, or * for all (repeatable)",
     )
 
 
-def _add_access(group: Any) -> None:
+def _add_access(group: FlagGroup) -> None:
     group.add_argument(
-        "--api-key", action=Collect, metavar="KEY", help="ask for one of these keys (also: QUIRE_API_KEY)"
+        "--api-key",
+        action=Collect,
+        metavar="KEY",
+        help="require one of these keys (repeatable; also: QUIRE_API_KEY)",
     )
-    group.add_argument("--api-key-file", metavar="FILE", help="keys, one a line")
-    group.add_argument("--admin-key", metavar="KEY", help="allow operators' calls (also: QUIRE_ADMIN_KEY)")
+    group.add_argument("--api-key-file", metavar="FILE", help="file of keys, one per line")
+    group.add_argument(
+        "--admin-key", metavar="KEY", help="key of the admin endpoints (also: QUIRE_ADMIN_KEY)"
+    )
     group.add_argument(
         "--max-concurrent-per-key",
         type=int,
@@ -130,41 +139,43 @@ def _add_access(group: Any) -> None:
             help=f"{what} of one key per minute (default: no limit)",
         )
     group.add_argument(
-        "--isolate-keys", action="store_true", default=None, help="keys share no cached prefixes"
+        "--isolate-keys", action="store_true", default=None, help="keys do not share cached prefixes"
     )
 
 
-def _add_formats(group: Any) -> None:
-    by_template = "(default: as the chat template shows)"
+def _add_formats(group: FlagGroup) -> None:
+    by_template = "(default: detected from the chat template)"
     group.add_argument(
         "--tool-call-parser",
         metavar="NAME",
-        help=f"how calls of tools are written: {', '.join(TOOL_PARSERS)} or none {by_template}",
+        help=f"format of tool calls: {', '.join(TOOL_PARSERS)} or none {by_template}",
     )
     group.add_argument(
         "--reasoning-parser",
         metavar="NAME",
-        help=f"how thoughts are marked: {', '.join(REASONING_PARSERS)} or none {by_template}",
+        help=f"format of reasoning: {', '.join(REASONING_PARSERS)} or none {by_template}",
     )
     group.add_argument(
-        "--enable-auto-tool-choice", action="store_true", help="on in any case; taken for vLLM's users"
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="always on; accepted for compatibility with vLLM",
     )
 
 
-def _add_embeddings(group: Any) -> None:
+def _add_embeddings(group: FlagGroup) -> None:
     group.add_argument(
         "--embedding-model",
         action=Collect,
         metavar="MODEL",
-        help="start this embedding model too: builtin, a folder or a hub id (may be repeated; default: the built-in "
-        "one starts when a request names it)",
+        help="also serve this embedding model: builtin, a folder or a hub id (repeatable; default: the built-in one, "
+        "started by the first request for it)",
     )
     group.add_argument(
-        "--no-embeddings", action="store_true", help="no /v1/embeddings beside a model that generates"
+        "--no-embeddings", action="store_true", help="no /v1/embeddings beside a generating model"
     )
 
 
-def _add_limits(group: Any) -> None:
+def _add_limits(group: FlagGroup) -> None:
     requests, tokens = DEFAULTS.max_queue_requests, DEFAULTS.max_queue_tokens
     group.add_argument(
         "--max-queue-requests", type=int, metavar="N", help=f"requests that may wait (default: {requests})"
@@ -173,7 +184,10 @@ def _add_limits(group: Any) -> None:
         "--max-queue-tokens", type=int, metavar="N", help=f"prompt tokens that may wait (default: {tokens})"
     )
     group.add_argument(
-        "--max-body-bytes", type=parse_bytes, metavar="BYTES", help="size of a request (default: 16MiB)"
+        "--max-body-bytes",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="maximum size of a request body (default: 16MiB)",
     )
     group.add_argument(
         "--request-timeout", type=float, metavar="X", help="seconds for one request (default: no limit)"
@@ -182,7 +196,7 @@ def _add_limits(group: Any) -> None:
         "--engine-timeout",
         type=float,
         metavar="X",
-        help=f"seconds for one step of the engine, which is replaced after them (default: {DEFAULTS.engine_timeout:g})",
+        help=f"seconds for one engine step; the engine is restarted after that (default: {DEFAULTS.engine_timeout:g})",
     )
     group.add_argument(
         "--max-stored-responses",
@@ -194,13 +208,13 @@ def _add_limits(group: Any) -> None:
         "--max-stored-responses-bytes",
         type=parse_bytes,
         metavar="BYTES",
-        help="and their size (default: 256MiB)",
+        help="maximum size of stored responses (default: 256MiB)",
     )
     group.add_argument(
         "--shutdown-timeout",
         type=float,
         metavar="X",
-        help=f"seconds for requests under way after SIGTERM (default: {DEFAULTS.shutdown_timeout:g})",
+        help=f"seconds to finish running requests after SIGTERM (default: {DEFAULTS.shutdown_timeout:g})",
     )
 
 

@@ -1,7 +1,6 @@
-"""`quire tune`: measures attention's tiles on this GPU, once per chip and shape of heads, and keeps the best.
+"""`quire tune`: measures attention tile sizes on this GPU, once per chip and head shape, and caches the best.
 
-Matrix products need no command: a start measures those that it meets for the first time. What is kept of both is shown
-and forgotten here.
+GEMMs need no command: a start measures shapes that it meets for the first time. Both caches are shown and cleared here.
 """
 
 import argparse
@@ -11,24 +10,22 @@ import time
 import torch
 
 from quire.bench.table import aligned
-from quire.cli.engine_flags import add_engine_flags, engine_settings
+from quire.cli.flags import add_engine_flags, engine_settings
 from quire.cli.parser import Parser
+from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build.resolve import resolve_device, resolve_precision
 from quire.kernels.attention import tuning
 from quire.kernels.attention.autotune import tune
 from quire.kernels.linear import autotune as gemms
-from quire.llm.progress import load_progress
 from quire.models import registry
-from quire.weights.open import open_source
-from quire.weights.source import Source
 
 
 def add_arguments(parser: Parser) -> None:
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--show", action="store_true", help="print what was measured before, and leave")
-    instead.add_argument("--reset", action="store_true", help="forget all that was measured, and leave")
+    instead = parser.exclusive()
+    instead.add_argument("--show", action="store_true", help="print the cached measurements and exit")
+    instead.add_argument("--reset", action="store_true", help="delete all cached measurements and exit")
     add_engine_flags(parser)
 
 
@@ -47,42 +44,32 @@ def _tune(config: EngineConfig) -> None:
     device = resolve_device(config.runner.device)
     if device.type != "cuda":
         raise ConfigError(
-            "tiles are tuned on the GPU that will use them, and none is used here: run this where the model is served"
+            "tiles are tuned on the GPU that uses them, and there is none here: run this where the model is served"
         )
     if config.runner.deterministic:
         raise ConfigError("--deterministic keeps its tiles, since they decide bits: there is nothing to tune")
-    source = _described(config)
+    source = described_source(config)
     model = registry.describe(source.config)
-    numbers = resolve_precision(config, model)
-    query_dtype = numbers.format.activation_dtype
+    precision = resolve_precision(config, model)
+    query_dtype = precision.format.activation_dtype
     heads = tuning.HeadShape(
         num_kv_heads=model.num_kv_heads,
         group=model.num_heads // model.num_kv_heads,
         head_dim=model.head_dim,
-        kv_dtype=numbers.kv_dtype,
+        kv_dtype=precision.kv_dtype,
         query_bytes=query_dtype.itemsize,
         block_size=config.memory.block_size,
     )
     began = time.perf_counter()
     key = tuning.key_of(heads, device)
-    found = tune(heads, query_dtype, device, _say)
-    path = tuning.store(key, found)
-    print(_text(key, found))
+    tiles = tune(heads, query_dtype, device, _say)
+    path = tuning.store(key, tiles)
+    print(_text(key, tiles))
     print(f"\nmeasured in {time.perf_counter() - began:.0f} s, kept in {path}: the next start uses it")
 
 
-def _described(config: EngineConfig) -> Source:
-    """Only what the model says about itself: a folder needs config.json and nothing else."""
-    options = config.model
-    load_format = "auto" if options.model is None or options.model.lower().endswith(".gguf") else "dummy"
-    with load_progress(sys.stderr.isatty()) as progress:
-        return open_source(
-            options.model, revision=options.revision, load_format=load_format, progress=progress
-        )
-
-
 def _kept() -> str:
-    parts = [_text(key, one) + _age(key) for key, one in tuning.cached()]
+    parts = [_text(key, tiles) + _age(key) for key, tiles in tuning.cached()]
     parts += [_gemms(key, choices) for key, choices in gemms.cached()]
     if not parts:
         return f"nothing was measured yet: the built-in tiles serve (looked in {tuning.folder()})"
@@ -92,15 +79,15 @@ def _kept() -> str:
 def _gemms(key: gemms.ChipKey, choices: gemms.Choices) -> str:
     header = ["product", "tokens", "measured", "by another algorithm"]
     rows = []
-    for kind, places in sorted(choices.items()):
-        others = sum(place != gemms.TORCH_DEFAULT for place in places.values())
-        rows.append([kind, f"{min(places)} to {max(places)}", str(len(places)), str(others)])
+    for shape, algorithms in sorted(choices.items()):
+        others = sum(algorithm != gemms.TORCH_DEFAULT for algorithm in algorithms.values())
+        rows.append([shape, f"{min(algorithms)} to {max(algorithms)}", str(len(algorithms)), str(others)])
     table = aligned([header, *rows], right=(2, 3))
     return f"{key.chip}, cuBLASLt {key.library}, PyTorch {key.torch}: matrix products\n{table}"
 
 
 def _age(key: tuning.TuningKey) -> str:
-    """Whether a start would still take it."""
+    """A note if a start on this machine would not use the measurement."""
     if not tuning.serves_here(key):
         return "\nnot used any more: the kernels or Triton changed since, measure again"
     if not torch.cuda.is_available() or torch.cuda.get_device_name() != key.chip:
@@ -108,11 +95,11 @@ def _age(key: tuning.TuningKey) -> str:
     return ""
 
 
-def _text(key: tuning.TuningKey, found: tuning.TunedTiles) -> str:
+def _text(key: tuning.TuningKey, tiles: tuning.TunedTiles) -> str:
     header = ["range", "default", "best", "chosen"]
     rows = [
         [line.what, f"{line.default_us:.2f} µs", f"{line.best_us:.2f} µs", line.chosen]
-        for line in found.measured
+        for line in tiles.measured
     ]
     table = aligned([header, *rows], right=(1, 2))
     return f"{key.chip}, Triton {key.triton}: {key.heads}\n{table}"

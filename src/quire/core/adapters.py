@@ -1,4 +1,4 @@
-"""AdapterConfig: which adapters may be served, and with how much memory. What a step must know to load one."""
+"""AdapterConfig: which LoRA adapters are served, with how much memory. AdapterLoad: one load in a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quire.core.errors import ConfigError
 from quire.core.ints import Ints
+from quire.core.settings import at_least, one_of, setting
 
 MEMORIES = ("unified", "separate")
 MODES = ("batched", "merge")
@@ -14,32 +15,41 @@ CONFIG_FILE = "adapter_config.json"  # what makes a folder an adapter
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """LoRA adapters, off unless one is named, a folder of them is, or `enable_lora` says so."""
+    """LoRA adapters: enabled by `enable_lora`, `lora_modules` or `lora_dir`."""
 
-    enable_lora: bool = False
-    lora_modules: tuple[str, ...] = ()  # "name=folder" each; a mapping from names to folders is taken as well
-    lora_dir: str | None = None  # a folder of adapters, found by their folder's name when asked for
-    lora_memory: str = "unified"  # unified | separate
-    lora_memory_bytes: int | None = None  # of the separate pool; None: a quarter of the pool
-    lora_mode: str = "batched"  # batched | merge
-    max_loras: int | None = None  # different adapters in one step; None: as many as sequences
-    max_lora_rank: int | None = None  # None: 512
-    max_cpu_loras: int | None = None  # adapters kept in host memory; None: only their bytes count
-    max_cpu_lora_bytes: int | None = None  # None: a quarter of free host memory, at most 16 GiB
+    enable_lora: bool = setting(False, "serve LoRA adapters; implied by --lora-modules and --lora-dir")
+    lora_modules: tuple[str, ...] = setting(
+        (), "adapters as NAME=FOLDER, one or more; a request selects one with `model: NAME`"
+    )
+    lora_dir: str | None = setting(
+        None, "folder of adapters, each named by its folder; adapters loaded at run time must lie in it"
+    )
+    lora_memory: str = setting(
+        "unified",
+        "unified: adapters use blocks of the KV pool; separate: they use memory of their own, for comparison",
+    )
+    lora_memory_bytes: int | None = setting(
+        None, "size of that separate memory, taken from the pool (default: a quarter of it)"
+    )
+    lora_mode: str = setting(
+        "batched",
+        "batched: any mix in one step; merge: one adapter at a time, merged into the weights, for comparison",
+    )
+    max_loras: int | None = setting(None, "different adapters in one step (default: as many as sequences)")
+    max_lora_rank: int | None = setting(None, "refuse adapters of a higher rank (default: 512)")
+    max_cpu_loras: int | None = setting(None, "adapters cached in host memory (default: as many as fit)")
+    max_cpu_lora_bytes: int | None = setting(
+        None, "host memory for adapters (default: a quarter of free memory, at most 16GiB)"
+    )
 
     def __post_init__(self) -> None:
         given = self.lora_modules
-        if isinstance(given, Mapping):
-            object.__setattr__(self, "lora_modules", tuple(f"{name}={path}" for name, path in given.items()))
-        elif isinstance(given, list):
-            object.__setattr__(self, "lora_modules", tuple(given))
+        if isinstance(given, Mapping):  # folders by name, as Python callers write them
+            given = tuple(f"{name}={path}" for name, path in given.items())
+        object.__setattr__(self, "lora_modules", tuple(given))
         self.modules()
-        for name, value, allowed in (
-            ("lora_memory", self.lora_memory, MEMORIES),
-            ("lora_mode", self.lora_mode, MODES),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{name}={value!r} is not known: choose one of {', '.join(allowed)}")
+        one_of("lora_memory", self.lora_memory, MEMORIES)
+        one_of("lora_mode", self.lora_mode, MODES)
         for name in (
             "max_loras",
             "max_lora_rank",
@@ -47,9 +57,7 @@ class AdapterConfig:
             "max_cpu_lora_bytes",
             "lora_memory_bytes",
         ):
-            limit = getattr(self, name)
-            if limit is not None and (not isinstance(limit, int) or limit < 1):
-                raise ConfigError(f"{name}={limit!r} must be a whole number of at least 1")
+            at_least(name, getattr(self, name), 1)
 
     @property
     def enabled(self) -> bool:
@@ -57,18 +65,18 @@ class AdapterConfig:
 
     def modules(self) -> dict[str, str]:
         """Folders by name."""
-        found: dict[str, str] = {}
+        folders: dict[str, str] = {}
         for module in self.lora_modules:
             name, equals, path = module.partition("=")
             if not equals or not name or not path:
                 raise ConfigError(f"lora_modules: {module!r} is not of the form name=folder")
-            if name in found:
+            if name in folders:
                 raise ConfigError(f"lora_modules names {name!r} twice: give each adapter a name of its own")
-            found[name] = path
-        return found
+            folders[name] = path
+        return folders
 
     def check_folders(self) -> None:
-        """ConfigError if something that is named is not there. For a first start: one after a fault goes on without."""
+        """ConfigError if a named folder is missing. At first start only: a restart after a fault goes on without it."""
         if self.lora_dir is not None and not Path(self.lora_dir).is_dir():
             raise ConfigError(f"lora_dir: there is no folder {self.lora_dir}: make it, or check the path")
         for name, path in self.modules().items():
@@ -82,7 +90,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """An adapter comes to pages: its host copy's blocks go into these, in order."""
+    """Copies an adapter from host memory into blocks of the pool, in order."""
 
     key: str
     block_ids: Ints  # [blocks] int32

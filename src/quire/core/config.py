@@ -1,42 +1,28 @@
-"""Configs compose, are frozen, and reject unknown keys. What is measured at run time is not config."""
+"""Configs compose, are frozen, and reject unknown keys. What is measured at run time is not config.
+
+Each field carries the help text of its flag: `quire serve --help` and the documentation show the same words.
+"""
 
 import difflib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from quire.core.adapters import AdapterConfig
 from quire.core.errors import ConfigError
+from quire.core.settings import at_least, not_negative, one_of, setting
 from quire.core.speculation import SpeculativeConfig, parse_speculative
 
 USUAL_BLOCK_SIZE = 16
 RESERVATIONS = ("paged", "max", "pow2", "oracle")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "ft": {
-        "batching": "static",
-        "reservation": "max",
-    },  # as FasterTransformer: whole requests, the longest memory
+    # FasterTransformer: a batch runs until its last request ends, each with memory for the longest answer
+    "ft": {"batching": "static", "reservation": "max"}
 }
 SCHEDULES = ("fcfs", "priority", "shortest", "fair")
 BATCHING = ("continuous", "static", "dynamic")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not known: choose one of {', '.join(allowed)}")
-
-
-def _at_least(name: str, value: int | None, low: int) -> None:
-    if value is not None and (not isinstance(value, int) or value < low):
-        raise ConfigError(f"{name}={value!r} must be a whole number of at least {low}")
-
-
-def _not_negative(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
-        raise ConfigError(f"{name}={value!r} must be a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,60 +47,86 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model, in which numbers."""
+    """Which model, in which number format."""
 
-    model: str | None = None  # None: the built-in model; a folder, a .gguf file or a hub id otherwise
-    tokenizer: str | None = None
-    dtype: str = "auto"
-    quantization: str = "auto"  # auto | none | int8 | fp8
-    load_format: str = "auto"  # auto | dummy
-    max_model_len: int | None = None
-    revision: str | None = None
-    chat_template: str | None = None
-    seed: int = 0
-    served_model_name: str | None = None
+    model: str | None = setting(None, "a folder, a .gguf file or a hub id (default: the built-in model)")
+    tokenizer: str | None = setting(None, "folder or tokenizer.json to use instead of the model's own")
+    dtype: str = setting("auto", "auto, float32, float16 or bfloat16")
+    quantization: str = setting(
+        "auto", "auto (int8 on a CPU), int8, fp8 (on a GPU that has it), or none for full precision"
+    )
+    load_format: str = setting(
+        "auto", "auto, or dummy for random weights in the shape that config.json names"
+    )
+    max_model_len: int | None = setting(
+        None, "tokens per sequence, prompt and answer together (default: the model's context length)"
+    )
+    revision: str | None = setting(None, "branch, tag or commit of a hub model")
+    chat_template: str | None = setting(
+        None, "jinja file, or the template itself, instead of the model's own"
+    )
+    seed: int = setting(0, "seed of the random generator and of dummy weights")
+    served_model_name: str | None = setting(None, "name of the model in the API")
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("load_format", self.load_format, ("auto", "dummy"))
-        _one_of("quantization", self.quantization, ("auto", "none", "int8", "fp8"))
-        _at_least("max_model_len", self.max_model_len, 1)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("load_format", self.load_format, ("auto", "dummy"))
+        one_of("quantization", self.quantization, ("auto", "none", "int8", "fp8"))
+        at_least("max_model_len", self.max_model_len, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """How the pool is cut and how large it may be."""
+    """How the KV pool is divided, how large it may be, and which memory backs it."""
 
-    block_size: int = USUAL_BLOCK_SIZE
-    num_blocks: int | None = None  # wins over the byte limits; for tests and experiments
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_dtype: str = "auto"
-    enable_prefix_caching: bool = True
-    share: bool = True  # False, for experiments: a fork copies every block, and no prefix is found again
-    reservation: str = "paged"  # or, for experiments, up front in one piece: max, pow2 or oracle
-    pin_prefix: tuple[str, ...] = ()  # files of text or chat messages whose blocks are held from the start
-    cpu_offload_gb: float = 0.0  # GiB of layers' weights that live in host memory and stream to the GPU
-    weights_memory_gb: float | None = (
-        None  # GiB of host memory that weights may take; the rest streams from disk
+    block_size: int = setting(USUAL_BLOCK_SIZE, "tokens per block of the KV cache")
+    num_blocks: int | None = setting(None, "blocks in the KV cache, instead of a limit in bytes")
+    kv_cache_memory_bytes: int | None = setting(
+        None, "size of the KV cache, such as 2GiB or 512M (default: from free memory)"
     )
-    weights_offload_dir: str | None = None  # where those lie; None: in the cache folder
-    swap_space: float = (
-        4.0  # GiB of host memory for requests that must leave the pool; 0: they are computed again
+    gpu_memory_utilization: float = setting(0.9, "fraction of GPU memory to use, weights included")
+    kv_cache_dtype: str = setting(
+        "auto", "number format of the KV cache: auto, float32, float16, bfloat16 or (on a GPU) fp8"
     )
-    kv_offload_gb: float = 0.0  # GiB of host memory for prefix blocks that the pool evicts
-    kv_offload_dir: str | None = None  # a folder behind that memory
+    enable_prefix_caching: bool = setting(True, "reuse KV blocks whose tokens were computed before")
+    share: bool = setting(
+        True, "forked sequences share their blocks; --no-share copies all of them, for comparison"
+    )
+    reservation: str = setting(
+        "paged", "paged, or max, pow2 or oracle: contiguous memory reserved at admission, for comparison"
+    )
+    pin_prefix: tuple[str, ...] = setting(
+        (),
+        "file of text, or of chat messages in JSON, that many requests begin with: its blocks are computed at start "
+        "and never evicted (repeatable)",
+    )
+    cpu_offload_gb: float = setting(
+        0.0, "GiB of layer weights that stay in host memory and stream to the GPU in every step"
+    )
+    weights_memory_gb: float | None = setting(
+        None, "GiB of host memory for weights; layers beyond it stream from disk (default: all in memory)"
+    )
+    weights_offload_dir: str | None = setting(
+        None, "folder for layers that stream from disk (default: in the cache folder)"
+    )
+    swap_space: float = setting(
+        4.0, "GiB of host memory for the KV blocks of preempted requests; 0 switches swapping off"
+    )
+    kv_offload_gb: float = setting(0.0, "GiB of host memory for prefix blocks evicted from the KV cache")
+    kv_offload_dir: str | None = setting(
+        None, "folder for a disk tier behind --kv-offload-gb, eight times its size; survives restarts"
+    )
 
     def __post_init__(self) -> None:
-        _at_least("block_size", self.block_size, 1)
+        at_least("block_size", self.block_size, 1)
         if self.block_size > 256:
             raise ConfigError(
                 f"block_size={self.block_size} is larger than 256: choose 1 to 256 (16 is usual)"
             )
-        _at_least("num_blocks", self.num_blocks, 1)
-        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, (*DTYPES, "fp8"))
-        _one_of("reservation", self.reservation, RESERVATIONS)
+        at_least("num_blocks", self.num_blocks, 1)
+        at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        one_of("kv_cache_dtype", self.kv_cache_dtype, (*DTYPES, "fp8"))
+        one_of("reservation", self.reservation, RESERVATIONS)
         if self.reservation != "paged" and self.block_size not in (1, USUAL_BLOCK_SIZE):
             raise ConfigError(
                 f"block_size={self.block_size} says nothing with reservation={self.reservation!r}, which counts "
@@ -122,48 +134,65 @@ class MemoryConfig:
             )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]")
-        named = (self.pin_prefix,) if isinstance(self.pin_prefix, str) else tuple(self.pin_prefix)
-        object.__setattr__(self, "pin_prefix", named)
-        _not_negative("cpu_offload_gb", self.cpu_offload_gb)
+        files = (self.pin_prefix,) if isinstance(self.pin_prefix, str) else tuple(self.pin_prefix)
+        object.__setattr__(self, "pin_prefix", files)
+        not_negative("cpu_offload_gb", self.cpu_offload_gb)
         if self.weights_memory_gb is not None and not self.weights_memory_gb > 0.0:
             raise ConfigError(f"weights_memory_gb={self.weights_memory_gb} must be more than 0")
-        _not_negative("swap_space", self.swap_space)
-        _not_negative("kv_offload_gb", self.kv_offload_gb)
+        not_negative("swap_space", self.swap_space)
+        not_negative("kv_offload_gb", self.kv_offload_gb)
         if self.kv_offload_dir is not None and not self.kv_offload_gb:
             raise ConfigError("kv_offload_dir needs host memory before it: give kv_offload_gb, such as 4")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How much runs at once and how much may wait."""
+    """How much runs at once, how much may wait, and in which order."""
 
-    max_num_seqs: int | None = None  # None: 256 on a CPU, 1024 on a GPU, or one per block of a smaller pool
-    max_num_batched_tokens: int | None = None  # None: 512 on a CPU, 8192 on a GPU
-    max_queue_requests: int = 65536
-    max_queue_tokens: int | None = None
-    steps_in_flight: int = 1  # 0: commit each step before planning the next
-    batching: str = "continuous"  # or static or dynamic: batches that start together and end together
-    batch_size: int | None = None  # of a static or dynamic batch, in requests; None: max_num_seqs
-    batch_window_ms: float = 50.0  # how long a dynamic batch waits to be full
-    schedule: str = "fcfs"  # or priority, shortest, fair: who is admitted first, and preempted last
-    max_prompt_chunk: int | None = None  # tokens of one prompt in one step; None: as many as the step has
-    preset: str | None = None  # settings by one name, see PRESETS; those that are named themselves win
-    preemption_mode: str = "auto"  # recompute | swap | auto, the cheaper of the two
-    admit_after: str = "resumed"  # or completed: who may be admitted after a preemption
+    max_num_seqs: int | None = setting(
+        None, "sequences that run at once (default: 256 on a CPU, 1024 on a GPU, at most one per KV block)"
+    )
+    max_num_batched_tokens: int | None = setting(
+        None, "tokens per step (default: 512 on a CPU, 8192 on a GPU)"
+    )
+    max_queue_requests: int = setting(65536, "requests that may wait")
+    max_queue_tokens: int | None = setting(None, "prompt tokens that may wait (default: no limit)")
+    steps_in_flight: int = setting(1, "0 or 1: whether the next step is scheduled while one runs")
+    batching: str = setting(
+        "continuous",
+        "continuous, or static or dynamic: batches that start together and end together, for comparison",
+    )
+    batch_size: int | None = setting(None, "requests in a static or dynamic batch (default: max_num_seqs)")
+    batch_window_ms: float = setting(50.0, "milliseconds that a dynamic batch waits to be full")
+    schedule: str = setting(
+        "fcfs",
+        "order of admission: fcfs, priority (lower values first), shortest, or fair (between API keys or users); "
+        "preemption takes the reverse order",
+    )
+    max_prompt_chunk: int | None = setting(
+        None, "prompt tokens of one request in one step, at most (default: the step's limit)"
+    )
+    preset: str | None = setting(
+        None, "several settings at once: ft is static batching with memory reserved to the maximum"
+    )
+    preemption_mode: str = setting(
+        "auto", "what happens to a preempted request: recompute, swap, or auto, the cheaper one"
+    )
+    admit_after: str = setting(
+        "resumed", "new requests are admitted once preempted ones have resumed, or completed"
+    )
 
     def __post_init__(self) -> None:
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _at_least("max_queue_requests", self.max_queue_requests, 1)
-        _at_least("max_queue_tokens", self.max_queue_tokens, 1)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_requests", "max_queue_tokens"):
+            at_least(name, getattr(self, name), 1)
         if self.steps_in_flight not in (0, 1):
             raise ConfigError(f"steps_in_flight={self.steps_in_flight} must be 0 or 1")
         if self.preset is not None:
-            _one_of("preset", self.preset, tuple(PRESETS))
-        _one_of("batching", self.batching, BATCHING)
-        _one_of("schedule", self.schedule, SCHEDULES)
-        _at_least("batch_size", self.batch_size, 1)
-        _at_least("max_prompt_chunk", self.max_prompt_chunk, 1)
+            one_of("preset", self.preset, tuple(PRESETS))
+        one_of("batching", self.batching, BATCHING)
+        one_of("schedule", self.schedule, SCHEDULES)
+        at_least("batch_size", self.batch_size, 1)
+        at_least("max_prompt_chunk", self.max_prompt_chunk, 1)
         if self.batch_size and self.max_num_seqs and self.batch_size > self.max_num_seqs:
             raise ConfigError(
                 f"batch_size={self.batch_size} is more than max_num_seqs={self.max_num_seqs}: lower it, or raise "
@@ -171,8 +200,8 @@ class SchedulerConfig:
             )
         if not 0.0 <= self.batch_window_ms < float("inf"):
             raise ConfigError(f"batch_window_ms={self.batch_window_ms} must be a number of at least 0")
-        _one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        _one_of("admit_after", self.admit_after, ("resumed", "completed"))
+        one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        one_of("admit_after", self.admit_after, ("resumed", "completed"))
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -186,46 +215,42 @@ class SchedulerConfig:
 class RunnerConfig:
     """Where and how the forward pass runs."""
 
-    device: str = "auto"  # auto | cpu | cuda | simulated[:NAME]
-    num_threads: int | None = None  # CPU threads; None: the physical cores
-    enforce_eager: bool = False  # no recorded graphs
-    deterministic: bool = False  # on a GPU: a request's tokens do not depend on its neighbours
+    device: str = setting(
+        "auto",
+        "auto, cpu, cuda, or simulated:NAME to schedule steps for an absent device (h200, a100-40g, …)",
+    )
+    num_threads: int | None = setting(None, "CPU threads (default: the physical cores)")
+    enforce_eager: bool = setting(False, "no CUDA graphs, no recorded kernel sequences")
+    deterministic: bool = setting(
+        False,
+        "on a GPU: a request's tokens do not depend on the rest of the batch (slower; on a CPU in int8 always so)",
+    )
 
     def __post_init__(self) -> None:
-        _at_least("num_threads", self.num_threads, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationConfig:
-    """Speculative decoding, off unless asked for."""
-
-    speculative_config: str | None = None  # JSON: see SpeculativeConfig; a mapping is taken as well
-
-    def __post_init__(self) -> None:
-        given = self.speculative_config
-        if given is not None:
-            parse_speculative(given)
-            if not isinstance(given, str):  # it travels as text
-                object.__setattr__(self, "speculative_config", json.dumps(dict(given)))
-
-    @property
-    def parsed(self) -> SpeculativeConfig | None:
-        return None if self.speculative_config is None else parse_speculative(self.speculative_config)
+        at_least("num_threads", self.num_threads, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
+    """All settings of one engine. `of` makes it from flat names, as flags and `LLM(...)` spell them."""
+
     model: ModelOptions = ModelOptions()
     memory: MemoryConfig = MemoryConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
-    speculation: SpeculationConfig = SpeculationConfig()
+    speculative_config: SpeculativeConfig | None = field(
+        default=None,
+        metadata={
+            "help": 'draft tokens and verify them in one step: JSON, {"method": "ngram"} drafts by prompt lookup'
+        },
+    )
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     @classmethod
     def of(cls, **flat: Any) -> "EngineConfig":
-        """From flat settings, as flags and `LLM(...)` spell them. An unknown name is an error."""
+        """From flat settings. An unknown name is an error; `speculative_config` may be JSON or a mapping."""
         parts: dict[str, dict[str, Any]] = {}
+        speculative: SpeculativeConfig | None = None
         owner = option_owners()
         flat = {**PRESETS.get(flat.get("preset") or "", {}), **flat}
         for name, value in flat.items():
@@ -233,12 +258,25 @@ class EngineConfig:
                 near = difflib.get_close_matches(name, owner, n=1)
                 hint = f": did you mean {near[0]}?" if near else f". Known: {', '.join(sorted(owner))}"
                 raise ConfigError(f"unknown setting {name!r}{hint}")
-            parts.setdefault(owner[name], {})[name] = value
-        kinds = {f.name: type(getattr(cls(), f.name)) for f in fields(cls)}
-        return cls(**{part: kinds[part](**values) for part, values in parts.items()})
+            if name == "speculative_config":
+                speculative = None if value is None else parse_speculative(value)
+            else:
+                parts.setdefault(owner[name], {})[name] = value
+        default = cls()
+        made = {part: type(getattr(default, part))(**values) for part, values in parts.items()}
+        return cls(**made, speculative_config=speculative)
+
+
+def setting_groups() -> dict[str, list[Field[Any]]]:
+    """The settings by the part of EngineConfig that has them; one that is a part itself is alone in its group."""
+    default = EngineConfig()
+    groups: dict[str, list[Field[Any]]] = {}
+    for part in fields(EngineConfig):
+        value = getattr(default, part.name)
+        groups[part.name] = [part] if value is None else list(fields(value))
+    return groups
 
 
 def option_owners() -> dict[str, str]:
-    """Flat setting name -> the part of EngineConfig that has it."""
-    default = EngineConfig()
-    return {f.name: part.name for part in fields(EngineConfig) for f in fields(getattr(default, part.name))}
+    """Flat setting name -> the field of EngineConfig that has it."""
+    return {option.name: part for part, options in setting_groups().items() for option in options}

@@ -1,4 +1,4 @@
-"""Ints: compact int32 arrays, the one form in which ids and counts cross rooms."""
+"""Ints: compact int32 arrays, in which ids and counts cross rooms."""
 
 from array import array
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The only door to `quire_lab`, the laboratory beside the engine: modules by name, or how to install it."""
+"""The only way to `quire_lab`, the optional laboratory package: loads its modules by name."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ def is_installed() -> bool:
 
 
 def load(module: str, what: str) -> ModuleType:
-    """`quire_lab.<module>`, imported now. ConfigError if the laboratory is missing; `what` needs it."""
+    """`quire_lab.<module>`, imported on call. ConfigError names `what` needs it if the laboratory is not installed."""
     if not is_installed():
         raise ConfigError(f"{what} is part of the laboratory, which is not installed: {INSTALL}")
     return importlib.import_module(f"{PACKAGE}.{module}")

@@ -1,4 +1,4 @@
-"""BlockLayout: where things lie inside one block of the page-major pool. Bytes only, no tensors."""
+"""BlockLayout: offsets inside one block of the page-major KV pool. Numbers only, no tensors."""
 
 from dataclasses import dataclass
 

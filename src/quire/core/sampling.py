@@ -1,23 +1,25 @@
-"""SamplingParams: how a request wants its tokens chosen. Spelled as vLLM's users know it."""
+"""SamplingParams: how a request's tokens are chosen, with vLLM's names."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.core.beam_params import check_beam_params, check_no_beams
 from quire.core.errors import FieldName, InvalidRequest
 from quire.core.structured import StructuredOutput
 
 MAX_LOGPROBS = 20
-GREEDY_BELOW = 1e-5  # a temperature under this means "take the best token"
+GREEDY_BELOW = 1e-5  # a temperature under this means "take the most likely token"
+MAX_BEAM_WIDTH = 32
+# of a beam search, instead of what a model recommends for sampling
+BEAM_SAMPLING: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Immutable and validated: an instance that exists can be served (up to the model's own limits).
 
-    `max_tokens=None` means "as many as the context and the pool allow". `seed=None` draws a fresh seed
+    `max_tokens=None` means "as many as the context and the pool allow". `seed=None` takes a fresh seed
     per request. `logprobs=k` returns the chosen token's logprob and the k best; `prompt_logprobs` likewise
     for each prompt token.
     """
@@ -45,9 +47,9 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured: StructuredOutput | None = None  # the form that the answer must have
+    structured: StructuredOutput | None = None  # the grammar that the answer must match
     use_beam_search: bool = False  # best_of beams (n where it is left out), of which the n best are returned
-    length_penalty: float = 1.0  # a hypothesis counts with its logprob over its length to this power
+    length_penalty: float = 1.0  # a hypothesis scores its logprob over its length to this power
     early_stopping: bool | str = False  # True: as soon as there are enough; "never": when none can be better
 
     def __post_init__(self) -> None:
@@ -67,10 +69,10 @@ class SamplingParams:
         if isinstance(self.structured, Mapping):  # {"json": …}, {"regex": …} and so on
             put(self, "structured", StructuredOutput.of(self.structured))
         if self.use_beam_search:
-            check_beam_params(self)
-            put(self, "temperature", 0.0)  # beams are not drawn
+            _check_beam_params(self)
+            put(self, "temperature", 0.0)  # beams are not sampled
         else:
-            check_no_beams(self)
+            _check_no_beams(self)
         self._check_ranges()
         self._check_combinations()
 
@@ -131,12 +133,12 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences run for the request; `n` of them are returned."""
+        """Number of sequences that run for the request; `n` of them are returned."""
         return self.best_of or self.n
 
     @property
     def num_answers(self) -> int:
-        """How many sequences the engine tells about: all that run, but of beams only those returned."""
+        """Number of sequences that the engine reports: all that run, but of beams only the n returned."""
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
@@ -167,4 +169,45 @@ def _whole(name: str, value: int, low: int, high: int | None = None) -> None:
         limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise InvalidRequest(
             "{param}={value!r} is not a whole number {limit}", name, value=value, limit=limit
+        )
+
+
+def _check_no_beams(sampling: SamplingParams) -> None:
+    """Without beam search its parameters would be ignored."""
+    given = {
+        "length_penalty": sampling.length_penalty != 1.0,
+        "early_stopping": sampling.early_stopping is not False,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise InvalidRequest(f"{name} is for beam search: set use_beam_search, or leave it out", name)
+
+
+def _check_beam_params(sampling: SamplingParams) -> None:
+    """Raises InvalidRequest, naming the field, for what beam search cannot do or would ignore."""
+    width = sampling.num_sequences
+    if isinstance(width, int) and not 1 <= width <= MAX_BEAM_WIDTH:
+        param = "n" if sampling.best_of is None else "best_of"
+        raise InvalidRequest(
+            f"{param}={width} asks for a beam width outside 1 to {MAX_BEAM_WIDTH}: choose one within", param
+        )
+    penalty = sampling.length_penalty
+    if not isinstance(penalty, (int, float)) or not math.isfinite(penalty) or not -10.0 <= penalty <= 10.0:
+        raise InvalidRequest(
+            f"length_penalty={penalty!r} is outside [-10, 10]: choose a value within", "length_penalty"
+        )
+    if sampling.early_stopping not in (True, False, "never"):
+        raise InvalidRequest(
+            f'early_stopping={sampling.early_stopping!r} is not known: choose true, false or "never"',
+            "early_stopping",
+        )
+    for name, neutral in BEAM_SAMPLING.items():
+        value = getattr(sampling, name)
+        if value != neutral and not (name == "temperature" and value == 1.0):
+            raise InvalidRequest(
+                f"{name}={value!r} has no meaning in beam search, which does not sample: leave it out", name
+            )
+    if sampling.stop:
+        raise InvalidRequest(
+            "beams have no text before the end, so stop strings cannot end them: use stop_token_ids", "stop"
         )

@@ -1,4 +1,4 @@
-"""SpeculativeConfig: who drafts, how far, and when it is left alone. Written as JSON, as users know it."""
+"""SpeculativeConfig: how tokens are drafted, how many, and when drafting is switched off."""
 
 import difflib
 import json
@@ -11,14 +11,15 @@ from quire.core.errors import ConfigError
 
 METHODS = ("ngram", "draft_model")
 ACCEPTANCES = ("coupled", "rejection")
-MAX_DRAFT = 32  # tokens; nothing is accepted that far often enough to pay
+MAX_DRAFT = 32  # tokens; acceptance beyond is too rare to pay
 MAX_WIDTH = 16  # branches of a tree
-LOOKED_UP = 15  # tokens of a draft that costs nothing to make: with the last token a whole tile of rows
+# tokens of a prompt-lookup draft, which costs nothing to make: with the last token a whole tile of 16 rows
+LOOKED_UP = 15
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """What `--speculative-config` says. Lengths are the most that is drafted: fewer where it does not pay."""
+    """The fields of `--speculative-config`. Lengths are upper bounds: the engine drafts less where that is faster."""
 
     method: str
     num_speculative_tokens: int = 8
@@ -26,10 +27,10 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     model: str | None = None  # of method draft_model: a folder, a .gguf file or a hub id
     quantization: str = "auto"  # of the draft model
-    disable_by_batch_size: int | None = None  # no drafts with so many sequences running; None: max_num_seqs
+    disable_by_batch_size: int | None = None  # no drafts from this batch size on; None: max_num_seqs
     adaptive: bool = True  # False: always the full length and width, for experiments
     tree_width: int = 1  # branches of a token tree, at most; 1: drafts are chains
-    acceptance: str = "coupled"  # "rejection": by a draft model's probabilities, for requests without a seed
+    acceptance: str = "coupled"  # "rejection": rejection sampling, for requests without a seed
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -82,15 +83,17 @@ class SpeculativeConfig:
     @property
     def in_words(self) -> str:
         lookup = f"looked up by {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
-        who = lookup if self.method == "ngram" else f"by {self.model}"
+        drafter = lookup if self.method == "ngram" else f"by {self.model}"
         tree = f" in trees of {self.tree_width} branches" if self.tree_width > 1 else ""
         rejection = ", accepted by rejection sampling" if self.acceptance == "rejection" else ""
         always = "" if self.adaptive else ", always"
-        return f"{who}, at most {self.num_speculative_tokens} tokens{tree}{always}{rejection}"
+        return f"{drafter}, at most {self.num_speculative_tokens} tokens{tree}{always}{rejection}"
 
 
-def parse_speculative(given: str | Mapping[str, Any]) -> SpeculativeConfig:
-    """From JSON or a mapping. Unknown names, missing ones and wrong values are errors that say so."""
+def parse_speculative(given: SpeculativeConfig | str | Mapping[str, Any]) -> SpeculativeConfig:
+    """From JSON or a mapping. ConfigError for an unknown or missing name, or an invalid value."""
+    if isinstance(given, SpeculativeConfig):
+        return given
     if isinstance(given, str):
         try:
             given = json.loads(given)

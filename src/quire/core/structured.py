@@ -1,4 +1,4 @@
-"""StructuredOutput: the form that an answer must have. Checked here for shape and size; compiled by `grammar`."""
+"""StructuredOutput: the schema, regex or grammar of an answer. Its size is checked here; `grammar` compiles it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,20 +9,20 @@ from quire.core.errors import InvalidRequest
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 KINDS: tuple[str, ...] = get_args(Kind)
-MAX_BYTES = 128 * 1024  # of schema, regex or grammar: compiling costs time by the byte
-MAX_DEPTH = 128  # brackets within brackets of a schema's JSON
+MAX_BYTES = 128 * 1024  # of schema, regex or grammar: compile time grows with it
+MAX_DEPTH = 128  # nesting of a schema's JSON
 MAX_CHOICES = 4096
 _DEPTH_REMEDY = f"nested deeper than {MAX_DEPTH} levels: flatten it, or use $ref"
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What the text must match, from its first character to its last.
+    """What the whole text of an answer must match.
 
     `text` is a JSON schema, a regular expression, a grammar in Lark's notation, or a JSON list of strings to
-    choose from; a `json_object` needs none. With `strict=False` those parts of a schema that cannot be
-    enforced are left out; otherwise they are a reason to refuse it. `param` is the field that a caller wrote
-    it in, and what an error about it names; it takes no part in comparisons.
+    choose from; a `json_object` needs none. With `strict=False`, parts of a schema that cannot be enforced are
+    ignored; otherwise the schema is refused. `param` is the request's field, which errors name; it takes no part
+    in comparisons.
     """
 
     kind: Kind
@@ -48,7 +48,7 @@ class StructuredOutput:
                 if not self.text:
                     raise self._refusal(f"the {self.kind} is empty: no text could match it")
 
-    # ------------------------------------------------------------------ ways to say it
+    # ------------------------------------------------------------------ constructors
 
     @classmethod
     def json(
@@ -87,9 +87,9 @@ class StructuredOutput:
         return cls("choice", _dumped(list(choices), param), param=param)
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], param: str = "structured") -> "StructuredOutput":
+    def of(cls, given: Mapping[str, Any], param: str = "structured") -> "StructuredOutput":
         """From {"json": …}, {"json_object": true}, {"regex": …}, {"grammar": …} or {"choice": […]}."""
-        given = {name: value for name, value in said.items() if value is not None and value is not False}
+        given = {name: value for name, value in given.items() if value is not None and value is not False}
         unknown = sorted(set(given) - {"json", "json_object", "regex", "grammar", "choice"})
         if unknown or len(given) != 1:
             what = f"has {unknown[0]!r}" if unknown else f"has {len(given)} of them"
@@ -124,7 +124,7 @@ class StructuredOutput:
 
     def _check_choices(self) -> None:
         choices = self._parsed()
-        if not isinstance(choices, list) or not all(isinstance(one, str) and one for one in choices):
+        if not isinstance(choices, list) or not all(isinstance(choice, str) and choice for choice in choices):
             raise self._refusal("choice must be a list of strings that are not empty")
         if not 1 <= len(choices) <= MAX_CHOICES:
             raise self._refusal(f"choice has {len(choices)} strings: give 1 to {MAX_CHOICES}")

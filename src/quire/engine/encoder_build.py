@@ -17,7 +17,7 @@ from quire.layers.factory import LayerFactory
 from quire.models import registry
 from quire.models.loading import load_encoder
 from quire.runner.encoder_runner import EncoderRunner
-from quire.weights.builtin_encoder import BUILTIN_ENCODER_NAME
+from quire.weights.builtin import BUILTIN_ENCODER_NAME
 from quire.weights.open import open_source
 from quire.weights.sentence import SentenceFiles, read_sentence_files
 from quire.weights.source import Source

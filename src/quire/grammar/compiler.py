@@ -1,4 +1,4 @@
-"""Compiler: grammars by what was asked, compiled once, off the caller's thread, within bounds."""
+"""Compiler: an LRU cache of grammars, compiled in worker threads within limits of time and memory."""
 
 import threading
 from collections import OrderedDict
@@ -18,12 +18,12 @@ from quire.grammar.vocabulary import Vocabulary
 MAX_CACHED = 64  # grammars, refused ones included
 MAX_PENDING = 128  # grammars that wait to be compiled
 NUM_WORKERS = 2  # one slow grammar does not keep the others waiting
-TRIAL_SECONDS = 5  # of the processor's time, for one grammar
+COMPILE_SECONDS = 5  # of CPU time, for one grammar
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar: makes matchers that stand at the beginning of a text."""
+    """A compiled grammar; `matcher` makes a matcher at the beginning of a text."""
 
     inner: Any
     vocabulary: Vocabulary
@@ -33,54 +33,54 @@ class Grammar:
 
 
 class Compiler:
-    """`submit` from one thread. Everything costly happens in worker threads, making the vocabulary included."""
+    """`submit` is called from one thread. Worker threads compile, and make the vocabulary once."""
 
     def __init__(
         self,
         make_vocabulary: Callable[[], Vocabulary],
         *,
         max_cached: int = MAX_CACHED,
-        seconds: int = TRIAL_SECONDS,
+        seconds: int = COMPILE_SECONDS,
     ) -> None:
         self._make_vocabulary = make_vocabulary
         self._max_cached = max_cached
         self._seconds = seconds
         self._grammars: OrderedDict[StructuredOutput, Future[Grammar]] = OrderedDict()
         self._workers: ThreadPoolExecutor | None = None
-        self._prepared: tuple[Vocabulary, Any] | None = None  # and the library's view of it
+        self._prepared: tuple[Vocabulary, Any] | None = None  # with llguidance's tokenizer
         self._preparing = threading.Lock()
-        self._local = threading.local()  # each worker has a trial process of its own
-        self._trials: list[GrammarSandbox] = []
+        self._local = threading.local()  # each worker thread has a sandbox of its own
+        self._sandboxes: list[GrammarSandbox] = []
         self._closed = False
 
     def submit(self, structured: StructuredOutput) -> "Future[Grammar]":
-        """The grammar, at once where it is known. The future fails with GrammarError or GrammarFault."""
-        found = self._grammars.get(structured)
-        if found is not None:
+        """The grammar, done at once if it is cached. The future fails with GrammarError or GrammarFault."""
+        cached = self._grammars.get(structured)
+        if cached is not None:
             self._grammars.move_to_end(structured)
-            if not (found.done() and _may_succeed_later(found)):
-                return found
+            if not (cached.done() and _may_succeed_later(cached)):
+                return cached
         num_pending = sum(1 for future in self._grammars.values() if not future.done())
         if num_pending >= MAX_PENDING:
             raise QueueFull(f"{num_pending} grammars are being compiled already: try again later")
         if self._workers is None:
             self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="quire-grammar")
         future = self._grammars[structured] = self._workers.submit(self._compile, structured)
-        self._make_room()
+        self._evict()
         return future
 
     def close(self) -> None:
-        """Ends the processes; what is being compiled fails. Calling it twice is fine."""
+        """Kills the sandboxes; grammars being compiled fail. Calling it twice is fine."""
         self._closed = True
-        for trial in self._trials:
-            trial.kill()
+        for sandbox in self._sandboxes:
+            sandbox.kill()
         if self._workers is not None:
             self._workers.shutdown(wait=True, cancel_futures=True)
-        for trial in self._trials:
-            trial.close()
+        for sandbox in self._sandboxes:
+            sandbox.close()
 
-    def _make_room(self) -> None:
-        """Forgets those used least recently; whoever has a grammar keeps it."""
+    def _evict(self) -> None:
+        """Drops the least recently used grammars; sequences that use one keep it."""
         for structured in list(self._grammars):
             if len(self._grammars) <= self._max_cached:
                 return
@@ -91,7 +91,7 @@ class Compiler:
 
     def _compile(self, structured: StructuredOutput) -> Grammar:
         vocabulary, tokenizer = self._prepare()
-        self._trial(vocabulary).check(structured)
+        self._sandbox(vocabulary).check(structured)
         return Grammar(compile_matcher(tokenizer, structured), vocabulary)
 
     def _prepare(self) -> tuple[Vocabulary, Any]:
@@ -101,12 +101,12 @@ class Compiler:
                 self._prepared = (vocabulary, make_tokenizer(vocabulary))
             return self._prepared
 
-    def _trial(self, vocabulary: Vocabulary) -> GrammarSandbox:
-        trial: GrammarSandbox | None = getattr(self._local, "trial", None)
-        if trial is None:
-            trial = self._local.trial = GrammarSandbox(vocabulary, self._seconds)
-            self._trials.append(trial)
-        return trial
+    def _sandbox(self, vocabulary: Vocabulary) -> GrammarSandbox:
+        sandbox: GrammarSandbox | None = getattr(self._local, "sandbox", None)
+        if sandbox is None:
+            sandbox = self._local.sandbox = GrammarSandbox(vocabulary, self._seconds)
+            self._sandboxes.append(sandbox)
+        return sandbox
 
 
 def _may_succeed_later(future: "Future[Grammar]") -> bool:

@@ -1,11 +1,11 @@
-"""What can be wrong with a grammar, and what with the machinery around it."""
+"""Errors of a grammar, and of compiling it."""
 
 from quire.core.errors import QuireError
 
 
 class GrammarError(QuireError):
-    """A grammar that cannot be honoured: whoever sent it must change it. The same grammar fails again."""
+    """The grammar itself is invalid or too expensive: the client must change it, and a retry fails again."""
 
 
 class GrammarFault(QuireError):
-    """Grammars cannot be compiled here and now; the same grammar may be fine another time."""
+    """Compiling failed for a reason outside the grammar; a retry may succeed."""

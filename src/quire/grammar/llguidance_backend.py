@@ -1,4 +1,4 @@
-"""llguidance: the only file that calls it to compile. Imported when the first request needs it."""
+"""Compiles grammars with llguidance, which is imported by the first request that needs it."""
 
 import importlib
 import json
@@ -9,11 +9,10 @@ from quire.core.structured import StructuredOutput
 from quire.grammar.errors import GrammarError, GrammarFault
 from quire.grammar.vocabulary import LibraryVocabulary, Vocabulary
 
-# Between JSON's tokens: nothing, a blank, or a new line and its indent. More is never needed, and a weak model
-# that is allowed any number of blanks writes nothing else.
+# Between JSON's tokens: nothing, a blank, or a new line and its indent. A weak model that may write any number of
+# blanks writes nothing else.
 WHITESPACE = r" |\n[ \t]{0,40}"
-# What one grammar may cost: some seconds to prepare, some tens of milliseconds for a mask, 40 MB in all.
-# The library's own defaults where none is given here.
+# Cost limits of one grammar: seconds to compile, tens of milliseconds per mask, 40 MB. llguidance's defaults otherwise.
 _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
 MAX_MESSAGE = 400
 
@@ -28,15 +27,15 @@ def load() -> Any:
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> Any:
-    """The library's view of a vocabulary: takes some tenths of a second, and is shared by all grammars."""
+    """llguidance's tokenizer: some tenths of a second to make, shared by all grammars."""
     library, wrapped = load(), LibraryVocabulary(vocabulary)
     return library.LLTokenizer(wrapped, eos_token=wrapped.end_ids)
 
 
 def compile_matcher(tokenizer: Any, structured: StructuredOutput) -> Any:
-    """A matcher at the beginning of a text; GrammarError says what in the grammar cannot be honoured.
+    """A matcher at the beginning of a text; GrammarError says which part of the grammar is not supported.
 
-    This may take long, take much memory, or crash: see `trial`.
+    This may be slow, use much memory, or crash: see GrammarSandbox.
     """
     library = load()
     try:
@@ -45,7 +44,7 @@ def compile_matcher(tokenizer: Any, structured: StructuredOutput) -> Any:
         raise GrammarError(_readable(str(error), structured)) from None
     matcher = library.LLMatcher(tokenizer, definition, log_level=0, limits=library.LLParserLimits(**_LIMITS))
     if not matcher.is_error():
-        matcher.compute_bitmask()  # finds out whether any text fits at all, and is there for the first token
+        matcher.compute_bitmask()  # fails if no text matches; the mask of the first token is cached
     if matcher.is_error():
         raise GrammarError(_readable(matcher.get_error(), structured))
     return matcher
@@ -62,12 +61,12 @@ def _definition(library: Any, structured: StructuredOutput) -> str:
         case "regex":
             return matcher.grammar_from_regex(structured.text)
         case "choice":
-            choices = (json.dumps(one, ensure_ascii=False) for one in json.loads(structured.text))
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(structured.text))
             return matcher.grammar_from_lark("start: " + " | ".join(choices))
     converter = importlib.import_module("llguidance.gbnf_to_lark")
     try:
         return matcher.grammar_from_lark(converter.any_to_lark(structured.text))
-    except Exception as error:  # whatever a converter of free text may raise
+    except Exception as error:  # the converter raises many kinds
         raise ValueError(f"it can be read neither as Lark's notation nor as GBNF ({error})") from None
 
 
@@ -76,28 +75,28 @@ def _json_options(strict: bool) -> dict[str, Any]:
 
 
 def _readable(message: str, structured: StructuredOutput) -> str:
-    """The library's message in one line, with the place in the schema where it can be found."""
+    """llguidance's message in one line, with a JSON pointer to the schema keyword it names."""
     if "NoExtension" in message:
         return f"the {structured.kind} matches no text at all: check it for contradictions and endless references"
-    if structured.kind == "regex" and (found := re.search(r"^error: (.+)$", message, re.MULTILINE)):
-        message = found[1]
+    if structured.kind == "regex" and (match := re.search(r"^error: (.+)$", message, re.MULTILINE)):
+        message = match[1]
     lines = message.replace("<non-verbose/>", "").splitlines()
-    told = [line for line in lines if not re.match(r"\s*(\d+ \||\^)", line)]  # the source is the caller's own
-    message = " ".join(" ".join(told).split())
+    lines = [line for line in lines if not re.match(r"\s*(\d+ \||\^)", line)]  # without quotes of the source
+    message = " ".join(" ".join(lines).split())
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + " …"
-    place = ""
+    where = ""
     if structured.kind == "json_schema":
         named = re.findall(r'"([^"]+)"', message) if "Unimplemented keys" in message else []
         named += re.findall(r"(\w+) constraints are not supported", message)
         named += re.findall(r"Unknown (format)", message)
-        path = _place(json.loads(structured.text), named[0]) if named else None
-        place = f" (at {path})" if path else ""
-    return f"the {structured.kind} cannot be enforced: {message}{place}"
+        path = _pointer(json.loads(structured.text), named[0]) if named else None
+        where = f" (at {path})" if path else ""
+    return f"the {structured.kind} cannot be enforced: {message}{where}"
 
 
-def _place(schema: Any, keyword: str) -> str | None:
-    """Where the keyword stands, as a JSON pointer."""
+def _pointer(schema: Any, keyword: str) -> str | None:
+    """The JSON pointer of the first `keyword` in the schema."""
     pending: list[tuple[str, Any]] = [("#", schema)]
     while pending:
         path, value = pending.pop(0)

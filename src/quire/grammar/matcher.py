@@ -1,4 +1,4 @@
-"""Matcher: where one sequence stands in its grammar."""
+"""Matcher: the state of one sequence in its grammar."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,19 +10,18 @@ from quire.grammar.vocabulary import Vocabulary
 
 
 class Matcher:
-    """Not thread-safe, but forks are independent of each other. After a GrammarError it is of no more use."""
+    """Not thread-safe, but forks are independent of each other. Unusable after a GrammarError."""
 
     def __init__(self, inner: Any, vocabulary: Vocabulary) -> None:
         self._inner = inner
         self._vocabulary = vocabulary
-        self._num_ends = (
-            0  # end tokens behind a text that was whole already: the library takes no notice of them
-        )
+        # end tokens after a text that was complete already, which llguidance does not consume
+        self._num_ends = 0
         library_words = -(-(len(vocabulary.tokens) + (not vocabulary.end_ids)) // 32)
         self._wide = np.zeros(library_words, np.uint32) if library_words > vocabulary.num_words else None
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """The text goes on with these tokens; GrammarError if it must not, or if a limit is passed."""
+        """Consumes `token_ids`; GrammarError if the grammar does not allow them, or a limit is exceeded."""
         for token_id in token_ids:
             if token_id in self._vocabulary.end_ids and self.is_terminated:
                 self._num_ends += 1
@@ -30,9 +29,9 @@ class Matcher:
                 raise self._error()
 
     def fill(self, bits: np.ndarray) -> None:
-        """Writes the tokens that may come next into bits [num_words] uint32: t is bit t % 32 of word t // 32.
+        """Writes the mask of allowed next tokens to bits [num_words] uint32: token t is bit t % 32 of word t // 32.
 
-        End tokens are among them where the grammar may end; once it can only end they are the only ones.
+        End tokens are allowed where the text is complete, and are the only ones once nothing else can follow.
         """
         target = bits if self._wide is None else self._wide
         self._inner.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
@@ -42,13 +41,13 @@ class Matcher:
             bits[:] = self._wide[: len(bits)]
 
     def accepted(self, token_ids: Sequence[int]) -> int:
-        """How many of a draft's tokens, from its first, the text may go on with. Nothing is changed."""
+        """Length of the longest prefix of the draft `token_ids` that the grammar allows. Changes no state."""
         if self.is_terminated:
             return int(bool(token_ids) and token_ids[0] in self._vocabulary.end_ids and not self._num_ends)
         return self._inner.validate_tokens(list(token_ids))
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens."""
+        """Removes the last `num_tokens` tokens."""
         ends = min(num_tokens, self._num_ends)
         self._num_ends -= ends
         if num_tokens > ends and not self._inner.rollback(num_tokens - ends):
@@ -60,15 +59,10 @@ class Matcher:
         return fork
 
     @property
-    def may_end(self) -> bool:
-        """Whether the text so far is whole."""
-        return self._inner.is_accepting()
-
-    @property
     def is_terminated(self) -> bool:
-        """Whether nothing but an end token can follow, or has followed."""
+        """Whether only an end token can follow, or has followed."""
         return self._inner.is_stopped() and not self._inner.is_error()
 
     def _error(self) -> GrammarError:
-        said = " ".join(self._inner.get_error().replace("<non-verbose/>", "").split())
-        return GrammarError(f"the grammar stopped the answer: {said or 'it was left'}")
+        reason = " ".join(self._inner.get_error().replace("<non-verbose/>", "").split())
+        return GrammarError(f"the grammar stopped the answer: {reason or 'the token is not allowed'}")

@@ -1,10 +1,10 @@
-"""Trial: a grammar is compiled in a process of its own first, which may hang, swell or crash without harm.
+"""GrammarSandbox: compiles a grammar in a process of its own first, which may hang, run out of memory or crash.
 
-The library bounds most of what a grammar may cost, but not all: there are schemas that take minutes and
-grammars that overflow the stack. What passed a trial is compiled again in the engine's own process.
+llguidance limits most costs of a grammar, but not all: some schemas take minutes, and some grammars overflow the
+stack. A grammar that passed the sandbox is compiled again in the engine's process.
 
 `python -m quire.grammar.sandbox` reads a vocabulary and then grammars from stdin, a JSON line each, and answers
-each grammar with a line: null, or what is wrong with it. It ends with its stdin.
+each grammar with a JSON line: its error, or null. It ends with its stdin.
 """
 
 import json
@@ -25,11 +25,11 @@ from quire.grammar.errors import GrammarError, GrammarFault
 from quire.grammar.llguidance_backend import compile_matcher, make_tokenizer
 from quire.grammar.vocabulary import Vocabulary
 
-STACK_BYTES = 4 << 20  # half of what the engine's threads have: whatever fits here fits there
-MEMORY_BYTES = 1 << 30  # beyond what the vocabulary takes
+STACK_BYTES = 4 << 20  # half of the engine threads' stack, so that a grammar that fits here fits there
+MEMORY_BYTES = 1 << 30  # beyond the vocabulary's
 START_SECONDS = 60.0
 CLOSE_SECONDS = 1.0
-PATIENCE = 6  # a busy machine may take so many times as long as the processor itself
+WALL_TIME_FACTOR = 6  # wall-clock limit over CPU limit, for a busy machine
 
 
 @dataclass(slots=True)
@@ -40,34 +40,34 @@ class _Child:
 
 
 class GrammarSandbox:
-    """Belongs to one thread. The process is started when it is first needed, and again after it was lost."""
+    """Belongs to one thread. The process is started by the first check, and again after it died."""
 
     def __init__(self, vocabulary: Vocabulary, seconds: int) -> None:
-        """`seconds` of the processor's time are for each grammar."""
+        """`seconds` is the CPU time of each grammar."""
         self._vocabulary = vocabulary
         self._seconds = seconds
         self._child: _Child | None = None
 
     def check(self, structured: StructuredOutput) -> None:
-        """Raises GrammarError if the grammar is wrong, or too much for the bounds."""
+        """Raises GrammarError if the grammar is invalid or exceeds a limit, GrammarFault if the sandbox fails."""
         if self._child is not None and self._child.process.poll() is not None:
-            self.close()  # someone ended it while it had nothing to do
+            self.close()  # it was killed while idle
         child = self._child or self._start()
         message = [structured.kind, structured.text, structured.strict]
-        answer = self._ask(child, message, self._seconds * PATIENCE)
+        answer = self._ask(child, message, self._seconds * WALL_TIME_FACTOR)
         if answer is None:
             code = self.close()
-            if code == -signal.SIGKILL:  # ours, or of someone who ends processes
+            if code == -signal.SIGKILL:  # by the timer, or from outside
                 raise GrammarFault(f"the {structured.kind} could not be compiled in time: try again later")
-            took = f"longer than {self._seconds} s"
+            excess = f"longer than {self._seconds} s"
             if code != -signal.SIGXCPU:
-                took = f"more than {MEMORY_BYTES >> 20} MB of memory, or too deep a stack,"
-            raise GrammarError(f"the {structured.kind} takes {took} to compile: simplify it")
+                excess = f"more than {MEMORY_BYTES >> 20} MB of memory, or too deep a stack,"
+            raise GrammarError(f"the {structured.kind} takes {excess} to compile: simplify it")
         if answer["error"] is not None:
             raise GrammarError(answer["error"])
 
     def kill(self) -> None:
-        """From another thread: whatever is being checked fails at once."""
+        """For another thread: the check in progress fails at once."""
         child = self._child
         if child is not None:
             child.process.kill()
@@ -78,7 +78,7 @@ class GrammarSandbox:
         if child is None:
             return None
         for pipe in (child.requests, child.answers):
-            with suppress(OSError):  # what was not written yet is of no use now
+            with suppress(OSError):  # unwritten data does not matter any more
                 pipe.close()
         try:
             return child.process.wait(CLOSE_SECONDS)
@@ -97,19 +97,19 @@ class GrammarSandbox:
         assert process.stdout is not None
         child = self._child = _Child(process, process.stdin, process.stdout)
         vocabulary = self._vocabulary
-        described = {
+        message = {
             "tokens": [token.decode("latin-1") for token in vocabulary.tokens],
             "special_ids": sorted(vocabulary.special_ids),
             "end_ids": vocabulary.end_ids,
             "seconds": self._seconds,
         }
-        if self._ask(child, described, START_SECONDS) is None:
+        if self._ask(child, message, START_SECONDS) is None:
             code = self.close()
             raise GrammarFault(f"the process that compiles grammars cannot be started (exit code {code})")
         return child
 
     def _ask(self, child: _Child, message: Any, seconds: float) -> dict[str, Any] | None:
-        """The answer, or None if the process died or was too slow, in which case it is dead now."""
+        """The answer, or None if the process died or was killed by the timeout."""
         timer = threading.Timer(seconds, child.process.kill)
         timer.daemon = True
         timer.start()
@@ -128,17 +128,17 @@ class GrammarSandbox:
 
 
 def _serve(lines: BinaryIO, answers: BinaryIO) -> None:
-    said = json.loads(lines.readline())
+    settings = json.loads(lines.readline())
     vocabulary = Vocabulary(
-        tokens=[token.encode("latin-1") for token in said["tokens"]],
-        special_ids=frozenset(said["special_ids"]),
-        end_ids=tuple(said["end_ids"]),
+        tokens=[token.encode("latin-1") for token in settings["tokens"]],
+        special_ids=frozenset(settings["special_ids"]),
+        end_ids=tuple(settings["end_ids"]),
     )
     tokenizer = make_tokenizer(vocabulary)
-    _bound_memory()
+    _limit_memory()
     _answer(answers, None)
     for line in lines:
-        _bound_time(said["seconds"])
+        _limit_cpu_time(settings["seconds"])
         try:
             compile_matcher(tokenizer, StructuredOutput(*json.loads(line)))
         except GrammarError as error:
@@ -152,15 +152,15 @@ def _answer(answers: BinaryIO, error: str | None) -> None:
     answers.flush()
 
 
-def _bound_time(seconds: int) -> None:
-    """The process is ended when it has worked so long from now."""
+def _limit_cpu_time(seconds: int) -> None:
+    """Kills the process after `seconds` more of CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
-def _bound_memory() -> None:
-    """From what is mapped by now. Where the system does not say how much that is, time must bound it alone."""
+def _limit_memory() -> None:
+    """Allows MEMORY_BYTES beyond what is mapped now; no limit where /proc does not tell that."""
     with suppress(OSError, ValueError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
@@ -168,7 +168,7 @@ def _bound_memory() -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
-    os.nice(5)  # those who have their tokens coming go first
+    os.nice(5)  # running requests have priority
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
     parent = os.getppid()
@@ -176,7 +176,7 @@ def main() -> None:
     worker.start()
     while worker.is_alive():
         worker.join(1.0)
-        if os.getppid() != parent:  # nobody waits for what is being compiled
+        if os.getppid() != parent:  # the parent has ended
             os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Vocabulary: what a grammar must know of a tokenizer. The bytes of every token, and which tokens are not text."""
+"""Vocabulary: the bytes of every token, and which tokens are special, as grammars need them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,25 +6,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Token t is `tokens[t]`; ids that stand for nothing are empty. As many tokens as the model has logits."""
+    """Token t is `tokens[t]`, empty for an unused id. There are as many tokens as the model has logits."""
 
     tokens: Sequence[bytes]  # [V]
     special_ids: frozenset[int]  # never part of a text
     end_ids: tuple[int, ...]  # special tokens that end an answer; the only ones that a grammar may allow
-    encode: Callable[[str], Sequence[int]] | None = (
-        None  # how the model is used to see a text; None: greedily
-    )
+    # the tokenizer's own encoding; None: greedy longest match
+    encode: Callable[[str], Sequence[int]] | None = None
 
     @property
     def num_words(self) -> int:
-        """32-bit words in a row of bits."""
+        """32-bit words of a mask."""
         return -(-len(self.tokens) // 32)
 
 
 class LibraryVocabulary:
-    """A Vocabulary as the grammar library reads it: these attributes, and a call that makes tokens of text.
+    """A Vocabulary with the attributes that llguidance reads, and a call that tokenizes text.
 
-    The call serves text that the grammar forces, so that the model meets the tokens that it was trained on.
+    The call tokenizes text that the grammar forces, as the model saw it in training.
     """
 
     is_tokenizer_wrapper = True
@@ -32,7 +31,7 @@ class LibraryVocabulary:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         end_ids = vocabulary.end_ids
-        # a model without an end token gets one beyond its logits: the library wants one, and nobody can draw it
+        # llguidance requires an end token: a model without one gets an id beyond its logits, which is never sampled
         tokens = list(vocabulary.tokens) if end_ids else [*vocabulary.tokens, b"<end>"]
         self.end_ids = list(end_ids) or [len(tokens) - 1]
         self.eos_token_id = self.end_ids[0]
@@ -46,15 +45,15 @@ class LibraryVocabulary:
     def __call__(self, text: str) -> Sequence[int]:
         if self._encode is not None:
             token_ids = self._encode(text)
-            # Some tokenizers put a space in front of any text, which the grammar would not have; and text that
-            # reads like a special token is text.
-            spelled = b"".join(self.tokens[one] for one in token_ids)
+            # Some tokenizers prepend a space, which the grammar does not allow; and text that looks like a special
+            # token is text.
+            spelled = b"".join(self.tokens[token_id] for token_id in token_ids)
             if spelled == text.encode() and self._special.isdisjoint(token_ids):
                 return token_ids
         return self._greedy(text.encode())
 
     def _greedy(self, text: bytes) -> list[int]:
-        """The longest token that fits, again and again; stops where none does."""
+        """Greedy longest match; stops where no token fits."""
         if not self._ids:
             self._ids = {
                 token: token_id
@@ -62,7 +61,7 @@ class LibraryVocabulary:
                 if token and token_id not in self._special
             }
             self._longest = max(map(len, self._ids), default=1)
-        found: list[int] = []
+        token_ids: list[int] = []
         at = 0
         while at < len(text):
             for end in range(min(len(text), at + self._longest), at, -1):
@@ -71,6 +70,6 @@ class LibraryVocabulary:
                     break
             else:
                 break
-            found.append(token_id)
+            token_ids.append(token_id)
             at = end
-        return found
+        return token_ids

@@ -17,7 +17,7 @@ from quire.observe.logs import get_logger
 from quire.server.errors import ApiError, Unavailable
 from quire.server.settings import ServerSettings
 from quire.text.tokenizer import Tokenizer
-from quire.weights.builtin_encoder import BUILTIN_ENCODER_NAME, BUILTIN_ENCODER_NAMES, is_builtin_encoder
+from quire.weights.builtin import BUILTIN_ENCODER_NAME, BUILTIN_ENCODER_NAMES, is_builtin_encoder
 
 log = get_logger(__name__)
 OnProgress = Callable[[str, int, int], None]

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from quire.core.beam_params import NOTHING_DRAWN
 from quire.core.errors import InvalidRequest
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import BEAM_SAMPLING, SamplingParams
 from quire.core.structured import StructuredOutput
 from quire.server.errors import renamed_errors
 from quire.server.protocol.chat import ChatCompletionRequest
@@ -80,7 +79,7 @@ def completion_sampling(body: CompletionRequest, recommended: SamplingParams) ->
 
 def _base(body: SamplingFields, recommended: SamplingParams) -> SamplingParams:
     """Recommended sampling values do not apply to beam search."""
-    return recommended.changed(**NOTHING_DRAWN) if body.use_beam_search else recommended
+    return recommended.changed(**BEAM_SAMPLING) if body.use_beam_search else recommended
 
 
 def _check_streamable(body: SamplingFields, sampling: SamplingParams) -> None:

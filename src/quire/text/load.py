@@ -1,4 +1,4 @@
-"""Finding a model's tokenizer. Apart from Tokenizer itself, so that who has its text needs no weights library."""
+"""Loads a model's tokenizer. Apart from Tokenizer itself, which needs no weights library."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from quire.weights.source import Source
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The text of tokenizer.json (None: there is none) and what tokenizer_config.json says."""
+    """The text of tokenizer.json (None: there is none) and the content of tokenizer_config.json."""
 
     text: str | None
     config: Mapping[str, Any]
@@ -31,14 +31,14 @@ def choose_tokenizer(options: ModelOptions, source: Source) -> Tokenizer | None:
 
 
 def tokenizer_files(options: ModelOptions, source: Source) -> TokenizerFiles:
-    """As choose_tokenizer, for another process to make the tokenizer from."""
+    """The files of choose_tokenizer's tokenizer, to be sent to another process."""
     if options.tokenizer is None:
         return TokenizerFiles(source.tokenizer_json(), source.tokenizer_config())
     return _named_files(options.tokenizer, options.revision)
 
 
 def load_tokenizer(source: Source) -> Tokenizer | None:
-    """The source's tokenizer; None where it has none (a folder of bare weights, a dummy)."""
+    """The source's tokenizer; None if it has none (a folder of bare weights, a dummy)."""
     text = source.tokenizer_json()
     return None if text is None else Tokenizer(text, source.tokenizer_config())
 

@@ -1,4 +1,4 @@
-"""Chat messages: checked, and in the plain shape that chat templates expect."""
+"""Chat messages: validated, and normalised to the shape that chat templates expect."""
 
 import json
 from collections.abc import Mapping
@@ -7,14 +7,18 @@ from typing import Any
 from quire.core.errors import FieldName, InvalidRequest
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under three names; the first is usual
+_REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # the same field in three dialects; the first is usual
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """New, plain messages; InvalidRequest names the place of what is wrong. The caller's are not touched.
+    """New, plain messages; InvalidRequest names the path of an invalid value. The input is not modified.
 
     Content in text parts becomes one string, missing content an empty one, a tool call's arguments in JSON
-    become the object they spell: templates want it so.
+    become the object that they encode, as templates expect.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise _wrong("messages", f"must be a list of messages, not {type(messages).__name__}")
@@ -24,61 +28,61 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     return checked
 
 
-def plain(value: Any, place: str) -> Any:
+def plain(value: Any, path: str) -> Any:
     """A copy made of JSON's own types only: a template must not reach methods of richer objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item, f"{place}.{key}") for key, item in value.items()}
+        return {str(key): plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
+        return [plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, str):
         return str.__str__(value)  # an enum's member, for instance
-    raise _wrong(place, f"is a {type(value).__name__}: only JSON values can be used here")
+    raise _wrong(path, f"is a {type(value).__name__}: only JSON values can be used here")
 
 
-def _message(message: Any, place: str) -> dict[str, Any]:
+def _message(message: Any, path: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _wrong(place, f"must be an object with role and content, not {type(message).__name__}")
-    checked = plain(message, place)
+        raise _wrong(path, f"must be an object with role and content, not {type(message).__name__}")
+    checked = plain(message, path)
     if not isinstance(checked.get("role"), str) or not checked["role"]:
-        raise _wrong(place, f"has role {checked.get('role')!r}: give 'system', 'user', 'assistant' or 'tool'")
+        raise _wrong(path, f"has role {checked.get('role')!r}: give 'system', 'user', 'assistant' or 'tool'")
     if "content" not in checked and "tool_calls" not in checked:
-        raise _wrong(place, "has no content: give a string")
-    checked["content"] = _text(checked.get("content"), f"{place}.content")
+        raise _wrong(path, "has no content: give a string")
+    checked["content"] = _text(checked.get("content"), f"{path}.content")
     if checked.get("tool_calls"):
-        checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{place}.tool_calls")
+        checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{path}.tool_calls")
     reasoning = next((checked[name] for name in _REASONING if checked.get(name) is not None), None)
     if reasoning is not None:
         checked = {"thinking": reasoning, **checked, "reasoning_content": reasoning}
     return checked
 
 
-def _text(content: Any, place: str) -> str:
+def _text(content: Any, path: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(place, f"is a {type(content).__name__}: give a string or a list of text parts")
-    return "\n".join(_part(part, f"{place}[{index}]") for index, part in enumerate(content))
+        raise _wrong(path, f"is a {type(content).__name__}: give a string or a list of text parts")
+    return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
-def _part(part: Any, place: str) -> str:
+def _part(part: Any, path: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind not in _TEXT_PARTS:
-        raise _wrong(place, f"has type {kind!r}: only text parts are supported")
+        raise _wrong(path, f"has type {kind!r}: only text parts are supported")
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
-        raise _wrong(place, "has no text: give {'type': 'text', 'text': '…'}")
+        raise _wrong(path, "has no text: give {'type': 'text', 'text': '…'}")
     return text
 
 
-def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise _wrong(place, "must be a list of objects")
+        raise _wrong(path, "must be a list of objects")
     for index, call in enumerate(calls):
         function = call.get("function", call)
         arguments = function.get("arguments") if isinstance(function, dict) else None
@@ -86,12 +90,12 @@ def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
             try:
                 function["arguments"] = json.loads(arguments) if arguments.strip() else {}
             except ValueError as error:
-                raise _wrong(f"{place}[{index}]", f"has arguments that are not JSON ({error})") from error
+                raise _wrong(f"{path}[{index}]", f"has arguments that are not JSON ({error})") from error
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _wrong(f"{place}[{index}]", "has no function with a name")
+            raise _wrong(f"{path}[{index}]", "has no function with a name")
     return calls
 
 
-def _wrong(place: str, problem: str) -> InvalidRequest:
-    root = place.split("[")[0].split(".")[0]
-    return InvalidRequest("{place} {problem}", root, place=FieldName(place), problem=problem)
+def _wrong(path: str, problem: str) -> InvalidRequest:
+    root = path.split("[")[0].split(".")[0]
+    return InvalidRequest("{path} {problem}", root, path=FieldName(path), problem=problem)

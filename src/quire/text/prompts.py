@@ -1,4 +1,4 @@
-"""Prompts in all the forms that people give them."""
+"""Prompts as text, token ids or mappings, tokenized to PreparedPrompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class PreparedPrompt:
     token_ids: list[int]
     cache_salt: str = ""
     priority: int = 0  # lower first, with schedule="priority"
-    tenant: str = ""  # whose share it is served from, with schedule="fair"
+    tenant: str = ""  # shares are divided between tenants, with schedule="fair"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def prepare(
 
 
 def _options(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """What a prompt may say beside its text."""
+    """The request options in a prompt mapping."""
     priority = prompt.get("priority") or 0
     if not isinstance(priority, int):
         raise InvalidRequest(f"priority={priority!r} is not a whole number", "priority")
@@ -74,12 +74,12 @@ def _token_ids(values: Any) -> list[int]:
 
 
 def cut(token_ids: list[int], length: int) -> list[int]:
-    """For an encoder: the first tokens, but the last one stays, which closes the text for the model."""
+    """Truncation for an encoder: the first `length` - 1 tokens and the last, which is its end token."""
     return token_ids if len(token_ids) <= length else [*token_ids[: length - 1], token_ids[-1]]
 
 
 def ready_to_sample(sampling: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Fills in what only the tokenizer knows, and what best_of needs."""
+    """`sampling` with the token ids of bad_words, and with logprobs where best_of or beams need them."""
     if sampling.bad_words:
         if tokenizer is None:
             raise InvalidRequest("bad_words need a tokenizer, and this model has none", "bad_words")

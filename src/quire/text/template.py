@@ -1,6 +1,6 @@
 """ChatTemplate: messages to prompt text, by a model's own jinja template, in jinja's sandbox.
 
-jinja2 is imported at the first use: it takes a tenth of a second, and plain generation needs none of it.
+jinja2 is imported at first use: it takes a tenth of a second, and plain generation does not need it.
 """
 
 import json
@@ -14,10 +14,10 @@ from quire.core.errors import ConfigError, InvalidRequest
 from quire.text.messages import checked_messages, plain
 from quire.text.tokenizer import special_tokens
 
-if TYPE_CHECKING:  # who has a template's text needs no weights library
+if TYPE_CHECKING:  # a process that only renders needs no weights library
     from quire.weights.source import Source
 
-MAX_CHARACTERS = 16_000_000  # of rendered text: a template that loops must not fill the memory
+MAX_CHARACTERS = 16_000_000  # of rendered text: a limit for templates that loop
 _CONTINUE_MARK = "\ue0f0CONTINUE\ue0f1 "  # ends in a space to show whether the template trims
 
 
@@ -40,7 +40,7 @@ class ChatTemplate:
         """The prompt's text. `kwargs` reach the template as variables (`enable_thinking`, `documents`, …).
 
         With `continue_final_message` the text ends where the last message's content ends. InvalidRequest
-        says what is wrong with the messages, or what the template itself complains about.
+        reports invalid messages, or the template's own complaint.
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
@@ -63,12 +63,12 @@ class ChatTemplate:
 
     @cached_property
     def reads_tools(self) -> bool:
-        """Whether the template does anything with tools; one that does not would drop them silently."""
+        """Whether the template uses tools; otherwise they would be dropped silently."""
         return "tools" in self.text
 
     @property
     def text(self) -> str:
-        """All of it, to look at."""
+        """The text of all named templates."""
         return "\n".join(self._texts.values())
 
     def _rendered(self, name: str, variables: Mapping[str, Any]) -> str:
@@ -122,15 +122,14 @@ def load_template(source: "Source", chosen: str | None = None) -> ChatTemplate:
 
 def template_from(config: Mapping[str, Any], name: str, chosen: str | None = None) -> ChatTemplate:
     """As load_template, from the contents of a model's tokenizer_config.json and its name."""
-    found: Any = config.get("chat_template") if chosen is None else _chosen_text(chosen)
-    if isinstance(found, list):
-        found = {str(one["name"]): str(one["template"]) for one in found}
-    if not found:
+    template: Any = config.get("chat_template") if chosen is None else _chosen_text(chosen)
+    if isinstance(template, list):
+        template = {str(entry["name"]): str(entry["template"]) for entry in template}
+    if not template:
         raise InvalidRequest(
-            f"{name} has no chat template: give one with --chat-template, or send a plain prompt",
-            "messages",
+            f"{name} has no chat template: give one with --chat-template, or send a plain prompt", "messages"
         )
-    return ChatTemplate(found, special_tokens(config))
+    return ChatTemplate(template, special_tokens(config))
 
 
 def _chosen_text(chosen: str) -> str:
@@ -159,13 +158,13 @@ def _cut_at_mark(text: str) -> str:
 
 @cache
 def _environment() -> Any:
-    """jinja's immutable sandbox with what templates written for transformers rely on."""
+    """jinja's immutable sandbox with the filters and globals that templates for transformers use."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """{% generation %} marks what an assistant said, for training; here it is transparent."""
+        """{% generation %} marks assistant text for training; it is transparent here."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 

@@ -53,7 +53,7 @@ class Tokenizer:
 
     @cached_property
     def is_byte_level(self) -> bool:
-        """Whether each token stands for fixed bytes, whatever its neighbours: text is then made byte by byte."""
+        """Whether each token stands for fixed bytes, independent of its neighbours: text is then made byte by byte."""
         decoder = self._inner.decoder
         if decoder is None:
             return False
@@ -62,7 +62,7 @@ class Tokenizer:
         return "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with `add_special_tokens`, between the start and end tokens that the model wants."""
+        """Token ids; with `add_special_tokens`, between the model's start and end tokens."""
         if not isinstance(text, str):
             raise InvalidRequest(f"a prompt must be text, not {type(text).__name__}: send a string", "prompt")
         try:
@@ -75,7 +75,7 @@ class Tokenizer:
             ) from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids; ids that no token has are left out, broken bytes become U+FFFD."""
+        """The text of `token_ids`; unused ids are left out, invalid bytes become U+FFFD."""
         return self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
@@ -86,7 +86,7 @@ class Tokenizer:
         return self._inner.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the middle of a text; none for an id that no token has."""
+        """The bytes that a token adds to the middle of a text; empty for an unused id."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._make_bytes(token_id)
@@ -94,7 +94,7 @@ class Tokenizer:
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell these words, at the start of a text and after a space."""
-        found: dict[tuple[int, ...], None] = {}
+        sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             bare = word.strip(" ") if isinstance(word, str) else ""
             if not bare:
@@ -102,8 +102,8 @@ class Tokenizer:
                     f"bad_words holds {word!r}: give words with at least one letter", "bad_words"
                 )
             for spelled in (bare, f" {bare}"):
-                found[tuple(self.encode(spelled, add_special_tokens=False))] = None
-        return tuple(token_ids for token_ids in found if token_ids)
+                sequences[tuple(self.encode(spelled, add_special_tokens=False))] = None
+        return tuple(token_ids for token_ids in sequences if token_ids)
 
     def _make_bytes(self, token_id: int) -> bytes:
         token = self._inner.id_to_token(token_id)
@@ -132,13 +132,13 @@ def is_byte_token(token: str) -> bool:
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """bos_token, eos_token and their like; each is a string or a record with its content."""
-    found = {}
+    tokens = {}
     for name, value in config.items():
         if name.endswith("_token"):
             content = value.get("content") if isinstance(value, Mapping) else value
             if isinstance(content, str):
-                found[name] = content
-    return found
+                tokens[name] = content
+    return tokens
 
 
 def _byte_spelling() -> dict[str, int]:

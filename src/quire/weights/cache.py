@@ -1,4 +1,4 @@
-"""Where Quire keeps what it fetched or converted, and what lies there now. Needs no torch."""
+"""The folders of Quire's cache on disk, and a listing of their content. Needs no torch."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class CachedItem:
-    """One thing on disk that a user may want to see, or delete."""
+    """One model or conversion on disk."""
 
     name: str
     kind: str  # "model" | "converted" | "offloaded" | "hub"
@@ -33,7 +33,7 @@ def converted_folder() -> Path:
 
 
 def offloaded_folder() -> Path:
-    """Layers that stream from disk, where the user names no other folder."""
+    """Layers that stream from disk, by default."""
     return cache_folder() / "offloaded"
 
 
@@ -54,7 +54,7 @@ def list_cached() -> list[CachedItem]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder; what vanishes meanwhile counts as nothing."""
+    """Bytes of a file, or of all files below a folder; files that vanish meanwhile count as 0."""
     try:
         if path.is_dir():
             return sum(size_of(child) for child in path.iterdir())
@@ -80,9 +80,9 @@ def _hub_models() -> Iterator[CachedItem]:
     except ImportError:
         return
     try:
-        found = scan_cache_dir()
+        cache = scan_cache_dir()
     except CacheNotFound:
         return
-    for repository in found.repos:
+    for repository in cache.repos:
         if repository.repo_type == "model":
             yield CachedItem(repository.repo_id, "hub", repository.repo_path, repository.size_on_disk)

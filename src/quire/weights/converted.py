@@ -1,7 +1,7 @@
 """Converted parameters on disk: one safetensors file per model and number format, mapped, never read twice.
 
-The cache is a convenience: a file that is missing, cut, corrupt or from another layout is as good as none, and a
-folder that cannot be written costs one warning.
+A file that is missing, truncated, corrupt or of another layout is written again; a folder that cannot be written costs
+one warning.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def converted_path(fingerprint: str, format_name: str) -> Path:
 
 
 def read_converted(path: Path) -> dict[str, Tensor] | None:
-    """Every parameter as a view of the mapped file, or None if there is no file that can be trusted."""
+    """Every parameter as a view of the mapped file, or None if there is no valid file."""
     if not path.is_file():
         return None
     try:
@@ -64,7 +64,7 @@ def read_converted(path: Path) -> dict[str, Tensor] | None:
 
 
 def write_converted(path: Path, parameters: Mapping[str, Tensor]) -> bool:
-    """Writes all or nothing, by a temporary file; False, with one warning, where the disk does not let us."""
+    """Writes all or nothing, by a temporary file; False, with one warning, if the disk refuses."""
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def _digest(parameters: Mapping[str, Tensor]) -> str:
     """Over names, types, shapes and both ends of every tensor.
 
     A whole checksum would read the file at every start; what a crash or a full disk leaves behind is a cut
-    file, or pages of zeros, and those show here.
+    file, or pages of zeros, which change the digest.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(parameters):

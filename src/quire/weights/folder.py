@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError, WeightsError
-from quire.weights.wordpiece import wordpiece_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -101,16 +100,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json's content, with the template of chat_template.jinja where that file exists."""
-    found = read_json(folder / "tokenizer_config.json") or {}
+    config = read_json(folder / "tokenizer_config.json") or {}
     template = read_text(folder / "chat_template.jinja")
     if template is None:
-        return found
+        return config
     named = {"default": template}
     others = folder / "additional_chat_templates"
     for path in sorted(others.glob("*.jinja")) if others.is_dir() else ():
         named[path.stem] = read_text(path) or ""
     listed = [{"name": name, "template": text} for name, text in named.items()]
-    return {**found, "chat_template": template if len(named) == 1 else listed}
+    return {**config, "chat_template": template if len(named) == 1 else listed}
 
 
 def read_text(path: Path) -> str | None:
@@ -207,3 +206,34 @@ def _shard(path: Path) -> Shard:
                 f"{path}: tensor {name!r} is {kind}, which cannot be loaded: use a 16- or 32-bit checkpoint"
             )
     return Shard(path, entries, header)
+
+
+def wordpiece_json(vocab_txt: str, config: Mapping[str, Any]) -> str:
+    """tokenizer.json of a BERT model that has only vocab.txt: WordPiece with the options of tokenizer_config.json."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    vocabulary = {token: token_id for token_id, token in enumerate(vocab_txt.splitlines())}
+    unknown, first, last = (_special_token(config, name) for name in ("unk", "cls", "sep"))
+    for token in (unknown, first, last):
+        if token not in vocabulary:
+            raise WeightsError(f"vocab.txt has no {token}: give a tokenizer.json with --tokenizer")
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=bool(config.get("do_lower_case", True)),
+        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
+        strip_accents=config.get("strip_accents"),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing((last, vocabulary[last]), (first, vocabulary[first]))
+    tokenizer.decoder = decoders.WordPiece()
+    special = (unknown, first, last, _special_token(config, "pad"), _special_token(config, "mask"))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in special if token in vocabulary]
+    )
+    return tokenizer.to_str()
+
+
+def _special_token(config: Mapping[str, Any], name: str) -> str:
+    named = config.get(f"{name}_token")
+    content = named.get("content") if isinstance(named, Mapping) else named
+    return content if isinstance(content, str) else f"[{name.upper()}]"

@@ -12,9 +12,14 @@ from torch import Tensor
 
 from quire.core.errors import WeightsError
 from quire.weights.cache import tokenizers_folder
-from quire.weights.gguf_config import end_token_ids, hugging_face_config, model_name
-from quire.weights.gguf_file import GgufFile, StringArray, TensorPlace, text_of
-from quire.weights.gguf_names import hugging_face_layout, hugging_face_name
+from quire.weights.gguf_config import (
+    end_token_ids,
+    hugging_face_config,
+    hugging_face_layout,
+    hugging_face_name,
+    model_name,
+)
+from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
 from quire.weights.gguf_tokenizer import tokenizer_text
 
@@ -40,14 +45,14 @@ class GgufSource:
         self.generation_config: Mapping[str, Any] = {"eos_token_id": ends} if ends else {}
         self.architecture = str(self._file.metadata["general.architecture"])
         self.fingerprint = fingerprint or self._file.fingerprint()
-        self._places = self._named_places()
-        self.num_tensors = len(self._places)
-        self.num_bytes = sum(place.num_bytes for place in self._places.values())
+        self._tensors = self._named_tensors()
+        self.num_tensors = len(self._tensors)
+        self.num_bytes = sum(info.num_bytes for info in self._tensors.values())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, place in self._places.items():
-            unpacked = self._unpacked(place)
-            yield name, hugging_face_layout(self.architecture, self.config, place.name, unpacked)
+        for name, info in self._tensors.items():
+            unpacked = self._unpacked(info)
+            yield name, hugging_face_layout(self.architecture, self.config, info.name, unpacked)
 
     def tokenizer_json(self) -> str | None:
         """Built once per file and kept in the cache folder: building takes longer than the rest of opening."""
@@ -63,39 +68,39 @@ class GgufSource:
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         metadata = self._file.metadata
-        found: dict[str, Any] = {}
+        config: dict[str, Any] = {}
         tokens = metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, StringArray):
             ids = {word: metadata.get(f"tokenizer.ggml.{key}_token_id") for word, key in _token_keys()}
             texts = tokens.pick({int(token_id) for token_id in ids.values() if token_id is not None})
-            found = {f"{word}_token": texts[token_id] for word, token_id in ids.items() if token_id in texts}
+            config = {f"{word}_token": texts[token_id] for word, token_id in ids.items() if token_id in texts}
         template = text_of(metadata, "tokenizer.chat_template")
         if template is not None:
-            found["chat_template"] = template
+            config["chat_template"] = template
         named = metadata.get("tokenizer.chat_templates")
         if isinstance(named, StringArray) and template is not None:
             others = {name: text_of(metadata, f"tokenizer.chat_template.{name}") for name in named}
             templates = {"default": template, **{name: text for name, text in others.items() if text}}
-            found["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-        return found
+            config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        return config
 
-    def _named_places(self) -> dict[str, TensorPlace]:
+    def _named_tensors(self) -> dict[str, TensorInfo]:
         named = {}
-        for place in self._file.tensors.values():
-            name = hugging_face_name(self.architecture, place.name)
+        for info in self._file.tensors.values():
+            name = hugging_face_name(self.architecture, info.name)
             if name is not None:
-                named[name] = place
+                named[name] = info
         return named
 
-    def _unpacked(self, place: TensorPlace) -> Tensor:
-        direct = _DIRECT.get(place.type_name)
+    def _unpacked(self, info: TensorInfo) -> Tensor:
+        direct = _DIRECT.get(info.type_name)
         if direct is not None:
-            count = place.num_bytes // direct.itemsize
-            flat = torch.frombuffer(self._file.buffer, dtype=direct, count=count, offset=place.start)
-            return flat.reshape(place.shape)
-        unpacked = _dequantized(self._file.raw(place), place, self._file.path)
-        self._file.forget(place)
-        return torch.from_numpy(unpacked).reshape(place.shape)
+            count = info.num_bytes // direct.itemsize
+            flat = torch.frombuffer(self._file.buffer, dtype=direct, count=count, offset=info.start)
+            return flat.reshape(info.shape)
+        unpacked = _dequantized(self._file.raw(info), info, self._file.path)
+        self._file.forget(info)
+        return torch.from_numpy(unpacked).reshape(info.shape)
 
 
 def _token_keys() -> Iterator[tuple[str, str]]:
@@ -103,25 +108,25 @@ def _token_keys() -> Iterator[tuple[str, str]]:
     return ((word, spelled.get(word, word)) for word in _SPECIAL_TOKENS)
 
 
-def _dequantized(raw: np.ndarray, place: TensorPlace, path: Path) -> np.ndarray:
+def _dequantized(raw: np.ndarray, info: TensorInfo, path: Path) -> np.ndarray:
     """float32 [rows, columns] from packed rows, a few rows at a time so that scratch memory stays small."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
     except ImportError as error:
         raise WeightsError(
-            f"{path}: unpacking {place.type_name} needs the gguf library: pip install gguf"
+            f"{path}: unpacking {info.type_name} needs the gguf library: pip install gguf"
         ) from error
-    columns = place.shape[-1]
+    columns = info.shape[-1]
     unpacked = np.empty((raw.shape[0], columns), dtype=np.float32)
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))
     try:
-        kind = GGMLQuantizationType(place.type_id)
+        kind = GGMLQuantizationType(info.type_id)
         for first in range(0, raw.shape[0], step):
             unpacked[first : first + step] = dequantize(raw[first : first + step], kind)
     except (NotImplementedError, ValueError) as error:
         raise WeightsError(
-            f"{path}: tensor {place.name!r} is {place.type_name}, which the gguf library cannot unpack: "
+            f"{path}: tensor {info.name!r} is {info.type_name}, which the gguf library cannot unpack: "
             "use a file in another quantization, such as Q8_0 or Q4_K_M"
         ) from error
     return unpacked

@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model, in the words of a Hugging Face config.json."""
+"""GGUF metadata, tensor names and layouts -> those of a Hugging Face checkpoint."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from quire.core.errors import ModelError
 from quire.weights.gguf_file import GgufFile
@@ -191,21 +192,21 @@ def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
 
 def _llama3_scaling(keys: _Keys, head_dim: int) -> dict[str, Any]:
     """Llama 3's scaling from `rope_freqs.weight`, which holds only its effect: a divisor per frequency."""
-    file, place = keys.file, keys.file.tensors["rope_freqs.weight"]
-    if place.type_name != "F32":
+    file, tensor = keys.file, keys.file.tensors["rope_freqs.weight"]
+    if tensor.type_name != "F32":
         raise ModelError(
-            f"{keys.path}: rope_freqs.weight is {place.type_name}, not F32: convert the model again"
+            f"{keys.path}: rope_freqs.weight is {tensor.type_name}, not F32: convert the model again"
         )
-    found = np.frombuffer(file.buffer, np.float32, place.num_bytes // 4, place.start)
+    divisors = np.frombuffer(file.buffer, np.float32, tensor.num_bytes // 4, tensor.start)
     scaling = {
         "rope_type": "llama3",
-        "factor": float(round(float(found.max()), 3)),
+        "factor": float(round(float(divisors.max()), 3)),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": _LLAMA3_ORIGINAL_CONTEXT,
     }
     expected = llama3_divisors(scaling, keys.number("rope.freq_base", 10000.0), head_dim)
-    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
         raise ModelError(
             f"{keys.path}: the frequencies in rope_freqs.weight are not Llama 3's: use the Hugging Face folder instead"
         )
@@ -223,9 +224,80 @@ def llama3_divisors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> 
 
 def _dtype(file: GgufFile) -> str:
     """The floating type that the matrices unpack to; packed types unpack to float32."""
-    kinds = {place.type_name for place in file.tensors.values() if len(place.shape) > 1}
+    kinds = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return _FLOAT_DTYPES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
 def model_name(path: Path) -> str:
     return path.name.removesuffix(".gguf")
+
+
+_LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LLAMA_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GPT2_TOP = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_GPT2_BLOCK = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_DERIVED = ("rope_freqs", "attn_rot_embd")  # follow from the config; no checkpoint has them
+
+
+def hugging_face_name(architecture: str, name: str) -> str | None:
+    """The canonical name; None for a tensor that no checkpoint has; ModelError for an unknown one."""
+    stem, _, suffix = name.rpartition(".")
+    top, block, prefix = _LLAMA_TOP, _LLAMA_BLOCK, "model.layers"
+    if architecture == "gpt2":
+        top, block, prefix = _GPT2_TOP, _GPT2_BLOCK, "transformer.h"
+    if stem.split(".")[-1] in _DERIVED:
+        return None
+    if stem in top:
+        return f"{top[stem]}.{suffix}"
+    head, _, rest = stem.partition(".")
+    layer, _, part = rest.partition(".")
+    if head == "blk" and part in block:
+        return f"{prefix}.{int(layer)}.{block[part]}.{suffix}"
+    raise ModelError(
+        f"GGUF tensor {name!r} is not one that a {architecture} model has here: the variant is not supported"
+    )
+
+
+def hugging_face_layout(architecture: str, config: Mapping[str, Any], name: str, tensor: Tensor) -> Tensor:
+    """Undoes what the conversion to GGUF did to a tensor's rows; `name` is GGUF's."""
+    part = name.removeprefix("blk.").partition(".")[2].rpartition(".")[0]
+    if architecture == "llama" and part in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+        return _halves_from_pairs(tensor, heads)
+    if (
+        architecture == "gpt2"
+        and tensor.dim() == 2
+        and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    ):
+        return tensor.t()  # a GPT-2 checkpoint keeps these as [in, out]
+    return tensor
+
+
+def _halves_from_pairs(tensor: Tensor, num_heads: int) -> Tensor:
+    """Rows for rope over (2i, 2i+1) become rows for rope over (i, i + half), head by head."""
+    half = tensor.shape[0] // num_heads // 2
+    return tensor.unflatten(0, (num_heads, half, 2)).transpose(1, 2).reshape(tensor.shape)

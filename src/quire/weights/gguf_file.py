@@ -1,7 +1,7 @@
-"""GgufFile: a GGUF file's metadata and tensor places, read from a memory map.
+"""GgufFile: a GGUF file's metadata and tensor table, read from a memory map.
 
-The `gguf` library's own reader builds an array object per string, which takes seconds for a vocabulary of
-50,000; this one walks the header in milliseconds and leaves long string arrays undecoded until asked.
+Not `gguf.GGUFReader`: it builds an array object per string, which takes seconds for a vocabulary of 50,000. This reader
+walks the header in milliseconds, decodes long string arrays on demand, and needs no `gguf` library at start.
 """
 
 import hashlib
@@ -41,8 +41,8 @@ TENSOR_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """Where one tensor lies in the file, and how it is packed."""
+class TensorInfo:
+    """Offset, shape and packing of one tensor."""
 
     name: str
     shape: tuple[int, ...]  # as torch sees it: outermost dimension first
@@ -73,19 +73,19 @@ class StringArray:
             at = end
 
     def pick(self, indices: set[int]) -> dict[int, str]:
-        """The strings at a few places; those beyond the end are left out."""
-        found, at = {}, self._start
+        """The strings at `indices`; indices beyond the end are left out."""
+        strings, at = {}, self._start
         length_at = struct.Struct("<Q").unpack_from
         for index in range(min(self._length, max(indices, default=-1) + 1)):
             end = at + 8 + length_at(self._buffer, at)[0]
             if index in indices:
-                found[index] = self._buffer[at + 8 : end].decode("utf-8", "replace")
+                strings[index] = self._buffer[at + 8 : end].decode("utf-8", "replace")
             at = end
-        return found
+        return strings
 
 
 class GgufFile:
-    """Metadata by key and tensor places by name; every place is known to lie inside the file.
+    """Metadata by key and tensors by name; every tensor is known to lie inside the file.
 
     Raises WeightsError where the file is no GGUF, is of a version this reader does not know, or is cut.
     """
@@ -108,22 +108,22 @@ class GgufFile:
         digest.update(memoryview(self.buffer)[: self._header_end])
         return digest.hexdigest()
 
-    def raw(self, place: TensorPlace) -> np.ndarray:
+    def raw(self, tensor: TensorInfo) -> np.ndarray:
         """The tensor's bytes, mapped: uint8, one row per row of the tensor."""
-        flat = np.frombuffer(self.buffer, dtype=np.uint8, count=place.num_bytes, offset=place.start)
-        rows = int(np.prod(place.shape[:-1], dtype=np.int64)) if place.shape else 1
-        return flat.reshape(rows, -1) if place.num_bytes else flat.reshape(rows, 0)
+        flat = np.frombuffer(self.buffer, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.start)
+        rows = int(np.prod(tensor.shape[:-1], dtype=np.int64)) if tensor.shape else 1
+        return flat.reshape(rows, -1) if tensor.num_bytes else flat.reshape(rows, 0)
 
-    def forget(self, place: TensorPlace) -> None:
-        """Lets the system take back the pages of a tensor that was unpacked; they can be read again."""
+    def forget(self, tensor: TensorInfo) -> None:
+        """Releases the pages of a tensor that was unpacked; a later read maps them again."""
         page = mmap.PAGESIZE
-        start = -(-place.start // page) * page
-        length = (place.start + place.num_bytes - start) // page * page
+        start = -(-tensor.start // page) * page
+        length = (tensor.start + tensor.num_bytes - start) // page * page
         if length > 0 and hasattr(self.buffer, "madvise"):
             self.buffer.madvise(mmap.MADV_DONTNEED, start, length)
 
     def _check_extent(self) -> None:
-        needed = max((place.start + place.num_bytes for place in self.tensors.values()), default=0)
+        needed = max((tensor.start + tensor.num_bytes for tensor in self.tensors.values()), default=0)
         if needed > len(self.buffer):
             raise WeightsError(
                 f"{self.path}: cut short: its tensors need {needed:,} bytes and the file has {len(self.buffer):,}: "
@@ -137,7 +137,7 @@ class _Reader:
     def __init__(self, buffer: mmap.mmap, path: Path) -> None:
         self.buffer, self.path, self.at = buffer, path, 0
 
-    def header(self) -> tuple[dict[str, Any], dict[str, TensorPlace], int]:
+    def header(self) -> tuple[dict[str, Any], dict[str, TensorInfo], int]:
         self.at = len(MAGIC)
         version = self.number("<u4")
         if version not in VERSIONS:
@@ -155,7 +155,9 @@ class _Reader:
         alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT)) or 1
         header_end = self.at
         data = -(-self.at // alignment) * alignment
-        tensors = {name: self.place(name, shape, kind, data + offset) for name, shape, kind, offset in infos}
+        tensors = {
+            name: self.located(name, shape, kind, data + offset) for name, shape, kind, offset in infos
+        }
         return metadata, tensors, header_end
 
     def number(self, dtype: str) -> Any:
@@ -208,7 +210,7 @@ class _Reader:
         sizes = [self.number("<u8") for _ in range(dimensions)]
         return name, tuple(reversed(sizes)), self.number("<u4"), self.number("<u8")
 
-    def place(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorPlace:
+    def located(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
         if kind not in TENSOR_TYPES:
             raise WeightsError(
                 f"{self.path}: tensor {name!r} has type {kind}, which is not known here: "
@@ -222,7 +224,7 @@ class _Reader:
             raise ValueError(
                 f"tensor {name!r}: rows of {shape[-1]} do not divide into {type_name} blocks of {block}"
             )
-        return TensorPlace(name, shape, kind, start, num_elements // block * block_bytes)
+        return TensorInfo(name, shape, kind, start, num_elements // block * block_bytes)
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -1,6 +1,6 @@
 """tokenizer.json from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
 
-It lives in `weights` and not in `text`, because a Source promises tokenizer.json whatever its format.
+It lives in `weights` and not in `text`, because every Source promises a tokenizer.json.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.core.errors import ModelError
 
-VERSION = 1  # part of the cache key: raise it when the same metadata shall give another text
+VERSION = 1  # part of the cache key: raise it when the same metadata gives another text
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type
 _NORMAL = 1

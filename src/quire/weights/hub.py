@@ -10,10 +10,10 @@ _ANSWER_SECONDS = 10.0
 
 
 def snapshot_folder(model: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
-    """The local folder of a hub model, fetched if need be; the hub library shows its own progress bars.
+    """The local folder of a hub model, downloaded if necessary; the hub library shows its own progress bars.
 
-    `HF_HUB_OFFLINE`, `HF_HOME`, `HF_ENDPOINT` and `HF_TOKEN` work as everywhere else. Where no hub answers,
-    what the cache holds is used. Raises WeightsError with one line otherwise.
+    `HF_HUB_OFFLINE`, `HF_HOME`, `HF_ENDPOINT` and `HF_TOKEN` work as everywhere else. If no hub answers,
+    the cached copy is used. Raises WeightsError with one line otherwise.
     """
     try:
         from huggingface_hub import constants, errors, snapshot_download
@@ -24,7 +24,7 @@ def snapshot_folder(model: str, *, revision: str | None = None, with_weights: bo
         ) from error
     wanted = f"{model}@{revision}" if revision else model
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             model,
             revision=revision,
             allow_patterns=[*_DESCRIPTION, *(("*.safetensors",) if with_weights else ())],
@@ -53,9 +53,9 @@ def snapshot_folder(model: str, *, revision: str | None = None, with_weights: bo
             f"{wanted} is no folder or file here and not in the hub's cache, and no hub answers "
             f"({_root(error)}): check the path or the network"
         ) from error
-    except Exception as error:  # the hub's HTTP library is an implementation detail: name whatever it raised
+    except Exception as error:  # the hub's HTTP library is an implementation detail
         raise WeightsError(f"{wanted} could not be fetched from the hub: {_root(error)}") from error
-    return Path(found)
+    return Path(folder)
 
 
 def _root(error: BaseException) -> str:

@@ -112,11 +112,11 @@ class LayerFiles:
                 os.close(number)
         except OSError as error:
             raise WeightsError(
-                f"layer {layer} cannot be read from {path} ({error.strerror}): start again, which makes it anew"
+                f"layer {layer} cannot be read from {path} ({error.strerror}): start again, which rewrites it"
             ) from error
         if done < len(data):
             raise WeightsError(
-                f"{path} ends after {done:,} of {len(data):,} bytes: start again, which makes it anew"
+                f"{path} ends after {done:,} of {len(data):,} bytes: start again, which rewrites it"
             )
 
     def good(self, layer: int) -> list[list[Any]] | None:
@@ -128,7 +128,7 @@ class LayerFiles:
             with path.open("rb") as file:
                 header = json.loads(file.read(FIRST_BYTE))
                 wanted = [VERSION, self.key, layer, path.stat().st_size - FIRST_BYTE]
-                found = [header.get(name) for name in ("version", "key", "layer", "num_bytes")]
+                read = [header.get(name) for name in ("version", "key", "layer", "num_bytes")]
                 checksum, data = 0, memoryview(bytearray(CHECKED_AT_A_TIME))
                 while count := file.readinto(data):
                     checksum = zlib.crc32(data[:count], checksum)
@@ -136,7 +136,7 @@ class LayerFiles:
         except (OSError, ValueError, KeyError, AttributeError) as error:
             logger.warning("%s cannot be read and is made again: %s", path, error)
             return None
-        if found != wanted or checksum != header.get("crc32"):
+        if read != wanted or checksum != header.get("crc32"):
             logger.warning("%s was cut or changed and is made again", path)
             return None
         return parts

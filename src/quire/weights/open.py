@@ -1,13 +1,15 @@
-"""open_source: from what a user calls a model to the place its weights come from."""
+"""open_source: from a model's name or path to its Source."""
 
 import os
 from pathlib import Path
 
 from quire.core.errors import WeightsError
-from quire.weights.builtin import BUILTIN, BUILTIN_NAME, builtin_path
-from quire.weights.builtin_encoder import (
+from quire.weights.builtin import (
+    BUILTIN,
     BUILTIN_ENCODER_NAME,
+    BUILTIN_NAME,
     builtin_encoder_folder,
+    builtin_path,
     is_builtin_encoder,
 )
 from quire.weights.dummy import DummySource, ShapeSource
@@ -29,8 +31,8 @@ def open_source(
     """None is the built-in model; otherwise a folder, a .gguf file, a name of the built-in embedding model or a hub id,
     looked for in this order. With `dummy` the name of a published architecture will do as well (see shapes.py).
 
-    Reads no weights, but finds what is missing, cut or foreign: WeightsError or ModelError says so in one line.
-    `progress` is told about fetching the built-in models; the hub's library draws its own bars.
+    Reads no weights, but checks that files are present and complete: WeightsError or ModelError in one line if not.
+    `progress` reports the download of the built-in models; the hub's library draws its own bars.
     """
     if model is None:
         _refuse_dummy(load_format, "the built-in model")
@@ -48,8 +50,8 @@ def open_source(
         raise WeightsError(f"{text}: no such folder or file: check the path")
     if is_builtin_encoder(text, revision):
         return _folder(builtin_encoder_folder(progress), load_format, BUILTIN_ENCODER_NAME)
-    found = snapshot_folder(text, revision=revision, with_weights=load_format != "dummy")
-    return _folder(found, load_format, text)
+    snapshot = snapshot_folder(text, revision=revision, with_weights=load_format != "dummy")
+    return _folder(snapshot, load_format, text)
 
 
 def _folder(path: Path, load_format: str, name: str | None = None) -> Source:

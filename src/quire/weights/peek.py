@@ -1,10 +1,10 @@
-"""What kind of model a name means, by config.json alone: no weights, no torch."""
+"""The kind of a model by its config.json alone: no weights, no torch."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from quire.weights.builtin_encoder import is_builtin_encoder
+from quire.weights.builtin import is_builtin_encoder
 from quire.weights.hub import snapshot_folder
 from quire.weights.shapes import SHAPES
 
@@ -17,9 +17,9 @@ ENCODERS = frozenset(
 
 
 def is_encoder(model: str | None, revision: str | None = None) -> bool:
-    """Whether this model makes embeddings, not text. What cannot be read is for whoever opens it to explain.
+    """Whether this model makes embeddings, not text. False for an unreadable folder: opening it gives the error.
 
-    A model on the hub has its small files fetched for this. Raises WeightsError where the hub has no such model.
+    The small files of a hub model are downloaded for this. Raises WeightsError if the hub has no such model.
     """
     if model is None or model.lower().endswith(".gguf") or model in SHAPES:
         return False

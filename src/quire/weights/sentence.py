@@ -1,4 +1,4 @@
-"""How an encoder's folder says that tokens become one vector: the files that sentence-transformers writes."""
+"""Pooling, normalisation and length of an encoder, from the files that sentence-transformers writes."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class SentenceFiles:
-    """Without any of the files: the mean of all tokens, of length one, over as many tokens as the model takes."""
+    """Defaults, for a folder without these files: mean pooling, normalised, over the model's context."""
 
     pooling: str = "mean"  # mean | cls | last | max
     normalize: bool = True
@@ -26,7 +26,7 @@ class SentenceFiles:
 
 
 def read_sentence_files(folder: Path) -> SentenceFiles:
-    """ModelError for a step between tokens and vector that is not known here."""
+    """ModelError for a module between tokens and vector that is not supported."""
     modules = _modules(folder)
     max_length = (read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
     if not isinstance(max_length, int) or max_length < 1:
@@ -54,12 +54,12 @@ def _modules(folder: Path) -> list[dict[str, Any]] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        modules = json.loads(text)
     except ValueError as error:
         raise WeightsError(f"{path} is not valid JSON ({error}): fetch or copy it again") from error
-    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise WeightsError(f"{path} is no list of modules: fetch or copy it again")
-    return found
+    return modules
 
 
 def _pooling(folder: Path) -> str:
@@ -67,14 +67,14 @@ def _pooling(folder: Path) -> str:
     config = read_json(path)
     if config is None:
         raise WeightsError(f"{path} is missing, which modules.json names: fetch the model again")
-    asked = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if isinstance(config.get("pooling_mode"), str):  # newer versions name it instead
-        asked = [f"pooling_mode_{config['pooling_mode']}"]
+        modes = [f"pooling_mode_{config['pooling_mode']}"]
         named = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}
         if config["pooling_mode"] in named:
             return named[config["pooling_mode"]]
-    if len(asked) != 1 or asked[0] not in _KINDS:
+    if len(modes) != 1 or modes[0] not in _KINDS:
         raise ModelError(
-            f"{path} asks for {' and '.join(asked) or 'no pooling'}: one of {', '.join(_KINDS)} can be served"
+            f"{path} asks for {' and '.join(modes) or 'no pooling'}: one of {', '.join(_KINDS)} can be served"
         )
-    return _KINDS[asked[0]]
+    return _KINDS[modes[0]]

@@ -1,4 +1,4 @@
-"""Source: one place that weights come from, whatever its format."""
+"""Source: the interface to a model's weights, config and tokenizer, the same for every format."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class Source(Protocol):
-    """Tensors under canonical Hugging Face names, plus all that a model's folder would say about itself.
+    """Tensors under canonical Hugging Face names, with the content of a model folder's JSON files.
 
-    Files are mapped, not read: a tensor costs memory only while its consumer looks at it.
+    Files are mapped, not read: a tensor costs memory only while it is used.
     """
 
-    name: str  # what to call the model: the hub id, the folder's or the file's name
+    name: str  # the hub id, or the folder's or file's name
     config: Mapping[str, Any]  # as config.json has it
     generation_config: Mapping[str, Any]  # as generation_config.json has it, or empty
     fingerprint: str  # changes when the weights change; keys prefix hashes and converted weights

@@ -12,10 +12,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quire.bench.machine import cpu_name, memory_bytes
-from quire.bench.probe import cpu_copy_rate, cpu_product_rate, cpu_read_rate
+from quire.bench.machine import cpu_copy_rate, cpu_gemm_rate, cpu_name, cpu_read_rate, memory_bytes
 from quire.bench.report import BenchReport
-from quire.cli.engine_flags import engine_settings
+from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling
 from quire.core.config import EngineConfig
@@ -128,7 +127,7 @@ def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]
         "on_gpu": False,
         "memory_bytes": memory_bytes(),
         "bandwidth": float(f"{cpu_read_rate():.4g}"),
-        "flops": float(f"{cpu_product_rate():.4g}"),
+        "flops": float(f"{cpu_gemm_rate():.4g}"),
         "host_link": float(f"{cpu_copy_rate():.4g}"),
         "source": "measured: a matrix times a vector, and float32 products",
     }

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from quire.bench.figure import check_matplotlib
 from quire.bench.table import aligned, in_seconds
-from quire.cli.engine_flags import engine_settings
+from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling
 from quire.core.errors import ConfigError

@@ -8,8 +8,8 @@ from tqdm import tqdm
 
 from quire.bench.lengths import from_csv, named
 from quire.bench.report import BenchReport
-from quire.bench.serve_plot import check_plotting
-from quire.cli.engine_flags import engine_settings
+from quire.bench.serve_report import check_plotting
+from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling
 from quire.core.config import EngineConfig

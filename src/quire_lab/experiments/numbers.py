@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.bench.drive import Bench
 from quire.bench.figure import Picture, line_style, look, plain_log
-from quire.bench.passages import PASSAGES, QUESTIONS
+from quire.bench.speculate import PASSAGES, QUESTIONS
 from quire.bench.table import in_bytes
 from quire.engine.build import block_layout
 from quire.models.weight_shape import weight_shape

@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.bench.arrivals import TraceRow, read_trace
 from quire.bench.lengths import Lengths
-from quire.bench.trace import TraceRow, read_trace
 from quire_lab.experiments.data import FILES, DataFolder
 
 TRACE_BLOCK = 512  # tokens that one hash of the trace stands for

@@ -9,7 +9,7 @@ import torch
 
 from quire.bench.drive import Bench
 from quire.bench.figure import GREY, Picture, line_style, look, plain_log
-from quire.bench.probe import cpu_read_rate
+from quire.bench.machine import cpu_read_rate
 from quire.bench.table import in_bytes
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire_lab.experiments.engines import in_words, opened, prompt_rate, step_seconds, warm_up

@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from quire.bench.arrivals import arrival_times, replayed
+from quire.bench.arrivals import arrival_times, read_trace, replayed
 from quire.bench.figure import GREY, Picture, line_style, plain_log
 from quire.bench.lengths import Lengths, LogNormal
-from quire.bench.trace import read_trace
 from quire_lab.experiments.data import DataFolder
 from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
 from quire_lab.experiments.simulated import basis, build_simulated, side_by_side, simulated_settings

@@ -120,7 +120,7 @@ def simulated_parts(
 ) -> SimulatedParts:
     """ConfigError where the device is not known, or where the model does not fit it."""
     device = find_device(config.runner.device)
-    if config.speculation.parsed is not None:
+    if config.speculative_config is not None:
         raise ConfigError(
             "a simulated device has no words to guess, so speculation says nothing there: leave out speculative_config"
         )

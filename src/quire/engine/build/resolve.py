@@ -56,7 +56,7 @@ class BuildPlan:
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        return self.config.speculation.parsed
+        return self.config.speculative_config
 
 
 def make_plan(config: EngineConfig, progress: Progress | None = None) -> BuildPlan:
