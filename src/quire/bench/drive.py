@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from quire.bench.lengths import Lengths
 from quire.core.errors import QuireError
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built
 from quire.engine.engine import Engine
@@ -98,7 +99,7 @@ class Bench:
         for one in requests:
             request_id = f"bench-{self._num_sent}"
             self._num_sent += 1
-            self.engine.add(request_id, one.prompt_token_ids, one.sampling)
+            self.engine.add(Request(request_id, one.prompt_token_ids, one.sampling))
             answers[request_id] = Answer(request_id, one.sampling, self.tokenizer, clock=self.engine.clock)
         return answers
 

@@ -139,7 +139,7 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = None  # None: 256 on a CPU, 1024 on a GPU, or one per block of a smaller pool
     max_num_batched_tokens: int | None = None  # None: 512 on a CPU, 8192 on a GPU
-    max_queue_requests: int = 65536
+    max_queue_requests: int | None = 65536
     max_queue_tokens: int | None = None
     steps_in_flight: int = 1  # 0: commit each step before planning the next
     batching: str = "continuous"  # or static or dynamic: batches that start together and end together

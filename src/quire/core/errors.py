@@ -25,6 +25,10 @@ class InvalidRequest(QuireError):
         self.param = param
 
 
+class ContextExceeded(InvalidRequest):
+    """The prompt alone fills the context, or a text is longer than an encoder takes."""
+
+
 class AdapterError(InvalidRequest):
     """An adapter that cannot be found, read or served; only requests that name it are refused."""
 

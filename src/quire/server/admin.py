@@ -31,14 +31,14 @@ def admin_router(service: Service) -> APIRouter:
             raise Unavailable(str(fault), "engine_down") from None
         if wrong is not None:
             raise ApiError(500, f"the pool is not whole: {wrong}", code="integrity")
-        figures = service.client.figures
+        client = service.client
         return JsonReply(
             {
                 "status": "ok",
-                "blocks_used": figures.num_blocks_used,
-                "sequences_running": figures.num_running,
-                "requests_waiting": figures.num_waiting,
-                "requests_open": service.client.num_open,
+                "blocks_used": client.stats.pool.num_blocks_used,
+                "sequences_running": client.queue.num_running,
+                "requests_waiting": client.queue.num_waiting,
+                "requests_open": client.num_open,
             }
         )
 

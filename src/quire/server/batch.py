@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import httpx
 
 from quire.core.config import EngineConfig
-from quire.link.admission import Bounds
-from quire.link.client import UNBOUNDED, EngineClient
-from quire.link.messages import AnyReady
+from quire.core.queue_bounds import QueueBounds
+from quire.link.client import EngineClient
+from quire.link.messages import Ready
 from quire.server.app import create_app
 from quire.server.batch_files import RowFile
 from quire.server.batch_lines import BadLine, BatchLine, answer_row, error_row, parse_line
@@ -49,7 +49,7 @@ class Tally:
 
 
 OnRow = Callable[[Tally], None]
-OnReady = Callable[[AnyReady], None]
+OnReady = Callable[[Ready], None]
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -79,10 +79,10 @@ async def _started(config: EngineConfig, on_progress: OnProgress | None) -> Asyn
     """The queue has no bound of its own: the number of lines under way is one."""
     name = config.model.served_model_name
     settings = ServerSettings(
-        max_queue_requests=UNBOUNDED, max_queue_tokens=None, served_names=(name,) if name else ()
+        max_queue_requests=None, max_queue_tokens=None, served_names=(name,) if name else ()
     )
     embeds = is_encoder(config.model.model, config.model.revision)
-    client = None if embeds else EngineClient(config, Bounds(UNBOUNDED), on_progress)
+    client = None if embeds else EngineClient(config, QueueBounds(), on_progress)
     service = Service(client, settings, Encoders(settings, config, embeds, on_progress))
     try:
         await service.start()

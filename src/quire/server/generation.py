@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from starlette.types import Receive
 
+from quire.core.request import Request
 from quire.core.step import SequenceUpdate
-from quire.link.admission import Ask
+from quire.engine.streams import Stream
 from quire.link.client import EngineClient
-from quire.link.stream import Stream
 from quire.server.caller import Caller, until_gone
 from quire.server.errors import ClientGone, TimedOut
 from quire.server.metrics import Metrics
@@ -51,7 +51,7 @@ class Generation:
         tokenizer: Tokenizer | None,
         caller: Caller,
         prompts: list[PreparedPrompt],
-        asks: list[Ask],
+        requests: list[Request],
         kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Submits the requests: raises at once what refuses them."""
@@ -59,18 +59,18 @@ class Generation:
         self._metrics = metrics
         self._caller = caller
         self._parts = {
-            ask.request_id: _Part(
+            request.request_id: _Part(
                 position,
                 prompt,
-                len(ask.prompt_token_ids),
-                Answer(ask.request_id, ask.sampling, tokenizer, kept_ids),
+                request.num_prompt_tokens,
+                Answer(request.request_id, request.sampling, tokenizer, kept_ids),
             )
-            for position, (prompt, ask) in enumerate(zip(prompts, asks, strict=True))
+            for position, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
         }
         self._last_update: dict[tuple[str, int], float] = {}
-        self._num_open = len(asks)
+        self._num_open = len(requests)
         self._submitted = time.monotonic()
-        self._stream: Stream = client.submit(asks)
+        self._stream: Stream[SequenceUpdate] = client.submit(requests)
         self._watch: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
