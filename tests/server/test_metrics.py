@@ -65,7 +65,7 @@ prefix_cache_queries_total | counter |  | Tokens looked up.
 prefix_cache_hits_total | counter |  | Tokens found in the prefix cache.
 spec_decode_num_drafts_total | counter |  | Drafts that were verified.
 spec_decode_num_draft_tokens_total | counter |  | Their tokens.
-spec_decode_num_accepted_tokens_total | counter |  | Those that stayed.
+spec_decode_num_accepted_tokens_total | counter |  | Draft tokens that were accepted.
 num_swaps_out_total | counter |  | Requests that went to host memory.
 num_swaps_in_total | counter |  | Requests that came back from there.
 swap_out_bytes_total | counter |  | Bytes that went there.

@@ -98,7 +98,9 @@ class OffloadStats:
 class SpeculationStats:
     num_drafts: int = counter("spec_decode_num_drafts_total", "Drafts that were verified.")
     num_draft_tokens: int = counter("spec_decode_num_draft_tokens_total", "Their tokens.")
-    num_accepted_tokens: int = counter("spec_decode_num_accepted_tokens_total", "Those that stayed.")
+    num_accepted_tokens: int = counter(
+        "spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,10 +80,6 @@ class CheckIntegrity(_Message, frozen=True):
     call_id: int
 
 
-class GetStats(_Message, frozen=True):
-    call_id: int
-
-
 class LoadAdapter(_Message, frozen=True):
     """Answered once the adapter is read, however long that takes; steps go on meanwhile."""
 
@@ -117,7 +113,6 @@ ToEngine = (
     | Stop
     | ResetPrefixCache
     | CheckIntegrity
-    | GetStats
     | LoadAdapter
     | UnloadAdapter
     | RestoreAdapter

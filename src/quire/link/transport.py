@@ -14,7 +14,6 @@ from quire.link.messages import (
     CheckIntegrity,
     Done,
     Embed,
-    GetStats,
     LoadAdapter,
     Refused,
     ResetPrefixCache,
@@ -92,8 +91,6 @@ class ZmqTransport:
                 answer(None)
             case CheckIntegrity():
                 answer(integrity_error(loop))
-            case GetStats():
-                answer(None)
             case LoadAdapter(_, name, path):
                 self._load(name, path, answer)
             case UnloadAdapter(_, name):

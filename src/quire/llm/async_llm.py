@@ -33,13 +33,13 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = choose_tokenizer(self.config.model, self._built.source)
         self._ids = itertools.count()
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._streams: OpenStreams[SequenceUpdate] = OpenStreams(lambda ids: self._thread.abort(ids))
         self._thread = EngineThread(
             self._built.engine,
-            partial(self._post, self._deliver),
-            partial(self._post, self._refuse),
-            partial(self._post, self._fail_all),
+            partial(self._post, self._streams.deliver),
+            partial(self._post, self._streams.refuse),
+            partial(self._post, self._engine_died),
         )
-        self._streams: OpenStreams[SequenceUpdate] = OpenStreams(self._thread.abort)
         self._is_closed = False
 
     async def generate(
@@ -83,7 +83,7 @@ class AsyncLLM:
         if not self._is_closed:
             self._is_closed = True
             self._thread.close()
-            self._streams.fail_all(EngineDead("the engine was closed"))
+            self._post(self._streams.fail_all, EngineDead("the engine was closed"))
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -98,7 +98,7 @@ class AsyncLLM:
             if answer.fault is not None:
                 raise answer.fault
 
-    # ------------------------------------------------------------------ from the engine's thread
+    # ------------------------------------------------------------------ from other threads
 
     def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Calls `callback` in the event loop, which may have ended while a request is being aborted."""
@@ -106,13 +106,7 @@ class AsyncLLM:
             with contextlib.suppress(RuntimeError):
                 self._event_loop.call_soon_threadsafe(callback, *arguments)
 
-    def _deliver(self, updates: list[SequenceUpdate]) -> None:
-        self._streams.deliver(updates)
-
-    def _refuse(self, request_id: str, fault: Exception) -> None:
-        self._streams.refuse(request_id, fault)
-
-    def _fail_all(self, fault: BaseException) -> None:
+    def _engine_died(self, fault: BaseException) -> None:
         dead = EngineDead(f"the engine stopped: {fault}")
         dead.__cause__ = fault
         self._streams.fail_all(dead)

@@ -46,6 +46,7 @@ class EngineThread:
         """Ends the loop and the engine; open requests are dropped."""
         self._commands.put(EngineLoop.end)
         self._thread.join()
+        self._fault = self._fault or EngineDead("it was closed")
 
     # ------------------------------------------------------------------ engine.loop.Transport
 

@@ -19,7 +19,7 @@ _ids = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """What one step added to the first sequence's text; the last piece has the whole `output`."""
 
     text: str
@@ -29,7 +29,7 @@ class Piece:
 
 def stream(
     llm: LLM, prompt: PreparedPrompt, sampling: SamplingParams, stopped: Callable[[], bool] = lambda: False
-) -> Iterator[Piece]:
+) -> Iterator[TextDelta]:
     """Pieces of the answer to one prompt. `stopped` is asked between steps; if true the answer ends there.
 
     A caller that stops iterating aborts the request.
@@ -40,16 +40,16 @@ def stream(
         while not answer.finished:
             if stopped():
                 answer.end("abort")
-                yield Piece(first.new_text, len(first.token_ids))
+                yield TextDelta(first.new_text, len(first.token_ids))
                 break
             for _answer, update in llm.take_updates({answer.request_id: answer}):
                 if update.index == 0 and first.new_text:
-                    yield Piece(first.new_text, len(first.token_ids))
+                    yield TextDelta(first.new_text, len(first.token_ids))
     finally:
         llm.engine.abort(answer.request_id)
     if answer.fault is not None:
         raise answer.fault
-    yield Piece("", len(first.token_ids), _output(llm, answer, prompt))
+    yield TextDelta("", len(first.token_ids), _output(llm, answer, prompt))
 
 
 def generate_each(
