@@ -100,7 +100,7 @@ class AsyncLLM:
 
     # ------------------------------------------------------------------ from other threads
 
-    def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def _post(self, callback: Callable[..., object], *arguments: Any) -> None:
         """Calls `callback` in the event loop, which may have ended while a request is being aborted."""
         if self._event_loop is not None:
             with contextlib.suppress(RuntimeError):
