@@ -144,9 +144,10 @@ def test_a_shutdown_signal_finishes_open_requests_and_ends_the_loop():
     def request_shutdown(_loop: EngineLoop) -> None:
         shutdown.requested = True
 
-    engine, transport = Engine(), Transport(add("a"), None, request_shutdown)
+    engine, transport = Engine(), Transport(add("a"), None, request_shutdown, add("late"))
     EngineLoop(engine, transport, shutdown).run()
     assert published(transport) == ["a"] * 3
+    assert transport.refused == [("late", "the engine is shutting down: try again later")]
     assert not engine.queue
 
 

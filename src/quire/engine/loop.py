@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quire.core.errors import QueueFull
 from quire.core.request import EmbedRequest, Request
 from quire.core.stats import EngineStats, QueueStats
 
@@ -115,6 +116,8 @@ class EngineLoop:
     def add(self, request: Request | EmbedRequest) -> None:
         """Queues a request; a refusal goes back through the transport and concerns this request alone."""
         try:
+            if self._shutdown.requested:
+                raise QueueFull("the engine is shutting down: try again later")
             self.engine.add(request)
         except Exception as fault:
             self._transport.refuse(request.request_id, fault)
@@ -132,10 +135,6 @@ class EngineLoop:
     def end(self) -> None:
         """The loop returns before the next step; open requests are dropped."""
         self._is_over = True
-
-    @property
-    def is_shutting_down(self) -> bool:
-        return self._shutdown.requested
 
     # ------------------------------------------------------------------ one turn
 

@@ -64,7 +64,7 @@ class ZmqTransport:
     def _execute(self, message: ToEngine, loop: EngineLoop) -> None:
         match message:
             case Add() | Embed():
-                self._add(message, loop)
+                loop.add(message.unpacked())
             case Abort(request_ids):
                 loop.abort(request_ids)
             case Stop(request_id, index):
@@ -75,13 +75,6 @@ class ZmqTransport:
                 self._restore(name, path)
             case _:
                 self._call(message, partial(self._answer, loop, message.call_id), loop)
-
-    def _add(self, message: Add | Embed, loop: EngineLoop) -> None:
-        request = message.unpacked()
-        if loop.is_shutting_down:
-            self.refuse(request.request_id, QueueFull("the engine is shutting down: try again later"))
-        else:
-            loop.add(request)
 
     def _call(self, message: ToEngine, answer: Callable[[str | None], None], loop: EngineLoop) -> None:
         """Operators' calls; `answer` takes the error, or None."""
