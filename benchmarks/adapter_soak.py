@@ -24,6 +24,7 @@ from own_memory import GROWTH, POINTS, OwnMemory
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
 from quire.core.errors import AdapterError
+from quire.core.request import Request
 
 ADAPTERS, RUNNING, LIVE = 48, 16, 40
 POOL_BLOCKS, HOST_BYTES = 150, 24 << 20
@@ -87,7 +88,7 @@ class Soak:
             request = str(self._num_sent)
             self._num_sent += 1
             try:
-                self._engine.add(request, prompt, sampling, adapter=name)
+                self._engine.add(Request(request, prompt, sampling, adapter=name))
             except AdapterError:  # it is being loaded for the first time
                 self.counts["refused"] += 1
                 continue
@@ -108,9 +109,9 @@ def measure(num_requests: int, seed: int) -> dict[str, Any]:
             left = {
                 "blocks_not_free": engine.memory.num_blocks - engine.memory.num_free,
                 "adapters_in_use": pages.num_in_use,
-                "requests": len(engine.adapters.figures().running) + len(engine.adapters.figures().waiting),
+                "requests": len(engine.adapters.stats().running) + len(engine.adapters.stats().waiting),
             }
-            figures = engine.adapters.figures()
+            figures = engine.adapters.stats()
     return {
         "requests": num_requests,
         "seconds": round(time.perf_counter() - began, 1),

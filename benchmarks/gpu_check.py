@@ -28,6 +28,7 @@ from waits import longest_waits
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
+from quire.core.request import Request
 
 MODEL_LEN, VOCABULARY = 512, 1000
 NUM_PROMPTS = 12
@@ -200,7 +201,7 @@ def at_most(slack: int) -> Iterator[None]:
 def served(llm: LLM) -> tuple[dict[int, list[list[int]]], dict[int, str]]:
     """All requests at once, step by step: answers, and the errors of those that were shed."""
     for number, (prompt, sampling) in enumerate(zip(*requests(), strict=True)):
-        llm.engine.add(str(number), prompt, sampling)
+        llm.engine.add(Request(str(number), prompt, sampling))
     answers: dict[int, dict[int, list[int]]] = {}
     errors: dict[int, str] = {}
     while llm.engine.has_work:

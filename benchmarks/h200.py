@@ -17,6 +17,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from quire.core.request import Request
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import workloads
 
@@ -170,7 +172,7 @@ def _profile(llm: Any, prompts: list[list[int]], samplings: list[Any], path: Pat
 
     engine = llm.engine
     for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-        engine.add(f"profile-{index}", prompt, sampling)
+        engine.add(Request(f"profile-{index}", prompt, sampling))
     for _ in range(skipped):
         engine.step()
     torch.cuda.synchronize()

@@ -204,7 +204,7 @@ def _run_case(llm: Any, options: argparse.Namespace, case: str) -> dict[str, Any
 def _figures(engine: Any) -> dict[str, float]:
     if engine.adapters is None:
         return {}
-    figures = engine.adapters.figures()
+    figures = engine.adapters.stats()
     kept = ("num_reads", "num_loads", "num_evictions", "num_uses", "num_failures")
     return {key: getattr(figures, key) for key in kept}
 

@@ -30,6 +30,7 @@ from own_memory import GROWTH, POINTS, OwnMemory
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
+from quire.core.request import Request
 from quire.engine.engine import Engine
 
 LARGE = "recompute, large pool"
@@ -108,7 +109,7 @@ class Traffic:
 
     def _send(self) -> None:
         one, request_id = asked(self._sent), str(self._sent)
-        self._engine.add(request_id, one.prompt, one.sampling)
+        self._engine.add(Request(request_id, one.prompt, one.sampling))
         self._open[request_id], self._left[request_id] = {}, one.sampling.num_answers
         if one.aborted_after is not None:
             self._aborts.setdefault(self._step + one.aborted_after, []).append(request_id)
@@ -132,7 +133,7 @@ def warm_up(engine: Engine) -> None:
     """The largest batch there may be, and all smaller ones as it ends: memory for steps of every size is there then."""
     for number in range(MAX_SEQUENCES):
         sampling = SamplingParams(temperature=0, max_tokens=4 + number // 4, ignore_eos=True)
-        engine.add(f"warm-up-{number}", [10 + number] * 8, sampling)
+        engine.add(Request(f"warm-up-{number}", [10 + number] * 8, sampling))
     while engine.has_work:
         engine.step()
 

@@ -117,7 +117,7 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     base = _case(llm, options, prompts, [None] * len(prompts))
     engine = llm.engine
     engine.check_integrity()
-    figures, pages = engine.adapters.figures(), engine.memory.adapter_pages
+    figures, pages = engine.adapters.stats(), engine.memory.adapter_pages
     found = {
         "adapters": options.adapters,
         "files": min(options.files, options.adapters),

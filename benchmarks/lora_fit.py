@@ -18,6 +18,7 @@ import workloads
 
 from quire.bench.report import percentile
 from quire.core.config import EngineConfig
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
 from quire_lab.fit import nonnegative_least_squares
@@ -91,7 +92,7 @@ def simulated_run(num_adapters: int, resident: bool) -> float:
         for index, (prompt, output) in enumerate(workloads.lengths("sharegpt", 512)):
             sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
             adapter = names[draw.randrange(num_adapters)] if names else None
-            engine.add(f"{started} {index}", [7] * prompt, sampling, adapter=adapter)
+            engine.add(Request(f"{started} {index}", [7] * prompt, sampling, adapter=adapter))
         while engine.has_work:
             engine.step()
     return (engine.stats.num_generated_tokens - before) / (engine.clock() - started)

@@ -20,6 +20,7 @@ import workloads
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
+from quire.core.request import Request
 from quire.core.step import Step, StepResult
 from quire_lab.simulate.cost_model import StepCounts, count_step
 
@@ -87,7 +88,9 @@ def measure(shape: str, num_requests: int, device: str = "cuda") -> dict[str, An
             watched = llm.engine.watch(Watched)
             for number, (prompt, (_, output)) in enumerate(zip(prompts, sizes, strict=True)):
                 drawn = {"temperature": 0.8, "top_p": 0.95} if number % 2 else {}
-                llm.engine.add(str(number), prompt, greedy.changed(max_tokens=output, seed=number, **drawn))
+                llm.engine.add(
+                    Request(str(number), prompt, greedy.changed(max_tokens=output, seed=number, **drawn))
+                )
             began = time.perf_counter()
             while llm.engine.has_work:
                 llm.engine.step()

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 
 from quire import LLM, SamplingParams
+from quire.core.request import Request
 
 SAID = (
     "called a synchronizing CUDA operation"  # torch's words for a wait, and not those about the mode itself
@@ -19,7 +20,7 @@ CALLS = ((torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"), 
 def longest_waits(llm: LLM, prompts: list[list[int]], samplings: list[SamplingParams]) -> list[str]:
     """Where the host waited in the step in which it waited most often: one line for each wait."""
     for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-        llm.engine.add(str(i), prompt, sampling)
+        llm.engine.add(Request(str(i), prompt, sampling))
     most: list[str] = []
     while llm.engine.has_work:
         with counted() as waits:

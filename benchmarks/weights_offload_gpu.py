@@ -25,6 +25,7 @@ import workloads
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
+from quire.core.request import Request
 
 GIB = 1 << 30
 SMALL = workloads.SHAPES["llama1b"] | {
@@ -164,7 +165,9 @@ def decode_seconds(llm: LLM, options: argparse.Namespace, vocab_size: int) -> li
     prompts = workloads.prompts([(options.prompt, options.tokens)] * options.batch, vocab_size)
     sampling = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
-        engine.add(str(i), prompt if isinstance(prompt, list) else prompt["prompt_token_ids"], sampling)
+        engine.add(
+            Request(str(i), prompt if isinstance(prompt, list) else prompt["prompt_token_ids"], sampling)
+        )
     found = []
     last = time.perf_counter()
     while engine.has_work:

@@ -13,7 +13,7 @@ import quire
 from quire.cli import serve
 from quire.cli.parser import Parser
 from quire.core.config import EngineConfig
-from quire.link.admission import Bounds
+from quire.core.queue_bounds import QueueBounds
 from quire.link.client import EngineClient
 from quire.server.app import create_app
 from quire.server.service import Service
@@ -39,7 +39,7 @@ def objects() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def paths() -> set[str]:
-    app = create_app(Service(EngineClient(EngineConfig(), Bounds(1)), ServerSettings()))
+    app = create_app(Service(EngineClient(EngineConfig(), QueueBounds(1)), ServerSettings()))
     return set(app.openapi()["paths"])
 
 

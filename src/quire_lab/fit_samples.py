@@ -10,6 +10,7 @@ from quire.bench.drive import Bench
 from quire.bench.lengths import Lengths, fixed, named
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, build
 from quire_lab.fit import Sample
@@ -98,7 +99,7 @@ def _of_runs(
         watched = built.engine.watch(WatchedRunner)
         for index, one in enumerate(CASES[row["case"]]()):
             sampling = SamplingParams(max_tokens=one.num_output_tokens, ignore_eos=True)
-            built.engine.add(str(index), [index % 97 + 2] * one.num_prompt_tokens, sampling)
+            built.engine.add(Request(str(index), [index % 97 + 2] * one.num_prompt_tokens, sampling))
         while built.engine.has_work:
             built.engine.step()
         counts = [counts for counts, _ in watched.seen]

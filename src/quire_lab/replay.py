@@ -8,6 +8,7 @@ from quire.bench.lengths import Lengths
 from quire.bench.report import percentile
 from quire.core.clock import VirtualClock
 from quire.core.errors import ConfigError, InvalidRequest
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 from quire.engine.build import Built
@@ -159,7 +160,7 @@ class Replay:
             sampling = self._sampling(one.lengths.num_output_tokens)
             try:
                 prompt = [TOKEN] * one.lengths.num_prompt_tokens
-                self._engine.add(request_id, prompt, sampling, adapter=one.adapter)
+                self._engine.add(Request(request_id, prompt, sampling, adapter=one.adapter))
             except InvalidRequest:
                 self.found.num_refused += 1
                 self._on_finish()

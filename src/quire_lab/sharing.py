@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from quire.bench.lengths import Lengths, within
 from quire.core.config import SchedulerConfig
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
@@ -73,7 +74,7 @@ def measure_saving(
     prompts = random.Random(seed)
     for index, one in enumerate(held):
         prompt = [prompts.randrange(2, VOCABULARY) for _ in range(one.num_prompt_tokens)]
-        engine.add(str(index), prompt, sampling_for(method, width, one.num_output_tokens))
+        engine.add(Request(str(index), prompt, sampling_for(method, width, one.num_output_tokens)))
     memory, shared, unshared = engine.memory, 0, 0
     while engine.has_work:
         finished = {update.request_id for update in engine.step() if update.finish_reason}

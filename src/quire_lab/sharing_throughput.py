@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from quire.core.request import Request
 from quire.engine.build import Built
 from quire.engine.engine import Engine
 from quire_lab.sharing import WIDTHS, sampling_for
@@ -83,7 +84,7 @@ def _run(engine: Engine, prompts: Sequence[Sequence[int]], width: int) -> _Round
     held = alone = 0
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
-        engine.add(f"sharing-{width}-{index}", prompt, sampling_for("beam", width, OUTPUT_LEN))
+        engine.add(Request(f"sharing-{width}-{index}", prompt, sampling_for("beam", width, OUTPUT_LEN)))
     while engine.has_work:
         engine.step()
         held += memory.num_blocks - memory.num_free

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.bench.drive import Bench
 from quire.bench.lengths import Lengths
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import Step, StepResult
 from quire.engine.engine import StepRunner
@@ -98,7 +99,7 @@ def _run(bench: Bench, watched: WatchedRunner, cell: Cell) -> Seen:
     requests = bench.requests([Lengths(cell.context, SETTLING + cell.num_decodes)] * cell.num_sequences)
     for index, one in enumerate(requests):
         sampling = SamplingParams(temperature=0.0, max_tokens=one.sampling.max_tokens, ignore_eos=True)
-        bench.engine.add(f"cell-{index}", one.prompt_token_ids, sampling)
+        bench.engine.add(Request(f"cell-{index}", one.prompt_token_ids, sampling))
     while bench.engine.has_work:
         bench.engine.step()
     return list(watched.seen)

@@ -6,6 +6,7 @@ import pytest
 
 from quire import SamplingParams, StructuredOutput
 from quire.core.errors import InvalidRequest
+from quire.core.request import Request
 from quire.core.structured import MAX_BYTES, MAX_DEPTH
 from quire.link.messages import Add, decode_to_engine, encode
 
@@ -37,7 +38,9 @@ def test_a_schema_is_a_mapping_its_text_or_a_class():
 def test_sampling_parameters_take_a_plain_mapping_and_cross_the_link(said, form):
     sampling = SamplingParams(structured=said)
     assert sampling.structured == form
-    assert decode_to_engine(encode(Add("id", b"", sampling))).sampling.structured == form
+    assert (
+        decode_to_engine(encode(Add.of(Request("id", [], sampling)))).unpacked().sampling.structured == form
+    )
 
 
 def deep(levels: int) -> str:

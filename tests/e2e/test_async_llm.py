@@ -89,3 +89,29 @@ def test_a_fault_in_the_engine_reaches_every_caller():
                 await last(broken, "Hello again")
 
     asyncio.run(fault())
+
+
+def test_a_closed_engine_refuses_and_ends_what_is_open():
+    async def close():
+        closing = AsyncLLM(max_num_seqs=4, num_blocks=64)
+        stream = closing.generate("Once upon a time", GREEDY.changed(max_tokens=400))
+        await anext(stream)
+        await asyncio.get_running_loop().run_in_executor(None, closing.close)
+        with pytest.raises(EngineDead, match="closed"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineDead, match="closed"):
+            await last(closing, "Hello")
+
+    asyncio.run(close())
+
+
+def test_an_id_that_is_being_served_is_refused(engine):
+    async def twice():
+        stream = engine.generate("Once", GREEDY.changed(max_tokens=400), request_id="same")
+        await anext(stream)
+        with pytest.raises(InvalidRequest, match="already being served"):
+            await last(engine, "Hello", request_id="same")
+        await stream.aclose()
+
+    asyncio.run(twice())

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.core.errors import AdapterError
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.llm.llm import LLM
@@ -90,7 +91,7 @@ def test_steps_go_on_while_a_file_is_read_and_the_name_is_unknown_until_then(llm
     assert _tokens_beside(engine) == expected
     assert not loaded.done()
     with pytest.raises(AdapterError, match="no adapter 'new'"):
-        engine.add("early", PROMPT, GREEDY, adapter="new")
+        engine.add(Request("early", PROMPT, GREEDY, adapter="new"))
     held.let_go()
     _finish(engine)
     assert loaded.result(0) is None
@@ -100,7 +101,7 @@ def test_steps_go_on_while_a_file_is_read_and_the_name_is_unknown_until_then(llm
 
 def _tokens_beside(engine: Engine) -> list[int]:
     """One request from its first to its last token, while a load keeps the engine from being idle."""
-    engine.add("beside", PROMPT, GREEDY, adapter="one")
+    engine.add(Request("beside", PROMPT, GREEDY, adapter="one"))
     found: list[int] = []
     while len(found) < 6:
         for update in engine.step():
@@ -115,7 +116,9 @@ def test_a_known_name_means_what_it_meant_until_another_is_read(llm, held):
     replaced = engine.adapters.load("name", "held")
     after = engine.adapters.load("name", "two")  # asked for last, and read last
     _until_read(held, engine)
-    engine.add("beside", PROMPT, GREEDY, adapter="name")  # is not done before the name means something else
+    engine.add(
+        Request("beside", PROMPT, GREEDY, adapter="name")
+    )  # is not done before the name means something else
     assert engine.adapters.library.name_of(engine.adapters._keys["beside"]) == "name"
     held.let_go()
     found: list[int] = []
@@ -165,7 +168,7 @@ def test_loads_that_fail_say_why_and_leave_nothing(llm, folder):
     for path, reason in (("..", "outside"), ("nothing", "no folder")):
         with pytest.raises(AdapterError, match=reason):
             engine.adapters.load("name", path)
-    assert engine.adapters.figures().num_failures == 5
+    assert engine.adapters.stats().num_failures == 5
     assert not engine.has_work
     assert _tokens(llm, "name") == expected
     assert len(os.listdir("/proc/self/fd")) <= files
@@ -182,14 +185,14 @@ def test_a_load_that_ends_never_takes_what_the_next_step_merges(tmp_path, folder
         loaded = engine.adapters.load("new", "two")
         engine.step()
         wait(engine.adapters.library.loading(), timeout=60)
-        engine.add("asked", PROMPT, GREEDY, adapter="one")
+        engine.add(Request("asked", PROMPT, GREEDY, adapter="one"))
         assert _finish(engine) == expected
         assert loaded.done()
 
 
 def test_reads_that_nobody_wants_any_more_keep_no_engine_awake(llm, folder, held):
     engine = llm.engine
-    engine.add("gone", PROMPT, GREEDY, adapter="one")
+    engine.add(Request("gone", PROMPT, GREEDY, adapter="one"))
     engine.step()
     engine.abort("gone")
     wait(engine.adapters.library.loading(), timeout=60)
@@ -228,7 +231,7 @@ def test_loads_unloads_and_requests_at_random_leave_nothing(llm, folder):
             with suppress(AdapterError):  # it may not be there
                 engine.adapters.remove(name)
         with suppress(AdapterError):
-            engine.add(f"{number}", PROMPT * draw.randrange(1, 5), GREEDY, adapter=name)
+            engine.add(Request(f"{number}", PROMPT * draw.randrange(1, 5), GREEDY, adapter=name))
         for _ in range(draw.randrange(4)):
             assert all(update.error is None for update in engine.step())
     _finish(engine)
@@ -260,7 +263,7 @@ def test_an_engine_that_closes_tells_those_who_wait_for_a_load(llm, held):
 def test_what_was_loaded_before_has_its_name_at_once(llm, held):
     engine = llm.engine
     engine.adapters.restore("new", "held")
-    engine.add("early", PROMPT, GREEDY, adapter="new")
+    engine.add(Request("early", PROMPT, GREEDY, adapter="new"))
     _until_read(held, engine)
     held.let_go()
     assert _finish(engine) == _tokens(llm, "new") == _tokens(llm, "held")

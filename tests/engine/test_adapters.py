@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.core.errors import AdapterError
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.kernels.registry import alternatives
 from quire.llm.llm import LLM
@@ -159,7 +160,7 @@ def test_an_adapter_that_fails_to_load_fails_its_own_requests_only(model, folder
     with _llm(model, enable_lora=True, lora_modules=modules) as llm:
         engine = llm.engine
         for i, name in enumerate(["small", "broken", None, "broken", "wide"]):
-            engine.add(str(i), PROMPTS[i], GREEDY, adapter=name)
+            engine.add(Request(str(i), PROMPTS[i], GREEDY, adapter=name))
         found: dict[str, list[int]] = {}
         errors: dict[str, str] = {}
         while engine.has_work:
@@ -172,7 +173,7 @@ def test_an_adapter_that_fails_to_load_fails_its_own_requests_only(model, folder
         assert [found["0"], found["2"], found["4"]] == [alone["small"][0], alone[None][2], alone["wide"][4]]
         engine.check_integrity()
         with pytest.raises(AdapterError, match="broken"):
-            engine.add("again", PROMPTS[0], GREEDY, adapter="broken")
+            engine.add(Request("again", PROMPTS[0], GREEDY, adapter="broken"))
 
 
 def test_a_popular_adapter_cannot_starve_the_rest(model, folder):
@@ -180,9 +181,9 @@ def test_a_popular_adapter_cannot_starve_the_rest(model, folder):
     with _llm(model, folder, max_num_seqs=4) as llm:
         engine = llm.engine
         for i in range(60):
-            engine.add(f"popular-{i}", PROMPTS[0], GREEDY, adapter="small")
-        engine.add("other", PROMPTS[0], GREEDY, adapter="attention")
-        engine.add("base", PROMPTS[0], GREEDY)
+            engine.add(Request(f"popular-{i}", PROMPTS[0], GREEDY, adapter="small"))
+        engine.add(Request("other", PROMPTS[0], GREEDY, adapter="attention"))
+        engine.add(Request("base", PROMPTS[0], GREEDY))
         ended: list[str] = []
         while engine.has_work:
             ended += [update.request_id for update in engine.step() if update.finish_reason]
@@ -220,7 +221,7 @@ def _soak(model: Path, num_requests: int, seed: int, **settings) -> None:
                 names = [None, *sorted(loaded)]
                 prompt = [random_.randrange(90) for _ in range(random_.randrange(1, 40))]
                 sampling = GREEDY.changed(max_tokens=random_.randrange(1, 12), n=1, temperature=0)
-                engine.add(str(served), prompt, sampling, adapter=random_.choice(names))
+                engine.add(Request(str(served), prompt, sampling, adapter=random_.choice(names)))
                 served, live = served + 1, live + 1
             if action > 0.99:
                 live -= engine.abort(str(random_.randrange(max(1, served - 30), served + 1)))
@@ -237,7 +238,7 @@ def _soak(model: Path, num_requests: int, seed: int, **settings) -> None:
         assert engine.memory.num_free == engine.memory.num_blocks
         assert pages.stats.num_evictions > 0
         assert not engine.adapters.library._entries
-        assert engine.adapters.figures().running == engine.adapters.figures().waiting == ()
+        assert engine.adapters.stats().running == engine.adapters.stats().waiting == ()
 
 
 def test_soak(model):

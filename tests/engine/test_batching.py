@@ -8,6 +8,7 @@ from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.core.ints import ints
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import StepResult
 from quire.engine.engine import Engine
@@ -57,7 +58,7 @@ def make(requests=CLASSIC, num_rows=4, clock=None, **settings):
 def add(engine, requests=CLASSIC, names=None):
     for i, (name, (num_prompt_tokens, _)) in enumerate(requests.items()):
         if names is None or name in names:
-            engine.add(name, [10 + i] * num_prompt_tokens, SamplingParams(max_tokens=20))
+            engine.add(Request(name, [10 + i] * num_prompt_tokens, SamplingParams(max_tokens=20)))
 
 
 def run(engine):
@@ -167,7 +168,7 @@ def test_a_window_of_wall_time_passes_without_a_busy_loop():
 
 def test_who_hangs_up_leaves_a_static_batch_at_once():
     engine, _ = make(steps_in_flight=0, batching="static")
-    engine.add("twins", [10] * 4, SamplingParams(max_tokens=20, n=2))
+    engine.add(Request("twins", [10] * 4, SamplingParams(max_tokens=20, n=2)))
     add(engine, names=("S2",))
     while len(engine.scheduler.ended) < 1:
         engine.step()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.core.config import EngineConfig
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
 from quire.engine.engine import Engine
@@ -46,7 +47,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def _answers(engine: Engine) -> tuple[list[list[int]], list[list[tuple]]]:
     """Tokens, and logprobs as they are."""
     for index, prompt in enumerate(PROMPTS):
-        engine.add(str(index), list(prompt), SAMPLING)
+        engine.add(Request(str(index), list(prompt), SAMPLING))
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     scores: list[list[tuple]] = [[] for _ in PROMPTS]
     while engine.has_work:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.config import EngineConfig
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
 from quire.runner.cuda import CudaOps
@@ -82,7 +83,7 @@ def _outputs(
     )
     engine = building.build(config).engine
     for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
-        engine.add(str(index), prompt, sampling)
+        engine.add(Request(str(index), prompt, sampling))
     found: dict[tuple[str, int], tuple] = {}
     while engine.has_work:
         for update in engine.step():

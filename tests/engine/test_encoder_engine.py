@@ -6,17 +6,14 @@ import numpy
 import pytest
 
 from quire.core.errors import InvalidRequest, QueueFull
-from quire.engine.encoder_engine import EncoderEngine, EncoderLimits
+from quire.core.queue_bounds import QueueBounds
+from quire.core.request import EmbedRequest
+from quire.engine.encoder_engine import EncoderEngine
+from quire.engine.validation import Limits
 from quire.runner.encoder_runner import Vectors
 
-LIMITS = EncoderLimits(
-    vocab_size=100,
-    max_model_len=10,
-    max_num_seqs=3,
-    max_num_batched_tokens=12,
-    max_queue_requests=4,
-    max_queue_tokens=60,
-)
+LIMITS = Limits(vocab_size=100, max_model_len=10, max_num_seqs=3)
+BOUNDS = QueueBounds(max_requests=4, max_tokens=60)
 
 
 class Summing:
@@ -43,10 +40,10 @@ def drained(engine: EncoderEngine) -> dict[tuple[str, int], list[float]]:
 
 def test_texts_run_in_order_of_arrival_within_both_limits_of_a_step() -> None:
     runner = Summing()
-    engine = EncoderEngine(LIMITS, runner)
-    engine.add("a", [[1] * 5, [2] * 5, [3] * 4])
-    engine.add("b", [[4]])
-    engine.add("c", [[5], [6]])
+    engine = EncoderEngine(LIMITS, 12, runner, BOUNDS)
+    engine.add(EmbedRequest("a", [[1] * 5, [2] * 5, [3] * 4]))
+    engine.add(EmbedRequest("b", [[4]]))
+    engine.add(EmbedRequest("c", [[5], [6]]))
     assert (engine.num_waiting, engine.num_waiting_tokens) == (3, 17)
     found = drained(engine)
     assert runner.steps == [
@@ -67,9 +64,9 @@ def test_texts_run_in_order_of_arrival_within_both_limits_of_a_step() -> None:
 
 def test_an_aborted_request_takes_no_more_steps() -> None:
     runner = Summing()
-    engine = EncoderEngine(LIMITS, runner)
-    engine.add("a", [[1] * 10] * 3)
-    engine.add("b", [[2]])
+    engine = EncoderEngine(LIMITS, 12, runner, BOUNDS)
+    engine.add(EmbedRequest("a", [[1] * 10] * 3))
+    engine.add(EmbedRequest("b", [[2]]))
     engine.step()
     assert engine.abort("a")
     assert not engine.abort("a")
@@ -88,30 +85,30 @@ def test_an_aborted_request_takes_no_more_steps() -> None:
     ],
 )
 def test_what_can_never_run_is_refused_whole(texts: list[list[int]], message: str) -> None:
-    engine = EncoderEngine(LIMITS, Summing())
+    engine = EncoderEngine(LIMITS, 12, Summing(), BOUNDS)
     with pytest.raises(InvalidRequest, match=message) as caught:
-        engine.add("a", [[1], *texts] if texts else texts)
+        engine.add(EmbedRequest("a", [[1], *texts] if texts else texts))
     assert caught.value.param == "input"
     assert not engine.has_work
 
 
 def test_the_queue_is_bounded() -> None:
-    engine = EncoderEngine(LIMITS, Summing())
-    engine.add("a", [[1] * 10] * 5)
+    engine = EncoderEngine(LIMITS, 12, Summing(), BOUNDS)
+    engine.add(EmbedRequest("a", [[1] * 10] * 5))
     with pytest.raises(InvalidRequest, match="already being served"):
-        engine.add("a", [[1]])
-    with pytest.raises(QueueFull, match="50 tokens are waiting and 20 more would pass 60"):
-        engine.add("b", [[1] * 10] * 2)
+        engine.add(EmbedRequest("a", [[1]]))
+    with pytest.raises(QueueFull, match="50 prompt tokens are waiting and 20 more would pass 60"):
+        engine.add(EmbedRequest("b", [[1] * 10] * 2))
     for name in "cde":
-        engine.add(name, [[1]])
+        engine.add(EmbedRequest(name, [[1]]))
     with pytest.raises(QueueFull, match="4 requests are waiting"):
-        engine.add("f", [[1]])
+        engine.add(EmbedRequest("f", [[1]]))
     assert len(drained(engine)) == 8
 
 
 def test_a_vector_that_is_none_fails_its_own_text_alone() -> None:
-    engine = EncoderEngine(LIMITS, Summing())
-    engine.add("a", [[1], [99], [2]])
+    engine = EncoderEngine(LIMITS, 12, Summing(), BOUNDS)
+    engine.add(EmbedRequest("a", [[1], [99], [2]]))
     first, second, third = engine.step()
     assert (first.error, third.error) == (None, None)
     assert second.vector == b""

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.core.clock import VirtualClock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import InvalidRequest, QueueFull
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.speculation import SpeculativeConfig
 from quire.engine.engine import Engine
@@ -97,7 +98,9 @@ class EngineMachine(RuleBasedStateMachine):
         sampling = SamplingParams(n=n, max_tokens=max_tokens)
         try:
             self.engine.add(
-                request_id, prompt, sampling, cache_salt=salt, priority=place, tenant=f"tenant {place}"
+                Request(
+                    request_id, prompt, sampling, cache_salt=salt, priority=place, tenant=f"tenant {place}"
+                )
             )
         except (InvalidRequest, QueueFull):
             return
@@ -124,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
             early_stopping=early,
         )  # fmt: skip
         try:
-            self.engine.add(request_id, prompt, sampling)
+            self.engine.add(Request(request_id, prompt, sampling))
         except (InvalidRequest, QueueFull):
             return
         found = expected_beams(prompt, width, max_tokens, penalty, early)
@@ -215,10 +218,10 @@ def test_a_request_that_a_full_device_sends_back_knows_its_last_token():
     )
     prompts, found = {"a": [1, 2, 3], "b": [4, 5]}, {"a": [], "b": [], "newest": []}
     for name, prompt in prompts.items():
-        engine.add(name, prompt, SamplingParams(max_tokens=10))
+        engine.add(Request(name, prompt, SamplingParams(max_tokens=10)))
     for count in range(100):
         if count == 3:
-            engine.add("newest", [9, 9, 9], SamplingParams(max_tokens=3))
+            engine.add(Request("newest", [9, 9, 9], SamplingParams(max_tokens=3)))
             runner.is_full = True
         for update in engine.step():
             found[update.request_id].extend(update.token_ids)

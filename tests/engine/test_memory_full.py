@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire.core.config import EngineConfig
+from quire.core.request import Request
 from quire.core.structured import StructuredOutput
 from quire.engine import build as building
 from quire.engine.engine import Engine
@@ -81,7 +82,7 @@ def _engine(folder: Path, **settings: object) -> Engine:
 def _run(engine: Engine, adapters: Listed[str | None] = (None,) * 6) -> tuple[Answers, dict[str, str]]:
     """What was said, and the errors of those who were shed."""
     for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
-        engine.add(str(index), prompt, sampling, adapter=adapters[index])
+        engine.add(Request(str(index), prompt, sampling, adapter=adapters[index]))
     found: Answers = {}
     errors: dict[str, str] = {}
     for _ in range(500):

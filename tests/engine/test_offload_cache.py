@@ -15,6 +15,7 @@ import pytest
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
 from quire.runner.disk_tier import FileDiskTier
@@ -56,7 +57,7 @@ class Home:
     def answer(self, asked):
         found = []
         for prompt in asked:
-            self.engine.add(f"r{self.count}", prompt, SAMPLING)
+            self.engine.add(Request(f"r{self.count}", prompt, SAMPLING))
             self.count += 1
             found.append([])
             while self.engine.has_work:

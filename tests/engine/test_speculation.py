@@ -13,6 +13,7 @@ import torch
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.ints import Ints
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.speculation import parse_speculative
 from quire.engine import build as building
@@ -73,7 +74,7 @@ def other(tmp_path: Path) -> Callable[..., str]:
 def _answers(engine: Engine) -> Answers:
     """Tokens, then logprobs as (token, rank) pairs, then why it ended."""
     for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
-        engine.add(str(index), prompt, sampling)
+        engine.add(Request(str(index), prompt, sampling))
     found: Answers = {}
     while engine.has_work:
         for update in engine.step():
@@ -222,7 +223,7 @@ def test_trees_are_refused_where_a_gpu_would_get_them_wrong(folder: Path) -> Non
 def test_a_full_batch_drafts_nothing(folder: Path) -> None:
     engine = _engine_of(folder, speculative_config={**NGRAM, "disable_by_batch_size": 2})
     for index in range(3):
-        engine.add(str(index), REPEATING, SAMPLINGS[0])
+        engine.add(Request(str(index), REPEATING, SAMPLINGS[0]))
     for _ in range(12):
         engine.step()
     assert len(engine.scheduler.running) == 3
@@ -241,7 +242,7 @@ def test_what_a_draft_left_behind_is_found_again_by_others(folder: Path) -> None
 
 
 def _run(engine: Engine, prompt: list[int] | Ints, sampling: SamplingParams) -> list[int]:
-    engine.add("one", prompt, sampling)
+    engine.add(Request("one", prompt, sampling))
     found: list[int] = []
     while engine.has_work:
         for update in engine.step():
@@ -303,7 +304,7 @@ def _third_tokens(engine: Engine, seeds: Iterable[int | None]) -> list[int]:
     found: dict[str, list[int]] = {}
     for index, seed in enumerate(seeds):
         sampling = SamplingParams(temperature=0.4, max_tokens=4, ignore_eos=True, seed=seed)
-        engine.add(str(index), REPEATING, sampling)
+        engine.add(Request(str(index), REPEATING, sampling))
     while engine.has_work:
         for update in engine.step():
             found.setdefault(update.request_id, []).extend(update.token_ids)

@@ -6,6 +6,7 @@ import pytest
 
 from quire.core.clock import VirtualClock
 from quire.core.config import MemoryConfig, SchedulerConfig
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
@@ -27,9 +28,11 @@ def run(reservation, block_size=1, num_requests=40, batching="continuous", **sam
     for name in range(num_requests):
         prompt = [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(2, 12))]
         engine.add(
-            str(name),
-            prompt,
-            SamplingParams(max_tokens=draw.randint(3, 40), ignore_eos=True, **sampling),
+            Request(
+                str(name),
+                prompt,
+                SamplingParams(max_tokens=draw.randint(3, 40), ignore_eos=True, **sampling),
+            )
         )
     sampler, num_running = MemoryUsageSampler(memory), []
     for step in range(3000):

@@ -10,6 +10,7 @@ import pytest
 from quire.core.config import SchedulerConfig
 from quire.core.errors import InvalidRequest
 from quire.core.ints import ints
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import Step, StepResult
 from quire.core.structured import StructuredOutput
@@ -131,7 +132,7 @@ def test_tokens_are_the_same_whatever_else_happens(compiler, in_flight, num_bloc
         form, n = FORMS[i % 4], (1, 1, 2, 3)[i // 4 % 4]
         prompt = [5, 6, 7, 8, 9][: 1 + i % 5] + [10 + i] * (1 + i % 3)
         limit = (4, 12, 20)[i % 3]
-        engine.add(f"r{i}", prompt, SamplingParams(n=n, max_tokens=limit, structured=form))
+        engine.add(Request(f"r{i}", prompt, SamplingParams(n=n, max_tokens=limit, structured=form)))
         for index in range(n):
             wanted[f"r{i}", index] = expected(compiler, prompt, form, index, limit)
     assert run(engine) == wanted
@@ -143,8 +144,8 @@ def test_tokens_are_the_same_whatever_else_happens(compiler, in_flight, num_bloc
 def test_a_whole_text_ends_at_once_whatever_end_tokens_and_min_tokens_say(compiler, in_flight):
     engine = make_engine(compiler, in_flight)
     form = FORMS[3]
-    engine.add("a", [5], SamplingParams(max_tokens=30, min_tokens=20, structured=form))
-    engine.add("b", [5], SamplingParams(max_tokens=30, ignore_eos=True, structured=form))
+    engine.add(Request("a", [5], SamplingParams(max_tokens=30, min_tokens=20, structured=form)))
+    engine.add(Request("b", [5], SamplingParams(max_tokens=30, ignore_eos=True, structured=form)))
     for tokens, reason in run(engine).values():
         text = b"".join(VOCABULARY.tokens[one] for one in tokens if one != END).decode()
         assert (text in ("yes", "no", "nobody"), reason) == (True, "stop")
@@ -156,16 +157,18 @@ def test_others_run_while_a_grammar_compiles_and_an_abort_frees_its_place(in_fli
     slow = Compiler(lambda: go_on.wait(30) and VOCABULARY)
     engine = make_engine(slow, in_flight)
     try:
-        engine.add("slow", [5], SamplingParams(max_tokens=8, structured=FORMS[1]))
-        engine.add("gone", [5], SamplingParams(max_tokens=8, structured=FORMS[1]))
+        engine.add(Request("slow", [5], SamplingParams(max_tokens=8, structured=FORMS[1])))
+        engine.add(Request("gone", [5], SamplingParams(max_tokens=8, structured=FORMS[1])))
         engine.add(
-            "wrong",
-            [5],
-            SamplingParams(n=2, max_tokens=8, structured=StructuredOutput.regex("(", param="regex")),
+            Request(
+                "wrong",
+                [5],
+                SamplingParams(n=2, max_tokens=8, structured=StructuredOutput.regex("(", param="regex")),
+            )
         )
-        engine.add("plain", [5], SamplingParams(max_tokens=8))
+        engine.add(Request("plain", [5], SamplingParams(max_tokens=8)))
         with pytest.raises(InvalidRequest, match="already being served"):
-            engine.add("slow", [5], SamplingParams())
+            engine.add(Request("slow", [5], SamplingParams()))
         updates = []
         while not any(update.finish_reason for update in updates):
             updates += engine.step()
@@ -186,7 +189,7 @@ def test_others_run_while_a_grammar_compiles_and_an_abort_frees_its_place(in_fli
         ]
         assert "unclosed group" in wrong[0].error
         with pytest.raises(InvalidRequest, match="unclosed group"):
-            engine.add("wrong again", [5], SamplingParams(structured=StructuredOutput.regex("(")))
+            engine.add(Request("wrong again", [5], SamplingParams(structured=StructuredOutput.regex("("))))
         engine.check_integrity()
     finally:
         go_on.set()
@@ -200,8 +203,8 @@ def test_a_grammar_that_passes_its_bounds_fails_its_request_alone(compiler, in_f
         "(a?){3000}a{3000}"
     )  # compiles, but costs too much from its first token on
     compiler.submit(heavy).result(30)
-    engine.add("heavy", [5], SamplingParams(max_tokens=30, structured=heavy))
-    engine.add("light", [5, 6], SamplingParams(max_tokens=30, structured=FORMS[1]))
+    engine.add(Request("heavy", [5], SamplingParams(max_tokens=30, structured=heavy)))
+    engine.add(Request("light", [5, 6], SamplingParams(max_tokens=30, structured=FORMS[1])))
     found = run(engine)
     assert found["heavy", 0][1] == "error"
     assert found["light", 0] == expected(compiler, [5, 6], FORMS[1], 0, 30)
@@ -215,4 +218,4 @@ def test_without_a_compiler_a_form_is_refused():
         MaskedPageRunner(16, 4),
     )
     with pytest.raises(InvalidRequest, match="not available"):
-        engine.add("a", [5], SamplingParams(structured=FORMS[1]))
+        engine.add(Request("a", [5], SamplingParams(structured=FORMS[1])))

@@ -10,6 +10,7 @@ import torch
 from quire import LLM
 from quire.core.config import SchedulerConfig
 from quire.core.ints import ints
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import BeamCandidates, BeamSet
 from quire.core.structured import StructuredOutput
@@ -131,12 +132,12 @@ def test_the_hypotheses_are_those_of_a_search_written_out(compiler, in_flight, n
             n=(1, 2, 3)[i % 3], best_of=(1, 2, 3, 4)[i // 4] if i >= 8 else 3, use_beam_search=True, max_tokens=limit,
             length_penalty=(1.0, 0.0)[i % 2], early_stopping=i % 5 == 0, structured=forms[i % 4],
         )  # fmt: skip
-        engine.add(f"b{i}", prompt, asked)
+        engine.add(Request(f"b{i}", prompt, asked))
         for index, answer in enumerate(expected_beams(compiler, prompt, asked)):
             wanted[f"b{i}", index] = answer
         if i % 4 == 0:  # others beside them, with a form and without
             form = FORMS[i // 4]
-            engine.add(f"s{i}", prompt, SamplingParams(max_tokens=limit, structured=form))
+            engine.add(Request(f"s{i}", prompt, SamplingParams(max_tokens=limit, structured=form)))
             wanted[f"s{i}", 0] = expected(compiler, prompt, form, 0, limit)
     assert run(engine) == wanted
     assert (engine.scheduler.stats.num_preemptions > 0) == (num_blocks == 18)
@@ -173,7 +174,7 @@ def test_a_whole_text_ends_at_once_whatever_min_tokens_and_ignore_eos_say(compil
         asked = SamplingParams(
             n=2, use_beam_search=True, max_tokens=12, structured=StructuredOutput.choice(["yes", "nobody"]), **settings,
         )  # fmt: skip
-        engine.add(str(i), [5 + i, 6], asked)
+        engine.add(Request(str(i), [5 + i, 6], asked))
     for tokens, reason in run(engine).values():
         assert bytes(token - 1 for token in tokens) in (b"yes", b"nobody")
         assert reason == "stop"
@@ -185,8 +186,10 @@ def test_a_grammar_that_passes_its_bounds_fails_its_request_alone(compiler, monk
 
     monkeypatch.setattr(StructuredOutputs, "continued", too_much)
     engine = make_engine(compiler, 1, 64, 64)
-    engine.add("b", [5, 6], SamplingParams(n=2, use_beam_search=True, max_tokens=8, structured=FORMS[1]))
-    engine.add("s", [5, 6], SamplingParams(max_tokens=8, structured=FORMS[1]))
+    engine.add(
+        Request("b", [5, 6], SamplingParams(n=2, use_beam_search=True, max_tokens=8, structured=FORMS[1]))
+    )
+    engine.add(Request("s", [5, 6], SamplingParams(max_tokens=8, structured=FORMS[1])))
     found = run(engine)
     assert found["b", 0] == ([], "error") == found["b", 1]
     assert found["s", 0] == expected(compiler, [5, 6], FORMS[1], 0, 8)

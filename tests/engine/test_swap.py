@@ -6,6 +6,7 @@ import random
 import pytest
 
 from quire.core.config import EngineConfig, SchedulerConfig
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
 from quire.engine.engine import Engine
@@ -41,7 +42,7 @@ def outputs(folder, **settings):
     chosen = random.Random(5)
     for index in range(10):
         prompt = [chosen.randrange(97) for _ in range(chosen.randrange(1, 13))] + [7, 8, 7, 8, 7]
-        engine.add(str(index), prompt, SAMPLINGS[index % len(SAMPLINGS)])
+        engine.add(Request(str(index), prompt, SAMPLINGS[index % len(SAMPLINGS)]))
     found = {}
     while engine.has_work:
         for update in engine.step():
@@ -98,7 +99,7 @@ def test_nothing_leaks_over_thousands_of_requests(count, mode):
         while sent < count and len(engine.scheduler.waiting) < 4:
             prompt = [chosen.randrange(1, VOCABULARY) for _ in range(chosen.randrange(1, 20))]
             n, max_tokens = chosen.choice([1, 1, 1, 2]), chosen.randrange(1, 24)
-            engine.add(str(sent), prompt, SamplingParams(n=n, max_tokens=max_tokens))
+            engine.add(Request(str(sent), prompt, SamplingParams(n=n, max_tokens=max_tokens)))
             for index in range(n):
                 wanted[str(sent), index] = expected(prompt, index, max_tokens)
             sent += 1
@@ -127,7 +128,9 @@ def test_swap_memory_is_made_ready_once_and_before_it_is_needed(folder):
     told = []
     engine.when_filling = lambda: told.append((engine.memory.usage, engine.scheduler.stats.num_preemptions))
     for index in range(6):
-        engine.add(str(index), [7] * 9, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        engine.add(
+            Request(str(index), [7] * 9, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        )
     while engine.has_work:
         engine.step()
     engine.close()

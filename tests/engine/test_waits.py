@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.core.config import EngineConfig
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
 from quire.sampling.logprobs import prompt_logprobs
@@ -78,7 +79,7 @@ def test_a_launch_reads_nothing_back(tmp_path: Path, monkeypatch, runner: type, 
     )  # fmt: skip
     engine = building.build(config).engine
     for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
-        engine.add(str(index), prompt, sampling)
+        engine.add(Request(str(index), prompt, sampling))
     watched = engine.watch(lambda inner: Watched(inner, monkeypatch))
     while engine.has_work:
         engine.step()

@@ -10,6 +10,7 @@ from quire.bench.lengths import Lengths
 from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
+from quire.core.request import Request
 from quire.core.structured import StructuredOutput
 from quire.engine.build import build
 from quire_lab.simulate.cost_model import CostModel, Factors, ModelNumbers, Rates, StepCounts
@@ -25,7 +26,7 @@ def built(**settings):
 
 def run(engine, prompts, sampling):
     for index, prompt in enumerate(prompts):
-        engine.add(str(index), prompt, sampling)
+        engine.add(Request(str(index), prompt, sampling))
     tokens = {}
     while engine.has_work:
         for update in engine.step():
@@ -108,7 +109,9 @@ def test_a_grammar_is_obeyed(tmp_path):
 def test_beams_obey_a_grammar_too():
     engine = build(EngineConfig.of(model=None, device="simulated:h200")).engine
     form = StructuredOutput.regex("[ab]{2,5}")
-    engine.add("b", [5, 6, 7], SamplingParams(n=2, use_beam_search=True, max_tokens=8, structured=form))
+    engine.add(
+        Request("b", [5, 6, 7], SamplingParams(n=2, use_beam_search=True, max_tokens=8, structured=form))
+    )
     ended = []
     while engine.has_work:
         ended += [(one.finish_reason, one.error) for one in engine.step() if one.finish_reason is not None]

@@ -7,6 +7,7 @@ import pytest
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
 from quire.kernels import native
@@ -33,7 +34,9 @@ def served(engine, names, length=40, num_tokens=30):
     draw = random.Random(1)
     for index, name in enumerate(names):
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=index)
-        engine.add(f"{index}", [draw.randrange(9, 99) for _ in range(length)], sampling, adapter=name)
+        engine.add(
+            Request(f"{index}", [draw.randrange(9, 99) for _ in range(length)], sampling, adapter=name)
+        )
     tokens, errors = {}, {}
     while engine.has_work:
         for update in engine.step():
@@ -94,13 +97,13 @@ def test_folders_need_their_config_only_and_reading_them_passes_time(tmp_path):
     assert len(tokens["0"]) == len(tokens["4"]) == 30
     assert set(errors) == {"3"}
     assert "no target_modules" in errors["3"]
-    held = cold.adapters.figures()
+    held = cold.adapters.stats()
     assert held.num_reads == 3
     first = cold.clock()
     assert first > held.host_bytes / DISK_BANDWIDTH
     served(cold, ["f0", "f1", "f2", None])
     assert cold.clock() - first < first
-    assert cold.adapters.figures().num_reads == 3
+    assert cold.adapters.stats().num_reads == 3
 
 
 @pytest.mark.parametrize("lora_memory", ["unified", "separate"])
@@ -118,7 +121,7 @@ def test_reads_whose_requests_were_aborted_do_not_keep_others_from_reading(tmp_p
         (tmp_path / f"f{index}" / "adapter_config.json").write_text(json.dumps(adapter(8)))
     engine = built(lora_dir=str(tmp_path))
     for index in range(count - 1):
-        engine.add(f"gone {index}", [7], SamplingParams(max_tokens=1), adapter=f"f{index}")
+        engine.add(Request(f"gone {index}", [7], SamplingParams(max_tokens=1), adapter=f"f{index}"))
     engine.scheduler.schedule()  # all of them are asked for, and none is there yet
     for index in range(count - 1):
         engine.abort(f"gone {index}")
@@ -154,16 +157,18 @@ def test_an_adapter_that_came_early_for_another_never_keeps_the_first_out(tmp_pa
     engine.adapters.add("host", {}, adapter(8))
     for index in range(100):  # idle adapters, until room for one more is all that is left
         engine.adapters.add(f"fill{index}", {}, adapter(8))
-        engine.add(f"f{index}", [5, 6, 7], short, adapter=f"fill{index}")
+        engine.add(Request(f"f{index}", [5, 6, 7], short, adapter=f"fill{index}"))
         finish(engine)
         size = engine.adapters.library.want(engine.adapters.library.resolve("host")).num_blocks
         if not pages.has_spare_room(2 * size, 0):
             break
     if "max_num_seqs" in settings:
-        engine.add("long", list(range(5, 605)), short)
+        engine.add(Request("long", list(range(5, 605)), short))
         engine.step()
     for name in ("disk", "host"):
-        engine.add(name, [5, 6, len(name)], SamplingParams(max_tokens=4, ignore_eos=True), adapter=name)
+        engine.add(
+            Request(name, [5, 6, len(name)], SamplingParams(max_tokens=4, ignore_eos=True), adapter=name)
+        )
     finish(engine)
     engine.check_integrity()
 

@@ -13,12 +13,13 @@ import pytest
 
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, WeightsError
+from quire.core.queue_bounds import QueueBounds
+from quire.core.request import EmbedRequest, Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
+from quire.engine.streams import Stream
 from quire.link import supervise
-from quire.link.admission import Ask, Bounds
 from quire.link.client import EngineClient
-from quire.link.stream import Stream
 
 pytestmark = pytest.mark.e2e
 SMALL = {"num_blocks": 64, "max_num_seqs": 4}
@@ -27,7 +28,7 @@ LONG = SamplingParams(max_tokens=600, temperature=0, ignore_eos=True)
 
 def with_engine(use: Callable[[EngineClient], Awaitable[None]], **options: float) -> None:
     async def run() -> None:
-        client = EngineClient(EngineConfig.of(**SMALL), Bounds(8), **options)
+        client = EngineClient(EngineConfig.of(**SMALL), QueueBounds(8), **options)
         try:
             await client.start()
             await use(client)
@@ -57,29 +58,56 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 def test_requests_are_answered_refused_aborted_and_leave_no_trace():
     async def use(client: EngineClient) -> None:
         greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-        answered = await collect(client.submit([Ask("a", [1, 2, 3], greedy)]))
+        answered = await collect(client.submit([Request("a", [1, 2, 3], greedy)]))
         assert sum(len(u.token_ids) for u in answered) == 5
-        again = await collect(client.submit([Ask("b", [1, 2, 3], greedy)]))
+        again = await collect(client.submit([Request("b", [1, 2, 3], greedy)]))
         assert [u.token_ids for u in again] == [u.token_ids for u in answered]
 
         with pytest.raises(InvalidRequest, match="outside the vocabulary"):
-            await client.submit([Ask("c", [2**31 - 1], greedy)]).updates()
+            await client.submit([Request("c", [2**31 - 1], greedy)]).updates()
 
-        stream = client.submit([Ask("d", [1, 2, 3], LONG)])
+        stream = client.submit([Request("d", [1, 2, 3], LONG)])
         await stream.updates()
-        assert client.admission.num_running == 1
+        assert client.queue.num_running == 1
         stream.close()
-        await until(lambda: client.figures.num_running == 0)
+        await until(lambda: client.queue.num_running == 0)
         assert await client.check_integrity() is None
-        assert (client.num_open, client.figures.num_blocks_used) == (0, 0)
+        assert (client.num_open, client.stats.pool.num_blocks_used) == (0, 0)
 
     with_engine(use)
+
+
+def test_an_encoder_answers_through_the_same_client():
+    async def run() -> None:
+        config = EngineConfig.of(model="sentence-transformers/all-MiniLM-L6-v2")
+        client = EngineClient(config, QueueBounds(8), what="embedding engine")
+        try:
+            ready = await client.start()
+            assert ready.vectors is not None
+            stream = client.embed(EmbedRequest("a", [[101, 7592, 102], [101, 102]]))
+            pooled = await stream.updates()
+            while len(pooled) < 2:
+                pooled += await stream.updates()
+            assert [(text.index, len(text.vector)) for text in pooled] == [
+                (i, 4 * ready.vectors.width) for i in (0, 1)
+            ]
+            assert client.admission.num_waiting == 0
+            stream.done("a")
+            stream.close()
+            with pytest.raises(InvalidRequest, match=r"input\[1\] has no tokens"):
+                await client.embed(EmbedRequest("b", [[101], []])).updates()
+            await until(lambda: client.stats.steps.num_finished == 2)
+            assert client.num_open == 0
+        finally:
+            await client.close()
+
+    asyncio.run(run())
 
 
 def test_a_killed_engine_fails_what_was_under_way_and_comes_back():
     async def use(client: EngineClient) -> None:
         assert client.ready is not None
-        streams = [client.submit([Ask(f"r{i}", [1, 2, 3], LONG)]) for i in range(6)]
+        streams = [client.submit([Request(f"r{i}", [1, 2, 3], LONG)]) for i in range(6)]
         await streams[0].updates()
         first = client.ready.pid
         os.kill(first, signal.SIGKILL)
@@ -88,10 +116,10 @@ def test_a_killed_engine_fails_what_was_under_way_and_comes_back():
                 await collect(stream)
         assert not client.is_ready
         with pytest.raises(EngineDead, match="try again"):
-            client.submit([Ask("x", [1], LONG)])
+            client.submit([Request("x", [1], LONG)])
         await until(lambda: client.is_ready)
         assert (client.ready.pid != first, client.num_restarts, client.num_open) == (True, 1, 0)
-        assert await collect(client.submit([Ask("y", [1, 2], SamplingParams(max_tokens=2))]))
+        assert await collect(client.submit([Request("y", [1, 2], SamplingParams(max_tokens=2))]))
 
     with_engine(use)
 
@@ -100,10 +128,10 @@ def test_an_engine_that_is_stopped_under_a_request_is_given_up_and_replaced():
     async def use(client: EngineClient) -> None:
         assert client.ready is not None
         first = client.ready.pid
-        await collect(client.submit([Ask("a", [1, 2, 3], LONG.changed(max_tokens=4))]))
+        await collect(client.submit([Request("a", [1, 2, 3], LONG.changed(max_tokens=4))]))
         await asyncio.sleep(2.5)  # longer than it has for a step
         assert client.num_restarts == 0  # one that idles owes nothing
-        stream = client.submit([Ask("b", [1, 2, 3], LONG)])
+        stream = client.submit([Request("b", [1, 2, 3], LONG)])
         await stream.updates()
         os.kill(first, signal.SIGSTOP)
         with pytest.raises(EngineDead, match=r"no sign of life.*restarted"):
@@ -111,7 +139,7 @@ def test_an_engine_that_is_stopped_under_a_request_is_given_up_and_replaced():
         await until(lambda: client.is_ready)
         assert (client.ready.pid != first, client.num_restarts, client.num_open) == (True, 1, 0)
         assert not Path(f"/proc/{first}").exists()
-        assert await collect(client.submit([Ask("c", [1, 2], SamplingParams(max_tokens=2))]))
+        assert await collect(client.submit([Request("c", [1, 2], SamplingParams(max_tokens=2))]))
 
     with_engine(use, engine_timeout=2.0)
 
@@ -119,7 +147,7 @@ def test_an_engine_that_is_stopped_under_a_request_is_given_up_and_replaced():
 def test_an_engine_that_is_asked_to_leave_finishes_what_it_has():
     async def use(client: EngineClient) -> None:
         assert client.ready is not None
-        stream = client.submit([Ask("a", [1, 2, 3], LONG.changed(max_tokens=60))])
+        stream = client.submit([Request("a", [1, 2, 3], LONG.changed(max_tokens=60))])
         await stream.updates()
         os.kill(client.ready.pid, signal.SIGTERM)
         assert (await collect(stream))[-1].finish_reason == "length"
@@ -131,7 +159,7 @@ def test_an_engine_that_is_asked_to_leave_finishes_what_it_has():
 
 def test_a_model_that_cannot_be_loaded_is_one_clear_error_of_its_own_kind():
     async def run() -> None:
-        client = EngineClient(EngineConfig.of(model="./no/such/folder"), Bounds(8))
+        client = EngineClient(EngineConfig.of(model="./no/such/folder"), QueueBounds(8))
         try:
             with pytest.raises(
                 WeightsError, match=r"^\./no/such/folder: no such folder or file: check the path$"
@@ -159,7 +187,7 @@ def test_an_engine_that_said_why_it_stops_and_does_not_end_is_killed(monkeypatch
         return await asyncio.create_subprocess_exec(sys.executable, "-c", LINGERING, path)
 
     async def run() -> None:
-        client = EngineClient(EngineConfig.of(), Bounds(8))
+        client = EngineClient(EngineConfig.of(), QueueBounds(8))
         with pytest.raises(WeightsError, match="its last words"):
             await client.start()
         await client.close()
@@ -172,10 +200,10 @@ def test_an_engine_that_said_why_it_stops_and_does_not_end_is_killed(monkeypatch
 PARENT = """
 import asyncio, os, sys
 from quire.core.config import EngineConfig
-from quire.link.admission import Bounds
+from quire.core.queue_bounds import QueueBounds
 from quire.link.client import EngineClient
 async def run():
-    client = EngineClient(EngineConfig.of(num_blocks=64, max_num_seqs=4), Bounds(8))
+    client = EngineClient(EngineConfig.of(num_blocks=64, max_num_seqs=4), QueueBounds(8))
     ready = await client.start()
     print(ready.pid, client._channel.path, flush=True)
     await asyncio.sleep(60)

@@ -5,31 +5,31 @@ import threading
 from types import SimpleNamespace
 
 from quire.link import heartbeat
-from quire.link.heartbeat import SAME_STEP, STOPPED_SECONDS, TURNED, Pulse, beat
+from quire.link.heartbeat import SAME_STEP, STOPPED_SECONDS, TURNED, HeartbeatMonitor, start_heartbeat
 
 
 def test_only_an_engine_with_work_can_hang():
-    pulse = Pulse(timeout=100)
-    assert pulse.trouble(False, 1000) is None
-    assert pulse.trouble(True, 1000) is None  # from now on it owes something
-    assert pulse.trouble(True, 1000 + STOPPED_SECONDS - 1) is None
-    assert "no sign of life" in (pulse.trouble(True, 1000 + STOPPED_SECONDS + 1) or "")
-    assert pulse.trouble(False, 1040) is None
-    assert pulse.trouble(True, 1041) is None
+    monitor = HeartbeatMonitor(timeout=100)
+    assert monitor.failure(False, 1000) is None
+    assert monitor.failure(True, 1000) is None  # from now on it owes something
+    assert monitor.failure(True, 1000 + STOPPED_SECONDS - 1) is None
+    assert "no sign of life" in (monitor.failure(True, 1000 + STOPPED_SECONDS + 1) or "")
+    assert monitor.failure(False, 1040) is None
+    assert monitor.failure(True, 1041) is None
 
 
 def test_a_long_step_has_its_time_and_then_it_hangs():
-    pulse = Pulse(timeout=100)
-    pulse.trouble(True, 0)
+    monitor = HeartbeatMonitor(timeout=100)
+    monitor.failure(True, 0)
     for now in range(0, 100, 10):
-        pulse.take(SAME_STEP, now)
-        assert pulse.trouble(True, now) is None
-    pulse.take(SAME_STEP, 101)
-    assert "in one step for 101 s" in (pulse.trouble(True, 101) or "")
-    pulse.take(SAME_STEP + TURNED, 102)
-    assert pulse.trouble(True, 150) is not None  # 48 s without a beat
-    pulse.take(SAME_STEP, 150)
-    assert pulse.trouble(True, 150) is None
+        monitor.take(SAME_STEP, now)
+        assert monitor.failure(True, now) is None
+    monitor.take(SAME_STEP, 101)
+    assert "in one step for 101 s" in (monitor.failure(True, 101) or "")
+    monitor.take(SAME_STEP + TURNED, 102)
+    assert monitor.failure(True, 150) is not None  # 48 s without a beat
+    monitor.take(SAME_STEP, 150)
+    assert monitor.failure(True, 150) is None
 
 
 def test_beats_say_whether_the_loop_went_round_or_waits(monkeypatch):
@@ -37,8 +37,8 @@ def test_beats_say_whether_the_loop_went_round_or_waits(monkeypatch):
     reads, writes = os.pipe()
     due = threading.Semaphore(0)
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(sleep=lambda _seconds: due.acquire()))
-    loop = SimpleNamespace(num_turns=0, waits=False)
-    beat(writes, loop)
+    loop = SimpleNamespace(num_turns=0, is_idle=False)
+    start_heartbeat(writes, loop)
     said = [os.read(reads, 1)]
 
     def next_beat() -> None:
@@ -50,7 +50,7 @@ def test_beats_say_whether_the_loop_went_round_or_waits(monkeypatch):
         loop.num_turns += 1
         next_beat()
         next_beat()
-        loop.waits = True
+        loop.is_idle = True
         next_beat()
         next_beat()
         assert said == [TURNED, SAME_STEP, TURNED, SAME_STEP, TURNED, TURNED]

@@ -5,8 +5,12 @@ import io
 import pytest
 
 from quire.core.config import EngineConfig
+from quire.core.request import EmbedRequest, Pooled, Request
 from quire.core.sampling import SamplingParams
+from quire.core.stats import AdapterStats, EngineStats, KvPoolSize, QueueStats, StartStats, StepStats
 from quire.core.step import SequenceUpdate, TokenLogprobs
+from quire.engine.loop import Started, StepReport
+from quire.engine.validation import Limits
 from quire.link import messages as m
 
 SAMPLING = SamplingParams(
@@ -21,18 +25,24 @@ SAMPLING = SamplingParams(
     max_tokens=None,
     logprobs=3,
 )
+STATS = EngineStats(StepStats(num_steps=3, step_seconds=0.5), adapters=AdapterStats(running=("a",)))
+DESCRIBED = m.Described("{}", {"a": [1]}, {})
+START = StartStats(num_threads=2, max_num_batched_tokens=512, weights_bytes=1000, seconds=0.5)
 LOGPROBS = TokenLogprobs(5, -0.5, 2, (4, 5), (-0.25, -0.5))
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        m.Add("r", m.pack_ints([1, 2, 3]), SAMPLING, -5, "salt"),
+        m.Add.of(Request("r", [1, 2, 3], SAMPLING, priority=-5, cache_salt="salt", tenant="t", adapter="a")),
+        m.Embed.of(EmbedRequest("r", [[1, 2], [3]])),
         m.Abort(["a", "b"]),
         m.Stop("r", 3),
         m.ResetPrefixCache(1),
         m.CheckIntegrity(2),
-        m.GetStats(3),
+        m.LoadAdapter(3, "a", "path"),
+        m.UnloadAdapter(4, "a"),
+        m.RestoreAdapter("a", "path"),
         m.Shutdown(),
     ],
     ids=lambda message: type(message).__name__,
@@ -48,8 +58,9 @@ def test_what_goes_to_the_engine_arrives_as_it_was_sent(message):
         m.Note("compiling"),
         m.Failed("ConfigError", "no"),
         m.Refused("r", "invalid", "too long", "prompt"),
-        m.Done(1, m.Figures(num_running=2, step_seconds=0.5), "block 3"),
-        m.Ready("m", 1, m.Described("{}", {"a": [1]}, {}), SAMPLING, *range(1, 10), 0.5, ["line"]),
+        m.Done(1, QueueStats(2, 1), STATS, "block 3"),
+        m.Ready("m", 1, DESCRIBED, SAMPLING, Limits(9, 8, 7, (1,)), START, ["line"], KvPoolSize(5, 4, 96)),
+        m.Ready("e", 1, DESCRIBED, SAMPLING, Limits(9, 8, 7), START, [], vectors=m.VectorFormat(384, True)),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -65,12 +76,27 @@ def test_updates_of_a_sequence_keep_their_order_and_everything_they_hold():
         SequenceUpdate("c", 0, (), finish_reason="error", error="not finite"),
         SequenceUpdate("d", 0, (14, 15)),
     ]
-    packed = m.pack_updates(updates, [m.Began("a", 0.25)], m.Figures(num_running=3))
+    packed = m.pack_report(StepReport(updates, [Started("a", 0.25)], QueueStats(3, 0), STATS))
     assert packed.tokens.token_ids == [11]  # the usual kind travels in columns
     arrived = m.decode_from_engine(m.encode(packed))
     assert isinstance(arrived, m.Updates)
-    assert arrived.began == [m.Began("a", 0.25)]
+    assert (arrived.started, arrived.queue, arrived.stats) == ([Started("a", 0.25)], QueueStats(3, 0), STATS)
+    assert arrived.pooled == []
     assert sorted(m.unpack_updates(arrived), key=updates.index) == updates
+
+
+def test_requests_arrive_with_their_tokens():
+    request = Request("r", (1, 2**31 - 1), SAMPLING, tenant="t", adapter="a")
+    assert m.Add.of(request).unpacked() == request
+    embed = EmbedRequest("r", [[1, 2], [3], [4, 5, 6]])
+    assert m.Embed.of(embed).unpacked() == embed
+
+
+def test_vectors_of_an_encoder_arrive_in_their_own_list():
+    pooled = [Pooled("a", 0, b"1234", 5), Pooled("a", 1, b"", 2, "not finite")]
+    arrived = m.decode_from_engine(m.encode(m.pack_report(StepReport(pooled, [], QueueStats(), None))))
+    assert isinstance(arrived, m.Updates)
+    assert (arrived.pooled, m.unpack_updates(arrived), arrived.stats) == (pooled, [], None)
 
 
 def test_a_config_travels_through_a_pipe_whole():

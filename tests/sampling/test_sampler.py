@@ -6,9 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
-from quire.sampling import Sampler, SampleRequests, TokenMask, check_token_ids, logprob_entries
+from quire.sampling import Sampler, SampleRequests, TokenMask, logprob_entries
 from quire.sampling.random import Purpose, stream_key, uniforms
 from tests.sampling.oracle import Case, batch_of, edited_logits, raw_logprobs, weights_of
 
@@ -302,7 +301,7 @@ def test_an_all_greedy_batch_is_one_argmax(monkeypatch: pytest.MonkeyPatch) -> N
     assert got == [int(case.logits.argmax()) for case in cases]
 
 
-def test_unknown_token_ids_are_refused_at_admission_and_harmless_later(sampler: Sampler) -> None:
+def test_unknown_token_ids_which_admission_refuses_are_harmless(sampler: Sampler) -> None:
     for values in (
         {"logit_bias": {VOCAB: 1.0}},
         {"allowed_token_ids": (0, -1)},
@@ -310,8 +309,4 @@ def test_unknown_token_ids_are_refused_at_admission_and_harmless_later(sampler: 
         {"stop_token_ids": (VOCAB + 5,)},
     ):
         sampling = SamplingParams(temperature=0, **values)
-        with pytest.raises(InvalidRequest, match="0 to 36") as caught:
-            check_token_ids(sampling, VOCAB)
-        assert caught.value.param == next(iter(values))
         assert sampler(*batch_of([Case(sampling, (1,), 1, logits_of(1))])).finite.all()
-    check_token_ids(SamplingParams(logit_bias={VOCAB - 1: 1.0}), VOCAB)

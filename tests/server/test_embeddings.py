@@ -105,7 +105,7 @@ def test_a_whole_batch_comes_back_in_order(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"input": "word " * 400}, "input", r"input\[0\] has 402 tokens and all-MiniLM-L6-v2 takes 256"),
+        ({"input": "word " * 400}, "input", r"input\[0\] has 402 tokens and this model takes 256"),
         ({"input": ["x", "word " * 300]}, "input", r"input\[1\] has 302"),
         ({"input": []}, "input", "empty list"),
         ({"input": ["x"] * 2049}, "input", "2049 texts and one request may have 2048"),

@@ -7,8 +7,8 @@ import pytest
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, EngineDead, InvalidRequest, QueueFull
+from quire.core.queue_bounds import QueueBounds
 from quire.core.sampling import SamplingParams
-from quire.link.admission import Bounds
 from quire.link.client import EngineClient
 from quire.server.access import Keys, offered_key, read_key_file
 from quire.server.errors import ApiError, as_api_error, from_validation
@@ -159,7 +159,7 @@ def test_metrics_are_text_that_prometheus_reads():
     metrics.gap(0.03, 3)
     metrics.finished(2.0, 1.5, ["stop", "length"])
     metrics.http_request("/v1/models", 200)
-    client = EngineClient(EngineConfig(), Bounds(1))
+    client = EngineClient(EngineConfig(), QueueBounds(1))
     text = metrics.rendered([client]).decode()
     assert 'quire_time_to_first_token_seconds_bucket{le="0.5",model_name=""} 1.0' in text
     assert 'quire_inter_token_latency_seconds_count{model_name=""} 3.0' in text

@@ -4,10 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from quire.core.errors import ConfigError, FieldName, InvalidRequest
 from quire.core.sampling import SamplingParams
-from quire.observe.counters import Registry
 from quire.server.errors import ApiError, renamed_errors
 from quire.server.protocol.base import Usage
 from quire.server.protocol.responses import ResponseRequest
@@ -355,7 +355,7 @@ def stored(name: str, size: int = 1) -> Any:
 
 
 def test_the_least_recently_used_go_first():
-    registry = Registry()
+    registry = CollectorRegistry()
     store = ResponseStore(2, 10_000, registry)
     store.put(None, stored("a"), [])
     store.put(None, stored("b"), [{"id": "i"}])
@@ -365,7 +365,7 @@ def test_the_least_recently_used_go_first():
         store.get(None, "b", "previous_response_id")
     assert (caught.value.status, caught.value.param) == (404, "previous_response_id")
     assert [len(store), store.get(None, "a").owner] == [2, None]
-    assert registry.snapshot()["stored_responses"]["series"][0]["value"] == 2
+    assert registry.get_sample_value("quire_stored_responses") == 2
 
 
 def test_bytes_are_bounded_and_counted_back():

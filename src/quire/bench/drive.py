@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from quire.bench.lengths import Lengths
 from quire.core.errors import QuireError
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built
 from quire.engine.engine import Engine
@@ -98,7 +99,7 @@ class Bench:
         for request in requests:
             request_id = f"bench-{self._num_sent}"
             self._num_sent += 1
-            self.engine.add(request_id, request.prompt_token_ids, request.sampling)
+            self.engine.add(Request(request_id, request.prompt_token_ids, request.sampling))
             answers[request_id] = Answer(
                 request_id, request.sampling, self.tokenizer, clock=self.engine.clock
             )

@@ -16,6 +16,7 @@ from quire.bench.report import BenchReport, engine_record
 from quire.bench.table import aligned
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built
 from quire.text.template import ChatTemplate
@@ -118,7 +119,7 @@ def _answers(bench: Bench, requests: list[list[BenchRequest]]) -> dict[tuple[str
     tokens: dict[tuple[str, int], list[int]] = {}
     for batch_index, batch in enumerate(requests):
         for index, request in enumerate(batch):
-            engine.add(f"warm-{batch_index}-{index}", request.prompt_token_ids, request.sampling)
+            engine.add(Request(f"warm-{batch_index}-{index}", request.prompt_token_ids, request.sampling))
         while engine.has_work:
             for update in engine.step():
                 tokens.setdefault((update.request_id, update.index), []).extend(update.token_ids)

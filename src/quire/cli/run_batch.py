@@ -13,7 +13,7 @@ from quire.cli.parser import Parser
 from quire.cli.start import dim
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.link.messages import AnyReady
+from quire.link.messages import Ready
 from quire.llm.progress import load_progress
 from quire.observe import logs
 from quire.server.batch import BatchSummary, RowFile, count_lines, is_same_file, open_input, run_batch
@@ -82,7 +82,7 @@ def _run(
     logs.configure()
     shown = not arguments.quiet and sys.stderr.isatty()
 
-    def on_ready(ready: AnyReady) -> None:
+    def on_ready(ready: Ready) -> None:
         for line in () if arguments.quiet else ready.lines:
             print(dim(line, sys.stderr), file=sys.stderr)
 

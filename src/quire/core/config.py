@@ -155,7 +155,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = setting(
         None, "tokens per step (default: 512 on a CPU, 8192 on a GPU)"
     )
-    max_queue_requests: int = setting(65536, "requests that may wait")
+    max_queue_requests: int | None = setting(65536, "requests that may wait")
     max_queue_tokens: int | None = setting(None, "prompt tokens that may wait (default: no limit)")
     steps_in_flight: int = setting(1, "0 or 1: whether the next step is scheduled while one runs")
     batching: str = setting(

@@ -62,6 +62,10 @@ def renamed_field(field: str, names: Mapping[str, str]) -> str:
     return names.get(field) or names.get(root, root) + field[len(root) :]
 
 
+class ContextExceeded(InvalidRequest):
+    """The prompt alone fills the context, or a text is longer than an encoder takes."""
+
+
 class AdapterError(InvalidRequest):
     """An adapter that cannot be found, read or served; only requests that name it are refused."""
 

@@ -1,5 +1,6 @@
-"""Request: what a client asked for. Sequence: one stream of tokens that answers it."""
+"""Request: what a client asks for. Sequence: one stream of tokens that answers it. Pooled: an encoder's answer."""
 
+from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
@@ -9,23 +10,49 @@ from quire.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """What a client asks for. The engine works with a copy that holds what it decided when it accepted the request."""
+
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: abc.Sequence[int]
     sampling: SamplingParams
-    seed: int  # always a number here: an unseeded request was given one on arrival
-    max_len: int  # prompt and output together end here, whatever is generated
+    # The next four are set in the accepted copy: engine.validation.RequestValidator.accept.
+    seed: int = 0
+    max_len: int = 0  # prompt and output together end here
     stop_token_ids: frozenset[int] = (
         frozenset()
     )  # the model's end tokens (unless ignored) and the request's own
     arrival: float = 0.0  # seconds, monotonic clock
-    priority: int = 0  # lower runs first where the schedule asks for it
-    tenant: str = ""  # in whose account it is served, where the schedule shares fairly
+    priority: int = 0  # lower runs first with schedule="priority"
+    tenant: str = ""  # the account that schedule="fair" charges
     cache_salt: str = ""
-    adapter: str | None = None
+    adapter: str | None = None  # a name; in the accepted copy the key that the name stood for
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedRequest:
+    """Texts for an encoder, as token ids: each becomes one vector."""
+
+    request_id: str
+    texts: abc.Sequence[abc.Sequence[int]]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """An encoder's answer for one text."""
+
+    request_id: str
+    index: int  # of the text in its request
+    vector: bytes  # float32, native byte order; empty with an error
+    num_tokens: int
+    error: str | None = None
 
 
 class Phase(Enum):

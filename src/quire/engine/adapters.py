@@ -3,41 +3,21 @@
 import time
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from quire.adapters.store import AdapterStore
 from quire.core.errors import AdapterError
+from quire.core.stats import AdapterStats
 from quire.engine.adapter_loads import AdapterLoads
 from quire.memory.interface import Memory
 from quire.scheduler.adapter_admission import AdapterAdmission
 from quire.scheduler.merge_line import MergedAdapterAdmission
 
-NAMES_SECONDS = 0.5  # how old the names among the figures may be
+NAMES_SECONDS = 0.5  # how old the names among the stats may be
 MAX_NAMES = 100
 LOADING_WAIT = 0.005  # seconds that an engine with nothing else to do waits for a file at a time
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFigures:
-    """Gauges and counters as they stand; all zero where adapters are off."""
-
-    num_names: int = 0  # that were named or asked for so far
-    num_in_pages: int = 0
-    num_in_use: int = 0
-    num_blocks: int = 0  # of the pool, idle adapters included
-    num_blocks_in_use: int = 0
-    num_on_host: int = 0
-    host_bytes: int = 0
-    num_reads: int = 0  # from disk; this and all below only grow
-    num_failures: int = 0
-    num_loads: int = 0  # from host memory into pages
-    num_evictions: int = 0
-    num_uses: int = 0  # rows that began with an adapter
-    running: tuple[str, ...] = ()  # names
-    waiting: tuple[str, ...] = ()
 
 
 class Adapters:
@@ -49,6 +29,7 @@ class Adapters:
         self.library = library
         self.line = (MergedAdapterAdmission if merge else AdapterAdmission)(library, memory, max_adapters)
         self._loads = AdapterLoads(library)
+        self._memory = memory
         self._pages = memory.adapter_pages
         self._keys: dict[str, str] = {}  # by request
         self._named_at = 0.0
@@ -107,22 +88,25 @@ class Adapters:
         if loading:
             wait(loading, timeout=LOADING_WAIT, return_when=FIRST_COMPLETED)
 
-    def figures(self) -> AdapterFigures:
-        pages, library = self._pages, self.library
+    def stats(self) -> AdapterStats:
+        pages, library, memory = self._pages, self.library, self._memory
         running, waiting = self._names()
-        return AdapterFigures(
+        num_uses, num_loads = pages.stats.num_queries, pages.stats.num_loads
+        return AdapterStats(
             num_names=library.num_names,
-            num_in_pages=pages.num_resident,
-            num_in_use=pages.num_in_use,
+            num_blocks_kv=memory.num_blocks - memory.num_free - pages.num_blocks_in_use,
             num_blocks=pages.num_blocks,
             num_blocks_in_use=pages.num_blocks_in_use,
+            num_in_pages=pages.num_resident,
+            num_in_use=pages.num_in_use,
             num_on_host=library.num_held,
             host_bytes=library.held_bytes,
             num_reads=library.stats.num_loads,
             num_failures=library.stats.num_failures,
-            num_loads=pages.stats.num_loads,
+            num_loads=num_loads,
             num_evictions=pages.stats.num_evictions,
-            num_uses=pages.stats.num_queries,
+            num_uses=num_uses,
+            hit_rate=max(0, num_uses - num_loads) / max(1, num_uses),
             running=running,
             waiting=waiting,
         )

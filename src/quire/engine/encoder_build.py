@@ -9,9 +9,11 @@ import torch
 
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
+from quire.core.queue_bounds import QueueBounds
 from quire.engine.build import Progress, set_threads
 from quire.engine.build.resolve import CPU_BATCHED_TOKENS, Precision, resolve_precision
-from quire.engine.encoder_engine import EncoderEngine, EncoderLimits
+from quire.engine.encoder_engine import EncoderEngine
+from quire.engine.validation import Limits
 from quire.layers.encoder import Pooling
 from quire.layers.factory import LayerFactory
 from quire.models import registry
@@ -28,7 +30,7 @@ GPU_BATCHED_TOKENS = 32768  # whole texts fill a GPU better than a queue of smal
 
 @dataclass(frozen=True, slots=True)
 class EncoderReport:
-    """What was decided at start, for people and for metrics."""
+    """Limits, sizes and formats that the start decided."""
 
     model: str
     numbers: Precision
@@ -80,7 +82,8 @@ def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Bui
     num_threads = set_threads(config.runner.num_threads, numbers)
     factory = LayerFactory(numbers.format, numbers.device)
     encoder = load_encoder(source, factory, partial(progress, "weights") if progress else None, options.seed)
-    limits = _limits(config, described, files, numbers.device)
+    max_len, max_tokens = _lengths(config, described, files, numbers.device)
+    limits = Limits(described.vocab_size, max_len, config.scheduler.max_num_seqs or MAX_TEXTS)
     report = EncoderReport(
         model=options.served_model_name or source.name,
         numbers=numbers,
@@ -88,19 +91,21 @@ def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Bui
         width=described.hidden_size,
         pooling=files.pooling,
         normalize=files.normalize,
-        max_model_len=limits.max_model_len,
+        max_model_len=max_len,
         max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_batched_tokens=max_tokens,
         num_threads=num_threads,
         seconds=time.perf_counter() - started,
     )
     runner = EncoderRunner(encoder, Pooling(files.pooling, files.normalize), numbers.device)
-    return BuiltEncoder(EncoderEngine(limits, runner), source, report)
+    bounds = QueueBounds(config.scheduler.max_queue_requests, config.scheduler.max_queue_tokens)
+    return BuiltEncoder(EncoderEngine(limits, max_tokens, runner, bounds), source, report)
 
 
-def _limits(
+def _lengths(
     config: EngineConfig, described: ModelConfig, files: SentenceFiles, device: torch.device
-) -> EncoderLimits:
+) -> tuple[int, int]:
+    """The longest text, and the tokens of one step."""
     scheduler, asked = config.scheduler, config.model.max_model_len
     if asked is not None and asked > described.max_position:
         raise ConfigError(
@@ -114,11 +119,4 @@ def _limits(
             f"max_num_batched_tokens={max_tokens} is less than one text of {max_len} tokens, which an encoder takes in "
             "one step: raise it, or lower max_model_len"
         )
-    return EncoderLimits(
-        vocab_size=described.vocab_size,
-        max_model_len=max_len,
-        max_num_seqs=scheduler.max_num_seqs or MAX_TEXTS,
-        max_num_batched_tokens=max_tokens,
-        max_queue_requests=scheduler.max_queue_requests,
-        max_queue_tokens=scheduler.max_queue_tokens,
-    )
+    return max_len, max_tokens

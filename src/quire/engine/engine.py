@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from quire.core.clock import Clock, VirtualClock
@@ -11,10 +11,11 @@ from quire.core.config import SchedulerConfig
 from quire.core.errors import AdapterError, DeviceMemoryFull, InvalidRequest, QueueFull
 from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
+from quire.core.stats import EngineStats, OffloadStats, PoolStats, QueueStats, SpeculationStats, StepStats
 from quire.core.step import SequenceUpdate, Step, StepResult
 from quire.engine.adapters import Adapters
 from quire.engine.commit import Committer, error_updates
-from quire.engine.speculation import Speculation, SpeculationStats
+from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
 from quire.engine.validation import Limits, RequestValidator
 from quire.grammar.compiler import Compiler
@@ -49,22 +50,6 @@ class StepRunner(Protocol):
 W = TypeVar("W", bound=StepRunner)
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Plain counters, read by upper rooms."""
-
-    num_requests: int = 0
-    num_finished: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_steps: int = 0
-    schedule_seconds: float = 0.0  # deciding steps
-    commit_seconds: float = 0.0  # turning results into updates
-    step_seconds: float = 0.0  # forward passes and sampling, as the runner saw them
-    mask_seconds: float = 0.0  # grammars' masks, made while a forward pass runs
-
-
 class Engine:
     """One model, one pool, one loop. Not thread-safe: one thread adds, aborts and steps."""
 
@@ -89,8 +74,8 @@ class Engine:
         self.adapters = adapters  # None: they are off
         line = adapters.line if adapters is not None else None
         self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock, line)
-        self.stats = EngineStats()
-        self._door = RequestValidator(limits, memory, seed, clock)
+        self.stats = StepStats()
+        self._validator = RequestValidator(limits, memory, seed, clock)
         self._runner: StepRunner = runner
         self._compiled: list[Request] = []  # whose grammar is done and whom the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
@@ -103,38 +88,21 @@ class Engine:
             None  # called once, when the pool is FILLING for the first time
         )
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        adapter: str | None = None,
-    ) -> None:
+    def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now.
 
-        `adapter` is a name; what it means is decided now.
-        One with a grammar that is not known yet is queued once it is compiled; `step` tells if it cannot be.
+        A grammar that is not compiled yet delays the request; `step` reports one that cannot be compiled.
         """
+        request_id = request.request_id
         if self._has_request(request_id):
             raise InvalidRequest(
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
-        key = self._arrive(request_id, adapter) if adapter is not None else None
+        if request.adapter is not None:  # the name's meaning is fixed now
+            request = replace(request, adapter=self._arrive(request_id, request.adapter))
         try:
-            request = self._door.admit(
-                request_id,
-                prompt_token_ids,
-                sampling,
-                priority=priority,
-                cache_salt=cache_salt,
-                tenant=tenant,
-                adapter=key,
-            )
-            if sampling.structured is None or self._structured.admit(request):
+            request = self._validator.accept(request)
+            if request.sampling.structured is None or self._structured.admit(request):
                 self.scheduler.add(request)
         except BaseException:
             self._give_back_adapter(request_id)
@@ -157,17 +125,16 @@ class Engine:
     def pin(self, token_ids: Sequence[int]) -> int:
         """Computes a prefix and holds its full blocks for good; how many. Only while nothing else runs.
 
-        Raises InvalidRequest if it can never run. Figures do not count it: nobody asked for an answer.
+        Raises InvalidRequest if it can never run. Statistics do not count it: no client asked for it.
         """
         counted = replace(self.stats), replace(self.memory.stats)
-        request = self._door.admit(PIN, token_ids, SamplingParams(temperature=0.0, max_tokens=1))
+        sampling = SamplingParams(temperature=0.0, max_tokens=1)
+        request = self._validator.accept(Request(PIN, token_ids, sampling))
         self.scheduler.add(request)
         while self.has_work:
             self.step()
         self.stats, self.memory.stats = counted
-        num_held = self.memory.hold(request)
-        self._door.num_pinned = self.memory.num_held
-        return num_held
+        return self.memory.hold(request)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; its blocks are free when this returns. False if nobody knows it."""
@@ -198,9 +165,47 @@ class Engine:
         """Requests that wait for their grammar."""
         return self._structured.num_compiling + len(self._compiled)
 
+    def queue_stats(self) -> QueueStats:
+        """The load now, cheap enough for every step."""
+        scheduler = self.scheduler
+        return QueueStats(len(scheduler.running), len(scheduler.waiting) + self.num_compiling)
+
+    def started(self, updates: Iterable[SequenceUpdate]) -> set[str]:
+        """Requests that have left the queue: those that run, and those that began and ended in the last step."""
+        running = {sequence.request.request_id for sequence in self.scheduler.running}
+        return running.union(update.request_id for update in updates)
+
+    def snapshot(self) -> EngineStats:
+        """All statistics. Counters are the live records of their rooms: encode or copy them before the next step."""
+        memory = self.memory
+        num_used, offload = memory.num_blocks - memory.num_free, memory.home
+        pool = PoolStats(
+            num_blocks_used=num_used,
+            usage=num_used / max(1, memory.num_blocks),
+            swap_used=memory.swap.num_used,
+            swap_space=memory.swap.hosts.num_blocks,
+            offload_used=0 if offload is None else offload.num_used,
+            offload_space=0 if offload is None else offload.num_hosts,
+            offload_disk=0 if offload is None else offload.num_shelved,
+        )
+        return EngineStats(
+            steps=self.stats,
+            scheduler=self.scheduler.stats,
+            memory=memory.stats,
+            pool=pool,
+            swap=memory.swap.stats,
+            offload=OffloadStats() if offload is None else offload.stats,
+            speculation=self.draft_stats,
+            adapters=None if self.adapters is None else self.adapters.stats(),
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes but those that are pinned; running requests go on."""
+        self.memory.reset_prefix_index()
+
     @property
     def draft_stats(self) -> SpeculationStats:
-        """All zero where nobody speculates."""
+        """All zero without speculation."""
         return SpeculationStats() if self.speculation is None else self.speculation.stats
 
     def step(self) -> list[SequenceUpdate]:

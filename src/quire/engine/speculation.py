@@ -8,6 +8,7 @@ from quire.core.draft import Draft, DraftRoom, TokenTree
 from quire.core.request import Sequence
 from quire.core.sampling import SamplingParams
 from quire.core.speculation import SpeculativeConfig
+from quire.core.stats import SpeculationStats
 from quire.engine.structured import StructuredOutputs
 from quire.scheduler.planned import ScheduledStep
 from quire.speculate.adapt import (
@@ -30,13 +31,6 @@ BATCH_GAIN = 0.3  # where several wait, and each new size of a step is recorded 
 FIRST_COVERED_ON = 0.8  # how often a guess follows a guess, of a sequence that nothing is known of
 FIRST_COVERED_ANEW = 0.1  # and how often one follows a token that was not guessed
 PROBED_EVERY = 64  # positions between drafts that are tried though they did not pay
-
-
-@dataclass(slots=True)
-class SpeculationStats:
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 class Proposer(Protocol):

@@ -1,122 +1,140 @@
-"""What happens to a request at the door: checked against the model and the pool, taken or refused at once."""
+"""Checks at arrival: a request that can never run is refused at once, with the number exceeded and the remedy."""
 
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from quire.core.clock import Clock
-from quire.core.errors import InvalidRequest
-from quire.core.request import Request
+from quire.core.errors import ContextExceeded, InvalidRequest
+from quire.core.request import EmbedRequest, Request
 from quire.core.sampling import SamplingParams
+from quire.core.stats import gauge
 from quire.memory.interface import Memory
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a single request may ask for."""
+    """What the model and the batch allow a single request. Pure: both sides of the link check with it."""
 
     vocab_size: int
-    max_model_len: int
-    max_num_seqs: int
-    eos_token_ids: tuple[int, ...]
+    max_model_len: int = gauge("max_model_len", "Tokens per sequence.")
+    max_num_seqs: int = gauge("max_num_seqs", "Sequences that run at once.")
+    eos_token_ids: tuple[int, ...] = ()
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest if the request exceeds the context, the vocabulary or the batch."""
+        self._check_context(request.num_prompt_tokens)
+        self._check_vocabulary(request.prompt_token_ids, "prompt")
+        self._check_sampling(request.sampling)
+
+    def check_texts(self, request: EmbedRequest) -> None:
+        """The same for an encoder, whose texts may fill the context."""
+        if not request.texts:
+            raise InvalidRequest("there is nothing to embed: send at least one text", "input")
+        for position, text in enumerate(request.texts):
+            if not text:
+                raise InvalidRequest(f"input[{position}] has no tokens: send at least one", "input")
+            if len(text) > self.max_model_len:
+                raise ContextExceeded(
+                    f"input[{position}] has {len(text)} tokens and this model takes {self.max_model_len}: shorten it, "
+                    "send truncate_prompt_tokens (-1: as many as fit), or split it and embed the parts",
+                    "input",
+                )
+            self._check_vocabulary(text, "input")
+
+    def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidRequest(
+                f"token id {low if low < 0 else high} is outside the vocabulary of {self.vocab_size}: "
+                f"use 0 to {self.vocab_size - 1}",
+                param,
+            )
+
+    def _check_context(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
+        if num_tokens >= self.max_model_len:
+            raise ContextExceeded(
+                f"the prompt has {num_tokens} tokens and the context is {self.max_model_len}, which must hold "
+                "at least one more: shorten the prompt, send truncate_prompt_tokens, or raise max_model_len",
+                "prompt",
+            )
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        if sampling.num_sequences > self.max_num_seqs:
+            raise InvalidRequest(
+                f"n={sampling.num_sequences} sequences can never run together with "
+                f"max_num_seqs={self.max_num_seqs}: lower n or raise max_num_seqs",
+                "n",
+            )
+        for name, token_ids in _named_tokens(sampling):
+            for token_id in token_ids:
+                if not 0 <= token_id < self.vocab_size:
+                    raise InvalidRequest(
+                        f"{name} names token id {token_id}, outside the vocabulary of {self.vocab_size}", name
+                    )
+
+
+def _named_tokens(sampling: SamplingParams) -> tuple[tuple[str, Iterable[int]], ...]:
+    """The sampling parameters that name tokens."""
+    return (
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("bad_words_token_ids", (token_id for word in sampling.bad_words_token_ids for token_id in word)),
+    )
 
 
 class RequestValidator:
-    """Turns a prompt and its parameters into a Request, or raises InvalidRequest with number and remedy."""
+    """Accepts requests for one engine: checks them and decides seed, maximum length and stop tokens."""
 
     def __init__(self, limits: Limits, memory: Memory, seed: int, clock: Clock = time.monotonic) -> None:
         self.limits = limits
         self._memory = memory
         self._seeds = random.Random(seed)
         self._clock = clock
-        self.num_pinned = 0  # blocks of the pool that no request can have
 
-    def admit(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        adapter: str | None = None,
-    ) -> Request:
-        self._check_prompt(prompt_token_ids, sampling)
-        self._check_token_ids(sampling)
+    def accept(self, request: Request) -> Request:
+        """The copy that the engine works with. Raises InvalidRequest if the request can never run."""
+        self.limits.check(request)
+        sampling = request.sampling
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_token_ids |= frozenset(self.limits.eos_token_ids)
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=tuple(prompt_token_ids),
-            sampling=sampling,
+        accepted = replace(
+            request,
+            prompt_token_ids=tuple(request.prompt_token_ids),
             seed=self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1),
-            max_len=self._max_len(len(prompt_token_ids), sampling, adapter is not None),
+            max_len=self._max_len(request),
             stop_token_ids=stop_token_ids,
             arrival=self._clock(),
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            adapter=adapter,
         )
-        self._check_pool(request)
-        return request
+        self._check_pool(accepted)
+        return accepted
 
-    def _check_prompt(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        num_tokens, limits = len(prompt_token_ids), self.limits
-        if num_tokens == 0:
-            raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
-        if num_tokens >= limits.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {num_tokens} tokens and the context is {limits.max_model_len}, which must hold "
-                "at least one more: shorten the prompt or raise max_model_len",
-                "prompt",
-            )
-        low, high = min(prompt_token_ids), max(prompt_token_ids)
-        if low < 0 or high >= limits.vocab_size:
-            wrong = low if low < 0 else high
-            raise InvalidRequest(
-                f"token id {wrong} is outside the vocabulary of {limits.vocab_size}: use 0 to {limits.vocab_size - 1}",
-                "prompt",
-            )
-        if sampling.num_sequences > limits.max_num_seqs:
-            raise InvalidRequest(
-                f"n={sampling.num_sequences} sequences can never run together with "
-                f"max_num_seqs={limits.max_num_seqs}: lower n or raise max_num_seqs",
-                "n",
-            )
+    @property
+    def _num_blocks(self) -> int:
+        """Blocks that requests can have: pinned prefixes keep theirs."""
+        return self._memory.num_blocks - self._memory.num_held
 
-    def _check_token_ids(self, sampling: SamplingParams) -> None:
-        fields = {
-            "logit_bias": sampling.logit_bias,
-            "stop_token_ids": sampling.stop_token_ids,
-            "allowed_token_ids": sampling.allowed_token_ids or (),
-        }
-        for name, token_ids in fields.items():
-            for token_id in token_ids:
-                if not 0 <= token_id < self.limits.vocab_size:
-                    raise InvalidRequest(
-                        f"{name} names token id {token_id}, outside the vocabulary of {self.limits.vocab_size}",
-                        name,
-                    )
-
-    def _max_len(self, num_prompt_tokens: int, sampling: SamplingParams, has_adapter: bool) -> int:
-        limit = self.limits.max_model_len
+    def _max_len(self, request: Request) -> int:
+        sampling, limit = request.sampling, self.limits.max_model_len
+        num_prompt_tokens = request.num_prompt_tokens
         if sampling.max_tokens is not None:
             return min(num_prompt_tokens + sampling.max_tokens, limit)
-        # nobody asked for a length, so the pool may set it: n sequences share the prompt's full blocks
-        memory = self._memory
-        shared = num_prompt_tokens // memory.block_size
-        available = memory.num_blocks - self.num_pinned
-        if has_adapter:  # whose pages come out of the same pool, and whose size is not known yet
+        # Without max_tokens the pool sets the length: n sequences share the full blocks of the prompt.
+        block_size = self._memory.block_size
+        shared = num_prompt_tokens // block_size
+        available = self._num_blocks
+        if request.adapter is not None:  # its pages come out of the same pool, and its size is not known yet
             available //= 2
         own_blocks = max(0, available - shared) // sampling.num_sequences
-        return max(num_prompt_tokens + 1, min(limit, (shared + own_blocks) * memory.block_size + 1))
+        return max(num_prompt_tokens + 1, min(limit, (shared + own_blocks) * block_size + 1))
 
     def _check_pool(self, request: Request) -> None:
-        needed, available = self._memory.blocks_at_most(request), self._memory.num_blocks - self.num_pinned
+        needed, available = self._memory.blocks_at_most(request), self._num_blocks
         if needed > available:
             raise InvalidRequest(
                 f"the request may need {needed} blocks of {self._memory.block_size} tokens and the whole pool has "

@@ -1,15 +1,13 @@
-"""NamedAdapters: which adapters a request may name, as this side of the link knows it."""
+"""NamedAdapters: the adapters that a request may name, as the client's side of the link knows them."""
 
 import os
 from contextlib import suppress
 
-from quire.core.adapters import AdapterConfig
-
-CONFIG = "adapter_config.json"
+from quire.core.adapters import CONFIG_FILE, AdapterConfig
 
 
 class NamedAdapters:
-    """Those of the config, those in its folder, and what operators loaded and unloaded since."""
+    """Adapters of the config and of its folder, and what operators loaded and unloaded since."""
 
     def __init__(self, config: AdapterConfig) -> None:
         self.enabled = config.enabled
@@ -20,19 +18,19 @@ class NamedAdapters:
         self._unloaded: set[str] = set()
 
     def knows(self, name: str) -> bool:
-        """Found on disk when asked for, where it is one of a folder."""
+        """An adapter of the folder is looked up on disk each time."""
         if name in self._loaded or (name in self._named and name not in self._unloaded):
             return True
         return self._folder is not None and _is_plain(name) and self._lies_in(self._folder, name)
 
     def names(self) -> list[str]:
-        found = dict.fromkeys(name for name in self._named if name not in self._unloaded)
-        found |= dict.fromkeys(self._loaded)
+        names = [name for name in self._named if name not in self._unloaded]
+        names += self._loaded
         if self._folder is not None:
-            with suppress(OSError), os.scandir(self._folder) as entries:  # it may be gone by now
+            with suppress(OSError), os.scandir(self._folder) as entries:  # the folder may be gone by now
                 inside = sorted(entry.name for entry in entries)
-                found |= dict.fromkeys(name for name in inside if self._lies_in(self._folder, name))
-        return list(found)
+                names += [name for name in inside if self._lies_in(self._folder, name)]
+        return list(dict.fromkeys(names))
 
     def loaded(self, name: str, path: str) -> None:
         self._loaded[name] = path
@@ -44,16 +42,16 @@ class NamedAdapters:
             self._unloaded.add(name)
 
     def loaded_paths(self) -> list[tuple[str, str]]:
-        """Names and paths that a new engine must be told."""
+        """(name, path) of each adapter that a new engine process has to load again."""
         return list(self._loaded.items())
 
     def unloaded_names(self) -> list[str]:
-        """Named in the config, which a new engine reads again."""
+        """Adapters of the config that a new engine process has to unload again."""
         return list(self._unloaded)
 
     @staticmethod
     def _lies_in(folder: str, name: str) -> bool:
-        return os.path.isfile(os.path.join(folder, name, CONFIG))
+        return os.path.isfile(os.path.join(folder, name, CONFIG_FILE))
 
 
 def _is_plain(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Channel: one socket between two processes of one user, in a folder that nobody else can enter."""
+"""Channel: one socket between two processes of one user, in a private folder."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _MAX_PATH = 100  # bytes; the system allows 107 for a local socket's name
 
 
 class Channel:
-    """The HTTP side's end. Made anew for each engine process, so that nothing old can arrive."""
+    """The client's end. Each engine process gets a new one, so that no message of an old process can arrive."""
 
     def __init__(self) -> None:
         self._folder = _private_folder()
@@ -27,7 +27,7 @@ class Channel:
         self._socket.bind(f"ipc://{self.path}")
 
     def send(self, message: ToEngine) -> None:
-        """Queues the message; never blocks. For use once the engine has said something."""
+        """Queues the message; never blocks. For use once the engine has sent a message."""
         self.send_encoded(encode(message))
 
     def send_encoded(self, data: bytes) -> None:
@@ -68,7 +68,7 @@ class WorkerChannel:
         return bool(self._socket.poll(milliseconds))
 
     def close(self) -> None:
-        """What was sent still has a second to leave."""
+        """Messages that were sent have a second to leave."""
         self._socket.close(linger=1000)
         self._context.term()
 
@@ -82,7 +82,7 @@ def remove_socket(path: str) -> None:
 
 
 def _prepare(socket: zmq.Socket[Any]) -> None:
-    # No high-water mark: what can be under way is bounded by the requests that were let in.
+    # No high-water mark: admission bounds the messages that can be under way.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
 

@@ -1,26 +1,29 @@
-"""EngineClient: the engine process as an asyncio program sees it."""
+"""EngineClient: the engine process as an asyncio program sees it. Generating models and encoders alike."""
 
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from quire.core.config import EngineConfig
-from quire.core.errors import EngineDead, InvalidRequest
+from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.core.queue_bounds import QueueBounds
+from quire.core.request import EmbedRequest, Pooled, Request
+from quire.core.stats import EngineStats, QueueStats
 from quire.core.step import SequenceUpdate
+from quire.engine.streams import OpenStreams, Stream
 from quire.link.adapters import NamedAdapters
-from quire.link.admission import Ask, Bounds
+from quire.link.admission import Admission
 from quire.link.channel import Channel
-from quire.link.engine_process import UNBOUNDED as UNBOUNDED
-from quire.link.engine_process import EngineProcess
 from quire.link.messages import (
+    Abort,
     Add,
-    AnyReady,
     CheckIntegrity,
     Done,
-    Figures,
+    Embed,
     FromEngine,
-    GetStats,
     LoadAdapter,
     Ready,
     Refused,
@@ -30,75 +33,135 @@ from quire.link.messages import (
     UnloadAdapter,
     Updates,
     encode,
-    pack_ints,
     unpack_updates,
 )
-from quire.link.stream import Stream
-from quire.link.supervise import STEP_SECONDS
+from quire.link.supervise import STEP_SECONDS, Supervisor
 
 CALL_SECONDS = 60.0
-Call = ResetPrefixCache | CheckIntegrity | GetStats | LoadAdapter | UnloadAdapter
+Call = ResetPrefixCache | CheckIntegrity | LoadAdapter | UnloadAdapter
 
 
-class EngineClient(EngineProcess[SequenceUpdate]):
-    """An engine that generates."""
+class EngineClient:
+    """Use it from one event loop. Refusals are immediate; no call blocks.
+
+    When the engine dies, open streams fail with EngineDead, and so does every submission until the next
+    engine is ready.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
-        bounds: Bounds,
+        bounds: QueueBounds,
         on_progress: Callable[[str, int, int], None] | None = None,
         engine_timeout: float = STEP_SECONDS,
+        what: str = "engine",
     ) -> None:
-        super().__init__(config, bounds, on_progress, engine_timeout)
-        self.ready: Ready | None = None  # as the last engine that started said it
-        self._named = config.adapters
+        """`what` names the engine in messages, where there are several."""
+        # The bounds are checked here, before a request is sent: the engine's own queue needs none.
+        scheduler = replace(config.scheduler, max_queue_requests=None, max_queue_tokens=None)
+        self.ready: Ready | None = None  # of the engine process that started last
+        self.admission = Admission(bounds)
         self.adapters = NamedAdapters(config.adapters)
+        self.queue = QueueStats()
+        self.stats = EngineStats()
+        self._config = config
+        self._supervisor = Supervisor(
+            replace(config, scheduler=scheduler), self, on_progress, engine_timeout, what
+        )
+        self._channel: Channel | None = None  # None: no engine to talk to
+        self._streams: OpenStreams[Any] = OpenStreams(self._abort, self.admission.leave)
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Done]] = {}
-        self._changes: dict[int, Callable[[], None]] = {}  # by call: what its success means on this side
+        self._effects: dict[int, Callable[[], None]] = {}  # by call: what its success changes on this side
+
+    # ------------------------------------------------------------------ the engine's life
 
     async def start(self) -> Ready:
         """Returns when the engine can serve; raises one clear line if it never will."""
-        self._named.check_folders()
-        ready = await self._supervisor.start()
-        assert isinstance(ready, Ready)
-        return ready
+        self._config.adapters.check_folders()
+        return await self._supervisor.start()
+
+    async def close(self) -> None:
+        self.fail_open(EngineDead("the engine was closed"))
+        await self._supervisor.close()
+
+    def let_end(self) -> None:
+        """From now on an engine that ends is not replaced."""
+        self._supervisor.restarts = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self._channel is not None
+
+    @property
+    def status(self) -> str:
+        """The engine's state in words."""
+        return self._supervisor.status
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self._supervisor.num_starts - 1)
+
+    @property
+    def num_failures(self) -> int:
+        """Failed starts and early deaths of engines, in a row."""
+        return self._supervisor.num_failures
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, asks: Sequence[Ask]) -> Stream[SequenceUpdate]:
-        """Hands over all of the requests or none. Raises QueueFull, InvalidRequest or EngineDead at once."""
-        self.check_room(len(asks))
-        channel, ready = self._channel, self.ready
-        assert channel is not None  # or there was no room
-        assert ready is not None
-        messages = [
-            _encoded(ask, ready.vocab_size) for ask in asks
-        ]  # what can fail fails before anyone knows
-        self.admission.check(asks, self.figures, ready.max_num_seqs)
-        self.admission.enter(asks)
-        stream: Stream[SequenceUpdate] = Stream([ask.request_id for ask in asks], self._close)
-        for request_id, message in zip(stream.request_ids, messages, strict=True):
-            self._streams[request_id] = stream
+    def submit(self, requests: Sequence[Request]) -> Stream[SequenceUpdate]:
+        """Sends all of the requests or none. Raises QueueFull, InvalidRequest or EngineDead at once."""
+        return self._submit(requests)
+
+    def embed(self, request: EmbedRequest) -> Stream[Pooled]:
+        """Sends a request with all its texts, of which each gets one Pooled, in their order. Raises as `submit`."""
+        return self._submit([request])
+
+    def _submit(self, requests: Sequence[Request | EmbedRequest]) -> Stream[Any]:
+        channel, ready = self._connected()
+        self.admission.check(requests, self.queue, ready.max_num_seqs)
+        messages = [_encoded(request) for request in requests]
+        self.admission.enter(requests)
+        stream = self._streams.open([request.request_id for request in requests])
+        for message in messages:
             channel.send_encoded(message)
         return stream
 
-    def check_room(self, num_asks: int = 1) -> None:
-        """Raises what `submit` would raise for any requests, before the work of making them is done."""
-        if self._channel is None or self.ready is None:
-            raise EngineDead(f"{self.status}: try again in some seconds")
-        self.admission.check_room(num_asks, self.figures, self.ready.max_num_seqs)
+    def check_room(self) -> None:
+        """Raises what `submit` would raise for any request, before the work of preparing one."""
+        _channel, ready = self._connected()
+        self.admission.check_room(1, self.queue, ready.max_num_seqs)
 
     def stop(self, request_id: str, index: int) -> None:
-        """Ends one sequence whose text holds a stop string."""
+        """Ends one sequence, in whose text a stop string appeared."""
         if self._channel is not None:
             self._channel.send(Stop(request_id, index))
 
+    def fail_open(self, fault: Exception) -> int:
+        """Ends every open stream and call with `fault`; the number of them."""
+        calls = [answer for answer in self._calls.values() if not answer.done()]
+        for answer in calls:
+            answer.set_exception(fault)
+        return self._streams.fail_all(fault) + len(calls)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
     @property
     def has_work(self) -> bool:
-        """Whether the engine owes an answer."""
+        """Whether a request or a call waits for the engine."""
         return bool(self._streams or self._calls)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        if self._channel is not None:
+            self._channel.send(Abort(request_ids))
+
+    def _connected(self) -> tuple[Channel, Ready]:
+        if self._channel is None or self.ready is None:
+            raise EngineDead(f"{self.status}: try again in some seconds")
+        return self._channel, self.ready
 
     # ------------------------------------------------------------------ operators' calls
 
@@ -109,19 +172,16 @@ class EngineClient(EngineProcess[SequenceUpdate]):
         """Recounts the pool; what is wrong with it, or None."""
         return (await self._call(CheckIntegrity)).error
 
-    async def fresh_figures(self) -> Figures:
-        return (await self._call(GetStats)).figures
-
     async def load_adapter(self, name: str, path: str) -> None:
         """Returns when requests can name it. Raises InvalidRequest with the reason if it cannot be served."""
-        change = partial(self.adapters.loaded, name, path)
-        done = await self._call(LoadAdapter, name, path, change=change, seconds=None)
+        effect = partial(self.adapters.loaded, name, path)
+        done = await self._call(LoadAdapter, name, path, effect=effect, seconds=None)
         if done.error is not None:
             raise InvalidRequest(done.error, "lora_path")
 
     async def unload_adapter(self, name: str) -> None:
-        """Requests that run with it go on; a load of it that is under way is given up."""
-        done = await self._call(UnloadAdapter, name, change=partial(self.adapters.unloaded, name))
+        """Running requests keep the adapter; a load of it that is under way is cancelled."""
+        done = await self._call(UnloadAdapter, name, effect=partial(self.adapters.unloaded, name))
         if done.error is not None:
             raise InvalidRequest(done.error, "lora_name")
 
@@ -129,18 +189,19 @@ class EngineClient(EngineProcess[SequenceUpdate]):
         self,
         kind: Callable[..., Call],
         *arguments: str,
-        change: Callable[[], None] | None = None,
+        effect: Callable[[], None] | None = None,
         seconds: float | None = CALL_SECONDS,
     ) -> Done:
-        """`change` happens if the call succeeds, in the order of the engine's answers, whether or not its caller still
-        waits. `seconds`: None where it takes as long as it takes.
+        """`effect` runs if the call succeeds, in the order of the engine's answers, also when its caller is gone.
+
+        `seconds` is the timeout; None: no timeout.
         """
         if self._channel is None:
             raise EngineDead(f"{self.status}: try again in some seconds")
         call_id = next(self._call_ids)
         answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        if change is not None:
-            self._changes[call_id] = change
+        if effect is not None:
+            self._effects[call_id] = effect
         self._channel.send(kind(call_id, *arguments))
         try:
             return await asyncio.wait_for(answer, seconds)
@@ -149,70 +210,67 @@ class EngineClient(EngineProcess[SequenceUpdate]):
         finally:
             del self._calls[call_id]
 
-    def fail_open(self, fault: Exception) -> int:
-        """As for streams, and for operators' calls too."""
-        waiting = [answer for answer in self._calls.values() if not answer.done()]
-        for answer in waiting:
-            answer.set_exception(fault)
-        return super().fail_open(fault) + len(waiting)
+    # ------------------------------------------------------------------ called by the supervisor
 
-    # ------------------------------------------------------------------ what the supervisor tells
-
-    def engine_up(self, ready: AnyReady, channel: Channel) -> None:
-        assert isinstance(ready, Ready)
+    def engine_up(self, ready: Ready, channel: Channel) -> None:
         self.ready = ready
-        super().engine_up(ready, channel)
-        for name, path in self.adapters.loaded_paths():  # what operators asked of the engine before this one
+        self._channel = channel
+        self._reset_stats()
+        for name, path in self.adapters.loaded_paths():  # operators' changes to the previous engine
             channel.send(RestoreAdapter(name, path))
         for name in self.adapters.unloaded_names():
             channel.send(UnloadAdapter(next(self._call_ids), name))
 
     def engine_down(self, fault: EngineDead) -> None:
-        super().engine_down(fault)
-        self._changes.clear()
+        self._channel = None
+        self._reset_stats()
+        self.fail_open(EngineDead(f"{fault}; it is being restarted: try again in some seconds"))
+        self._effects.clear()
 
-    def engine_says(self, message: FromEngine) -> None:
+    def _reset_stats(self) -> None:
+        self.queue = QueueStats()
+        self.stats = EngineStats()
+
+    def engine_sent(self, message: FromEngine) -> None:
         match message:
             case Updates():
                 self._take(message)
             case Refused():
-                self._refused(message)
-            case Done(call_id, figures, error):
-                self.figures = figures
-                change = self._changes.pop(call_id, None)
-                if change is not None and error is None:
-                    change()
+                self._streams.refuse(message.request_id, _refusal(message))
+            case Done(call_id, queue, stats, error):
+                self.queue, self.stats = queue, stats
+                effect = self._effects.pop(call_id, None)
+                if effect is not None and error is None:
+                    effect()
                 answer = self._calls.get(call_id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
 
     def _take(self, message: Updates) -> None:
-        self.figures = message.figures
-        for one in message.began:
-            self.admission.begin(one.request_id)
-            stream = self._streams.get(one.request_id)
+        self.queue = message.queue
+        if message.stats is not None:
+            self.stats = message.stats
+        for started in message.started:
+            self.admission.start(started.request_id)
+            stream = self._streams.get(started.request_id)
             if stream is not None:
-                stream.queue_seconds[one.request_id] = one.seconds
-        for update in unpack_updates(message):
-            self._deliver(update)
-
-    def _deliver(self, update: SequenceUpdate) -> None:
-        stream = self._streams.get(update.request_id)
-        if stream is not None:  # else it was aborted while this was on its way
-            stream.push(update)
+                stream.queue_seconds[started.request_id] = started.seconds
+        self._streams.deliver(message.pooled or unpack_updates(message))
 
 
-def _encoded(ask: Ask, vocab_size: int) -> bytes:
+def _encoded(request: Request | EmbedRequest) -> bytes:
     try:
-        packed = pack_ints(ask.prompt_token_ids)
-    except OverflowError:
-        wrong = next(one for one in ask.prompt_token_ids if not -(2**31) <= one < 2**31)
-        raise InvalidRequest(
-            f"token id {wrong} is outside the vocabulary of {vocab_size}: use 0 to {vocab_size - 1}", "prompt"
-        ) from None
-    try:
-        return encode(
-            Add(ask.request_id, packed, ask.sampling, ask.priority, ask.cache_salt, ask.tenant, ask.adapter)
-        )
+        return encode(Add.of(request) if isinstance(request, Request) else Embed.of(request))
     except (OverflowError, UnicodeEncodeError) as error:
-        raise InvalidRequest(f"the request holds a value that cannot be passed on ({error})") from None
+        raise InvalidRequest(
+            f"the request holds a value that cannot be sent to the engine ({error})"
+        ) from None
+
+
+def _refusal(message: Refused) -> QuireError:
+    """The engine's refusal as the error that it was."""
+    if message.kind == "invalid":
+        return InvalidRequest(message.message, message.param)
+    if message.kind == "unavailable":
+        return QueueFull(message.message)
+    return QuireError(message.message)

@@ -1,8 +1,8 @@
-"""Heartbeats: how a hung engine is told from one that has much to do.
+"""Heartbeats tell a hung engine from a busy one.
 
-A thread of the engine's process writes a byte to a pipe twice a second, whatever the engine does: no bytes means that
-the process is stopped or starved. The byte says whether the engine's loop went round since the last one, or waits for
-work: bytes without that mean a step that does not end.
+A thread of the engine's process writes a byte to a pipe twice a second: no bytes means that the process is stopped or
+starved. The byte says whether the engine's loop has made a turn since the last byte or is idle: bytes without that mean
+a step that does not end.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ STOPPED_SECONDS = 30.0  # without a beat, however long a step may take
 TURNED, SAME_STEP = b"+", b"-"
 
 
-class Turning(Protocol):
-    """The engine's loop, as the thread sees it."""
+class WatchedLoop(Protocol):
+    """The engine's loop, as the heartbeat's thread reads it."""
 
     num_turns: int
-    waits: bool  # for work
+    is_idle: bool
 
 
-def beat(descriptor: int, loop: Turning) -> None:
-    """Starts the thread. It ends with the process, or when nobody listens any more."""
+def start_heartbeat(descriptor: int, loop: WatchedLoop) -> None:
+    """Starts the thread. It ends with the process, or when the other end of the pipe is closed."""
 
     def run() -> None:
         last = -1
         with suppress(OSError):
             while True:
-                turned = loop.waits or loop.num_turns != last
+                turned = loop.is_idle or loop.num_turns != last
                 last = loop.num_turns
                 os.write(descriptor, TURNED if turned else SAME_STEP)
                 time.sleep(BEAT_SECONDS)
@@ -42,8 +42,8 @@ def beat(descriptor: int, loop: Turning) -> None:
 
 
 @dataclass(slots=True)
-class Pulse:
-    """What the beats say, seen from outside. Time counts only while there is work."""
+class HeartbeatMonitor:
+    """Judges the beats from outside. Time counts only while there is work."""
 
     timeout: float  # for one step
     last_beat: float = 0.0
@@ -55,8 +55,8 @@ class Pulse:
         if TURNED in beats:
             self.last_turn = now
 
-    def trouble(self, has_work: bool, now: float) -> str | None:
-        """Why the engine must be given up, or None."""
+    def failure(self, has_work: bool, now: float) -> str | None:
+        """Why the engine must be killed, or None."""
         if not has_work:
             self.busy_since = None
             return None
@@ -64,34 +64,34 @@ class Pulse:
             self.busy_since = now
         silent = now - max(self.last_beat, self.busy_since)
         stuck = now - max(self.last_turn, self.busy_since)
-        patience = max(self.timeout, 3 * BEAT_SECONDS)  # a beat may come late
-        if silent > min(patience, STOPPED_SECONDS):
+        timeout = max(self.timeout, 3 * BEAT_SECONDS)  # a beat may come late
+        if silent > min(timeout, STOPPED_SECONDS):
             return f"gave no sign of life for {silent:.0f} s: it was stopped, or the machine is out of memory"
-        if stuck > patience:
+        if stuck > timeout:
             return f"was in one step for {stuck:.0f} s: raise --engine-timeout if steps may take so long"
         return None
 
 
 async def until_hung(descriptor: int, timeout: float, has_work: Callable[[], bool]) -> str:
-    """Listens to the beats, and returns when the engine must be given up: why."""
+    """Reads the beats; returns, with the reason, when the engine must be killed."""
     loop = asyncio.get_running_loop()
-    pulse = Pulse(timeout)
+    monitor = HeartbeatMonitor(timeout)
     os.set_blocking(descriptor, False)
 
-    def listen() -> None:
+    def read() -> None:
         with suppress(BlockingIOError):
             beats = os.read(descriptor, 4096)
             if beats:
-                pulse.take(beats, time.monotonic())
+                monitor.take(beats, time.monotonic())
             else:
-                loop.remove_reader(descriptor)  # the process is gone: others notice that
+                loop.remove_reader(descriptor)  # the process is gone, which the supervisor notices
 
-    loop.add_reader(descriptor, listen)
+    loop.add_reader(descriptor, read)
     try:
         while True:
             await asyncio.sleep(min(BEAT_SECONDS, timeout / 4))
-            trouble = pulse.trouble(has_work(), time.monotonic())
-            if trouble is not None:
-                return trouble
+            failure = monitor.failure(has_work(), time.monotonic())
+            if failure is not None:
+                return failure
     finally:
         loop.remove_reader(descriptor)

@@ -1,16 +1,21 @@
-"""What the two processes say to each other: msgspec structs over one local socket. No pickle, no code."""
+"""Messages between the two processes: msgspec structs over one local socket. No pickle, no code."""
 
 import struct
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, BinaryIO
 
 import msgspec
 
 from quire.core.config import EngineConfig
-from quire.core.pooled import Pooled
+from quire.core.request import EmbedRequest, Pooled, Request
 from quire.core.sampling import SamplingParams
+from quire.core.stats import EngineStats, KvPoolSize, QueueStats, StartStats
 from quire.core.step import SequenceUpdate
+from quire.engine.loop import Started, StepReport
+from quire.engine.validation import Limits
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -21,25 +26,41 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Add(_Message, frozen=True):
-    request_id: str
-    prompt_token_ids: bytes  # int32 in this machine's order: see pack_ints
-    sampling: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    tenant: str = ""
-    adapter: str | None = None
+    """A request. Its prompt travels beside it as packed int32, which is much faster than a list."""
+
+    request: Request  # without its prompt
+    prompt_token_ids: bytes  # see pack_ints
+
+    @classmethod
+    def of(cls, request: Request) -> "Add":
+        """OverflowError for a token id that int32 cannot hold."""
+        return cls(replace(request, prompt_token_ids=[]), pack_ints(request.prompt_token_ids))
+
+    def unpacked(self) -> Request:
+        return replace(self.request, prompt_token_ids=tuple(unpack_ints(self.prompt_token_ids)))
 
 
 class Embed(_Message, frozen=True):
-    """Texts for an encoder: their token ids one after another, and how many each has."""
+    """Texts for an encoder: their token ids one after another, and the length of each."""
 
     request_id: str
-    token_ids: bytes  # int32, as above
+    token_ids: bytes  # see pack_ints
     lengths: list[int]
+
+    @classmethod
+    def of(cls, request: EmbedRequest) -> "Embed":
+        """OverflowError for a token id that int32 cannot hold."""
+        token_ids = [token_id for text in request.texts for token_id in text]
+        return cls(request.request_id, pack_ints(token_ids), [len(text) for text in request.texts])
+
+    def unpacked(self) -> EmbedRequest:
+        token_ids = unpack_ints(self.token_ids)
+        ends = accumulate(self.lengths, initial=0)
+        return EmbedRequest(self.request_id, [token_ids[start:end] for start, end in pairwise(ends)])
 
 
 class Abort(_Message, frozen=True):
-    """Ends requests; nothing more is said about them."""
+    """Ends requests; no more updates of them are sent."""
 
     request_ids: list[str]
 
@@ -59,12 +80,8 @@ class CheckIntegrity(_Message, frozen=True):
     call_id: int
 
 
-class GetStats(_Message, frozen=True):
-    call_id: int
-
-
 class LoadAdapter(_Message, frozen=True):
-    """Done comes when the adapter was read, however long that takes; steps go on meanwhile."""
+    """Answered once the adapter is read, however long that takes; steps go on meanwhile."""
 
     call_id: int
     name: str
@@ -77,8 +94,8 @@ class UnloadAdapter(_Message, frozen=True):
 
 
 class RestoreAdapter(_Message, frozen=True):
-    """What operators loaded into the engine before this one: the name is known at once, the file is read when someone
-    asks. Nobody waits for an answer.
+    """An adapter that was loaded into the previous engine process: its name is known at once, its file is read at the
+    first request for it. Has no answer.
     """
 
     name: str
@@ -86,7 +103,7 @@ class RestoreAdapter(_Message, frozen=True):
 
 
 class Shutdown(_Message, frozen=True):
-    """The process ends after the step it is in; whatever still runs is dropped."""
+    """The process ends after the step it is in; open requests are dropped."""
 
 
 ToEngine = (
@@ -96,7 +113,6 @@ ToEngine = (
     | Stop
     | ResetPrefixCache
     | CheckIntegrity
-    | GetStats
     | LoadAdapter
     | UnloadAdapter
     | RestoreAdapter
@@ -126,46 +142,41 @@ class Described(_Message, frozen=True):
     template_config: dict[str, Any]  # of the model itself
 
 
+class VectorFormat(msgspec.Struct, frozen=True, array_like=True):
+    """The vectors of an encoder."""
+
+    width: int
+    normalize: bool  # vectors have length one
+
+
 class Ready(_Message, frozen=True):
-    """Every limit, count and memory figure that the engine decided."""
+    """The engine serves. Every limit, count and size that its start decided."""
 
     model: str
     pid: int
     described: Described
     default_sampling: SamplingParams
-    vocab_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_blocks: int
-    block_size: int
-    pool_bytes: int
-    weights_bytes: int
-    num_threads: int
-    seconds: float
-    lines: list[str]  # the same for people
+    limits: Limits
+    start: StartStats
+    lines: list[str]  # the start report
+    pool: KvPoolSize | None = None  # None: an encoder
+    vectors: VectorFormat | None = None  # None: the model generates
 
+    @property
+    def vocab_size(self) -> int:
+        return self.limits.vocab_size
 
-class EncoderReady(_Message, frozen=True):
-    """The same of an engine that makes embeddings."""
+    @property
+    def max_model_len(self) -> int:
+        return self.limits.max_model_len
 
-    model: str
-    pid: int
-    described: Described
-    vocab_size: int
-    width: int  # of a vector
-    normalize: bool  # vectors are of length one
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    weights_bytes: int
-    num_threads: int
-    seconds: float
-    lines: list[str]
+    @property
+    def max_num_seqs(self) -> int:
+        return self.limits.max_num_seqs
 
 
 class Failed(_Message, frozen=True):
-    """Why the process ends: `kind` is the error's class where it was foreseen, else "fault"."""
+    """Why the process ends: `kind` is the class of an error that Quire raised on purpose, else "fault"."""
 
     kind: str
     message: str
@@ -179,7 +190,7 @@ class Refused(_Message, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
-    """The usual update, in columns: one more token for a sequence that goes on."""
+    """The most frequent update, in columns: one more token for a sequence that goes on."""
 
     request_ids: list[str]
     indices: list[int]
@@ -187,94 +198,27 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
     num_cached: list[int]
 
 
-class Began(msgspec.Struct, frozen=True, array_like=True):
-    """A request left the queue for the first time, after so many seconds."""
-
-    request_id: str
-    seconds: float
-
-
-class AdapterFigures(msgspec.Struct, frozen=True, array_like=True):
-    """What adapters cost and do; all zero where they are off."""
-
-    num_in_pages: int = 0
-    num_in_use: int = 0
-    num_blocks: int = 0  # of the pool, idle adapters included
-    num_blocks_in_use: int = 0
-    num_on_host: int = 0
-    host_bytes: int = 0
-    num_reads: int = 0  # from disk; this and all below only grow
-    num_failures: int = 0
-    num_loads: int = 0  # from host memory into pages
-    num_evictions: int = 0
-    num_uses: int = 0  # sequences that began with an adapter
-    running: tuple[str, ...] = ()  # some names
-    waiting: tuple[str, ...] = ()
-
-
-class Figures(msgspec.Struct, frozen=True, array_like=True):
-    """The engine's gauges and counters as they stand."""
-
-    num_running: int = 0  # sequences
-    num_waiting: int = 0  # requests
-    num_waiting_tokens: int = 0
-    num_blocks_used: int = 0
-    num_requests: int = 0  # this and all below only grow
-    num_finished: int = 0  # sequences
-    num_preemptions: int = 0
-    prefix_queries: int = 0  # tokens
-    prefix_hits: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_steps: int = 0
-    step_seconds: float = 0.0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_swaps_out: int = 0  # requests
-    num_swaps_in: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    swap_blocks_used: int = 0  # a gauge
-    offload_saved: int = 0  # blocks, as all that follow
-    offload_dropped: int = 0
-    offload_hits: int = 0
-    offload_disk_hits: int = 0
-    offload_disk_faults: int = 0
-    offload_blocks_used: int = 0  # a gauge, as the next
-    offload_disk_blocks: int = 0
-    swap_blocks: int = 0  # how many there are, in use or not
-    offload_blocks: int = 0
-    adapters: AdapterFigures = AdapterFigures()
-
-
 class Updates(_Message, frozen=True):
     """What one step did: at most one message per step."""
 
     tokens: Tokens
     others: list[SequenceUpdate]
-    began: list[Began]
-    figures: Figures
-
-
-class Encoded(_Message, frozen=True):
-    """What one step of an encoder did."""
-
     pooled: list[Pooled]
-    figures: Figures
+    started: list[Started]
+    queue: QueueStats
+    stats: EngineStats | None  # now and then, not with every step
 
 
 class Done(_Message, frozen=True):
     """Answers the call of that id; `error` says what was wrong."""
 
     call_id: int
-    figures: Figures
+    queue: QueueStats
+    stats: EngineStats
     error: str | None = None
 
 
-AnyReady = Ready | EncoderReady
-FromEngine = Progress | Note | Ready | EncoderReady | Failed | Refused | Updates | Encoded | Done
+FromEngine = Progress | Note | Ready | Failed | Refused | Updates | Done
 
 # ---------------------------------------------------------------------- bytes
 
@@ -319,7 +263,11 @@ def unpack_ints(data: bytes) -> list[int]:
     return values.tolist()
 
 
-def pack_updates(updates: list[SequenceUpdate], began: list[Began], figures: Figures) -> Updates:
+def pack_report(report: StepReport) -> Updates:
+    updates: list[SequenceUpdate] = report.updates
+    pooled: list[Pooled] = []
+    if updates and isinstance(updates[0], Pooled):  # an engine makes one kind
+        updates, pooled = [], report.updates
     plain = [u for u in updates if _is_plain(u)]
     others = [u for u in updates if not _is_plain(u)] if len(plain) < len(updates) else []
     tokens = Tokens(
@@ -328,7 +276,7 @@ def pack_updates(updates: list[SequenceUpdate], began: list[Began], figures: Fig
         [u.token_ids[0] for u in plain],
         [u.num_cached for u in plain],
     )
-    return Updates(tokens, others, began, figures)
+    return Updates(tokens, others, pooled, report.started, report.queue, report.stats)
 
 
 def unpack_updates(message: Updates) -> list[SequenceUpdate]:

@@ -15,8 +15,6 @@ from quire.core.errors import EngineDead, QuireError
 from quire.link.channel import Channel
 from quire.link.heartbeat import until_hung
 from quire.link.messages import (
-    AnyReady,
-    EncoderReady,
     Failed,
     FromEngine,
     Note,
@@ -28,19 +26,19 @@ from quire.link.messages import (
 from quire.observe.logs import get_logger
 
 log = get_logger(__name__)
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a restart; doubled each time
-STEADY_SECONDS = 60.0  # an engine that lived so long starts the pauses anew
-LAST_WORDS_SECONDS = 0.2  # for messages that a dead process left behind
+FIRST_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds before a restart; doubled each time
+STEADY_SECONDS = 60.0  # an engine that lived longer resets the backoff
+LAST_MESSAGES_SECONDS = 0.2  # for messages that a dead process left behind
 CLOSE_SECONDS = 5.0
 STEP_SECONDS = 300.0  # a step that takes longer hangs
 
 
 class Listener(Protocol):
-    """Whom the supervisor tells; all calls come from the event loop."""
+    """The client of the engine process; all calls come from the event loop."""
 
-    def engine_up(self, ready: AnyReady, channel: Channel) -> None: ...
+    def engine_up(self, ready: Ready, channel: Channel) -> None: ...
 
-    def engine_says(self, message: FromEngine) -> None: ...
+    def engine_sent(self, message: FromEngine) -> None: ...
 
     def engine_down(self, fault: EngineDead) -> None: ...
 
@@ -49,7 +47,7 @@ class Listener(Protocol):
 
 
 class Supervisor:
-    """One engine process at a time. The first start fails loudly; later ones are tried again and again."""
+    """One engine process at a time. A failed first start is raised; later starts are retried with backoff."""
 
     def __init__(
         self,
@@ -57,8 +55,9 @@ class Supervisor:
         listener: Listener,
         on_progress: Callable[[str, int, int], None] | None = None,
         timeout: float = STEP_SECONDS,
-        what: str = "engine",  # to call it, where there are several
+        what: str = "engine",
     ) -> None:
+        """`what` names the engine in messages; `timeout` is for one step."""
         self._what = what
         self._config = config
         self._listener = listener
@@ -67,24 +66,24 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Channel | None = None
         self._task: asyncio.Task[None] | None = None
-        self._first: asyncio.Future[AnyReady] | None = None
+        self._first: asyncio.Future[Ready] | None = None
         self._closing = False
-        self.restarts = True  # False: the next death is the last
-        self._failure: Failed | None = None  # the process's own last words
+        self.restarts = True  # False: a process that ends is not replaced
+        self._failure: Failed | None = None  # as the process reported it
         self._hung: str | None = None  # why it was killed
-        self.ready: AnyReady | None = None  # None: not now
+        self.ready: Ready | None = None  # None: not now
         self.status = f"the {what} has not been started"
         self.num_starts = 0
-        self.num_failures = 0  # starts and short lives in a row
+        self.num_failures = 0  # failed starts and early deaths, in a row
 
-    async def start(self) -> AnyReady:
+    async def start(self) -> Ready:
         """Returns when the engine is ready; raises why it cannot be."""
         self._first = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="engine-supervisor")
         return await self._first
 
     async def close(self) -> None:
-        """Ends the process: asked, then told, then killed. Calling it twice is fine."""
+        """Ends the process: by a message or SIGTERM, then by SIGKILL. Calling it twice is fine."""
         self._closing = True
         process = self._process
         if process is not None and process.returncode is None:
@@ -103,7 +102,7 @@ class Supervisor:
 
     async def _run(self) -> None:
         while not self._closing:
-            born = time.monotonic()
+            started = time.monotonic()
             fault = await self._live()
             self.ready = None
             if self._closing or not self.restarts:
@@ -113,15 +112,15 @@ class Supervisor:
             if not self._first.done():
                 self._first.set_exception(fault)
                 return
-            lived = time.monotonic() - born
+            lived = time.monotonic() - started
             self.num_failures = 1 if lived > STEADY_SECONDS else self.num_failures + 1
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self.num_failures - 1))
+            backoff = min(MAX_BACKOFF, FIRST_BACKOFF * 2 ** (self.num_failures - 1))
             self.status = f"{fault}; it will be started again"
-            log.error("%s; starting it again in %.1f s", fault, pause)
-            await asyncio.sleep(pause)
+            log.error("%s; starting it again in %.1f s", fault, backoff)
+            await asyncio.sleep(backoff)
 
     async def _live(self) -> QuireError:
-        """One process from birth to death; says how it ended."""
+        """Runs one process to its end; returns how it ended."""
         self._failure = self._hung = None
         self.status = f"the {self._what} is starting"
         channel = self._channel = Channel()
@@ -137,11 +136,11 @@ class Supervisor:
         self.num_starts += 1
         receiving = asyncio.create_task(self._receive(channel), name="engine-messages")
         watching = asyncio.create_task(self._kill_when_hung(process, beats), name="engine-watch")
-        lingering = asyncio.create_task(_kill_after_last_words(process, receiving), name="engine-end")
+        lingering = asyncio.create_task(_kill_if_lingering(process, receiving), name="engine-end")
         try:
             await process.wait()
-            # Its last words may still be on their way; after them nothing comes.
-            await asyncio.wait({receiving}, timeout=LAST_WORDS_SECONDS)
+            # Its last messages may still be on their way.
+            await asyncio.wait({receiving}, timeout=LAST_MESSAGES_SECONDS)
             fault = self._how_it_ended(process)
             if self.ready is not None:
                 self.ready = None
@@ -161,13 +160,13 @@ class Supervisor:
         self._hung = await until_hung(
             beats, self._timeout, lambda: self.ready is not None and self._listener.has_work
         )
-        _signal(process, signal.SIGKILL)  # it would not hear anything else
+        _signal(process, signal.SIGKILL)  # it reacts to nothing else
 
     async def _receive(self, channel: Channel) -> None:
         while self._failure is None:
             message = await channel.receive()
             match message:
-                case Ready() | EncoderReady():
+                case Ready():
                     self._up(message, channel)
                 case Failed():
                     self._failure = message
@@ -177,16 +176,19 @@ class Supervisor:
                     if self._on_progress is not None:
                         self._on_progress(what, done, total)
                 case _:
-                    self._listener.engine_says(message)
+                    self._listener.engine_sent(message)
 
-    def _up(self, ready: AnyReady, channel: Channel) -> None:
+    def _up(self, ready: Ready, channel: Channel) -> None:
         self.ready = ready
         self.status = "ready"
         self._listener.engine_up(ready, channel)
         assert self._first is not None
         if self._first.done():
             log.info(
-                "the %s is ready again (pid %d, started in %.1f s)", self._what, ready.pid, ready.seconds
+                "the %s is ready again (pid %d, started in %.1f s)",
+                self._what,
+                ready.pid,
+                ready.start.seconds,
             )
         else:
             self._first.set_result(ready)
@@ -219,8 +221,8 @@ async def _spawn(config: EngineConfig, path: str, pipe: int) -> asyncio.subproce
     return process
 
 
-async def _kill_after_last_words(process: asyncio.subprocess.Process, receiving: asyncio.Task[None]) -> None:
-    """One that said why it stops may still wait for a file, and whoever waits for it must not wait for that."""
+async def _kill_if_lingering(process: asyncio.subprocess.Process, receiving: asyncio.Task[None]) -> None:
+    """Kills a worker that reported a fatal error but has not exited within CLOSE_SECONDS (e.g. blocked on I/O)."""
     await asyncio.wait({receiving})
     await asyncio.sleep(CLOSE_SECONDS)
     _signal(process, signal.SIGKILL)

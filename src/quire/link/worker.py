@@ -1,6 +1,6 @@
 """The engine process: `python -m quire.link.worker SOCKET PIPE`, its config on stdin. Started by supervise.py only.
 
-stdin stays open for as long as the parent lives; its end is how an orphan learns that it is one.
+stdin stays open for as long as the parent lives; its end tells the process that it is an orphan.
 """
 
 import os
@@ -9,30 +9,22 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 from quire.core.config import EngineConfig
 from quire.core.errors import QuireError
+from quire.core.sampling import SamplingParams
+from quire.core.stats import KvPoolSize, StartStats
 from quire.engine.build import Built, build
 from quire.engine.encoder_build import BuiltEncoder, build_encoder
-from quire.engine.encoder_engine import EncoderEngine
 from quire.engine.engine import Engine
+from quire.engine.loop import EngineLoop, ShutdownSignal
 from quire.kernels import build as compilation
 from quire.link.channel import WorkerChannel, remove_socket
-from quire.link.encoder_loop import EncoderLoop
-from quire.link.heartbeat import beat
-from quire.link.loop import EngineLoop
-from quire.link.messages import (
-    AnyReady,
-    Described,
-    EncoderReady,
-    Failed,
-    Note,
-    Progress,
-    Ready,
-    read_config,
-)
+from quire.link.heartbeat import start_heartbeat
+from quire.link.messages import Described, Failed, Note, Progress, Ready, VectorFormat, read_config
+from quire.link.transport import ZmqTransport, integrity_error
 from quire.observe.logs import get_logger
 from quire.text.load import tokenizer_files
 from quire.weights.peek import is_encoder
@@ -41,41 +33,41 @@ from quire.weights.source import Source
 log = get_logger(__name__)
 CLOSE_SECONDS = 5.0  # for threads that still read files
 PROGRESS_SECONDS = 0.1
-# 1: unforeseen; 2: a setting or a model that cannot work
+# exit codes; 1: unexpected; 2: a setting or a model that cannot work
 FAULT, BAD_SETTING = 1, 2
 
 
-class Leave:
-    """SIGTERM: an engine at work finishes what it has, one that loads ends at once; so does a second SIGTERM."""
+@dataclass(slots=True)
+class TerminationHandler:
+    """SIGTERM: a serving engine finishes its requests, one that still loads ends at once; so does a second SIGTERM."""
 
-    def __init__(self) -> None:
-        self.asked = False
-        self.serving = False
+    shutdown: ShutdownSignal = field(default_factory=ShutdownSignal)
+    is_serving: bool = False
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        if self.asked or not self.serving:
+        if self.shutdown.requested or not self.is_serving:
             raise SystemExit(128 + number)
-        self.asked = True
+        self.shutdown.requested = True
 
 
 def main() -> int:
     path, pipe = sys.argv[1], int(sys.argv[2])
-    leave = Leave()
-    signal.signal(signal.SIGTERM, leave)
+    termination = TerminationHandler()
+    signal.signal(signal.SIGTERM, termination)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
     config = read_config(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, args=(path,), name="parent-watch", daemon=True).start()
     channel = WorkerChannel(path)
     try:
-        return _serve(config, channel, leave, pipe)
+        return _serve(config, channel, termination, pipe)
     finally:
         channel.close()
 
 
-def _serve(config: EngineConfig, channel: WorkerChannel, leave: Leave, pipe: int) -> int:
+def _serve(config: EngineConfig, channel: WorkerChannel, termination: TerminationHandler, pipe: int) -> int:
     try:
         _announce_compiling(channel)
-        served = _load(config, channel, leave)
+        built = _load(config, channel)
     except QuireError as error:
         channel.send(Failed(type(error).__name__, str(error)))
         return BAD_SETTING
@@ -83,85 +75,75 @@ def _serve(config: EngineConfig, channel: WorkerChannel, leave: Leave, pipe: int
         log.debug("the engine could not start", exc_info=True)
         channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
         return FAULT
-    leave.serving = True
-    channel.send(served.ready)
-    beat(pipe, served.loop)
+    engine = built.engine
+    loop = EngineLoop(engine, ZmqTransport(channel, engine.adapters), termination.shutdown)
+    termination.is_serving = True
+    channel.send(_ready(config, built))
+    start_heartbeat(pipe, loop)
     try:
-        served.loop.run()
+        loop.run()
+        _log_end(loop)
     except Exception as fault:
         log.exception("the engine stopped")
         channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
         return FAULT
     finally:
-        _end_in_time()
-        served.engine.close()
+        _exit_after_timeout()
+        engine.close()
     return 0
 
 
-def _end_in_time() -> None:
-    """A thread may wait for a file that never comes: the process ends all the same, and another can take its place."""
+def _log_end(loop: EngineLoop) -> None:
+    """What was served, and whether every block was given back."""
+    stats, wrong = loop.engine.snapshot(), integrity_error(loop)
+    if wrong is not None:
+        log.error("the engine ends, and its pool is not whole: %s", wrong)
+    elif isinstance(loop.engine, Engine):
+        log.info(
+            "ended     %s requests and %s tokens served; the pool is whole, %d blocks in use",
+            f"{stats.steps.num_requests:,}",
+            f"{stats.steps.num_generated_tokens:,}",
+            stats.pool.num_blocks_used,
+        )
+
+
+def _exit_after_timeout() -> None:
+    """A thread may be blocked on a file: the process exits all the same, so that another can be started."""
     timer = threading.Timer(CLOSE_SECONDS, os._exit, (0,))
     timer.daemon = True
     timer.start()
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """An engine, what it says of itself, and the loop that drives it."""
-
-    engine: Engine | EncoderEngine
-    ready: AnyReady
-    loop: EngineLoop | EncoderLoop
-
-
-def _load(config: EngineConfig, channel: WorkerChannel, leave: Leave) -> _Served:
-    """What the model is decides which engine serves it."""
-    reporter = _Reporter(channel)
+def _load(config: EngineConfig, channel: WorkerChannel) -> Built | BuiltEncoder:
+    """The model's architecture decides which engine serves it."""
+    reporter = _ProgressReporter(channel)
     if is_encoder(config.model.model, config.model.revision):
-        encoder = build_encoder(config, reporter)
-        loop = EncoderLoop(encoder.engine, channel, leave)
-        return _Served(encoder.engine, _encoder_ready(config, encoder), loop)
-    built = build(config, reporter)
-    return _Served(built.engine, _ready(config, built), EngineLoop(built.engine, channel, leave))
+        return build_encoder(config, reporter)
+    return build(config, reporter)
 
 
-def _ready(config: EngineConfig, built: Built) -> Ready:
-    report, limits = built.report, built.engine.limits
+def _ready(config: EngineConfig, built: Built | BuiltEncoder) -> Ready:
+    report = built.report
+    start = StartStats(
+        report.num_threads, report.max_num_batched_tokens, report.weights_bytes, report.seconds
+    )
+    pool = vectors = None
+    sampling = SamplingParams()
+    if isinstance(built, Built):
+        size, sampling = built.report.pool, built.default_sampling
+        pool = KvPoolSize(size.num_blocks, size.block_size, size.num_bytes)
+    else:
+        vectors = VectorFormat(built.report.width, built.report.normalize)
     return Ready(
         model=report.model,
         pid=os.getpid(),
         described=_described(config, built.source),
-        default_sampling=built.default_sampling,
-        vocab_size=limits.vocab_size,
-        max_model_len=report.max_model_len,
-        max_num_seqs=report.max_num_seqs,
-        max_num_batched_tokens=report.max_num_batched_tokens,
-        num_blocks=report.pool.num_blocks,
-        block_size=report.pool.block_size,
-        pool_bytes=report.pool.num_bytes,
-        weights_bytes=report.weights_bytes,
-        num_threads=report.num_threads,
-        seconds=report.seconds,
+        default_sampling=sampling,
+        limits=built.engine.limits,
+        start=start,
         lines=report.lines(),
-    )
-
-
-def _encoder_ready(config: EngineConfig, built: BuiltEncoder) -> EncoderReady:
-    report, limits = built.report, built.engine.limits
-    return EncoderReady(
-        model=report.model,
-        pid=os.getpid(),
-        described=_described(config, built.source),
-        vocab_size=limits.vocab_size,
-        width=report.width,
-        normalize=report.normalize,
-        max_model_len=report.max_model_len,
-        max_num_seqs=report.max_num_seqs,
-        max_num_batched_tokens=report.max_num_batched_tokens,
-        weights_bytes=report.weights_bytes,
-        num_threads=report.num_threads,
-        seconds=report.seconds,
-        lines=report.lines(),
+        pool=pool,
+        vectors=vectors,
     )
 
 
@@ -170,8 +152,8 @@ def _described(config: EngineConfig, source: Source) -> Described:
     return Described(files.text, dict(files.config), dict(source.tokenizer_config()))
 
 
-class _Reporter:
-    """Progress for the parent: a stage's first and last figure, and some between."""
+class _ProgressReporter:
+    """Progress for the parent: the first and the last number of a stage, and some between."""
 
     def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel
@@ -186,14 +168,14 @@ class _Reporter:
 
 
 def _announce_compiling(channel: WorkerChannel) -> None:
-    """The one start that takes a minute must not look like one that hangs."""
+    """The first start on a machine takes a minute and must not look like a hang."""
     with suppress(compilation.BuildError, OSError):  # without a compiler there is nothing to wait for
         if not compilation.library_path().exists():
             channel.send(Note("compiling kernels for this CPU, once: about a minute …"))
 
 
 def _end_with_parent(path: str) -> None:
-    """Whatever ended the parent, this process does not outlive it, and leaves no socket behind."""
+    """However the parent ended, this process does not outlive it and leaves no socket behind."""
     with suppress(OSError):
         while os.read(0, 1):  # not through sys.stdin: a thread blocked in there breaks the interpreter's exit
             pass

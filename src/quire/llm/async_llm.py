@@ -4,13 +4,15 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from quire.core.config import EngineConfig
-from quire.core.errors import EngineDead
+from quire.core.errors import EngineDead, InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 from quire.engine.build import build
+from quire.engine.streams import OpenStreams
 from quire.llm.engine_thread import EngineThread
 from quire.llm.outputs import RequestOutput, request_output
 from quire.llm.progress import load_progress
@@ -18,8 +20,6 @@ from quire.text.answer import Answer
 from quire.text.load import choose_tokenizer
 from quire.text.prompts import Prompt, prepare, ready_to_sample
 from quire.text.tokenizer import Tokenizer
-
-_ABORTED = SequenceUpdate("", 0, (), finish_reason="abort")
 
 
 class AsyncLLM:
@@ -32,10 +32,15 @@ class AsyncLLM:
             self._built = build(self.config, progress)
         self.tokenizer: Tokenizer | None = choose_tokenizer(self.config.model, self._built.source)
         self._ids = itertools.count()
-        self._queues: dict[str, asyncio.Queue[SequenceUpdate | BaseException]] = {}
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._thread = EngineThread(self._built.engine, self._from_engine, self._engine_died)
-        self._closed = False
+        self._streams: OpenStreams[SequenceUpdate] = OpenStreams(lambda ids: self._thread.abort(ids))
+        self._thread = EngineThread(
+            self._built.engine,
+            partial(self._post, self._streams.deliver),
+            partial(self._post, self._streams.refuse),
+            partial(self._post, self._engine_died),
+        )
+        self._is_closed = False
 
     async def generate(
         self,
@@ -50,35 +55,35 @@ class AsyncLLM:
         sampling = ready_to_sample(sampling or self._built.default_sampling, self.tokenizer)
         request_id = request_id or f"async-{next(self._ids)}"
         answer = Answer(request_id, sampling, self.tokenizer)
-        updates: asyncio.Queue[SequenceUpdate | BaseException] = asyncio.Queue()
-        accepted = self._thread.add(
-            request_id, prepared.token_ids, sampling, **prepared.options, adapter=adapter
-        )
-        self._queues[request_id] = updates
+        if self._streams.get(request_id) is not None:
+            raise InvalidRequest(
+                f"request id {request_id!r} is already being served: use another", "request_id"
+            )
+        self._thread.add(prepared.request(request_id, sampling, adapter))
+        stream = self._streams.open([request_id])
         try:
-            await asyncio.wrap_future(accepted)
             while not answer.finished:
-                self._take(answer, await updates.get())
-                while not updates.empty():
-                    self._take(answer, updates.get_nowait())
+                try:
+                    self._take(answer, await stream.updates())
+                except _Aborted:
+                    answer.end("abort")
                 yield request_output(answer, prepared.text, prepared.token_ids, self.tokenizer)
+            stream.done(request_id)
         finally:
-            del self._queues[request_id]
-            if not answer.finished:
-                self._thread.abort(request_id)
+            stream.close()
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its iterator ends with finish_reason "abort"."""
-        self._thread.abort(request_id)
-        if request_id in self._queues:
-            self._queues[request_id].put_nowait(_ABORTED)
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.fail(_Aborted())
 
     def close(self) -> None:
         """Ends the engine; open iterators fail with EngineDead. Calling it twice is fine."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             self._thread.close()
-            self._tell_all(EngineDead("the engine was closed"))
+            self._post(self._streams.fail_all, EngineDead("the engine was closed"))
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -86,39 +91,26 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
-    def _take(self, answer: Answer, update: SequenceUpdate | BaseException) -> None:
-        if update is _ABORTED:
-            answer.end("abort")
-            return
-        if isinstance(update, BaseException):
-            raise EngineDead(f"the engine stopped: {update}") from update
-        if answer.take(update):
-            self._thread.stop(update.request_id, update.index)
-        if answer.fault is not None:
-            raise answer.fault
+    def _take(self, answer: Answer, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            if answer.take(update):
+                self._thread.stop(update.request_id, update.index)
+            if answer.fault is not None:
+                raise answer.fault
 
-    # called from the engine's thread
+    # ------------------------------------------------------------------ from other threads
 
-    def _from_engine(self, updates: list[SequenceUpdate]) -> None:
-        self._post(self._deliver, updates)
-
-    def _engine_died(self, fault: BaseException) -> None:
-        self._post(self._tell_all, fault)
-
-    def _post(self, callback: Callable[[Any], None], argument: Any) -> None:
-        """Nobody may be left to hear it: a caller's event loop can end while its request is being aborted."""
+    def _post(self, callback: Callable[..., object], *arguments: Any) -> None:
+        """Calls `callback` in the event loop, which may have ended while a request is being aborted."""
         if self._event_loop is not None:
             with contextlib.suppress(RuntimeError):
-                self._event_loop.call_soon_threadsafe(callback, argument)
+                self._event_loop.call_soon_threadsafe(callback, *arguments)
 
-    # called in the event loop
+    def _engine_died(self, fault: BaseException) -> None:
+        dead = EngineDead(f"the engine stopped: {fault}")
+        dead.__cause__ = fault
+        self._streams.fail_all(dead)
 
-    def _deliver(self, updates: list[SequenceUpdate]) -> None:
-        for update in updates:
-            waiting = self._queues.get(update.request_id)
-            if waiting is not None:
-                waiting.put_nowait(update)
 
-    def _tell_all(self, fault: BaseException) -> None:
-        for waiting in self._queues.values():
-            waiting.put_nowait(fault)
+class _Aborted(QuireError):
+    """The caller aborted the request by its id."""

@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 from quire.core.config import EngineConfig
 from quire.core.errors import InvalidRequest, QuireError
+from quire.core.request import EmbedRequest
 from quire.engine.encoder_build import EncoderReport, build_encoder
 from quire.llm.progress import load_progress
 from quire.text.load import choose_tokenizer
@@ -55,17 +56,17 @@ class Embedder:
             )
         token_ids = [prepare(text, self.tokenizer).token_ids for text in as_list(texts)]
         if truncate:
-            token_ids = [cut(one, self.report.max_model_len) for one in token_ids]
+            token_ids = [cut(text, self.report.max_model_len) for text in token_ids]
         vectors = numpy.empty((len(token_ids), width), dtype=numpy.float32)
         if not token_ids:
             return vectors[:, :dimensions]
         request_id = str(next(self._ids))
-        self.engine.add(request_id, token_ids)
+        self.engine.add(EmbedRequest(request_id, token_ids))
         try:
             with tqdm(total=len(token_ids), disable=not use_tqdm, desc="embed", unit="text") as bar:
                 self._drive(vectors, bar)
         except BaseException:
-            self.engine.abort(request_id)  # ctrl-C included: nothing may be left in the queue
+            self.engine.abort(request_id)  # on ctrl-C too: no text is left in the queue
             raise
         return vectors if dimensions is None else shortened(vectors, dimensions)
 

@@ -1,7 +1,7 @@
 """LLM: the engine in-process. `LLM().generate(["…"])` is the whole API for offline use."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from quire.core.config import EngineConfig
 from quire.core.errors import AdapterError, InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
+from quire.core.step import SequenceUpdate
 from quire.engine.adapters import Adapters
 from quire.engine.build import Built, Report, build
 from quire.llm.outputs import RequestOutput, request_output
@@ -26,7 +27,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A model ready to generate. Settings are those of `EngineConfig`, flat: unknown names are refused.
 
-    Without `model` it is the built-in one. Not thread-safe; see AsyncLLM for concurrent callers.
+    Without `model` it is the built-in one. It steps the engine in the caller's thread, with no queue between them, and
+    is not thread-safe; AsyncLLM serves concurrent callers through the engine's loop.
     """
 
     def __init__(self, model: str | None = None, *, use_tqdm: bool = True, **settings: Any) -> None:
@@ -170,7 +172,7 @@ class LLM:
             ) as bar:
                 self._drive(by_id, bar)
         except BaseException:
-            for answer in answers:  # ctrl-C included: nothing may be left running
+            for answer in answers:  # on ctrl-C too: no request is left running
                 self.engine.abort(answer.request_id)
             raise
         return [
@@ -189,7 +191,7 @@ class LLM:
             raise InvalidRequest(
                 f"{len(sampling)} sampling parameters for {count} prompts: give one, or one each"
             )
-        return [ready_to_sample(one, self.tokenizer) for one in sampling]
+        return [ready_to_sample(params, self.tokenizer) for params in sampling]
 
     def _submit(
         self, prompts: list[PreparedPrompt], samplings: list[SamplingParams], adapters: list[str | None]
@@ -198,7 +200,7 @@ class LLM:
         try:
             for prompt, sampling, adapter in zip(prompts, samplings, adapters, strict=True):
                 request_id = str(next(self._ids))
-                self.engine.add(request_id, prompt.token_ids, sampling, **prompt.options, adapter=adapter)
+                self.engine.add(prompt.request(request_id, sampling, adapter))
                 answers.append(Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock))
         except QuireError:
             for answer in answers:  # all or none: the caller gets no half-done list
@@ -207,20 +209,26 @@ class LLM:
         return answers
 
     def _drive(self, answers: dict[str, Answer], bar: tqdm) -> None:
-        tokens = 0
+        num_tokens = 0
         while self.engine.has_work:
-            for update in self.engine.step():
-                answer = answers[update.request_id]
-                tokens += len(update.token_ids)
-                if answer.take(update):
-                    self.engine.stop(update.request_id, update.index)
+            for answer, update in self.take_updates(answers):
+                num_tokens += len(update.token_ids)
                 if answer.fault is not None:
                     raise answer.fault
                 if answer.finished and answer.sequences[update.index].finish_reason is not None:
                     bar.update(1)
             elapsed = bar.format_dict["elapsed"]
             if not bar.disable and elapsed > 0:
-                bar.set_postfix_str(f"{tokens / elapsed:.1f} tok/s", refresh=False)
+                bar.set_postfix_str(f"{num_tokens / elapsed:.1f} tok/s", refresh=False)
+
+    def take_updates(self, answers: Mapping[str, Answer]) -> Iterator[tuple[Answer, SequenceUpdate]]:
+        """Steps the engine once and adds each update to its answer; a stop string ends its sequence in the engine."""
+        for update in self.engine.step():
+            answer = answers.get(update.request_id)
+            if answer is not None:
+                if answer.take(update):
+                    self.engine.stop(update.request_id, update.index)
+                yield answer, update
 
     # ------------------------------------------------------------------ the end
 

@@ -1,4 +1,4 @@
-"""Streaming from an LLM in one thread: pieces of text as they are made, and many prompts with separate fates.
+"""Streaming from an LLM in one thread: pieces of text as they are made, and many prompts that fail independently.
 
 One iterator at a time: each steps the engine and takes only its own updates.
 """
@@ -19,7 +19,7 @@ _ids = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """What one step added to the first sequence's text; the last piece has the whole `output`."""
 
     text: str
@@ -29,31 +29,27 @@ class Piece:
 
 def stream(
     llm: LLM, prompt: PreparedPrompt, sampling: SamplingParams, stopped: Callable[[], bool] = lambda: False
-) -> Iterator[Piece]:
+) -> Iterator[TextDelta]:
     """Pieces of the answer to one prompt. `stopped` is asked between steps; if true the answer ends there.
 
-    Whoever stops iterating ends the request as well: nothing is left running.
+    A caller that stops iterating aborts the request.
     """
-    running = _start(llm, prompt, sampling)
-    answer = running.answer
+    answer = _submit(llm, prompt, sampling)
+    first = answer.sequences[0]
     try:
         while not answer.finished:
             if stopped():
                 answer.end("abort")
-                yield Piece(answer.sequences[0].new_text, len(answer.sequences[0].token_ids))
+                yield TextDelta(first.new_text, len(first.token_ids))
                 break
-            for update in llm.engine.step():
-                if update.request_id != answer.request_id:
-                    continue
-                if answer.take(update):
-                    llm.engine.stop(update.request_id, update.index)
-                if update.index == 0 and answer.sequences[0].new_text:
-                    yield Piece(answer.sequences[0].new_text, len(answer.sequences[0].token_ids))
+            for _answer, update in llm.take_updates({answer.request_id: answer}):
+                if update.index == 0 and first.new_text:
+                    yield TextDelta(first.new_text, len(first.token_ids))
     finally:
-        _leave(llm, [running])
+        llm.engine.abort(answer.request_id)
     if answer.fault is not None:
         raise answer.fault
-    yield Piece("", len(answer.sequences[0].token_ids), running.output(llm))
+    yield TextDelta("", len(first.token_ids), _output(llm, answer, prompt))
 
 
 def generate_each(
@@ -62,66 +58,40 @@ def generate_each(
     sampling: SamplingParams,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, RequestOutput | QuireError]]:
-    """(which prompt, its result), in the order of finishing. A prompt that cannot be served is its own affair.
+    """(index of the prompt, its result), in the order of finishing. An error of one prompt is its result.
 
-    More prompts than the queue takes are handed over as it empties. When `stopped` says so, nothing more comes.
+    Prompts beyond the bounds of the queue are submitted as it empties. Ends when `stopped` is true.
     """
-    waiting = deque(enumerate(prompts))
-    running: dict[str, _Running] = {}
+    waiting = deque(range(len(prompts)))
+    answers: dict[str, Answer] = {}
+    indices: dict[str, int] = {}
     try:
-        while (waiting or running) and not stopped():
-            yield from _submit(llm, waiting, running, sampling)
-            for update in llm.engine.step():
-                one = running.get(update.request_id)
-                if one is None:
-                    continue
-                if one.answer.take(update):
-                    llm.engine.stop(update.request_id, update.index)
-                if one.answer.finished:
-                    del running[update.request_id]
-                    yield one.index, one.answer.fault or one.output(llm)
+        while (waiting or answers) and not stopped():
+            while waiting:
+                try:
+                    answer = _submit(llm, prompts[waiting[0]], sampling)
+                except QueueFull:
+                    break
+                except QuireError as error:
+                    yield waiting.popleft(), error
+                else:
+                    answers[answer.request_id] = answer
+                    indices[answer.request_id] = waiting.popleft()
+            for answer, _update in llm.take_updates(answers):
+                if answer.finished and answers.pop(answer.request_id, None) is not None:
+                    index = indices[answer.request_id]
+                    yield index, answer.fault or _output(llm, answer, prompts[index])
     finally:
-        _leave(llm, list(running.values()))
+        for request_id in answers:
+            llm.engine.abort(request_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    index: int
-    prompt: PreparedPrompt
-    answer: Answer
-
-    def output(self, llm: LLM) -> RequestOutput:
-        return request_output(self.answer, self.prompt.text, self.prompt.token_ids, llm.tokenizer)
-
-
-def _submit(
-    llm: LLM,
-    waiting: "deque[tuple[int, PreparedPrompt]]",
-    running: dict[str, _Running],
-    sampling: SamplingParams,
-) -> Iterator[tuple[int, QuireError]]:
-    while waiting:
-        index, prompt = waiting[0]
-        try:
-            started = _start(llm, prompt, sampling, index)
-        except QueueFull:
-            return
-        except QuireError as error:
-            waiting.popleft()
-            yield index, error
-        else:
-            waiting.popleft()
-            running[started.answer.request_id] = started
-
-
-def _start(llm: LLM, prompt: PreparedPrompt, sampling: SamplingParams, index: int = 0) -> _Running:
+def _submit(llm: LLM, prompt: PreparedPrompt, sampling: SamplingParams) -> Answer:
     sampling = ready_to_sample(sampling, llm.tokenizer)
     request_id = f"stream-{next(_ids)}"
-    llm.engine.add(request_id, prompt.token_ids, sampling, **prompt.options)
-    return _Running(index, prompt, Answer(request_id, sampling, llm.tokenizer))
+    llm.engine.add(prompt.request(request_id, sampling))
+    return Answer(request_id, sampling, llm.tokenizer)
 
 
-def _leave(llm: LLM, running: list[_Running]) -> None:
-    """Ends what is unfinished; ending what is finished changes nothing."""
-    for one in running:
-        llm.engine.abort(one.answer.request_id)
+def _output(llm: LLM, answer: Answer, prompt: PreparedPrompt) -> RequestOutput:
+    return request_output(answer, prompt.text, prompt.token_ids, llm.tokenizer)

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from quire.core.request import Request, Sequence
+from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.offload_cache import OffloadCache
-from quire.memory.paged import MemoryStats, TableDelta
+from quire.memory.paged import TableDelta
 from quire.memory.swap import SwapSpace
 from quire.memory.transfers import PendingTransfers
 

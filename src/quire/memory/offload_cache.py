@@ -3,25 +3,16 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 from quire.core.shelf import DiskTierRead
+from quire.core.stats import OffloadStats
 from quire.memory.transfers import PendingTransfers
 
 MOST_SAVED = 256  # blocks that one step sends away: its pass waits for the copies of blocks that it is given
 LOOKED_AT = 16  # oldest host blocks that are asked whether they may be reused
 READ_PATIENCE = 1.0  # seconds that a request waits for the shelf before it computes instead
-
-
-@dataclass(slots=True)
-class OffloadStats:
-    saved: int = 0  # blocks, as all of these
-    dropped: int = 0  # evicted while nothing could take them
-    host_hits: int = 0
-    disk_hits: int = 0  # read from the shelf; counted among host_hits too once they are used
-    disk_faults: int = 0  # that were gone, cut short or changed: computed instead
 
 
 class DiskTier(Protocol):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from quire.core.ints import ints
 from quire.core.request import Request, Sequence
+from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockPool
 from quire.memory.offload_cache import OffloadCache
@@ -41,13 +42,6 @@ class TableDelta:
         self.copy_sources = [source for source, target in copies if target not in held]
         self.copy_targets = [target for _, target in copies if target not in held]
         return {target: source for source, target in copies if target in held}
-
-
-@dataclass(slots=True)
-class MemoryStats:
-    prefix_queries: int = 0  # positions looked up in the prefix index
-    prefix_hits: int = 0  # positions found there
-    copies: int = 0  # blocks copied on write
 
 
 class PagedMemory:

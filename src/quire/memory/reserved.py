@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.core.request import Request, Sequence
+from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockPool
 from quire.memory.offload_cache import OffloadCache
-from quire.memory.paged import MemoryStats, TableDelta
+from quire.memory.paged import TableDelta
 from quire.memory.prefix import PrefixIndex
 from quire.memory.runs import Run, RunPool
 from quire.memory.swap import SwapSpace

@@ -2,19 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass
 
 from quire.core.request import Sequence
+from quire.core.stats import SwapStats
 from quire.memory.blocks import BlockPool
 from quire.memory.prefix import PrefixIndex
 from quire.memory.transfers import PendingTransfers
-
-
-@dataclass(slots=True)
-class SwapStats:
-    blocks_out: int = 0
-    blocks_in: int = 0
-    blocks_found: int = 0  # came back through the prefix index, without a copy
 
 
 class SwapSpace:

@@ -1,6 +1,6 @@
 """Logits to tokens: each row by its own parameters, the whole batch in one pass."""
 
-from quire.sampling.columns import SamplingColumns, check_token_ids
+from quire.sampling.columns import SamplingColumns
 from quire.sampling.device_columns import DeviceColumns
 from quire.sampling.logprobs import logprob_entries, prompt_logprobs
 from quire.sampling.records import LogprobTensors, Sampled, SampleRequests, TokenMask
@@ -14,7 +14,6 @@ __all__ = [
     "Sampler",
     "SamplingColumns",
     "TokenMask",
-    "check_token_ids",
     "logprob_entries",
     "prompt_logprobs",
 ]

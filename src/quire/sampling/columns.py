@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.sampling.random import Purpose, stream_key
 
@@ -43,23 +42,6 @@ class RowEdits:
     prefixes: np.ndarray  # [W, P] int32, the tokens before it, right-aligned, ANY_TOKEN in front
     prefix_lens: np.ndarray  # [W] int64
     allowed_bits: np.ndarray  # [ceil(V / 32)] uint32; empty when every token is allowed
-
-
-def check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
-    """Refuses parameters that name tokens the model does not have. For admission: a step cannot refuse."""
-    named = (
-        ("logit_bias", sampling.logit_bias),
-        ("allowed_token_ids", sampling.allowed_token_ids or ()),
-        ("stop_token_ids", sampling.stop_token_ids),
-        ("bad_words_token_ids", (token_id for word in sampling.bad_words_token_ids for token_id in word)),
-    )
-    for name, token_ids in named:
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(
-                    f"{name} has token {token_id}, but the model has 0 to {vocab_size - 1} only: remove it",
-                    name,
-                )
 
 
 class SamplingColumns:

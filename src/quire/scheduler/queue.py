@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 
-from quire.core.errors import QueueFull
+from quire.core.queue_bounds import QueueBounds
 from quire.core.request import Sequence
 from quire.scheduler.group import SequenceGroup
 from quire.scheduler.order import fcfs
@@ -13,27 +13,22 @@ class WaitingQueue:
     """In the schedule's order, those who ran before first: no one new is admitted before they run again."""
 
     def __init__(
-        self, max_requests: int, max_tokens: int | None, rank: Callable[[SequenceGroup], float] = fcfs.rank
+        self,
+        max_requests: int | None,
+        max_tokens: int | None,
+        rank: Callable[[SequenceGroup], float] = fcfs.rank,
     ) -> None:
         self._heap: list[tuple[bool, tuple[float, int], SequenceGroup]] = []  # whether it never ran, its rank
         self._rank = rank
         self._removed: set[int] = set()  # arrival numbers that left the queue out of turn
-        self._max_requests = max_requests
-        self._max_tokens = max_tokens
+        self._bounds = QueueBounds(max_requests, max_tokens)
         self.num_tokens = 0
 
     def add(self, group: SequenceGroup) -> None:
         """Takes a new group or raises QueueFull."""
         tokens = group.request.num_prompt_tokens
-        if len(self) >= self._max_requests:
-            raise QueueFull(
-                f"{len(self)} requests are waiting already: try again later, or raise max_queue_requests"
-            )
-        if self._max_tokens is not None and self and self.num_tokens + tokens > self._max_tokens:
-            raise QueueFull(
-                f"{self.num_tokens} prompt tokens are waiting and {tokens} more would pass "
-                f"{self._max_tokens}: try again later, or raise max_queue_tokens"
-            )
+        self._bounds.check_requests(len(self), 1)
+        self._bounds.check_tokens(self.num_tokens, tokens)
         group.rank = (self._rank(group), group.order)
         self._push(group)
 

@@ -7,6 +7,7 @@ from quire.core.clock import Clock
 from quire.core.config import SchedulerConfig
 from quire.core.draft import TokenTree
 from quire.core.request import FinishReason, Phase, Request, Sequence
+from quire.core.stats import SchedulerStats
 from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_admission import LOOK_AHEAD, AdapterAdmission, Readiness
@@ -17,7 +18,7 @@ from quire.scheduler.ended import FinishedRows
 from quire.scheduler.group import SequenceGroup
 from quire.scheduler.order.policy import make_queue
 from quire.scheduler.plan import StepPlan
-from quire.scheduler.planned import ScheduledStep, SchedulerStats
+from quire.scheduler.planned import ScheduledStep
 from quire.scheduler.preemption import Preemption
 
 

@@ -21,9 +21,9 @@ import httpx
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.link.admission import Bounds
-from quire.link.client import UNBOUNDED, EngineClient
-from quire.link.messages import AnyReady
+from quire.core.queue_bounds import QueueBounds
+from quire.link.client import EngineClient
+from quire.link.messages import Ready
 from quire.server.app import create_app
 from quire.server.encoders import Encoders
 from quire.server.service import SICK_AFTER, Service
@@ -207,7 +207,7 @@ class BatchSummary:
 
 
 OnRow = Callable[[BatchSummary], None]
-OnReady = Callable[[AnyReady], None]
+OnReady = Callable[[Ready], None]
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -237,10 +237,10 @@ async def _started(config: EngineConfig, on_progress: OnProgress | None) -> Asyn
     """The queue has no bound of its own: the number of lines under way is one."""
     name = config.model.served_model_name
     settings = ServerSettings(
-        max_queue_requests=UNBOUNDED, max_queue_tokens=None, served_names=(name,) if name else ()
+        max_queue_requests=None, max_queue_tokens=None, served_names=(name,) if name else ()
     )
     embeds = is_encoder(config.model.model, config.model.revision)
-    client = None if embeds else EngineClient(config, Bounds(UNBOUNDED), on_progress)
+    client = None if embeds else EngineClient(config, QueueBounds(), on_progress)
     service = Service(client, settings, Encoders(settings, config, embeds, on_progress))
     try:
         await service.start()

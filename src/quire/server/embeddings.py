@@ -11,11 +11,10 @@ from array import array
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
-from quire.core.pooled import Pooled
-from quire.link.admission import EmbedAsk
-from quire.link.messages import EncoderReady
-from quire.link.stream import Stream
+from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.core.request import EmbedRequest, Pooled
+from quire.engine.streams import Stream
+from quire.link.messages import Ready
 from quire.server.access import RequestContext, context_of, until_gone
 from quire.server.encoders import ServedEncoder
 from quire.server.errors import ApiError, ClientGone, TimedOut
@@ -71,12 +70,13 @@ class _Embedding:
     async def of(self, texts: list[list[int]], request: Request) -> list[Pooled]:
         """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
         service, context = self._service, self._context
-        num_tokens = sum(map(len, texts))
+        embed = EmbedRequest(f"embd-{uuid.uuid4().hex}", texts)
+        self._check(embed)
+        num_tokens = embed.num_prompt_tokens
         service.check_allowance(context, num_tokens)
-        ask = EmbedAsk(f"embd-{uuid.uuid4().hex}", texts)
-        context.facts.update(id=ask.request_id, model=self._encoder.names[0], prompt_tokens=num_tokens)
+        context.facts.update(id=embed.request_id, model=self._encoder.names[0], prompt_tokens=num_tokens)
         try:
-            stream = self._encoder.client.embed(ask)
+            stream = self._encoder.client.embed(embed)
         except (EngineDead, QueueFull) as refusal:
             raise service.refusal(refusal, self._encoder.client) from None
         context.allowance.spend_tokens(num_tokens)
@@ -84,6 +84,21 @@ class _Embedding:
         since_arrival = time.monotonic() - context.arrival
         service.metrics.embedded(self._encoder.names[0], len(texts), num_tokens, since_arrival)
         return pooled
+
+    def _check(self, embed: EmbedRequest) -> None:
+        """Refuses here what the engine would refuse by the same limits."""
+        ready, limit = self._encoder.ready, self._encoder.client.admission.bounds.max_tokens
+        assert ready is not None
+        try:
+            ready.limits.check_texts(embed)
+        except ContextExceeded as error:
+            raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
+        if limit is not None and embed.num_prompt_tokens > limit:
+            raise InvalidRequest(
+                f"input has {embed.num_prompt_tokens} tokens together and {limit} may wait: send several requests, "
+                "or raise max_queue_tokens",
+                "input",
+            )
 
     async def _finished(self, stream: Stream[Pooled], count: int, request: Request) -> list[Pooled]:
         seconds = self._service.settings.request_timeout
@@ -120,10 +135,11 @@ def _check_room(service: Service, encoder: ServedEncoder) -> None:
         raise service.refusal(refusal, encoder.client) from None
 
 
-def _check_dimensions(dimensions: int | None, ready: EncoderReady) -> None:
-    if dimensions is not None and not 1 <= dimensions <= ready.width:
+def _check_dimensions(dimensions: int | None, ready: Ready) -> None:
+    width = ready.vectors.width if ready.vectors is not None else 0
+    if dimensions is not None and not 1 <= dimensions <= width:
         raise InvalidRequest(
-            f"dimensions={dimensions} is outside 1 to {ready.width}, the size of {ready.model}'s vectors: change it",
+            f"dimensions={dimensions} is outside 1 to {width}, the size of {ready.model}'s vectors: change it",
             "dimensions",
         )
 
@@ -162,23 +178,6 @@ def _fitted(texts: list[list[int]], keep: int | None, encoder: ServedEncoder) ->
                 "truncate_prompt_tokens",
             )
         texts = [cut(text, longest if keep == -1 else keep) for text in texts]
-    for position, text in enumerate(texts):
-        if not text:
-            raise InvalidRequest(f"input[{position}] has no tokens: send at least one", "input")
-        if len(text) > longest:
-            raise ApiError(
-                400,
-                f"input[{position}] has {len(text)} tokens and {ready.model} takes {longest}: shorten it, send "
-                "truncate_prompt_tokens (-1: as many as fit), or split it and embed the parts",
-                param="input",
-                code="context_length_exceeded",
-            )
-    limit, total = encoder.client.admission.bounds.max_tokens, sum(map(len, texts))
-    if limit is not None and total > limit:
-        raise InvalidRequest(
-            f"input has {total} tokens together and {limit} may wait: send several requests, or raise max_queue_tokens",
-            "input",
-        )
     return texts
 
 

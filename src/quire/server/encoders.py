@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from quire.core.config import EngineConfig, ModelOptions
 from quire.core.errors import QuireError
-from quire.link.admission import Bounds
-from quire.link.encoder_client import EncoderClient
-from quire.link.messages import EncoderReady
+from quire.core.queue_bounds import QueueBounds
+from quire.link.client import EngineClient
+from quire.link.messages import Ready
 from quire.observe.logs import get_logger
 from quire.server.errors import ApiError, Unavailable
 from quire.server.settings import ServerSettings
@@ -37,16 +37,16 @@ class ServedEncoder:
         self.names = tuple(dict.fromkeys(names))
         self.created = int(time.time())
         self.tokenizer: Tokenizer | None = None
-        bounds = Bounds(settings.max_queue_requests, settings.max_queue_tokens)
-        self.client = EncoderClient(config, bounds, on_progress, settings.engine_timeout)
-        self._starting: asyncio.Task[EncoderReady] | None = None
+        bounds = QueueBounds(settings.max_queue_requests, settings.max_queue_tokens)
+        self.client = EngineClient(config, bounds, on_progress, settings.engine_timeout, "embedding engine")
+        self._starting: asyncio.Task[Ready] | None = None
 
     @property
-    def ready(self) -> EncoderReady | None:
+    def ready(self) -> Ready | None:
         """What the engine decided; None before its first start."""
         return self.client.ready
 
-    async def start(self) -> EncoderReady:
+    async def start(self) -> Ready:
         """Returns when it can serve; concurrent calls wait for the same start. A failed start may be repeated."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name=f"start-{self.names[0]}")
@@ -57,7 +57,7 @@ class ServedEncoder:
             self._starting.cancel()
         await self.client.close()
 
-    async def _start(self) -> EncoderReady:
+    async def _start(self) -> Ready:
         try:
             ready = await self.client.start()
         except QuireError:
@@ -106,7 +106,7 @@ class Encoders:
         return [*self.started_first, *self._lazy]
 
     @property
-    def clients(self) -> list[EncoderClient]:
+    def clients(self) -> list[EngineClient]:
         """Of the models that run, or should."""
         return [one.client for one in self.all if one.ready is not None]
 

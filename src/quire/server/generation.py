@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from starlette.types import Receive
 
+from quire.core.request import Request
 from quire.core.step import SequenceUpdate
-from quire.link.admission import Ask
+from quire.engine.streams import Stream
 from quire.link.client import EngineClient
-from quire.link.stream import Stream
 from quire.server.access import RequestContext, until_gone
 from quire.server.errors import ClientGone, TimedOut
 from quire.server.metrics import Metrics
@@ -55,7 +55,7 @@ class Generation:
         tokenizer: Tokenizer | None,
         context: RequestContext,
         prompts: list[PreparedPrompt],
-        asks: list[Ask],
+        requests: list[Request],
         kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Submits the requests: raises at once what refuses them."""
@@ -63,14 +63,14 @@ class Generation:
         self._metrics = metrics
         self._context = context
         self._parts: dict[str, _Part] = {}
-        for position, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
-            answer = Answer(ask.request_id, ask.sampling, tokenizer, kept_ids)
+        for position, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+            answer = Answer(request.request_id, request.sampling, tokenizer, kept_ids)
             changes = [Change(position, sequence) for sequence in answer.sequences]
-            self._parts[ask.request_id] = _Part(prompt, len(ask.prompt_token_ids), answer, changes)
+            self._parts[request.request_id] = _Part(prompt, request.num_prompt_tokens, answer, changes)
         self._changed: deque[Change] = deque()  # keeps its memory when it is emptied, unlike a list
-        self._num_open = len(asks)
+        self._num_open = len(requests)
         self._submitted = time.monotonic()
-        self._stream: Stream[SequenceUpdate] = client.submit(asks)
+        self._stream: Stream[SequenceUpdate] = client.submit(requests)
         self._watch: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 

@@ -75,7 +75,7 @@ def admin_router(service: Service) -> APIRouter:
                 "blocks_used": stats.num_blocks_used,
                 "sequences_running": stats.num_running,
                 "requests_waiting": stats.num_waiting,
-                "requests_open": service.client.num_open,
+                "requests_open": client.num_open,
             }
         )
 

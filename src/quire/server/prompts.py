@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from quire.core.errors import InvalidRequest
 from quire.link.messages import Ready
-from quire.server.errors import ApiError
 from quire.server.request_templates import Rendering, RequestTemplates
 from quire.text.prompts import PreparedPrompt, as_list, prepare
 from quire.text.reader import choose_formats
@@ -95,7 +94,7 @@ class PromptMaker:
         return await self._run(make, sum(len(item) for item in prompts if isinstance(item, str)))
 
     def fitted(self, prompt: PreparedPrompt, keep: int | None, max_tokens: int | None) -> list[int]:
-        """The token ids, cut to their last `keep` if asked; a prompt that leaves no room is refused."""
+        """The token ids, cut to their last `keep` if asked; -1 leaves room for `max_tokens`."""
         token_ids = prompt.token_ids
         if keep is not None:
             if keep < -1 or keep == 0:
@@ -105,14 +104,6 @@ class PromptMaker:
                 )
             room = max(1, self.max_model_len - (max_tokens or 1))
             token_ids = token_ids[-(room if keep == -1 else keep) :]
-        if len(token_ids) >= self.max_model_len:
-            raise ApiError(
-                400,
-                f"the prompt has {len(token_ids)} tokens and the context is {self.max_model_len}, which must hold "
-                "at least one more: shorten the prompt, or send truncate_prompt_tokens",
-                param="prompt",
-                code="context_length_exceeded",
-            )
         return token_ids
 
     async def close(self) -> None:

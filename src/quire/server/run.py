@@ -13,7 +13,7 @@ import uvicorn
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.link.admission import Bounds
+from quire.core.queue_bounds import QueueBounds
 from quire.link.client import EngineClient
 from quire.llm.progress import load_progress
 from quire.observe.logs import ROOT, get_logger
@@ -38,7 +38,7 @@ def serve(settings: ServerSettings, config: EngineConfig, show_progress: bool = 
     log.info("loading   %s", config.model.model or "the built-in model")
     try:
         with load_progress(show_progress) as progress:
-            bounds = Bounds(settings.max_queue_requests, settings.max_queue_tokens)
+            bounds = QueueBounds(settings.max_queue_requests, settings.max_queue_tokens)
             embeds = is_encoder(config.model.model, config.model.revision)
             client = None if embeds else EngineClient(config, bounds, progress, settings.engine_timeout)
             service = Service(client, settings, Encoders(settings, config, embeds, progress))

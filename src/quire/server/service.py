@@ -4,16 +4,13 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 
-from quire.core.errors import EngineDead, InvalidRequest, QueueFull
+from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, QueueFull
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
-from quire.link.admission import Ask
 from quire.link.client import EngineClient
-from quire.link.encoder_client import EncoderClient
-from quire.link.engine_process import EngineProcess
 from quire.link.messages import Ready
 from quire.server.access import RequestContext, context_of
 from quire.server.encoders import Encoders, ServedEncoder
@@ -92,12 +89,12 @@ class Service:
         return self._client
 
     @property
-    def main(self) -> EngineProcess[Any]:
+    def main(self) -> EngineClient:
         """The engine that the server was started for."""
         return self.client if self.encoders.main is None else self.encoders.main.client
 
     @property
-    def engines(self) -> list[EngineClient | EncoderClient]:
+    def engines(self) -> list[EngineClient]:
         """All that run, or should."""
         return [*([self._client] if self._client is not None else []), *self.encoders.clients]
 
@@ -160,7 +157,7 @@ class Service:
 
     def generate(
         self,
-        request: Request,
+        request: HttpRequest,
         body: SamplingFields,
         prompts: list[PreparedPrompt],
         sampling: SamplingParams,
@@ -177,8 +174,8 @@ class Service:
         model = self.model
         sampling = _within(ready_to_sample(sampling, model.prompts.tokenizer), model.ready)
         fitted = [self._fitted(model, prompt, body, sampling) for prompt in prompts]
-        asks = [
-            Ask(
+        requests = [
+            Request(
                 request_id=response_id if len(fitted) == 1 else f"{response_id}-{position}",
                 prompt_token_ids=prompt.token_ids,
                 sampling=sampling,
@@ -189,11 +186,12 @@ class Service:
             )
             for position, prompt in enumerate(fitted)
         ]
+        _check_limits(model.ready, requests)
         num_tokens = sum(len(prompt.token_ids) for prompt in fitted)
         self.check_allowance(context, num_tokens)
         try:
             generation = Generation(
-                self.client, self.metrics, model.prompts.tokenizer, context, fitted, asks, kept_ids
+                self.client, self.metrics, model.prompts.tokenizer, context, fitted, requests, kept_ids
             )
         except (EngineDead, QueueFull) as refusal:
             raise self.refusal(refusal) from None
@@ -225,13 +223,22 @@ class Service:
     def _salt(self, context: RequestContext, requested: str | None) -> str:
         return f"{context.key}\0{requested or ''}" if self.settings.isolate_keys else requested or ""
 
-    def refusal(self, refusal: EngineDead | QueueFull, engine: EngineProcess[Any] | None = None) -> ApiError:
+    def refusal(self, refusal: EngineDead | QueueFull, engine: EngineClient | None = None) -> ApiError:
         """The error for a request that `engine` (the generating one by default) does not take now."""
         if isinstance(refusal, QueueFull):
             self.metrics.refused("queue_full")
             return as_api_error(refusal, (engine or self.client).admission.retry_seconds())
         self.metrics.refused("engine_down")
         return Unavailable(str(refusal), "engine_down")
+
+
+def _check_limits(ready: Ready, requests: list[Request]) -> None:
+    """Refuses here what the engine would refuse by the same limits."""
+    try:
+        for request in requests:
+            ready.limits.check(request)
+    except ContextExceeded as error:
+        raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
 
 
 def _within(sampling: SamplingParams, ready: Ready) -> SamplingParams:

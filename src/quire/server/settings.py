@@ -29,7 +29,7 @@ class ServerSettings:
     engine_timeout: float = 300.0  # for one step; then the engine hangs, and is replaced
     log_requests: bool = False
     otlp_traces_endpoint: str | None = None  # none: no traces
-    max_queue_requests: int = 1024
+    max_queue_requests: int | None = 1024  # None: no bound
     max_queue_tokens: int | None = 1 << 20
     served_names: tuple[str, ...] = ()  # none: the model's own name
     embeddings: bool = True  # False: only an encoder that is the main model embeds

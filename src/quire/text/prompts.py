@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.core.errors import InvalidRequest
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
@@ -19,10 +20,17 @@ class PreparedPrompt:
     priority: int = 0  # lower first, with schedule="priority"
     tenant: str = ""  # shares are divided between tenants, with schedule="fair"
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """As Engine.add takes them."""
-        return {"cache_salt": self.cache_salt, "priority": self.priority, "tenant": self.tenant}
+    def request(self, request_id: str, sampling: SamplingParams, adapter: str | None = None) -> Request:
+        """The prompt as the engine takes it."""
+        return Request(
+            request_id,
+            self.token_ids,
+            sampling,
+            priority=self.priority,
+            tenant=self.tenant,
+            cache_salt=self.cache_salt,
+            adapter=adapter,
+        )
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

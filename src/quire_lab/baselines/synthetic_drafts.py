@@ -57,7 +57,7 @@ class SyntheticProposer:
 
     def _draft(self, room: DraftRoom) -> TokenTree:
         sequence, chance = room.sequence, self._random.random
-        answer = self._answers[sequence.request.prompt_token_ids, sequence.index]
+        answer = self._answers[tuple(sequence.request.prompt_token_ids), sequence.index]
         coming = answer[sequence.num_outputs : sequence.num_outputs + room.length]
         if not coming:
             return TokenTree()

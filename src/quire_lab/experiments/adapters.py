@@ -11,6 +11,7 @@ from typing import Any
 from quire.bench.drive import Bench, BenchRequest
 from quire.bench.figure import Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
+from quire.core.request import Request
 from quire.engine.build.resolve import is_simulated
 from quire_lab.experiments.adapter_files import draw, write_adapters
 from quire_lab.experiments.adapter_memory import ADAPTERS, POOL, REQUEST, SIZES, Fitted, compare_memories
@@ -142,7 +143,7 @@ def _serve(
         now = engine.clock() - started
         while came < len(requests) and arrivals[came] <= now:
             one = requests[came]
-            engine.add(f"{came}", one.prompt_token_ids, one.sampling, adapter=names[came])
+            engine.add(Request(f"{came}", one.prompt_token_ids, one.sampling, adapter=names[came]))
             came += 1
         for update in engine.step():
             num_tokens += len(update.token_ids)

@@ -8,6 +8,7 @@ from typing import Any
 from quire.bench.drive import Bench, BenchRequest
 from quire.bench.lengths import Lengths
 from quire.core.config import EngineConfig
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
 from quire.engine.engine import Engine
@@ -70,7 +71,7 @@ def submit(engine: Engine, requests: Sequence[BenchRequest], name: str) -> list[
     """All of them, under ids that begin with `name`."""
     ids = [f"{name}-{index}" for index in range(len(requests))]
     for request_id, one in zip(ids, requests, strict=True):
-        engine.add(request_id, one.prompt_token_ids, one.sampling)
+        engine.add(Request(request_id, one.prompt_token_ids, one.sampling))
     return ids
 
 

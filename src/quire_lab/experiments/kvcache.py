@@ -10,6 +10,7 @@ from typing import Any
 from quire.bench.drive import Bench
 from quire.bench.figure import GREY, Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
+from quire.core.request import Request
 from quire_lab.experiments.engines import greedy, in_words, opened, prompt_rate, warm_up
 from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
 from quire_lab.experiments.fits import Power, fit_power
@@ -60,7 +61,7 @@ def _length(setup: Setup, bench: Bench) -> int:
 
 def _with_cache(bench: Bench, prompt: list[int], length: int, bar: Callable[[], None]) -> Generated:
     engine, found = bench.engine, Generated([], [], [])
-    engine.add(f"cached-{time.monotonic_ns()}", prompt, greedy(length))
+    engine.add(Request(f"cached-{time.monotonic_ns()}", prompt, greedy(length)))
     last, before = time.perf_counter(), engine.stats.num_computed_tokens
     while engine.has_work:
         for update in engine.step():
@@ -79,7 +80,7 @@ def _without_cache(bench: Bench, prompt: list[int], length: int, bar: Callable[[
     before = engine.stats.num_computed_tokens
     for index in range(length):
         started = time.perf_counter()
-        engine.add(f"bare-{index}-{time.monotonic_ns()}", prompt + found.token_ids, greedy(1))
+        engine.add(Request(f"bare-{index}-{time.monotonic_ns()}", prompt + found.token_ids, greedy(1)))
         while engine.has_work:
             for update in engine.step():
                 found.token_ids.extend(update.token_ids)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from quire.bench.drive import BenchRequest, RequestTimes
 from quire.core.clock import VirtualClock
 from quire.core.errors import QuireError
+from quire.core.request import Request
 from quire.engine.engine import Engine
 
 
@@ -54,7 +55,7 @@ def serve_at(
     while place < len(requests) or engine.has_work:
         while place < len(requests) and started + times[place] <= engine.clock():
             one = requests[place]
-            engine.add(names[place], one.prompt_token_ids, one.sampling)
+            engine.add(Request(names[place], one.prompt_token_ids, one.sampling))
             opened[names[place]] = _Open(started + times[place])
             place += 1
         if not engine.has_work:

@@ -9,6 +9,7 @@ from typing import Any
 from quire.bench.drive import Bench, BenchRequest, plain_token_ids
 from quire.bench.figure import GREY, Picture, bar_style, line_style, plain_log
 from quire.core.config import SchedulerConfig
+from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
@@ -150,7 +151,7 @@ def _served(
             index, one = todo.pop(0)
             request_id = f"prefix-{name}-{index}"
             salt = "" if cached else request_id
-            engine.add(request_id, one.prompt_token_ids, one.sampling, cache_salt=salt)
+            engine.add(Request(request_id, one.prompt_token_ids, one.sampling, cache_salt=salt))
             begun[request_id] = (time.perf_counter(), False)
         for update in engine.step():
             since, seen = begun[update.request_id]

@@ -7,6 +7,7 @@ from typing import Any
 from quire.bench.figure import GREY, LIGHT, look
 from quire.core.config import SchedulerConfig
 from quire.core.ints import ints
+from quire.core.request import Request
 from quire.core.step import Step, StepResult
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
@@ -82,7 +83,7 @@ def table_stages() -> list[Stage]:
     _use_before(engine)
     for name, (prompt, answer) in TEXTS.items():
         engine.add(
-            name, lines[name][: len(prompt.split())], greedy(len(answer.split()) + 1)
+            Request(name, lines[name][: len(prompt.split())], greedy(len(answer.split()) + 1))
         )  # it still runs when it is drawn
     stages = []
     for num_stored in range(max(STAGES) + 1):
@@ -96,7 +97,7 @@ def table_stages() -> list[Stage]:
 def _use_before(engine: Engine) -> None:
     """Requests of one block each come and leave in another order: who is freed last is used first."""
     for block in range(1, NUM_BLOCKS + 1):
-        engine.add(f"block {block}", [1, 1], greedy(2))
+        engine.add(Request(f"block {block}", [1, 1], greedy(2)))
     engine.step()
     for block in (4, 6, 2, 8, 3, 5, 1, 7):
         engine.abort(f"block {block}")

@@ -46,7 +46,7 @@ class FairQueue(WaitingQueue):
 
     def __init__(
         self,
-        max_requests: int,
+        max_requests: int | None,
         max_tokens: int | None,
         share_of: Callable[[Request], str] = tenant_of,
     ) -> None:

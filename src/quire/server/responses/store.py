@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+from prometheus_client import CollectorRegistry, Gauge
 
-from quire.observe.counters import Registry
 from quire.server.errors import ApiError
+from quire.server.metrics import PREFIX
 from quire.server.protocol.responses import Item, ResponseObject
 
 
@@ -39,13 +40,15 @@ class ResponseStore:
     A response belongs to the key that made it: to every other key it does not exist.
     """
 
-    def __init__(self, max_responses: int, max_bytes: int, registry: Registry | None = None) -> None:
-        registry = registry or Registry()
+    def __init__(self, max_responses: int, max_bytes: int, registry: CollectorRegistry | None = None) -> None:
+        registry = registry or CollectorRegistry()
         self.max_responses = max_responses
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._shown_count = registry.gauge("stored_responses", "Responses that are kept in memory.")
-        self._shown_bytes = registry.gauge("stored_responses_bytes", "Their size.")
+        self._shown_count = Gauge(
+            f"{PREFIX}stored_responses", "Responses that are kept in memory.", registry=registry
+        )
+        self._shown_bytes = Gauge(f"{PREFIX}stored_responses_bytes", "Their size.", registry=registry)
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.errors import EngineDead
 from quire.core.step import SequenceUpdate
-from quire.link.stream import Stream
+from quire.engine.streams import Stream
 
 
 def update(token_id: int) -> SequenceUpdate:

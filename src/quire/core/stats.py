@@ -1,0 +1,183 @@
+"""What an engine counts, as one tree of records. Each field says under which name and with which help it is exported.
+
+Rooms increment their own record; `Engine.snapshot` joins the records. `/metrics` walks the tree: a new statistic is one
+field here and one line where it is counted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """How a field is exported, in Prometheus's terms."""
+
+    kind: str  # "counter" | "gauge"
+    name: str  # without the prefix of all metrics
+    help: str
+    in_bytes: bool = False  # the field counts KV blocks and the metric bytes
+
+
+def counter(name: str, help: str, *, in_bytes: bool = False) -> Any:
+    """A field that only grows, from zero."""
+    return field(default=0, metadata={"metric": Metric("counter", name, help, in_bytes)})
+
+
+def gauge(name: str, help: str, default: Any = MISSING, *, in_bytes: bool = False) -> Any:
+    """A field that goes up and down. Without `default` the constructor requires it."""
+    metadata = {"metric": Metric("gauge", name, help, in_bytes)}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+def walk(record: Any) -> Iterator[tuple[Metric, float]]:
+    """Every exported field of a record and of the records inside it, with its value."""
+    for entry in fields(record):
+        value = getattr(record, entry.name)
+        metric = entry.metadata.get("metric")
+        if metric is not None:
+            yield metric, value
+        elif is_dataclass(value):
+            yield from walk(value)
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Requests, tokens and steps of one engine, and where the time of its host thread goes."""
+
+    num_requests: int = 0
+    num_finished: int = 0  # sequences
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_computed_tokens: int = counter("engine_computed_tokens_total", "Tokens through the model.")
+    num_steps: int = counter("engine_steps_total", "Forward passes.")
+    schedule_seconds: float = 0.0  # deciding steps
+    commit_seconds: float = 0.0  # turning results into updates
+    step_seconds: float = counter(
+        "engine_step_seconds_total", "Seconds in forward passes."
+    )  # and in sampling
+    mask_seconds: float = 0.0  # grammars' masks, made while a forward pass runs
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    num_steps: int = 0
+    num_preemptions: int = counter("num_preemptions_total", "Requests sent back to the queue.")
+    num_swaps_out: int = counter("num_swaps_out_total", "Requests that went to host memory.")
+    num_swaps_in: int = counter("num_swaps_in_total", "Requests that came back from there.")
+    num_admissions: int = 0
+
+
+@dataclass(slots=True)
+class MemoryStats:
+    prefix_queries: int = counter("prefix_cache_queries_total", "Tokens looked up.")
+    prefix_hits: int = counter("prefix_cache_hits_total", "Tokens found in the prefix cache.")
+    copies: int = 0  # blocks copied on write
+
+
+@dataclass(slots=True)
+class SwapStats:
+    blocks_out: int = counter("swap_out_bytes_total", "Bytes that went there.", in_bytes=True)
+    blocks_in: int = counter("swap_in_bytes_total", "Bytes that came back.", in_bytes=True)
+    blocks_found: int = 0  # came back through the prefix index, without a copy
+
+
+@dataclass(slots=True)
+class OffloadStats:
+    """Blocks of the prefix cache in its host-memory and disk tiers."""
+
+    saved: int = counter("kv_offload_saved_blocks_total", "Evicted blocks that were kept.")
+    dropped: int = counter("kv_offload_dropped_blocks_total", "Evicted blocks that were not.")
+    host_hits: int = counter("kv_offload_hit_blocks_total", "Blocks that came back to the pool.")
+    # Counted among host_hits too once they are used.
+    disk_hits: int = counter("kv_offload_disk_hit_blocks_total", "Blocks read from the disk.")
+    disk_faults: int = counter("kv_offload_disk_fault_blocks_total", "Files that failed.")
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    num_drafts: int = counter("spec_decode_num_drafts_total", "Drafts that were verified.")
+    num_draft_tokens: int = counter("spec_decode_num_draft_tokens_total", "Their tokens.")
+    num_accepted_tokens: int = counter(
+        "spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """The load of an engine at this moment."""
+
+    num_running: int = gauge("num_requests_running", "Sequences in the batch.", 0)
+    num_waiting: int = gauge("num_requests_waiting", "Requests in the engine's queue.", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Blocks in use at this moment, in the pool and in host memory beside it."""
+
+    num_blocks_used: int = 0
+    usage: float = gauge("kv_cache_usage_perc", "Share of the pool's blocks in use, 0 to 1.", 0.0)
+    swap_used: int = gauge("swap_bytes", "Host memory that swapped requests hold.", 0, in_bytes=True)
+    swap_space: int = gauge("swap_space_bytes", "Host memory for swapped requests.", 0, in_bytes=True)
+    offload_used: int = gauge("kv_offload_bytes", "Host memory of evicted blocks.", 0, in_bytes=True)
+    offload_space: int = gauge("kv_offload_space_bytes", "Host memory for evicted blocks.", 0, in_bytes=True)
+    offload_disk: int = gauge("kv_offload_disk_bytes", "Disk space of evicted blocks.", 0, in_bytes=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """LoRA adapters: the pool's blocks that they take, host copies, loads and evictions."""
+
+    num_names: int = 0  # that were named or asked for so far
+    num_blocks_kv: int = gauge("pool_blocks_kv", "Blocks in use by K and V.", 0)
+    num_blocks: int = gauge("pool_blocks_lora", "Blocks that hold adapters, idle ones included.", 0)
+    num_blocks_in_use: int = gauge("pool_blocks_lora_in_use", "Blocks of adapters that run now.", 0)
+    num_in_pages: int = gauge("lora_adapters_in_pages", "Adapters in the pool.", 0)
+    num_in_use: int = gauge("lora_adapters_running", "Adapters that run now.", 0)
+    num_on_host: int = gauge("lora_adapters_on_host", "Adapters read from disk and kept in host memory.", 0)
+    host_bytes: int = gauge("lora_host_bytes", "What they take there.", 0)
+    num_reads: int = counter("lora_reads_total", "Adapters read from disk.")
+    num_failures: int = counter("lora_failures_total", "Adapters that could not be read.")
+    num_loads: int = counter("lora_loads_total", "Adapters copied into pages.")
+    num_evictions: int = counter("lora_evictions_total", "Idle adapters whose pages were taken.")
+    num_uses: int = counter("lora_uses_total", "Sequences that began with an adapter.")
+    hit_rate: float = gauge("lora_hit_rate", "Share of uses whose adapter lay in pages already.", 0.0)
+    running: tuple[str, ...] = ()  # names, at most a hundred
+    waiting: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """The root. An encoder counts steps only; `adapters` is None where adapters are off."""
+
+    steps: StepStats = field(default_factory=StepStats)
+    scheduler: SchedulerStats = field(default_factory=SchedulerStats)
+    memory: MemoryStats = field(default_factory=MemoryStats)
+    pool: PoolStats = field(default_factory=PoolStats)
+    swap: SwapStats = field(default_factory=SwapStats)
+    offload: OffloadStats = field(default_factory=OffloadStats)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    adapters: AdapterStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartStats:
+    """What one start of an engine decided and took, beside the limits of a request."""
+
+    num_threads: int
+    max_num_batched_tokens: int = gauge("max_num_batched_tokens", "Tokens per step.")
+    weights_bytes: int = gauge("weights_bytes", "Size of the weights.")
+    seconds: float = gauge("engine_start_seconds", "How long the engine took to start.")
+
+
+@dataclass(frozen=True, slots=True)
+class KvPoolSize:
+    """The KV pool as it was sized at start; block 0 is never given out and not counted."""
+
+    num_blocks: int = gauge("kv_cache_blocks", "Blocks in the pool.")
+    block_size: int = gauge("kv_cache_block_size", "Tokens per block.")
+    num_bytes: int = gauge("kv_cache_bytes", "Size of the pool.")
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_bytes // (self.num_blocks + 1)
