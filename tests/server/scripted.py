@@ -17,7 +17,7 @@ from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, TokenLogprobs
 from quire.link.adapters import NamedAdapters
-from quire.link.stream import Stream
+from quire.engine.streams import Stream
 from quire.server.app import create_app
 from quire.server.encoders import Encoders
 from quire.server.service import Service

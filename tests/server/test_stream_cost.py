@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from quire.link.stream import Stream
+from quire.engine.streams import Stream
 from tests.server.scripted import ScriptedEngine, posted, scripted_app, update
 
 NUM_TOKENS = 20

@@ -68,13 +68,13 @@ def admin_router(service: Service) -> APIRouter:
             wrong = await service.client.check_integrity()
         if wrong is not None:
             raise ApiError(500, f"the pool is not whole: {wrong}", code="integrity")
-        stats = service.client.figures
+        client = service.client
         return JsonReply(
             {
                 "status": "ok",
-                "blocks_used": stats.num_blocks_used,
-                "sequences_running": stats.num_running,
-                "requests_waiting": stats.num_waiting,
+                "blocks_used": client.stats.pool.num_blocks_used,
+                "sequences_running": client.queue.num_running,
+                "requests_waiting": client.queue.num_waiting,
                 "requests_open": client.num_open,
             }
         )
