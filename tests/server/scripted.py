@@ -16,8 +16,9 @@ from tokenizers import Tokenizer as Inner
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, TokenLogprobs
-from quire.link.adapters import NamedAdapters
 from quire.engine.streams import Stream
+from quire.engine.validation import Limits
+from quire.link.adapters import NamedAdapters
 from quire.server.app import create_app
 from quire.server.encoders import Encoders
 from quire.server.service import Service
@@ -101,9 +102,8 @@ def scripted_app(engine: ScriptedEngine, **settings: Any) -> ASGIApp:
         model="scripted",
         described=described,
         default_sampling=SamplingParams(temperature=0.5, max_tokens=256),
-        vocab_size=257,
+        limits=Limits(vocab_size=257, max_model_len=4096, max_num_seqs=16),
         max_model_len=4096,
-        max_num_seqs=16,
         lines=[],
     )
     service.serve_model(ready)
