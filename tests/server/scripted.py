@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -15,10 +14,12 @@ from tokenizers import Tokenizer as Inner
 
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
+from quire.core.stats import StartStats
 from quire.core.step import SequenceUpdate, TokenLogprobs
 from quire.engine.streams import Stream
 from quire.engine.validation import Limits
 from quire.link.adapters import NamedAdapters
+from quire.link.messages import Described, Ready
 from quire.server.app import create_app
 from quire.server.encoders import Encoders
 from quire.server.service import Service
@@ -95,15 +96,13 @@ def scripted_app(engine: ScriptedEngine, **settings: Any) -> ASGIApp:
     client: Any = engine
     service = Service(client, made, Encoders(made))
     config = {"chat_template": TEMPLATE, "eos_token": "</s>"}
-    described = SimpleNamespace(
-        tokenizer_json=byte_tokenizer(), tokenizer_config=config, template_config=config
-    )
-    ready: Any = SimpleNamespace(
+    ready = Ready(
         model="scripted",
-        described=described,
+        pid=0,
+        described=Described(byte_tokenizer(), config, config),
         default_sampling=SamplingParams(temperature=0.5, max_tokens=256),
         limits=Limits(vocab_size=257, max_model_len=4096, max_num_seqs=16),
-        max_model_len=4096,
+        start=StartStats(num_threads=1, max_num_batched_tokens=512, weights_bytes=0, seconds=0.0),
         lines=[],
     )
     service.serve_model(ready)
