@@ -96,7 +96,8 @@ def _is_alive(pid: int) -> bool:
 def running_server(folder: Path, flags: list[str]) -> Iterator[str]:
     """A server whose processes are traced; yields its address."""
     package = importlib.util.find_spec("quire")
-    assert package is not None and package.origin is not None
+    assert package is not None
+    assert package.origin is not None
     root = Path(package.origin).parent
     path = os.pathsep.join([str(folder), str(root.parent), os.environ.get("PYTHONPATH", "")])
     environment = {
