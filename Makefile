@@ -67,7 +67,7 @@ format: $(STAMPS)/packages ## rewrite the files as ruff wants them
 	@$(PY) -m ruff format src tests tools benchmarks examples
 
 site: $(STAMPS)/packages ## build the documentation site into site/
-	@PYTHONPATH=src $(PY) -m mkdocs build --strict --quiet
+	@PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 compare-cpu: setup ## measure Quire, OpenVINO GenAI and llama.cpp on this CPU, one after the other
 	@$(PY) benchmarks/compare_cpu.py $(ARGS)

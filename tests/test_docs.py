@@ -11,7 +11,7 @@ from tools import words_gate
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "quire"
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
 FILE = re.compile(r"`([\w/]+/\w+\.(?:py|cpp|h))`")
 
 
