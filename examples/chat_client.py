@@ -10,10 +10,9 @@ URL = os.environ.get("QUIRE_URL", "http://127.0.0.1:8000")
 def main() -> None:
     client = openai.OpenAI(base_url=f"{URL}/v1", api_key="any")
     model = client.models.list().data[0].id
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
     stream = client.chat.completions.create(
         model=model,
-        messages=messages,  # type: ignore[arg-type]
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
         temperature=0,
         max_tokens=24,
         stream=True,
