@@ -158,7 +158,7 @@ def trace(flags: list[str]) -> tuple[list[ProcessTrace], int]:
             num_events = send(address)
             control.enter("done")
             traces = [process_trace(record) for record in control.records()]
-    return [one for one in traces if one.files], num_events
+    return [process for process in traces if process.files], num_events
 
 
 def process_trace(record: dict[str, Any]) -> ProcessTrace:
@@ -183,15 +183,15 @@ def process_trace(record: dict[str, Any]) -> ProcessTrace:
 
 def report(traces: list[ProcessTrace], num_events: int, functions: bool) -> list[str]:
     lines = [f"One streamed chat request, {num_events} events. Files in order of the first call:"]
-    for trace_of_process in sorted(traces, key=lambda one: one.files[0].start):
-        files = trace_of_process.files
-        lines += ["", f"{trace_of_process.name}: {len(files)} files, {sum(f.calls for f in files)} calls"]
+    for process in sorted(traces, key=lambda process: process.files[0].start):
+        files = process.files
+        lines += ["", f"{process.name}: {len(files)} files, {sum(f.calls for f in files)} calls"]
         for number, entry in enumerate(files, 1):
             lines.append(f"  {number:3}. {entry.calls:5} calls  {entry.name}")
             if functions:
                 lines.append(" " * 20 + ", ".join(entry.functions))
     rooms: dict[str, set[str]] = {}
-    for entry in (entry for one in traces for entry in one.files):
+    for entry in (entry for process in traces for entry in process.files):
         rooms.setdefault(entry.room, set()).add(entry.name)
     lines += [
         "",
@@ -210,7 +210,7 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     traces, num_events = trace(parsed.flags or list(DEFAULT_FLAGS))
     print("\n".join(report(traces, num_events, parsed.functions)))
-    num_files = len({entry.name for one in traces for entry in one.files})
+    num_files = len({entry.name for process in traces for entry in process.files})
     over = parsed.budget is not None and num_files > parsed.budget
     budget = "" if parsed.budget is None else f" (budget {parsed.budget}{': exceeded' if over else ''})"
     print(f"total: {num_files} distinct files{budget}")

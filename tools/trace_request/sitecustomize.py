@@ -29,7 +29,7 @@ class Tracer:
         self._starts: dict[CodeType, float] = {}
 
     def install(self) -> None:
-        """All threads of this process, those that exist and those to come."""
+        """Traces all threads of this process, existing and later ones."""
         if sys.version_info >= (3, 12):
             monitoring = sys.monitoring
             monitoring.use_tool_id(monitoring.PROFILER_ID, "trace_request")
