@@ -1,9 +1,9 @@
 """Records launches instead of running them: what Triton would compile for each, its types, constants and alignments.
 
-Triton itself binds the arguments and calls a hook before it compiles, to ask whether the kernel is compiled
-already. The hook stores the question and answers yes. Tensors are torch's `meta` tensors: they have shapes, types
-and offsets and no memory, so that a model of eight billion parameters costs nothing. What a launcher chooses by the chip (the number of
-programs) changes grids only, and grids are not part of what is compiled.
+Triton itself binds the arguments and calls a hook before it compiles, to ask whether the kernel is compiled already.
+The hook stores the question and answers yes. Tensors are torch's `meta` tensors: they have shapes, types and offsets
+and no memory, so that a model of eight billion parameters costs nothing. What a launcher chooses by the chip (the
+number of programs) changes grids only, and grids are not part of what is compiled.
 """
 
 import ast
