@@ -1,7 +1,7 @@
 # Everything a person or CI does here. `make` alone lists the targets.
 
 PYTHON ?= python3
-# Where nobody named one and python3 is too old, another may lie beside it.
+# If no interpreter is named and python3 is too old, later versions are tried.
 OTHER_PYTHONS := $(if $(filter file,$(origin PYTHON)),python3.13 python3.12 python3.11 python3.14)
 VENV ?= .venv
 INSTALL_ARGS ?=
@@ -22,20 +22,16 @@ KERNEL_SOURCES := $(shell find src/quire/kernels \( -name '*.cpp' -o -name '*.h'
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := $(PY) -m pip --no-input
 ifneq ($(filter true 1,$(CI)),)
-  # No terminal to draw on, nobody to ask.
+  # No terminal, no prompts.
   export NO_COLOR := 1
   INSTALL_ARGS += --no-color --progress-bar off
   PYTEST_ARGS += --color=no
 endif
-# Real servers, clocks and memory on a machine that others use: what fails is run once more, in a process of its own.
-PYTEST = $(PY) -m pytest -m $(1) --durations=10 --durations-min=1 $(PYTEST_ARGS) $(ARGS)
-AGAIN := --last-failed --last-failed-no-failures none
-RUN_TESTS = @$(call PYTEST,$(1)) || { [ $$? -eq 1 ] && echo "== once more, what failed: a fault, even if it passes now" \
-  && $(call PYTEST,$(1)) $(AGAIN); }
+RUN_TESTS = @$(PY) -m pytest -m $(1) --durations=10 --durations-min=1 $(PYTEST_ARGS) $(ARGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup install serve chat test test-quick test-e2e check format compare-cpu bench clean
+.PHONY: help setup install serve chat test test-quick test-e2e check format site compare-cpu bench clean
 
 help: ## list the targets
 	@echo "make TARGET, where TARGET is one of"
@@ -63,12 +59,15 @@ test-e2e: setup ## the end-to-end tests only
 	@echo "== end-to-end tests"
 	$(call RUN_TESTS,"e2e")
 
-check: $(STAMPS)/packages ## format, lint, types, import contract, size: what to run before a commit
+check: $(STAMPS)/packages ## format, lint, types, imports, sizes, words, site: what to run before a commit
 	@PY=$(PY) tools/check.sh
 
 format: $(STAMPS)/packages ## rewrite the files as ruff wants them
-	@$(PY) -m ruff check --quiet --fix --exit-zero src tests tools benchmarks
-	@$(PY) -m ruff format src tests tools benchmarks
+	@$(PY) -m ruff check --quiet --fix --exit-zero src tests tools benchmarks examples
+	@$(PY) -m ruff format src tests tools benchmarks examples
+
+site: $(STAMPS)/packages ## build the documentation site into site/
+	@PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 compare-cpu: setup ## measure Quire, OpenVINO GenAI and llama.cpp on this CPU, one after the other
 	@$(PY) benchmarks/compare_cpu.py $(ARGS)
@@ -77,8 +76,8 @@ bench: setup ## measure this machine: startup, latency, throughput
 	@for kind in startup latency throughput; do echo "== $$kind"; $(VENV)/bin/quire bench $$kind || exit 1; done
 
 clean: ## remove caches and build outputs; .venv and the model stay
-	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	@find src tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	@rm -rf build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find src tests tools benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 # The stages of setup. Each leaves a stamp, so that what is done is not done again.
 

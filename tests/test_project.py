@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from tools import imports_gate, size_gate
+from tools import budget_gate, commits_gate, imports_gate, size_gate, words_gate
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -98,14 +98,14 @@ def function_of(num_lines: int, decorator: str = "") -> str:
 
 
 def test_the_size_gate_names_long_files_and_functions(tmp_path, capsys):
-    write(tmp_path, "src/long.py", "x = 1\n" * 501)
-    write(tmp_path, "src/kernel.cpp", "//\n" * 501)
+    write(tmp_path, "src/long.py", "x = 1\n" * 601)
+    write(tmp_path, "src/kernel.cpp", "//\n" * 601)
     write(tmp_path, "tests/test_x.py", "\n" + function_of(81))
-    write(tmp_path, "src/fine.py", function_of(80) + "x = 1\n" * 420)
+    write(tmp_path, "src/fine.py", function_of(80) + "x = 1\n" * 520)
     assert size_gate.main([str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "src/long.py:1: file has 501 lines (at most 500)" in out
-    assert "src/kernel.cpp:1: file has 501 lines" in out
+    assert "src/long.py:1: file has 601 lines (at most 600)" in out
+    assert "src/kernel.cpp:1: file has 601 lines" in out
     assert "tests/test_x.py:2: function work has 81 lines (at most 80)" in out
     assert "fine" not in out
 
@@ -151,12 +151,98 @@ def test_the_imports_gate_passes_what_the_design_allows(tmp_path, name, text):
     assert imports_gate.findings(tmp_path) == []
 
 
+def test_the_words_gate_names_mannered_words_vague_variables_and_equal_class_names(tmp_path):
+    write(tmp_path, "a.py", "# Whoever reads this\nclass Pool:\n    pass\n")
+    write(tmp_path, "b.py", "class Pool:\n    pass\n\n\n" + function_of(11).replace("pass", "found = 1", 1))
+    lines = list(words_gate.check(tmp_path))
+    assert [line for line in lines if "a.py:1: plain words instead of 'Whoever'" in line]
+    assert [line for line in lines if "b.py:5: a variable 'found' in work" in line]
+    assert [line for line in lines if "2 classes are named Pool" in line]
+    assert len(lines) == 3
+
+
+def test_the_budget_gate_counts_the_core_path_without_the_modules_that_build_an_engine(tmp_path, capsys):
+    package = "src/quire"
+    for name in ("core/request.py", "memory/blocks.py", "scheduler/order/fair.py", "engine/engine.py"):
+        write(tmp_path, f"{package}/{name}", "x = 1\n" * 1_000)
+    for name in ("core/config.py", "engine/build.py", "engine/build/load.py", "server/app.py"):
+        write(tmp_path, f"{package}/{name}", "x = 1\n" * 9_000)
+    assert budget_gate.main(["core", str(tmp_path)]) == 0
+    assert "core path: 4,000 lines in 4 files" in capsys.readouterr().out
+    write(tmp_path, f"{package}/runner/runner.py", "x = 1\n" * 3_001)
+    assert budget_gate.main(["core", str(tmp_path)]) == 1
+    assert "runner 3,001" in capsys.readouterr().out
+
+
+def test_the_budget_gate_bounds_lines_and_files_of_the_package(tmp_path, capsys):
+    write(tmp_path, "src/quire/a.py", "x = 1\n" * budget_gate.MAX_LINES)
+    assert budget_gate.main(["total", str(tmp_path)]) == 0
+    write(tmp_path, "src/quire/b.py", "x = 1\n")
+    assert budget_gate.main(["total", str(tmp_path)]) == 1
+    assert "42,001 lines in 2 files" in capsys.readouterr().out
+
+
+# Commits
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    run_git(tmp_path, "init", "--quiet")
+    commit(tmp_path, "Start")
+    return tmp_path
+
+
+def run_git(root: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=root, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def commit(root: Path, message: str) -> str:
+    run_git(root, "commit", "--quiet", "--allow-empty", "--message", message)
+    return run_git(root, "rev-parse", "HEAD")
+
+
+def test_the_commit_gate_names_long_subjects_and_missing_bodies(repository, capsys):
+    base = commit(repository, "The rule starts after this commit " + "x" * 80)
+    commit(repository, "A short subject\n\nAnd why.")
+    assert commits_gate.main([str(repository), base]) == 0
+    commit(repository, "No body")
+    commit(repository, "x" * 73 + "\n\nAnd why.")
+    assert commits_gate.main([str(repository), base]) == 1
+    out = capsys.readouterr().out
+    assert "no body that says why: No body" in out
+    assert "the subject has 73 characters (at most 72)" in out
+    assert "3 commits, 2 findings" in out
+
+
+def test_the_commit_gate_skips_merges(repository):
+    base = run_git(repository, "rev-parse", "HEAD")
+    run_git(repository, "checkout", "--quiet", "-b", "side")
+    commit(repository, "Side\n\nWhy.")
+    run_git(repository, "checkout", "--quiet", "-")
+    commit(repository, "Main\n\nWhy.")
+    run_git(repository, "merge", "--quiet", "--no-ff", "--message", "Merge", "side")
+    assert commits_gate.main([str(repository), base]) == 0
+
+
+def test_the_commit_gate_passes_where_there_is_no_full_history(repository, tmp_path_factory, capsys):
+    commit(repository, "No body")
+    shallow = tmp_path_factory.mktemp("shallow") / "clone"
+    run_git(repository, "clone", "--quiet", "--depth", "1", f"file://{repository}", str(shallow))
+    assert commits_gate.main([str(shallow), "0" * 40]) == 0
+    assert commits_gate.main([str(repository), "0" * 40]) == 0
+    assert commits_gate.main([str(tmp_path_factory.mktemp("plain"))]) == 0
+    assert capsys.readouterr().out.count("nothing checked") == 3
+
+
 # make
 
 
 def test_make_alone_lists_every_target():
     listed = make().stdout
-    for target in ("setup", "chat", "test", "check", "format", "compare-cpu", "bench", "clean"):
+    for target in ("setup", "chat", "test", "check", "format", "site", "compare-cpu", "bench", "clean"):
         assert re.search(rf"^  {target} +\S", listed, re.MULTILINE)
 
 

@@ -46,7 +46,7 @@ class Import:
 
 
 def imports_of(node: ast.AST, in_function: bool = False) -> Iterator[Import]:
-    """Every import below `node`, but those that only a type checker sees."""
+    """Every import below `node`, except imports that only a type checker sees."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (Import(alias.name, child.lineno, in_function) for alias in child.names)
@@ -61,17 +61,17 @@ def imports_of(node: ast.AST, in_function: bool = False) -> Iterator[Import]:
             yield from imports_of(child, inside)
 
 
-def complaint(room: str, name: str, found: Import) -> str | None:
+def complaint(room: str, name: str, imported: Import) -> str | None:
     """What is wrong with one import, or None."""
-    package = found.package
+    package = imported.package
     if package == "quire":
-        if found.in_function and not name.endswith(OWN_LAZY_FILES):
-            return f"imports {found.module} inside a function: import it at the top, or break the cycle"
+        if imported.in_function and not name.endswith(OWN_LAZY_FILES):
+            return f"imports {imported.module} inside a function: import it at the top, or break the cycle"
         return None
     if package in sys.stdlib_module_names or room not in ALLOWED:
         return None
     anywhere, lazily = ALLOWED[room]
-    if package in anywhere or (package in lazily and found.in_function):
+    if package in anywhere or (package in lazily and imported.in_function):
         return None
     if package in lazily:
         return f"imports {package} at the top: import it inside the function that needs it"
@@ -81,7 +81,7 @@ def complaint(room: str, name: str, found: Import) -> str | None:
 
 def findings(root: Path) -> list[str]:
     """Every import under `root` that the design does not allow, one line each."""
-    found = []
+    lines = []
     package = root / "src" / "quire"
     for path in sorted(package.rglob("*.py")):
         room = path.relative_to(package).parts[0]
@@ -89,17 +89,17 @@ def findings(root: Path) -> list[str]:
         for item in imports_of(ast.parse(path.read_text(encoding="utf-8"), filename=name)):
             problem = complaint(room, name, item)
             if problem:
-                found.append(f"{name}:{item.line}: {problem}")
-    return found
+                lines.append(f"{name}:{item.line}: {problem}")
+    return lines
 
 
 def main(arguments: list[str]) -> int:
     root = Path(arguments[0]) if arguments else Path(__file__).resolve().parents[1]
-    found = findings(root)
-    for line in found:
+    lines = findings(root)
+    for line in lines:
         print(line)
-    print(f"imports gate: {len(found)} not allowed" if found else "imports gate: ok")
-    return 1 if found else 0
+    print(f"imports gate: {len(lines)} not allowed" if lines else "imports gate: ok")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The size gate: files stay under 500 lines, functions under 80. Triton kernels aside.
+"""The size gate: files stay under 600 lines, functions under 80. Triton kernels aside.
 
 Usage: python tools/size_gate.py [ROOT]. Prints one line per finding and exits 1 if there is any.
 """
@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-FOLDERS = ("src", "tests", "tools", "benchmarks")
+FOLDERS = ("src", "tests", "tools", "benchmarks", "examples")
 CPP_SUFFIXES = (".cpp", ".cc", ".cu", ".h", ".hpp", ".cuh")
 
 
@@ -47,28 +47,28 @@ def long_functions(path: Path, name: str) -> Iterator[str]:
 
 def findings(root: Path) -> list[str]:
     """Everything under `root` that is too long, one line each."""
-    found = []
+    lines = []
     for path in source_files(root):
         name = path.relative_to(root).as_posix()
         num_lines = len(path.read_text(encoding="utf-8").splitlines())
         if num_lines > MAX_FILE_LINES:
-            found.append(
+            lines.append(
                 f"{name}:1: file has {num_lines} lines (at most {MAX_FILE_LINES}): "
                 "take a thing with a name out of it"
             )
         if path.suffix == ".py":
-            found.extend(long_functions(path, name))
-    return found
+            lines.extend(long_functions(path, name))
+    return lines
 
 
 def main(arguments: list[str]) -> int:
     root = Path(arguments[0]) if arguments else Path(__file__).resolve().parents[1]
-    found = findings(root)
-    for line in found:
+    lines = findings(root)
+    for line in lines:
         print(line)
     num_files = sum(1 for _ in source_files(root))
-    print(f"size gate: {num_files} files, {f'{len(found)} too long' if found else 'ok'}")
-    return 1 if found else 0
+    print(f"size gate: {num_files} files, {f'{len(lines)} too long' if lines else 'ok'}")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ PACKAGES = ("src/quire", "src/quire_lab")
 
 
 def mannered_words(path: Path) -> Iterator[str]:
+    """One line per mannered word of a text file."""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         for match in MANNERED.finditer(line):
             yield f"{path}:{number}: plain words instead of {match.group(0)!r}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quire.llm.llm import LLM
     from quire.llm.outputs import CompletionOutput, RequestOutput
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

@@ -54,9 +54,13 @@ def _compile(only: str, each: bool, arch: int, jobs: int) -> int:
     if not kernels:
         print(f"no kernel has {only!r} in its name: there are {', '.join(known)}", file=sys.stderr)
         return NOTHING_DONE
-    variants = [one for one in record_all(arch, [launch_models, launch_operations]) if one.kernel in kernels]
+    variants = [
+        variant
+        for variant in record_all(arch, [launch_models, launch_operations])
+        if variant.kernel in kernels
+    ]
     print(f"{len(variants)} variants of {len(kernels)} kernels for sm_{arch}", flush=True)
-    left = {name: sum(one.kernel == name for one in variants) for name in kernels}
+    left = {name: sum(variant.kernel == name for variant in variants) for name in kernels}
     limit = SHARED_KIB[arch] * 1024
     done: list[Compiled] = []
     for compiled in compile_all(variants, arch, jobs):
@@ -66,10 +70,10 @@ def _compile(only: str, each: bool, arch: int, jobs: int) -> int:
         left[compiled.variant.kernel] -= 1
         if not left[compiled.variant.kernel]:
             print(summaries([compiled.variant.kernel], done, limit)[0].line(), flush=True)
-    found = summaries(kernels, done, limit)
-    print(f"\n{report(found)}\n")
-    failed = sum(bool(summary.faults) for summary in found)
-    print(f"{failed} of {len(found)} kernels failed, {time.perf_counter() - begin:.0f} s")
+    results = summaries(kernels, done, limit)
+    print(f"\n{report(results)}\n")
+    failed = sum(bool(summary.faults) for summary in results)
+    print(f"{failed} of {len(results)} kernels failed, {time.perf_counter() - begin:.0f} s")
     return min(failed, NOTHING_DONE - 1)
 
 

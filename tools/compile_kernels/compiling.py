@@ -47,8 +47,8 @@ def compile_all(variants: Sequence[Variant], arch: int, jobs: int) -> Iterator[C
             yield compiled
         for variant in variants:  # a process that died took others with it: each of those alone
             if variant not in done:
-                found = list(_compile_side_by_side([variant], arch, 1, folder))
-                yield found[0] if found else Compiled(variant, _DIED)
+                alone = list(_compile_side_by_side([variant], arch, 1, folder))
+                yield alone[0] if alone else Compiled(variant, _DIED)
 
 
 def _compile_side_by_side(

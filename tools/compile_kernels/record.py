@@ -1,9 +1,9 @@
-"""Launches, noted down instead of made: what Triton would compile for each, its types, constants and alignments.
+"""Records launches instead of running them: what Triton would compile for each, its types, constants and alignments.
 
-Nothing of a launch is made up here. Triton itself binds the arguments and asks, before it compiles, whether somebody
-has the kernel already; the answer is yes, and its question is kept. Tensors are torch's `meta`: they have shapes, types
-and offsets, no memory, so that a model of eight billion parameters costs nothing. What a launcher picks by the
-chip (how many programs) changes grids only, and no grid is part of what is compiled.
+Triton itself binds the arguments and calls a hook before it compiles, to ask whether the kernel is compiled already.
+The hook stores the question and answers yes. Tensors are torch's `meta` tensors: they have shapes, types and offsets
+and no memory, so that a model of eight billion parameters costs nothing. What a launcher chooses by the chip (the
+number of programs) changes grids only, and grids are not part of what is compiled.
 """
 
 import ast
@@ -107,7 +107,7 @@ def kernel_name(function: JITFunction) -> str:
 
 
 def launched_kernels() -> list[str]:
-    """Every kernel in the package that no other calls: those that somebody must launch, or nobody uses them."""
+    """Every kernel in the package that no other kernel calls: each must be launched by a case."""
     functions: dict[str, JITFunction] = {}
     for info in pkgutil.walk_packages(quire.kernels.__path__, "quire.kernels."):
         if info.name.rpartition(".")[2].startswith("triton"):

@@ -20,42 +20,42 @@ class Summary:
 
     @property
     def faults(self) -> list[str]:
-        """What keeps variants from running, one paragraph each. A kernel that nobody launches was not looked at."""
+        """What keeps variants from running, one paragraph each. A kernel without a case is a fault too."""
         if not self.compiled:
             return ["no case launches it: add one to tools/compile_kernels, or remove the kernel"]
-        return [f"{_named(one)}\n{fault}" for one in self.compiled if (fault := self._fault(one))]
+        return [f"{_named(variant)}\n{fault}" for variant in self.compiled if (fault := self._fault(variant))]
 
     @property
     def notes(self) -> list[str]:
         """Variants that run but spill."""
-        heavy = [one for one in self.compiled if one.spill_stores >= HEAVY_SPILLS]
-        heavy.sort(key=lambda one: -one.spill_stores)
+        heavy = [variant for variant in self.compiled if variant.spill_stores >= HEAVY_SPILLS]
+        heavy.sort(key=lambda variant: -variant.spill_stores)
         return [
-            f"{one.spill_stores} bytes of spill stores, {one.spill_loads} of loads: {_named(one)}"
-            for one in heavy[:MOST_NAMED]
+            f"{variant.spill_stores} bytes of spill stores, {variant.spill_loads} of loads: {_named(variant)}"
+            for variant in heavy[:MOST_NAMED]
         ]
 
     def line(self) -> str:
         """As under `HEADING`; the largest of each number, and all seconds."""
-        good = [one for one in self.compiled if not one.error]
+        good = [variant for variant in self.compiled if not variant.error]
         worst = [
-            max((getattr(one, name) for one in good), default=0)
+            max((getattr(variant, name) for variant in good), default=0)
             for name in ("registers", "spill_stores", "shared")
         ]
-        spilling = sum(one.spill_stores > 0 for one in good)
-        seconds = sum(one.seconds for one in self.compiled)
+        spilling = sum(variant.spill_stores > 0 for variant in good)
+        seconds = sum(variant.seconds for variant in self.compiled)
         verdict = f"FAILED {len(self.faults)}" if self.faults else "ok"
         return (
             f"{self.kernel:36s} {len(self.compiled):8d} {worst[0]:9d} {worst[1]:7d} {spilling:8d} "
             f"{worst[2] / KIB:10.1f} {seconds:8.1f}  {verdict}"
         )
 
-    def _fault(self, one: Compiled) -> str:
-        if one.error:
-            return one.error
-        if one.shared > self.shared_limit:
+    def _fault(self, variant: Compiled) -> str:
+        if variant.error:
+            return variant.error
+        if variant.shared > self.shared_limit:
             return (
-                f"wants {one.shared / KIB:.0f} KiB of shared memory, and a program has "
+                f"wants {variant.shared / KIB:.0f} KiB of shared memory, and a program has "
                 f"{self.shared_limit // KIB}: fewer stages or smaller tiles"
             )
         return ""
@@ -70,19 +70,19 @@ HEADING = (
 def summaries(kernels: Iterable[str], compiled: Sequence[Compiled], shared_limit: int) -> list[Summary]:
     """One for each kernel, whether anything of it was compiled or not."""
     return [
-        Summary(kernel, tuple(one for one in compiled if one.variant.kernel == kernel), shared_limit)
+        Summary(kernel, tuple(result for result in compiled if result.variant.kernel == kernel), shared_limit)
         for kernel in kernels
     ]
 
 
-def report(found: Sequence[Summary]) -> str:
+def report(results: Sequence[Summary]) -> str:
     """The table, then what spills, then what fails."""
-    lines = [HEADING, *(summary.line() for summary in found)]
-    notes = [(summary.kernel, note) for summary in found for note in summary.notes]
+    lines = [HEADING, *(summary.line() for summary in results)]
+    notes = [(summary.kernel, note) for summary in results for note in summary.notes]
     if notes:
         lines += ["", f"Spills of {HEAVY_SPILLS} bytes and more:"]
         lines += [f"  {kernel}: {note}" for kernel, note in notes]
-    for summary in found:
+    for summary in results:
         for fault in summary.faults[:MOST_NAMED]:
             lines += ["", f"FAILED {summary.kernel}: {fault}"]
         if len(summary.faults) > MOST_NAMED:
@@ -90,11 +90,12 @@ def report(found: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
-def variant_line(one: Compiled) -> str:
+def variant_line(compiled: Compiled) -> str:
     """One variant in the columns of the table."""
-    numbers = f"{one.registers:9d} {one.spill_stores:7d} {'':8s} {one.shared / KIB:10.1f} {one.seconds:8.1f}"
-    return f"{one.variant.kernel:36s} {'':8s} {numbers}  {'FAILED ' if one.error else ''}{_named(one)}"
+    spills, shared = f"{compiled.spill_stores:7d} {'':8s}", f"{compiled.shared / KIB:10.1f}"
+    numbers = f"{compiled.registers:9d} {spills} {shared} {compiled.seconds:8.1f}"
+    return f"{compiled.variant.kernel:36s} {'':8s} {numbers}  {'FAILED ' if compiled.error else ''}{_named(compiled)}"
 
 
-def _named(one: Compiled) -> str:
-    return f"{one.variant.case} ({one.variant.words})"
+def _named(compiled: Compiled) -> str:
+    return f"{compiled.variant.case} ({compiled.variant.words})"

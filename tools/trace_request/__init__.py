@@ -1,0 +1,1 @@
+"""Which files of Quire one streamed chat request passes through: `python -m tools.trace_request`."""
