@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Rows:
-    """Token ids and block tables, one line per row, in host memory. Untouched lines cost no memory."""
+    """Token ids and block tables by row, in host memory. Untouched rows cost no memory."""
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         self.max_blocks = -(-max_model_len // block_size)

@@ -18,7 +18,6 @@ from quire.engine.adapters import Adapters
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.engine.build.weights import LoadedModels
 from quire.kernels.registry import REFERENCE, alternatives, choose, forces_reference
-from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraSite
 from quire.layers.lora_sites import install_sites
 from quire.layers.pool import Pool

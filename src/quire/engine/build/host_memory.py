@@ -34,9 +34,7 @@ class HostMemory:
         if self.transfers is None or not self.num_offload_blocks:
             return None
         first = self.num_swap_blocks + 1
-        return OffloadCache(
-            first, self.num_offload_blocks, pending, self.transfers, self.transfers.disk_tier
-        )
+        return OffloadCache(first, self.num_offload_blocks, pending, self.transfers, self.transfers.disk_tier)
 
     def prepare_swap(self, num_blocks: int) -> Callable[[], None] | None:
         """Makes host memory ready for swaps of a pool of `num_blocks`, before a step needs it; None without swap."""
@@ -77,9 +75,7 @@ def make_host_memory(plan: BuildPlan, pool: Pool) -> HostMemory:
     return HostMemory(transfers, num_swap, num_offload, seconds, (line, *off, *evicted))
 
 
-def _offload_lines(
-    transfers: TransferEngine | None, num_offload: int, block_bytes: int
-) -> tuple[str, ...]:
+def _offload_lines(transfers: TransferEngine | None, num_offload: int, block_bytes: int) -> tuple[str, ...]:
     if transfers is None or not num_offload:
         return ()
     size, tier = num_offload * block_bytes, transfers.disk_tier

@@ -1,4 +1,4 @@
-"""Every `auto` becomes a decision here, as new objects; nothing below sees an undecided setting. BuildPlan holds them."""
+"""Every `auto` becomes a decision here, as new objects: BuildPlan. Nothing below sees an undecided setting."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
