@@ -85,7 +85,7 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
     )
     report = Report(
         model=config.model.served_model_name or source.name,
-        numbers=parts.precision,
+        precision=parts.precision,
         weights_bytes=parts.weights.num_bytes,
         pool=size,
         device_memory=None,
