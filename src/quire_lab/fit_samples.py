@@ -114,7 +114,7 @@ def measure_here(
 ) -> list[Sample]:
     """Every step of the grid on the real engine that was built."""
     report = built.report
-    model = model_costs(built.model, report.numbers, report.pool.block_size)
+    model = model_costs(built.model, report.precision, report.pool.block_size)
     steps = measure_grid(Bench(built), cells, repeats, on_cell)
     return [Sample(one.what, model, one.counts, one.seconds) for one in steps]
 
@@ -125,4 +125,4 @@ def _config(model: str, base: str, **settings: Any) -> EngineConfig:
 
 def _model(name: str, base: str, **settings: Any) -> Any:
     built = build(_config(name, base, **settings))
-    return model_costs(built.model, built.report.numbers, built.report.pool.block_size)
+    return model_costs(built.model, built.report.precision, built.report.pool.block_size)

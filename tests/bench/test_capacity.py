@@ -59,7 +59,7 @@ def assert_planned(config: EngineConfig, source, memory: list[int]) -> None:
         assert planned.weights.num_bytes == pytest.approx(report.weights_bytes, rel=0.02)
         assert planned.pool.num_bytes == pytest.approx(report.pool.num_bytes, rel=0.02)
         assert planned.pool.num_tokens == pytest.approx(report.pool.num_tokens, rel=0.02)
-        assert (planned.max_model_len, planned.kv_dtype) == (report.max_model_len, report.numbers.kv_dtype)
+        assert (planned.max_model_len, planned.kv_dtype) == (report.max_model_len, report.precision.kv_dtype)
         assert planned.max_num_seqs == report.max_num_seqs
     finally:
         built.engine.close()

@@ -212,7 +212,7 @@ def test_trees_are_refused_where_a_gpu_would_get_them_wrong(folder: Path) -> Non
     built = building.build(EngineConfig.of(model=str(folder), load_format="dummy", device="cpu"))
     built.engine.close()
     trees = parse_speculative(TREES)
-    on_gpu = replace(built.report.numbers, device=torch.device("cuda"))
+    on_gpu = replace(built.report.precision, device=torch.device("cuda"))
     check_trees(trees, built.model, on_gpu, deterministic=False)
     narrow = replace(built.model, hf={**built.model.hf, "sliding_window": 32})
     with pytest.raises(ConfigError, match="this model's window is 32"):

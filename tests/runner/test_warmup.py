@@ -1,4 +1,4 @@
-"""Rehearsal: kernels run on rows that hold nothing, beside other work, and a fault in one ends nothing else."""
+"""Kernel warm-up: kernels run on empty rows, beside other work, and a fault in one ends nothing else."""
 
 import threading
 from contextlib import nullcontext
@@ -52,13 +52,13 @@ def by_triton(monkeypatch):
     return called
 
 
-def test_sampling_is_rehearsed_by_a_draw(by_triton):
+def test_sampling_is_warmed_up_by_one_token(by_triton):
     warm_up_sampling(300, CPU)
     assert by_triton == [1]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_attention_is_rehearsed_for_every_range_of_rows(by_triton, deterministic):
+def test_attention_is_warmed_up_for_every_range_of_rows(by_triton, deterministic):
     limits = RunnerLimits(20, 32, 64, True, torch.float32, deterministic)
     warm_up_attention(_config(), limits, BlockLayout(1, 16, 2, 16, "float32"), CPU)
     assert by_triton == ([] if deterministic else [16, 20])
@@ -92,7 +92,7 @@ def test_pieces_run_beside_the_start_and_a_fault_stays_inside(monkeypatch):
     assert not KernelWarmup(CPU).goes_on
 
 
-def test_products_are_measured_for_what_graphs_will_hold():
+def test_gemms_are_measured_for_the_sizes_of_graphs():
     assert token_counts(1024, 8192, False) == decode_sizes(1024)
     assert token_counts(8, 8192, False) == decode_sizes(8)  # too few rows for graphs of prompts
     assert {512, 96, 24} <= set(token_counts(64, 512, True))

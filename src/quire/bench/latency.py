@@ -65,7 +65,7 @@ def _rows(results: dict[str, Any], plan: LatencyPlan, built: Built) -> list[tupl
     return [
         (
             "model",
-            f"{built.report.model}, {built.report.numbers.format_name}, {built.report.num_threads} threads",
+            f"{built.report.model}, {built.report.precision.format_name}, {built.report.num_threads} threads",
         ),
         ("batch", f"{plan.batch_size} × {plan.input_len} in, {plan.output_len} out, {plan.iterations} times"),
         ("first token", _spread(results["first_token_seconds"], 1e3, "ms")),

@@ -68,9 +68,9 @@ def engine_record(config: EngineConfig, built: Built) -> dict[str, Any]:
         "asked": asdict(config),
         "decided": {
             "model": decided.model,
-            "format": built.report.numbers.format_name,
-            "device": str(decided.numbers.device),
-            "kv_dtype": decided.numbers.kv_dtype,
+            "format": built.report.precision.format_name,
+            "device": str(decided.precision.device),
+            "kv_dtype": decided.precision.kv_dtype,
             "weights_bytes": decided.weights_bytes,
             "pool_bytes": decided.pool.num_bytes,
             "pool_tokens": decided.pool.num_tokens,

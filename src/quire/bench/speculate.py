@@ -81,7 +81,7 @@ def run_speculate(
     }
     head = [*_HEAD, "with chains"] if chains is not None else _HEAD
     table = aligned([head, *map(_row, compared)])
-    rows = [("model", f"{plain.report.model}, {plain.report.numbers.format_name}")]
+    rows = [("model", f"{plain.report.model}, {plain.report.precision.format_name}")]
     results = {workload.name: _result(workload) for workload in compared}
     return BenchReport("speculate", settings, results, rows, ["", table])
 

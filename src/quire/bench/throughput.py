@@ -97,7 +97,7 @@ def _rows(results: dict[str, Any], plan: ThroughputPlan, built: Built) -> list[t
     return [
         (
             "model",
-            f"{built.report.model}, {built.report.numbers.format_name}, {built.report.num_threads} threads",
+            f"{built.report.model}, {built.report.precision.format_name}, {built.report.num_threads} threads",
         ),
         ("requests", f"{results['num_requests']:,} ({plan.source}, {plan.sampling})"),
         ("tokens", f"{results['num_prompt_tokens']:,} in, {results['num_output_tokens']:,} out"),

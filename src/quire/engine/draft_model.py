@@ -1,4 +1,4 @@
-"""DraftModel: a small model proposes what the large one verifies. A second runner, with pages under the same ids."""
+"""DraftModel: a small model proposes tokens that the target verifies. A second runner under the same block ids."""
 
 import time
 from collections.abc import Sequence as Listed
@@ -19,8 +19,8 @@ NEWEST = 0.25  # how much the newest measurement counts
 
 
 @dataclass(slots=True)
-class _Place:
-    """How far the draft model has read a sequence, in the blocks that the sequence has now."""
+class _Progress:
+    """How far the draft model has computed a sequence, in the blocks that the sequence has now."""
 
     num_computed: int = 0
     num_preemptions: int = 0
@@ -31,7 +31,7 @@ class _Drafting:
     """One sequence while its draft is made: a token of each branch per level, branches parting at the root."""
 
     room: DraftRoom
-    place: _Place
+    progress: _Progress
     is_drawn: bool  # its tokens are drawn, for rejection sampling
     levels: list[Ints] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class _Drafting:
 
     def next_step(self, budget: int) -> "_Part":
         """What it computes next: known tokens, as many as the budget allows, or the level that was drafted last."""
-        computed = self.place.num_computed
+        computed = self.progress.num_computed
         if not self.levels:
             return _Part(self, computed, min(self.num_known - computed, budget), None)
         if self.width == 1 and not self.is_drawn:
@@ -67,7 +67,7 @@ class _Drafting:
 class _Part:
     """What one sequence computes in a step of the draft model."""
 
-    one: _Drafting
+    draft: _Drafting
     num_computed: int
     count: int
     grown: Draft | None  # its tree so far, where it has several branches
@@ -76,7 +76,7 @@ class _Part:
     def num_samples(self) -> int:
         if self.grown is not None:
             return self.count
-        known = self.one.num_known + len(self.one.levels)
+        known = self.draft.num_known + len(self.draft.levels)
         return int(self.num_computed + self.count == known)
 
 
@@ -94,9 +94,9 @@ class DraftModel:
         self._runner = runner
         self._draws = draws
         self._max_tokens = max_num_batched_tokens
-        self._places: dict[str, dict[int, _Place]] = {}
+        self._progress_of: dict[str, dict[int, _Progress]] = {}
         self._num_steps = 0
-        self._pass_seconds = 0.0  # of one drafted token for everyone
+        self._pass_seconds = 0.0  # of one drafted token of all sequences
 
     def guess(self, sequence: Sequence) -> int | None:
         return None
@@ -111,60 +111,60 @@ class DraftModel:
         return length * self._pass_seconds
 
     def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
-        drafting = [
-            _Drafting(room, self._place(room.sequence), self._draws and may_draw(room)) for room in rooms
+        drafts = [
+            _Drafting(room, self._progress(room.sequence), self._draws and may_draw(room)) for room in rooms
         ]
         try:
-            self._read(drafting)
-            while unfinished := [one for one in drafting if len(one.levels) < one.room.length]:
+            self._read(drafts)
+            while unfinished := [draft for draft in drafts if len(draft.levels) < draft.room.length]:
                 started = time.perf_counter()
                 self._extend(unfinished)
                 taken = time.perf_counter() - started
                 self._pass_seconds += NEWEST * (taken - self._pass_seconds) if self._pass_seconds else taken
-        except DeviceMemoryFull as full:  # a draft is a gain, and nobody's end
+        except DeviceMemoryFull as full:  # no request depends on a draft
             logger.warning("nothing is drafted in this step: %s", full)
-            for one in drafting:  # what it computed of a draft is none of the sequence's tokens
-                one.place.num_computed = min(one.place.num_computed, one.num_known)
+            for draft in drafts:  # drafted tokens are not tokens of the sequence
+                draft.progress.num_computed = min(draft.progress.num_computed, draft.num_known)
             return [TokenTree() for _ in rooms]
-        return [one.tree() for one in drafting]
+        return [draft.tree() for draft in drafts]
 
     def forget(self, request_id: str) -> None:
-        self._places.pop(request_id, None)
+        self._progress_of.pop(request_id, None)
 
     def close(self) -> None:
         self._runner.close()
 
-    def _place(self, sequence: Sequence) -> _Place:
+    def _progress(self, sequence: Sequence) -> _Progress:
         """A preempted sequence has other blocks; a refused draft is read again from where it went wrong."""
-        of_request = self._places.setdefault(sequence.request.request_id, {})
-        place = of_request.setdefault(sequence.index, _Place())
-        if place.num_preemptions != sequence.num_preemptions:
-            place.num_computed, place.num_preemptions = 0, sequence.num_preemptions
-        place.num_computed = min(place.num_computed, len(sequence.token_ids) - 1)
-        return place
+        of_request = self._progress_of.setdefault(sequence.request.request_id, {})
+        progress = of_request.setdefault(sequence.index, _Progress())
+        if progress.num_preemptions != sequence.num_preemptions:
+            progress.num_computed, progress.num_preemptions = 0, sequence.num_preemptions
+        progress.num_computed = min(progress.num_computed, len(sequence.token_ids) - 1)
+        return progress
 
-    def _read(self, drafting: list[_Drafting]) -> None:
-        """Everyone's known tokens, as many steps as that takes; the last of each gives the first drafted tokens."""
-        starts = tuple(_row_start(one.room) for one in drafting)
-        waiting = list(drafting)
+    def _read(self, drafts: list[_Drafting]) -> None:
+        """Computes all known tokens, in as many steps as needed; the last of each gives the first drafted tokens."""
+        starts = tuple(_row_start(draft.room) for draft in drafts)
+        waiting = list(drafts)
         while waiting:
             budget, parts = self._max_tokens, []
-            for one in waiting:
-                part = one.next_step(budget)
+            for draft in waiting:
+                part = draft.next_step(budget)
                 if part.count:
                     parts.append(part)
                     budget -= part.count
             self._run(parts, starts)
             starts = ()
-            waiting = [one for one in waiting if not one.levels]
+            waiting = [draft for draft in waiting if not draft.levels]
 
-    def _extend(self, drafting: list[_Drafting]) -> None:
+    def _extend(self, drafts: list[_Drafting]) -> None:
         parts: list[_Part] = []
-        for one in drafting:
-            if parts and sum(part.count for part in parts) + one.width > self._max_tokens:
+        for draft in drafts:
+            if parts and sum(part.count for part in parts) + draft.width > self._max_tokens:
                 self._run(parts, ())
                 parts = []
-            parts.append(one.next_step(self._max_tokens))
+            parts.append(draft.next_step(self._max_tokens))
         self._run(parts, ())
 
     def _run(self, parts: list[_Part], starts: tuple[RowStart, ...]) -> None:
@@ -173,7 +173,7 @@ class DraftModel:
         samples = [
             (i, offset) for i, part in enumerate(parts) for offset in reversed(range(part.num_samples))
         ]
-        rows = [part.one.room.sequence.row for part in parts]
+        rows = [part.draft.room.sequence.row for part in parts]
         grown = tuple(part.grown for part in parts if part.grown is not None)
         self._runner.launch(
             Step(
@@ -199,33 +199,33 @@ class DraftModel:
 
     def _drawn(self, parts: list[_Part]) -> Ints:
         """How many tokens each sample draws: one more of a branch, or as many as there are branches."""
-        if not any(part.one.is_drawn for part in parts):
+        if not any(part.draft.is_drawn for part in parts):
             return ints()
-        found = ints()
+        counts = ints()
         for part in parts:
-            wanted = 1 if part.one.levels else min(part.one.room.width, self._max_tokens)
-            found.extend([wanted * part.one.is_drawn] * part.num_samples)
-        return found
+            wanted = 1 if part.draft.levels else min(part.draft.room.width, self._max_tokens)
+            counts.extend([wanted * part.draft.is_drawn] * part.num_samples)
+        return counts
 
     def _take(self, parts: list[_Part], result: StepResult) -> None:
         """A tree's pages are not moved when part of it is accepted: it is read again from its root."""
         first = 0
         for part in parts:
-            one = part.one
+            draft = part.draft
             if part.grown is None:
-                one.place.num_computed += part.count
-            found = result.token_ids[first : first + part.num_samples]
-            if one.is_drawn:
-                found = ints(
+                draft.progress.num_computed += part.count
+            tokens = result.token_ids[first : first + part.num_samples]
+            if draft.is_drawn:
+                tokens = ints(
                     token_id for drawn in result.drawn[first : first + part.num_samples] for token_id in drawn
                 )
-            elif found and not one.levels and one.room.width > 1:
+            elif tokens and not draft.levels and draft.room.width > 1:
                 entry = result.logprobs[first]
-                others = [] if entry is None else [t for t in entry.top_ids if t != found[0]]
-                found.extend(others[: min(one.room.width, self._max_tokens) - 1])
+                others = [] if entry is None else [t for t in entry.top_ids if t != tokens[0]]
+                tokens.extend(others[: min(draft.room.width, self._max_tokens) - 1])
             first += part.num_samples
-            if found:
-                one.levels.append(found)
+            if tokens:
+                draft.levels.append(tokens)
 
 
 def _row_start(room: DraftRoom) -> RowStart:

@@ -1,4 +1,4 @@
-"""AdapterSlots: adapters in pages as kernels find them, and which line of a batch runs with which."""
+"""AdapterSlots: adapters in blocks of the pool as kernels find them, and which token of a batch runs with which."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,17 +24,17 @@ from quire.runner.staging import PIECES, Staging
 
 HostCopyOf = Callable[[str], PackedAdapter | None]
 STAGING_BYTES = 256 << 20  # on the host, and as many on the device
-PIECE_BYTES = STAGING_BYTES // PIECES  # the most that travels at once
+PIECE_BYTES = STAGING_BYTES // PIECES  # the most that is copied at once
 
 
 def device_bytes(max_rows: int, num_sites: int) -> int:
-    """What AdapterSlots takes of a GPU beside the pool."""
+    """GPU memory of AdapterSlots beside the pool."""
     return STAGING_BYTES + max_rows * num_sites * (2 * MAX_TILES * 8 + 3 * 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A load with the host copy that it needs."""
+    """A load and its host copy."""
 
     load: AdapterLoad
     packed: PackedAdapter
@@ -42,7 +42,7 @@ class Fetched:
 
 @dataclass(slots=True)
 class _Resident:
-    """An adapter in pages: its line of the tables, to be written where a slot takes it."""
+    """An adapter in blocks of the pool: its row of the tables, written when a slot takes it."""
 
     sites: np.ndarray  # [S]
     tile_a: np.ndarray  # [S, tiles] int64
@@ -51,19 +51,21 @@ class _Resident:
     tile_ranks: np.ndarray  # [S] int32
     scales: np.ndarray  # [S] float32
     kinds: int
-    copied: torch.cuda.Event | None  # a copy that the main stream has not waited for yet
+    copied: torch.cuda.Event | None  # of a copy that the main stream has not waited for yet
 
 
 class SegmentBuffer:
     """Segments in persistent memory, so that a recorded pass finds them where they were."""
 
-    def __init__(self, max_lines: int, max_slots: int, device: torch.device, invariant: bool = False) -> None:
+    def __init__(
+        self, max_tokens: int, max_slots: int, device: torch.device, invariant: bool = False
+    ) -> None:
         self._max_slots = max_slots
         self._invariant = invariant
         self._device = device
         self._filled: tuple[bytes, int] | None = None  # what was written last
-        most = max_segments(max_lines, max_slots, segment_lines(1))
-        self._order = torch.zeros(max_lines, dtype=torch.int32)
+        most = max_segments(max_tokens, max_slots, segment_lines(1))
+        self._order = torch.zeros(max_tokens, dtype=torch.int32)
         self._slots = torch.full((most,), -1, dtype=torch.int32)
         self._starts = torch.zeros(most + 1, dtype=torch.int32)
         if device.type == "cuda":
@@ -71,43 +73,43 @@ class SegmentBuffer:
                 t.to(device) for t in (self._order, self._slots, self._starts)
             )
 
-    def fill(self, line_slots: np.ndarray, num_lines: int | None = None) -> LoraSegments:
-        """line_slots [T]: slots, -1 for none. As many segments as a batch of `num_lines` lines (T or more) may have."""
-        size = len(line_slots) if num_lines is None else num_lines
-        asked = line_slots.tobytes(), size
-        if asked == self._filled:  # decodes: the same rows as a step before
+    def fill(self, token_slots: np.ndarray, num_tokens: int | None = None) -> LoraSegments:
+        """token_slots [T]: slots, -1 for none. As many segments as a batch of `num_tokens` (T or more) may have."""
+        size = len(token_slots) if num_tokens is None else num_tokens
+        content = token_slots.tobytes(), size
+        if content == self._filled:  # decodes: the same rows as in the step before
             return self.view(size)
         self._filled = None  # until all of it is there
         longest = segment_lines(size, self._invariant)
-        grouped = group_lines(line_slots, longest)
+        grouped = group_lines(token_slots, longest)
         count = max_segments(size, self._max_slots, longest)
-        found = len(grouped.slots)
-        packed = np.full(len(line_slots) + 2 * count + 1, -1, np.int32)
-        packed[: len(line_slots)] = grouped.order
-        packed[len(line_slots) : len(line_slots) + found] = grouped.slots
-        starts = packed[len(line_slots) + count :]
-        starts[: found + 1] = grouped.starts
-        starts[found + 1 :] = grouped.starts[-1]
+        num_segments = len(grouped.slots)
+        packed = np.full(len(token_slots) + 2 * count + 1, -1, np.int32)
+        packed[: len(token_slots)] = grouped.order
+        packed[len(token_slots) : len(token_slots) + num_segments] = grouped.slots
+        starts = packed[len(token_slots) + count :]
+        starts[: num_segments + 1] = grouped.starts
+        starts[num_segments + 1 :] = grouped.starts[-1]
         sent = torch.from_numpy(packed)
         if self._device.type == "cuda":
             sent = sent.pin_memory().to(self._device, non_blocking=True)
-        self._order[: len(line_slots)].copy_(sent[: len(line_slots)])
-        self._slots[:count].copy_(sent[len(line_slots) : len(line_slots) + count])
-        self._starts[: count + 1].copy_(sent[len(line_slots) + count :])
-        self._filled = asked
+        self._order[: len(token_slots)].copy_(sent[: len(token_slots)])
+        self._slots[:count].copy_(sent[len(token_slots) : len(token_slots) + count])
+        self._starts[: count + 1].copy_(sent[len(token_slots) + count :])
+        self._filled = content
         return self.view(size)
 
-    def view(self, num_lines: int) -> LoraSegments:
-        """What `fill` writes for so many lines; for a pass that is recorded."""
-        longest = segment_lines(num_lines, self._invariant)
-        count = max_segments(num_lines, self._max_slots, longest)
-        return LoraSegments(self._order[:num_lines], self._slots[:count], self._starts[: count + 1], longest)
+    def view(self, num_tokens: int) -> LoraSegments:
+        """What `fill` writes for `num_tokens`; for a pass that is recorded."""
+        longest = segment_lines(num_tokens, self._invariant)
+        count = max_segments(num_tokens, self._max_slots, longest)
+        return LoraSegments(self._order[:num_tokens], self._slots[:count], self._starts[: count + 1], longest)
 
 
 class AdapterSlots:
     """One slot for each adapter that some row runs with; there are as many as rows, so one is always free.
 
-    A step that could not be applied to its end for want of memory may be applied again.
+    A step whose `apply` ran out of memory may be applied again.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class AdapterSlots:
         pool: Pool,
         dtype: torch.dtype,
         max_rows: int,
-        max_lines: int,
+        max_tokens: int,
         host_copy: HostCopyOf,
         kinds: int = 0,
         recordable: bool = False,
@@ -130,32 +132,34 @@ class AdapterSlots:
         self._site_kinds = np.array([site.kind for site in sites], np.int64)
         self._head_kinds = sum(1 << site.kind for site in sites if site.name == HEAD)
         self._block_elements = pool.layout.block_bytes // dtype.itemsize
-        lines = (max_rows, len(sites))
+        shape = (max_rows, len(sites))
         self.tables = LoraTables(
             weights=pool.elements(dtype),
-            tile_a=torch.zeros(*lines, MAX_TILES, dtype=torch.int64, device=device),
-            tile_b=torch.zeros(*lines, MAX_TILES, dtype=torch.int64, device=device),
-            ranks=torch.zeros(lines, dtype=torch.int32, device=device),
-            tile_ranks=torch.zeros(lines, dtype=torch.int32, device=device),
-            scales=torch.zeros(lines, dtype=torch.float32, device=device),
+            tile_a=torch.zeros(*shape, MAX_TILES, dtype=torch.int64, device=device),
+            tile_b=torch.zeros(*shape, MAX_TILES, dtype=torch.int64, device=device),
+            ranks=torch.zeros(shape, dtype=torch.int32, device=device),
+            tile_ranks=torch.zeros(shape, dtype=torch.int32, device=device),
+            scales=torch.zeros(shape, dtype=torch.float32, device=device),
         )
         self._resident: dict[str, _Resident] = {}
         self._slot_of: dict[str, int] = {}
         self._key_of: list[str | None] = [None] * max_rows
         self._last_used = np.zeros(max_rows, np.int64)  # of each slot, in row starts
         self._num_starts = 0
-        self._rows_in = np.zeros(max_rows, np.int64)  # rows that point at each slot
-        self._unwritten: set[int] = set()  # slots with another adapter than their line of the tables has
+        self._rows_in = np.zeros(max_rows, np.int64)  # rows that use each slot
+        self._unwritten: set[int] = set()  # slots whose adapter is not in the tables yet
         self.row_slots = np.full(max_rows, -1, np.int32)
-        self.kinds = kinds  # of layers that any adapter so far adds to: what a recorded pass must call
+        self.kinds = (
+            kinds  # bits of the layers that any adapter so far adds to: what a recorded pass must call
+        )
         self.recordable = recordable  # the kernel is a native operation, or one that a graph can hold
-        self._invariant = invariant  # a line's bits must not depend on its neighbours
-        self._tokens = SegmentBuffer(max_lines, max_rows, device, invariant)
-        self._wanted = SegmentBuffer(max_lines + max_rows, max_rows, device, invariant)
+        self._invariant = invariant  # a token's bits must not depend on its neighbours
+        self._tokens = SegmentBuffer(max_tokens, max_rows, device, invariant)
+        self._wanted = SegmentBuffer(max_tokens + max_rows, max_rows, device, invariant)
         if side is None and device.type == "cuda":
             side = torch.cuda.Stream(device)
         self._side = side
-        # A load must fit its largest block; many of them should not wait for each other.
+        # A load must fit its largest block; several should not wait for each other.
         size = max(STAGING_BYTES, pool.layout.block_bytes)
         self._staging = Staging(size, pin=True, device=device) if device.type == "cuda" else None
         self._pretends = False
@@ -165,14 +169,14 @@ class AdapterSlots:
     # ------------------------------------------------------------------ what a step changes
 
     def fetch(self, step: Step) -> tuple[Fetched, ...]:
-        """The host copies that the step's loads need, taken while they are sure to be there."""
-        found = []
+        """The host copies of the step's loads, taken while they are sure to be there."""
+        fetched = []
         for load in step.adapter_loads:
             packed = self._host_copy(load.key)
             if packed is None:
                 raise RuntimeError(f"adapter {load.key} was to be loaded and is not in host memory")
-            found.append(Fetched(load, packed))
-        return tuple(found)
+            fetched.append(Fetched(load, packed))
+        return tuple(fetched)
 
     def apply(self, step: Step, fetched: tuple[Fetched, ...]) -> None:
         """Evictions, loads, then rows that start."""
@@ -182,78 +186,78 @@ class AdapterSlots:
             self._load(fetched)
         for start in step.starts:
             self._start(start.row, start.adapter)
-        self._write_lines()
+        self._write_tables()
 
     def _evict(self, key: str) -> None:
         resident = self._resident.pop(key, None)
         if resident is not None:
-            self._wait_for(resident)  # its pages are about to be written by someone else
+            self._wait_for(resident)  # its blocks are about to be written for another use
         slot = self._slot_of.pop(key, None)
         if slot is not None:
             self._key_of[slot] = None
             self._last_used[slot] = 0
 
     def _load(self, fetched: tuple[Fetched, ...]) -> None:
-        for one in fetched:
-            self._evict(one.load.key)
+        for adapter in fetched:
+            self._evict(adapter.load.key)
         if self._side is None:
             self._copy(fetched)
             copied = None
-        else:  # the step in flight may still read these pages; this one and what follows does not, but by `_start`
+        else:  # the step in flight may still read these blocks; later steps wait for the copy in `_claim`
             self._side.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._side):
                 self._copy(fetched)
             copied = self._side.record_event()
-        for one in fetched:
-            resident = self._placed(one, copied)
-            self._resident[one.load.key] = resident
+        for adapter in fetched:
+            resident = self._placed(adapter, copied)
+            self._resident[adapter.load.key] = resident
             self.kinds |= resident.kinds
 
     def _copy(self, fetched: tuple[Fetched, ...]) -> None:
-        for one in fetched:
-            if one.packed.pieces:
-                self._place(one)
+        for adapter in fetched:
+            if adapter.packed.pieces:
+                self._place(adapter)
                 continue
-            for first, last, block in _runs(one.load.block_ids):
-                pages, host = self._pool.data[block : block + last - first], one.packed.data[first:last]
+            for first, last, block in _runs(adapter.load.block_ids):
+                blocks, host = self._pool.data[block : block + last - first], adapter.packed.data[first:last]
                 if self._staging is None:
-                    # By this thread alone: torch's own would be in the way of the pass's.
-                    np.copyto(pages.numpy(), host.numpy())
+                    # By this thread alone: torch's threads would compete with those of the pass.
+                    np.copyto(blocks.numpy(), host.numpy())
                 else:
-                    self._staging.copy(pages, host)
+                    self._staging.copy(blocks, host)
 
-    def _place(self, one: Fetched) -> None:
-        """The adapter's numbers as they are to the device, which puts them into tiles."""
+    def _place(self, adapter: Fetched) -> None:
+        """Sends the adapter's matrices as they are; a kernel puts them into tiles."""
         assert self._staging is not None
-        firsts = np.asarray(one.load.block_ids, np.int64) * self._block_elements
-        for piece in one.packed.pieces:
+        firsts = np.asarray(adapter.load.block_ids, np.int64) * self._block_elements
+        for piece in adapter.packed.pieces:
             tiles = piece.tiles.copy()
             block, within = np.divmod(tiles[:, PLACE], self._block_elements)
             tiles[:, PLACE] = firsts[block] + within
             width, where = int(tiles[:, COLUMNS].max()), self._sent(tiles)
-            with self._staging.sent(one.packed.data[piece.first : piece.last]) as numbers:
+            with self._staging.sent(adapter.packed.data[piece.first : piece.last]) as numbers:
                 registry.load("lora_pack", "triton").place(
                     numbers.view(piece.given), where, width, self.tables.weights
                 )
 
     def _compile_place(self) -> None:
-        """Before a request needs it, for what files have their numbers in; tiles without lines."""
-        none = torch.zeros(1, 6, dtype=torch.int64, device=self._device)
+        """Before a request needs it, for every number format of adapter files; tiles without rows."""
+        no_tiles = torch.zeros(1, 6, dtype=torch.int64, device=self._device)
         for given in SOURCES:
             registry.load("lora_pack", "triton").place(
-                torch.zeros(1, dtype=given, device=self._device), none, 1, self.tables.weights
+                torch.zeros(1, dtype=given, device=self._device), no_tiles, 1, self.tables.weights
             )
 
-    def _placed(self, one: Fetched, copied: torch.cuda.Event | None) -> _Resident:
-        tiles = one.packed.tiles
-        firsts = np.asarray(one.load.block_ids, np.int64) * self._block_elements
+    def _placed(self, adapter: Fetched, copied: torch.cuda.Event | None) -> _Resident:
+        tiles = adapter.packed.tiles
+        firsts = np.asarray(adapter.load.block_ids, np.int64) * self._block_elements
         return _Resident(
             tiles.sites,
             firsts[tiles.a_blocks] + tiles.a_offsets,
             firsts[tiles.b_blocks] + tiles.b_offsets,
             tiles.ranks,
             tiles.tile_ranks,
-            np.array(one.packed.scales, np.float32),
+            np.array(adapter.packed.scales, np.float32),
             sum(1 << kind for kind in set(self._site_kinds[tiles.sites].tolist())),
             copied,
         )
@@ -282,7 +286,7 @@ class AdapterSlots:
         self.row_slots[row] = slot
 
     def _claim(self, key: str) -> int:
-        """The slot that was used longest ago of those that no row points at."""
+        """The least recently used slot that no row uses."""
         unused = np.flatnonzero(self._rows_in == 0)
         slot = int(unused[np.argmin(self._last_used[unused])])
         previous = self._key_of[slot]
@@ -293,30 +297,30 @@ class AdapterSlots:
         self._wait_for(self._resident[key])
         return slot
 
-    def _write_lines(self) -> None:
+    def _write_tables(self) -> None:
         slots = sorted(slot for slot in self._unwritten if self._key_of[slot] is not None)
         if not slots:
             return
         tables, num_sites = self.tables, len(self._site_kinds)
         offsets = np.zeros((2, len(slots), num_sites, MAX_TILES), np.int64)
-        numbers = np.zeros((2, len(slots), num_sites), np.int32)
+        ranks = np.zeros((2, len(slots), num_sites), np.int32)
         scales = np.zeros((len(slots), num_sites), np.float32)
         for i, slot in enumerate(slots):
             resident = self._resident[self._key_of[slot] or ""]
             offsets[0, i, resident.sites] = resident.tile_a
             offsets[1, i, resident.sites] = resident.tile_b
-            numbers[0, i, resident.sites] = resident.ranks
-            numbers[1, i, resident.sites] = resident.tile_ranks
+            ranks[0, i, resident.sites] = resident.ranks
+            ranks[1, i, resident.sites] = resident.tile_ranks
             scales[i, resident.sites] = resident.scales
         where = self._sent(np.array(slots, np.int64))
-        for table, lines in (
+        for table, values in (
             (tables.tile_a, offsets[0]),
             (tables.tile_b, offsets[1]),
-            (tables.ranks, numbers[0]),
-            (tables.tile_ranks, numbers[1]),
+            (tables.ranks, ranks[0]),
+            (tables.tile_ranks, ranks[1]),
             (tables.scales, scales),
         ):
-            table.index_copy_(0, where, self._sent(lines))
+            table.index_copy_(0, where, self._sent(values))
         self._unwritten.clear()
 
     def _sent(self, array: np.ndarray) -> Tensor:
@@ -324,7 +328,7 @@ class AdapterSlots:
         if self._staging is None:
             return tensor
         sent = torch.empty_like(tensor, device=self._device)
-        self._staging.copy(_one_line(sent), _one_line(tensor))
+        self._staging.copy(_as_bytes(sent), _as_bytes(tensor))
         return sent
 
     # ------------------------------------------------------------------ batches
@@ -333,23 +337,23 @@ class AdapterSlots:
         """Whether any of these rows has an adapter."""
         return bool((self._slots(rows) >= 0).any())
 
-    def of_tokens(self, token_rows: np.ndarray, num_lines: int | None = None) -> LoraBatch:
-        """token_rows [T]: whose token each line is. With `num_lines` as for a recorded pass of so many lines."""
-        return self._batch(self._tokens.fill(self._slots(token_rows), num_lines))
+    def of_tokens(self, token_rows: np.ndarray, num_tokens: int | None = None) -> LoraBatch:
+        """token_rows [T]: the row of each token. With `num_tokens`: as a recorded pass of that many tokens has it."""
+        return self._batch(self._tokens.fill(self._slots(token_rows), num_tokens))
 
-    def of_wanted(self, token_rows: np.ndarray, num_lines: int | None = None) -> LoraBatch:
-        """As `of_tokens`, for the lines whose logits are wanted."""
-        return self._batch(self._wanted.fill(self._slots(token_rows), num_lines))
+    def of_wanted(self, token_rows: np.ndarray, num_tokens: int | None = None) -> LoraBatch:
+        """As `of_tokens`, for the tokens whose logits are wanted."""
+        return self._batch(self._wanted.fill(self._slots(token_rows), num_tokens))
 
-    def recorded_tokens(self, num_lines: int) -> LoraBatch:
-        """What `of_tokens` fills for so many lines."""
-        return self._batch(self._tokens.view(num_lines))
+    def recorded_tokens(self, num_tokens: int) -> LoraBatch:
+        """What `of_tokens` fills for `num_tokens`."""
+        return self._batch(self._tokens.view(num_tokens))
 
-    def recorded_wanted(self, num_lines: int) -> LoraBatch:
-        return self._batch(self._wanted.view(num_lines))
+    def recorded_wanted(self, num_tokens: int) -> LoraBatch:
+        return self._batch(self._wanted.view(num_tokens))
 
     def of_head(self, token_rows: np.ndarray) -> LoraBatch | None:
-        """For lines of the output head; None where no adapter so far adds to it."""
+        """For tokens of the output head; None where no adapter so far adds to it."""
         if not self.adds_to_head or not self.runs_in(token_rows):
             return None
         buffer = SegmentBuffer(len(token_rows), len(self.row_slots), self._device, self._invariant)
@@ -361,7 +365,7 @@ class AdapterSlots:
 
     @contextmanager
     def pretending(self) -> Iterator[None]:
-        """Every row runs with an adapter that adds nothing: so kernels are compiled before a request needs them."""
+        """Every row runs with an adapter that adds nothing, so that kernels compile before a request needs them."""
         self._pretends = True
         yield
         self._pretends = False
@@ -373,13 +377,13 @@ class AdapterSlots:
         return LoraBatch(self.tables, segments, self.kinds)
 
 
-def _one_line(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """[1, bytes] uint8"""
     return tensor.view(-1).view(torch.uint8).unsqueeze(0)
 
 
 def _runs(block_ids: Ints) -> Iterator[tuple[int, int, int]]:
-    """Blocks that lie side by side: (first, last, block id of the first), first … last - 1 being indices."""
+    """Blocks that are contiguous in the pool: (first index, last index + 1, block id of the first)."""
     first = 0
     for i in range(1, len(block_ids) + 1):
         if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1:

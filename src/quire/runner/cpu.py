@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Rows:
-    """Token ids and block tables, one line per row, in host memory. Untouched lines cost no memory."""
+    """Token ids and block tables by row, in host memory. Untouched rows cost no memory."""
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         self.max_blocks = -(-max_model_len // block_size)
@@ -106,6 +106,7 @@ class Assembler:
         if self._adapters is not None and self._adapters.runs_in(rows):
             lora = self._adapters.of_tokens(token_rows)
             wanted_lora = lora if all_sampled else self._adapters.of_wanted(token_rows[tokens.wanted])
+        self._query_starts.array[1 : len(rows) + 1] = tokens.ends  # before them stays 0
         masks = None
         if trees is not None:
             masks = TreeMasks(self._tree_starts.put(trees.starts), self._ancestors.put(trees.ancestors))
@@ -113,7 +114,7 @@ class Assembler:
             token_ids=self._token_ids.put(self._rows.tokens[token_rows, places]),
             positions=self._positions.put(places if trees is None else trees.positions),
             slots=self._slots.put(self._slots_of(token_rows, places)),
-            query_starts=self._query_starts.put(np.concatenate(([0], tokens.ends))),
+            query_starts=self._query_starts.first(len(rows) + 1),
             context_lens=self._context_lens.put(tokens.contexts),
             block_tables=self._gather_tables(rows, int(tokens.contexts.max())),
             logits_indices=self._logits_indices.put(tokens.wanted),

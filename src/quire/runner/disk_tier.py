@@ -26,16 +26,17 @@ logger = get_logger(__name__)
 
 
 def settings_folder(folder: Path, *settings: object) -> Path:
-    """Where blocks of this model in these settings lie: another model, layout or number format has another place."""
+    """The folder of blocks of this model with these settings: another model, layout or number format has another."""
     named = hashlib.sha256("\0".join([MAGIC.decode(), *map(str, settings)]).encode()).hexdigest()
     return folder / f"kv-{named[:32]}"
 
 
 class FileDiskTier:
-    """One file per block, named by its content hash; written under another name and renamed, so that a file with its
-    own name is whole unless the machine failed. What is read is checked against its SHA-256 before anyone hears of it.
+    """One file per block, named by its content hash.
 
-    A writer and a reader thread do the work. A disk that is full or gone is said once, and nothing is written any more.
+    Written under another name and renamed, so that a file with its own name is whole unless the machine failed. What is
+    read is checked against its SHA-256 before it is reported. A writer and a reader thread do the work. A disk that is
+    full or gone is logged once, and nothing is written any more.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class FileDiskTier:
         self._num_written = 0
         self._read_seconds = 0.0
         folder.mkdir(parents=True, exist_ok=True)
-        self._write_file(folder / f"{UNFINISHED}{os.getpid()}", [b"a try"]).unlink()
+        self._write_file(folder / f"{UNFINISHED}{os.getpid()}", [b"test"]).unlink()
         self._find()
         self._threads = [
-            threading.Thread(target=target, daemon=True, name=f"quire-shelf-{target.__name__.strip('_')}")
+            threading.Thread(target=target, daemon=True, name=f"quire-disk-tier-{target.__name__.strip('_')}")
             for target in (self._write_all, self._read_all)
         ]
         for thread in self._threads:
@@ -76,7 +77,7 @@ class FileDiskTier:
     def num_blocks(self) -> int:
         return len(self._known)
 
-    # ------------------------------------------------------------------ asked by the engine's thread: nothing waits
+    # ------------------------------------------------------------------ called by the engine's thread: nothing waits
 
     def has(self, content: bytes) -> bool:
         return content in self._known
@@ -92,7 +93,7 @@ class FileDiskTier:
         self._reads.put((content, host, self._bytes_of(host)))
 
     def finished(self) -> tuple[list[int], list[DiskTierRead]]:
-        """Host blocks that were written or given up, and reads that ended, since the last call."""
+        """Host blocks that were written or skipped, and reads that ended, since the last call."""
         self._something.clear()
         return list(_emptied(self._written)), list(_emptied(self._ended))
 
@@ -101,11 +102,11 @@ class FileDiskTier:
             self._something.wait(seconds)
 
     def block_seconds(self) -> float:
-        """What reading one block takes; 0 until one was read."""
+        """Of reading one block; 0 until one was read."""
         return self._read_seconds
 
     def clear(self) -> None:
-        """Deletes what is there now."""
+        """Deletes all that it holds now."""
         with self._lock:
             contents = list(self._known)
             self._known.clear()
@@ -113,7 +114,7 @@ class FileDiskTier:
             self._path(content).unlink(missing_ok=True)
 
     def close(self, seconds: float = 5.0) -> None:
-        """Writes what was taken, for so long at most."""
+        """Writes what is queued, for `seconds` at most."""
         deadline = time.monotonic() + seconds
         while not self._writes.empty() and self._can_write and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -203,7 +204,7 @@ class FileDiskTier:
                 header = file.read(HEADER.size)
                 magic, named, digest, size = HEADER.unpack(header)
                 if (magic, named, size) != (MAGIC, content, self._block_bytes):
-                    raise ValueError("its header is another's")
+                    raise ValueError("its header is of another block")
                 rest = payload
                 while rest:
                     count = file.readinto(rest)
@@ -229,8 +230,8 @@ class FileDiskTier:
         return self.folder / name[:2] / name
 
     def _find(self) -> None:
-        """What earlier engines left: whole files become known, pieces of files go."""
-        found: list[tuple[float, bytes]] = []
+        """Files of earlier engines: whole ones become known, pieces are deleted."""
+        files: list[tuple[float, bytes]] = []
         for entry in self.folder.iterdir():
             if entry.name.startswith(UNFINISHED):
                 if not _is_alive(entry.name[len(UNFINISHED) :].partition("-")[0]):
@@ -241,10 +242,10 @@ class FileDiskTier:
             for file in os.scandir(entry):
                 status = file.stat()
                 if status.st_size == self.file_bytes and len(file.name) == 64:
-                    found.append((status.st_mtime, bytes.fromhex(file.name)))
+                    files.append((status.st_mtime, bytes.fromhex(file.name)))
                 else:
                     Path(file.path).unlink(missing_ok=True)
-        for _, content in sorted(found):
+        for _, content in sorted(files):
             self._known[content] = None
 
 

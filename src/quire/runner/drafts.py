@@ -73,17 +73,17 @@ class VerifiedTrees:
 
 
 def verified_trees(step: Step) -> VerifiedTrees | None:
-    """None where there is none: a chain is in its place already, and so are its tokens unless they were drawn."""
-    found = [
+    """None where there is none: a chain needs no move, nor do its tokens unless the draft model sampled them."""
+    verified = [
         (draft, first)
         for draft, first in step.verified()
         if (draft.parents or draft.drawn) and not draft.is_growing
     ]
-    if not found:
+    if not verified:
         return None
-    most = max(len(draft.token_ids) for draft, _ in found)
-    trees, nodes = np.empty((len(found), 4), np.int32), np.full((len(found), 2, most), -2, np.int32)
-    for i, (draft, first) in enumerate(found):
+    most = max(len(draft.token_ids) for draft, _ in verified)
+    trees, nodes = np.empty((len(verified), 4), np.int32), np.full((len(verified), 2, most), -2, np.int32)
+    for i, (draft, first) in enumerate(verified):
         count = len(draft.token_ids)
         trees[i] = draft.row, draft.position, first, count
         nodes[i, 0, :count] = draft.token_ids
@@ -91,8 +91,8 @@ def verified_trees(step: Step) -> VerifiedTrees | None:
     return VerifiedTrees(trees, nodes)
 
 
-def drawn_drafts(step: Step) -> list[tuple[Draft, int]]:
-    """Drafts that the draft model's probabilities decide, and the index into [S] of the first of their samples."""
+def judged_drafts(step: Step) -> list[tuple[Draft, int]]:
+    """Drafts that are judged by their probabilities, and the index into [S] of the first of their samples."""
     if not any(draft.drawn for draft in step.drafts):
         return []
     return [(draft, first) for draft, first in step.verified() if draft.drawn and not draft.is_growing]
@@ -110,19 +110,19 @@ class Proposals:
         """As many different tokens as each sample asks for (`Step.drawn`). Waits for the device."""
         indices = np.flatnonzero(np.asarray(step.drawn))
         distributions = sampler.distributions(logits, requests, indices)
-        random = _numbers(requests, indices, Purpose.DRAFT)[:, : max(step.drawn)]
+        random = _uniforms(requests, indices, Purpose.DRAFT)[:, : max(step.drawn)]
         tokens = rejection.draw_distinct(distributions, on_device(random, logits.device)).tolist()
         growing = {draft.row for draft in step.drafts}
         rows = requests.rows[indices]
         for row in dict.fromkeys(rows.tolist()):
-            found = distributions[on_device(np.flatnonzero(rows == row), logits.device)]
+            level = distributions[on_device(np.flatnonzero(rows == row), logits.device)]
             if row in growing:
-                self._of_row[row].append(found)
+                self._of_row[row].append(level)
             else:
-                self._of_row[row] = [found]
+                self._of_row[row] = [level]
         drawn = [ints() for _ in step.drawn]
-        for index, line in zip(indices.tolist(), tokens, strict=True):
-            drawn[index] = ints(token for token in line[: step.drawn[index]] if token >= 0)
+        for index, token_ids in zip(indices.tolist(), tokens, strict=True):
+            drawn[index] = ints(token for token in token_ids[: step.drawn[index]] if token >= 0)
         return tuple(drawn)
 
     def judge(
@@ -132,7 +132,10 @@ class Proposals:
         requests: SampleRequests,
         drafts: list[tuple[Draft, int]],
     ) -> tuple[np.ndarray, Tensor]:
-        """(samples, the tokens that they become): of drawn drafts' nodes that have children. Before sampling."""
+        """(samples, the tokens that they become), of nodes with children in drafts judged by probabilities.
+
+        To be called before sampling.
+        """
         samples: list[int] = []
         children: list[list[int]] = []
         proposed: list[Tensor] = []
@@ -149,13 +152,13 @@ class Proposals:
                 proposed.append(levels[1 + depth][branch])
         indices = np.array(samples, np.int64)
         width = max(map(len, children))
-        lines = np.array([tokens + [-1] * (width - len(tokens)) for tokens in children], np.int64)
+        proposed_ids = np.array([tokens + [-1] * (width - len(tokens)) for tokens in children], np.int64)
         chosen = rejection.accept(
             sampler.distributions(logits, requests, indices),
             torch.stack(proposed),
-            on_device(lines, logits.device),
-            on_device(_numbers(requests, indices, Purpose.ACCEPT)[:, :width], logits.device),
-            on_device(_numbers(requests, indices, Purpose.RESAMPLE)[:, 0].copy(), logits.device),
+            on_device(proposed_ids, logits.device),
+            on_device(_uniforms(requests, indices, Purpose.ACCEPT)[:, :width], logits.device),
+            on_device(_uniforms(requests, indices, Purpose.RESAMPLE)[:, 0].copy(), logits.device),
         )
         return indices, chosen
 
@@ -163,11 +166,11 @@ class Proposals:
 def choose_tokens(
     proposals: Proposals | None, sampler: Sampler, logits: Tensor, requests: SampleRequests, step: Step
 ) -> tuple[Sampled, tuple[Ints, ...]]:
-    """What a step samples, drawn drafts judged, and what it draws for a draft. Uses `logits` up."""
+    """What a step samples, drafts accepted or rejected, and the tokens of a draft model. Uses `logits` up."""
     if proposals is None or not (step.drawn or step.drafts):
         return sampler(logits, requests), ()
     drawn = proposals.draw(sampler, logits, requests, step) if step.drawn else ()
-    drafts = drawn_drafts(step)
+    drafts = judged_drafts(step)
     verdict = proposals.judge(sampler, logits, requests, drafts) if drafts else None
     sampled = sampler(logits, requests)
     if verdict is not None:
@@ -178,9 +181,9 @@ def choose_tokens(
     return sampled, drawn
 
 
-def _numbers(requests: SampleRequests, indices: np.ndarray, purpose: Purpose) -> np.ndarray:
+def _uniforms(requests: SampleRequests, indices: np.ndarray, purpose: Purpose) -> np.ndarray:
     rows, columns = requests.rows[indices], requests.columns
-    found = rejection.numbers(
+    uniforms = rejection.numbers(
         columns.seed[rows], columns.sample_index[rows], requests.positions[indices], purpose
     )
-    return np.ascontiguousarray(found)
+    return np.ascontiguousarray(uniforms)

@@ -34,7 +34,7 @@ class Kind(Enum):
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    hidden: Tensor  # what the graph writes: one line per row of a decode, or per possible sample
+    hidden: Tensor  # what the graph writes: one row per row of a decode, or per possible sample
 
 
 def decode_sizes(max_rows: int) -> list[int]:
@@ -50,7 +50,7 @@ def adapted_sizes(max_rows: int) -> list[int]:
 
 
 def token_counts(max_rows: int, max_tokens: int, drafts: bool) -> list[int]:
-    """How many tokens graphs will hold, as far as is known before the pool is: what products should be fast for."""
+    """How many tokens graphs will hold, as far as is known before the pool is: the sizes to tune GEMMs for."""
     others = (*(PROMPT_SIZES if max_rows >= SMALL_ROWS else ()), *(VERIFY_SIZES if drafts else ()))
     return sorted({*decode_sizes(max_rows), *(size for size in others if size <= max_tokens)})
 
@@ -87,12 +87,12 @@ class Graphs:
         self._memory = torch.cuda.graph_pool_handle()
 
     def padded_rows(self, num_rows: int, adapted: bool = False) -> int:
-        """The size that serves a decode of so many rows."""
+        """The size that serves a decode of `num_rows`."""
         sizes = self._adapted_sizes if adapted else self._decode_sizes
         return sizes[bisect_left(sizes, num_rows)]
 
     def padded_tokens(self, num_tokens: int) -> int | None:
-        """The size that serves so many tokens of few rows; None if that is too many."""
+        """The size that serves `num_tokens` of few rows; None if they are too many."""
         index = bisect_left(self._prompt_sizes, num_tokens)
         return self._prompt_sizes[index] if index < len(self._prompt_sizes) else None
 
@@ -109,7 +109,7 @@ class Graphs:
         return self._run(Kind.TREES if has_trees else Kind.CHAINS, num_tokens)
 
     def capture(self, seconds: float) -> int:
-        """Captures sizes for so long; how many there are. The largest comes first: the others fit into its memory.
+        """Captures sizes for about `seconds`; returns how many. The largest comes first: the others fit its memory.
 
         Then from the smallest up: small batches are what a server sees most, and where launching costs most.
         """
@@ -129,22 +129,23 @@ class Graphs:
 
     def _run(self, kind: Kind, size: int, adapted: bool = False) -> Tensor:
         key = (kind, size, self._kinds(adapted))
-        found = self._captured.get(key)
-        if found is None:
+        captured = self._captured.get(key)
+        if captured is None:
             if key in self._too_large:
                 return self._model(self._batch(kind, size, adapted), self._pool)
-            if adapted or kind in (Kind.CHAINS, Kind.TREES):  # no warm-up may have run these, and nothing
-                self._model(self._batch(kind, size, adapted), self._pool)  # may compile inside a graph
+            # No warm-up may have run these, and nothing may compile inside a graph.
+            if adapted or kind in (Kind.CHAINS, Kind.TREES):
+                self._model(self._batch(kind, size, adapted), self._pool)
             try:
-                found = self._capture(kind, size, adapted)
+                captured = self._capture(kind, size, adapted)
             except torch.OutOfMemoryError:
                 logger.warning(
                     "no memory for a graph of %d (%s): such steps run without one", size, kind.value
                 )
                 self._too_large.add(key)
                 return self._model(self._batch(kind, size, adapted), self._pool)
-        found.graph.replay()
-        return found.hidden
+        captured.graph.replay()
+        return captured.hidden
 
     def _kinds(self, adapted: bool) -> int:
         """Of layers that call the adapters' kernel in a pass of this sort."""
@@ -152,7 +153,7 @@ class Graphs:
 
     def _capture(self, kind: Kind, size: int, adapted: bool = False) -> _Captured:
         graph = torch.cuda.CUDAGraph()
-        # Another thread may wait for a copy meanwhile: that is none of this capture's business.
+        # Another thread may wait for a copy meanwhile, which must not fail this capture.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             hidden = self._model(self._batch(kind, size, adapted), self._pool)
         kinds = self._kinds(adapted)
@@ -164,7 +165,7 @@ class Graphs:
         return self._captured[kind, size, kinds]
 
     def _batch(self, kind: Kind, size: int, adapted: bool = False) -> Batch:
-        """Made from what the step's inputs hold now; a captured graph makes it anew from what they hold then."""
+        """Made from what the step's inputs hold now; a captured graph makes it again at each replay."""
         adapters = self._adapters if adapted else None
         lora = adapters.recorded_tokens(size) if adapters is not None else None
         if kind is Kind.DECODE:

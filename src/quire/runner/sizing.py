@@ -54,7 +54,7 @@ def pool_size(
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """How a GPU's memory is divided, in bytes. Printed at start: it must add up for whoever reads it."""
+    """How a GPU's memory is divided, in bytes. Printed at start, so it must add up."""
 
     total: int
     others: int  # other processes, and the driver's own
@@ -65,9 +65,9 @@ class DeviceMemory:
 
 
 def divide_gpu(device: torch.device, utilization: float, activations: int) -> DeviceMemory:
-    """What the pool may take now that weights are loaded, whatever else lives on the same card.
+    """What the pool may take now that weights are loaded, beside other processes on the same card.
 
-    `utilization` is this process's share of the card; what others hold is never counted as ours to give.
+    `utilization` is this process's share of the card; memory of other processes is never counted as ours.
     """
     free, total = torch.cuda.mem_get_info(device)
     ours = torch.cuda.memory_reserved(device)

@@ -64,10 +64,10 @@ class _Piece:
 
 
 class Staging:
-    """Allocated once, at start: to pin memory later the driver would wait until the device has nothing to do.
+    """A ring of pinned bytes, and another on the device for what is used from there.
 
-    A ring of bytes, and another on the device for what is used from there. Whoever copies through it waits only where
-    it is full of copies that the device has not made or used yet.
+    Allocated once, at start: to pin memory later the driver would wait until the device is idle. A copy through it
+    waits only where it is full of copies that the device has not made or used yet.
     """
 
     def __init__(self, num_bytes: int, pin: bool, device: torch.device | None = None) -> None:
@@ -80,12 +80,12 @@ class Staging:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """target [n, width] uint8 on the device gets source [n, width], in the current stream; it is read at once."""
-        lines = max(1, len(self._memory) // PIECES // max(1, source.shape[1]))
-        for first in range(0, len(source), lines):
-            some = source[first : first + lines]
+        num_rows = max(1, len(self._memory) // PIECES // max(1, source.shape[1]))
+        for first in range(0, len(source), num_rows):
+            some = source[first : first + num_rows]
             piece = self._take(some.numel())
             self._fill(piece, some.reshape(-1))
-            target[first : first + lines].view(-1).copy_(piece, non_blocking=True)
+            target[first : first + num_rows].view(-1).copy_(piece, non_blocking=True)
             self._note(some.numel(), self._next)
 
     @contextmanager
@@ -99,23 +99,23 @@ class Staging:
         there.copy_(piece[: len(source)], non_blocking=True)
         try:
             yield there
-        finally:  # the copy is on its way, whatever became of its use
+        finally:  # the copy is queued, even if its use failed
             self._note(size, last)
 
     def _fill(self, piece: Tensor, source: Tensor) -> None:
         """One thread copies at a fifth of the speed at which a device takes it."""
         there, here = piece[: len(source)].numpy(), source.numpy()
         share = max(SHARE, -(-len(here) // FILLERS))
-        done = [
+        copies = [
             self._fillers.submit(np.copyto, there[at : at + share], here[at : at + share])
             for at in range(share, len(here), share)
         ]
         np.copyto(there[:share], here[:share])
-        for one in done:
-            one.result()
+        for copy in copies:
+            copy.result()
 
     def _note(self, num_bytes: int, last: int) -> None:
-        """So many bytes before `last` may be taken again when the current stream has come here."""
+        """The `num_bytes` before `last` may be taken again when the current stream has come here."""
         event = None
         if self._pinned:
             event = torch.cuda.Event()
@@ -123,14 +123,14 @@ class Staging:
         self._pieces.append(_Piece(last - num_bytes, last, event))
 
     def _take(self, num_bytes: int) -> Tensor:
-        """So many bytes whose last copy was made."""
+        """`num_bytes` whose last copy was made."""
         if num_bytes > len(self._memory):
             raise ValueError(f"{num_bytes} bytes do not fit a staging memory of {len(self._memory)}")
         self._forget_copied()
         first = -(-self._next // ALIGNMENT) * ALIGNMENT if self._there.numel() else self._next
         first = first if first + num_bytes <= len(self._memory) else 0
         last = first + num_bytes
-        # Pieces lie in the order of their copies: whatever is older than one that overlaps is done as well.
+        # Pieces lie in the order of their copies: all that are older than an overlapping one are done as well.
         while any(piece.first < last and first < piece.last for piece in self._pieces):
             oldest = self._pieces.popleft()
             if oldest.copied is not None:
@@ -139,6 +139,6 @@ class Staging:
         return self._memory[first:last]
 
     def _forget_copied(self) -> None:
-        """Pieces whose copies were made: many small ones would be looked through for every new one."""
+        """Drops pieces whose copies were made: many small ones would slow down every new one."""
         while self._pieces and (copied := self._pieces[0].copied) is not None and copied.query():
             self._pieces.popleft()

@@ -1,4 +1,4 @@
-"""TransferEngine: carries blocks between the pool and host memory, beside the forward pass and in order with it."""
+"""TransferEngine: copies blocks between the pool and host memory, beside the forward pass and in order with it."""
 
 import statistics
 import threading
@@ -59,7 +59,7 @@ class HostArena:
         return data[first : first + count]
 
     def prepare(self, num_blocks: int) -> None:
-        """Pins the chunks of the first so many blocks beside whatever runs, once. Without pinning there is no need."""
+        """Pins the chunks of the first `num_blocks` in a thread, once. Without pinning there is nothing to do."""
         if self._pinned and self._preparing is None:
             firsts = range(1, min(num_blocks, self.num_blocks) + 1, self.chunk_blocks)
             # no daemon: one that is in the middle of a chunk when the interpreter ends would abort the process
@@ -71,7 +71,7 @@ class HostArena:
             if self._closed or not threading.main_thread().is_alive():
                 return
             self.blocks(host)
-            time.sleep(BETWEEN_CHUNKS)  # whoever waits for a chunk of its own comes first
+            time.sleep(BETWEEN_CHUNKS)  # lets a step that waits for a chunk go first
 
     def close(self) -> None:
         self._closed = True
@@ -126,12 +126,12 @@ class TransferEngine:
         self.arena.close()
 
     def prepare(self, num_blocks: int) -> None:
-        """Blocks may leave soon: makes room for so many of them."""
+        """Makes room for `num_blocks` that may leave soon."""
         self.arena.prepare(num_blocks)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """Whoever else writes into blocks beside the passes does it here too, and so in order; None on a CPU."""
+        """All that is written into blocks beside the passes is queued here, and so in order; None on a CPU."""
         return self._stream
 
     @torch.inference_mode()
@@ -223,7 +223,7 @@ class TransferEngine:
             return self._num_moved
 
     def wait_moved(self, number: int, seconds: float) -> bool:
-        """Waits until so many are, but no longer than that for one that was not launched; whether they are."""
+        """Waits until `number` steps' moves are made, `seconds` at most for one not launched yet; whether they are."""
         with self._moved:
             if not self._moved.wait_for(lambda: self._num_moved + len(self._under_way) >= number, seconds):
                 return False
@@ -235,7 +235,7 @@ class TransferEngine:
 
     @torch.inference_mode()
     def block_seconds(self) -> float:
-        """What one block takes, one way: measured, both ways, with block 0 of the pool."""
+        """Of one block, one way: measured both ways, with block 0 of the pool."""
         hosts = range(1, min(TIMED_BLOCKS, self.arena.num_blocks) + 1)
         seconds = []
         for _ in range(4):

@@ -25,8 +25,8 @@ class MergeSite:
 
 
 def merge_sites(model: Model) -> dict[str, MergeSite]:
-    """By name, those whose weights are the layer's own: a tied head's are the embedding's."""
-    found: dict[str, MergeSite] = {}
+    """Sites by name, where the weights are the layer's own: a tied head's are the embedding's."""
+    sites: dict[str, MergeSite] = {}
     for tensor, loader in model.loaders().items():
         for part in loader.parts:
             state = part.layer.state()
@@ -40,8 +40,8 @@ def merge_sites(model: Model) -> dict[str, MergeSite]:
                 )
             rows = weight if is_embedding else weight[part.first_row : part.first_row + part.num_outputs]
             if not is_embedding or len(rows) == part.num_inputs:
-                found[part.module or tensor.removesuffix(".weight")] = MergeSite(rows, is_embedding)
-    return found
+                sites[part.module or tensor.removesuffix(".weight")] = MergeSite(rows, is_embedding)
+    return sites
 
 
 class MergedAdapter(AdapterSlots):
@@ -101,8 +101,8 @@ def _rows(
     elements: Tensor, blocks: np.ndarray, offsets: np.ndarray, rank: int, per_tile: int, width: int
 ) -> Tensor:
     """[rank, width] out of an adapter's own blocks."""
-    found = []
+    tiles = []
     for tile, first in enumerate(range(0, rank, per_tile)):
         count, start = min(per_tile, rank - first), int(offsets[tile])
-        found.append(elements[int(blocks[tile]), start : start + count * width].view(count, width))
-    return torch.cat(found)
+        tiles.append(elements[int(blocks[tile]), start : start + count * width].view(count, width))
+    return torch.cat(tiles)

@@ -144,7 +144,7 @@ def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]
     finally:
         built.engine.close()
     report = built.report
-    on = f"{cpu_name()}, {report.num_threads} threads, {report.model} in {report.numbers.format_name}"
+    on = f"{cpu_name()}, {report.num_threads} threads, {report.model} in {report.precision.format_name}"
     return record, Measured(samples, on, datetime.now(UTC).date().isoformat(), ("this machine",))
 
 

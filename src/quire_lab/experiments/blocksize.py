@@ -35,7 +35,7 @@ def run(setup: Setup) -> Finding:
     sizes = setup.pick((1, 16, 256), SIZES, SIZES)
     rounds, count, each = setup.pick((1, 4, 0.02), (3, 10, 0.2), (5, 48, 1.0))
     with opened(setup, **_settings(16)) as bench:
-        words, model, numbers = in_words(bench), bench.built.model, bench.built.report.numbers
+        words, model, numbers = in_words(bench), bench.built.model, bench.built.report.precision
     shape = DecodeShape(setup.pick(2, 4, 32), CONTEXT)
     lengths = _lengths(count, setup.seed)
     found = [Measured(size) for size in sizes]

@@ -83,6 +83,6 @@ def greedy(num_tokens: int) -> SamplingParams:
 def in_words(bench: Bench) -> str:
     """The model and where it runs, for a note under a figure."""
     report = bench.built.report
-    where = "CPU" if report.numbers.device.type == "cpu" else "GPU"
+    where = "CPU" if report.precision.device.type == "cpu" else "GPU"
     threads = f", {report.num_threads} threads" if where == "CPU" else ""
-    return f"{report.model}, {report.numbers.format_name} on the {where}{threads}"
+    return f"{report.model}, {report.precision.format_name} on the {where}{threads}"

@@ -90,7 +90,7 @@ def _text(setup: Setup, bench: Bench) -> Text | None:
 
 def _memory(bench: Bench) -> Memory:
     built = bench.built
-    numbers = built.report.numbers
+    numbers = built.report.precision
     return Memory(
         weight_shape(built.model, numbers.format).num_parameters,
         built.report.weights_bytes,

@@ -28,7 +28,7 @@ class Return:
 
 def measure_return(bench: Bench, num_tokens: int, repeats: int, seed: int) -> Return:
     """A pool of twice its size, its blocks anywhere in it; recomputing is a prompt of that length."""
-    numbers, block_size = bench.built.report.numbers, bench.built.report.pool.block_size
+    numbers, block_size = bench.built.report.precision, bench.built.report.pool.block_size
     layout = block_layout(block_size, bench.built.model, numbers)
     count = -(-num_tokens // block_size)
     pool = Pool(layout, 2 * count + 1, numbers.device)

@@ -47,7 +47,7 @@ def run(setup: Setup) -> Finding:
     with opened(setup, enable_prefix_caching=False, steps_in_flight=0) as bench:
         warm_up(bench)
         report = bench.built.report
-        weights = weight_shape(bench.built.model, report.numbers.format)
+        weights = weight_shape(bench.built.model, report.precision.format)
         # a batch's prompts are computed before it is timed: so many that they take no longer than its steps
         prompts = prompt_rate(bench) * setup.pick(1.0, 6.0, 20.0) / CONTEXT
         most = min(setup.pick(8, 256, 512), report.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
@@ -72,7 +72,7 @@ def run(setup: Setup) -> Finding:
 
 
 def _read_rate(bench: Bench) -> float:
-    device = bench.built.report.numbers.device
+    device = bench.built.report.precision.device
     if device.type == "cpu":
         threads = torch.get_num_threads()  # torch keeps to one where native kernels do the model's work
         torch.set_num_threads(bench.built.report.num_threads)
@@ -86,7 +86,7 @@ def _read_rate(bench: Bench) -> float:
 
 def _compute_rate(bench: Bench) -> float:
     """Of a product in the model's own number format, with as many rows as a long prompt has."""
-    numbers = bench.built.report.numbers
+    numbers = bench.built.report.precision
     on_gpu = numbers.device.type == "cuda"
     side, rows = (8192, 8192) if on_gpu else (PRODUCT, PRODUCT_ROWS)
     dtype = numbers.format.activation_dtype

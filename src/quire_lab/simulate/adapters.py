@@ -1,4 +1,4 @@
-"""Adapters on a simulated device: the real library, lines and pages over adapters that have sizes and no weights."""
+"""Adapters on a simulated device: the real store, admission and pages over adapters with sizes and no weights."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -54,18 +54,18 @@ class VirtualDisk(Executor):
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         read: DiskRead[R] = DiskRead(self._clock)
         try:
-            found = fn(*args, **kwargs)
+            content = fn(*args, **kwargs)
         except Exception as error:
             read.set_exception(error)
             return read
-        num_bytes = found.num_bytes if isinstance(found, PackedAdapter) else 0
+        num_bytes = content.num_bytes if isinstance(content, PackedAdapter) else 0
         self._free_at = read.ends = max(self._clock(), self._free_at) + num_bytes / self._bandwidth
-        read.set_result(found)
+        read.set_result(content)
         return read
 
 
 class SimulatedAdapters(Adapters):
-    """One engine's adapters, whose patience passes virtual time."""
+    """One engine's adapters; waiting for a file advances the virtual clock."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class SimulatedAdapters(Adapters):
 
 @dataclass(frozen=True, slots=True)
 class SizedAdapters:
-    """What serves adapters on a simulated device, before there is memory."""
+    """The store and the costs of adapters on a simulated device."""
 
     library: AdapterStore
     cost: LoraCost
@@ -105,7 +105,7 @@ class SizedAdapters:
 def size_adapters(
     config: EngineConfig,
     model: ModelConfig,
-    numbers: Precision,
+    precision: Precision,
     device: SimulatedDevice,
     block_bytes: int,
     clock: VirtualClock,
@@ -121,13 +121,13 @@ def size_adapters(
             f"blocks of {block_bytes} bytes cannot hold adapters, which need a multiple of {ALIGNMENT}: "
             "raise block_size"
         )
-    built = sized_model(model, numbers.format)
+    built = sized_model(model, precision.format)
     merge = options.lora_mode == "merge"
     allowed = merge_sites(built) if merge else None
     sites = install_sites(built.loaders(), load("lora", REFERENCE))
     if allowed is not None:
         sites = tuple(site for site in sites if site.name in allowed)
-    dtype = adapter_dtype(numbers)
+    dtype = adapter_dtype(precision)
     reader = SizedReader(
         Sites([Site(site.name, site.num_inputs, site.num_outputs, site.is_embedding) for site in sites]),
         BlockShape(block_bytes, dtype, config.memory.block_size),

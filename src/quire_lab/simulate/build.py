@@ -1,4 +1,4 @@
-"""What an engine on a simulated device is made of: real settings and sizes, and a runner without a model."""
+"""Builds an engine on a simulated device: real settings, scheduler and memory, and a runner without a model."""
 
 import time
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ from quire_lab.simulate.runner import SimulatedRunner
 @dataclass(frozen=True, slots=True)
 class SimulatedParts:
     device: SimulatedDevice
-    numbers: Precision
+    precision: Precision
     weights: WeightShape
     pool: PoolSize
     scheduler: SchedulerConfig
@@ -50,7 +50,7 @@ class SimulatedParts:
     move_seconds: float  # of one of them, one way
     runner: SimulatedRunner
     clock: VirtualClock
-    num_apart: int  # blocks of the pool that are adapters' alone
+    num_adapter_blocks: int  # blocks of the pool that are adapters' alone
     adapters: SizedAdapters | None
 
 
@@ -61,13 +61,13 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
     ends = end_token_ids(source, described)
     parts = simulated_parts(config, described, ends)
     size, scheduler = parts.pool, parts.scheduler
-    num_blocks = size.num_blocks - parts.num_apart
+    num_blocks = size.num_blocks - parts.num_adapter_blocks
     memory = make_memory(
         config.memory, num_blocks, parts.max_model_len, source.fingerprint, parts.num_swap_blocks
     )
     adapters = None
     if parts.adapters is not None:
-        adapters = parts.adapters.serve(config, memory, parts.num_apart, parts.clock)
+        adapters = parts.adapters.serve(config, memory, parts.num_adapter_blocks, parts.clock)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
     make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))
@@ -85,7 +85,7 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
     )
     report = Report(
         model=config.model.served_model_name or source.name,
-        numbers=parts.numbers,
+        precision=parts.precision,
         weights_bytes=parts.weights.num_bytes,
         pool=size,
         device_memory=None,
@@ -124,22 +124,22 @@ def simulated_parts(
         raise ConfigError(
             "a simulated device has no words to guess, so speculation says nothing there: leave out speculative_config"
         )
-    # "meta" is a GPU that is not here: neither needs anything of the CPU's own formats
+    # "meta" stands for a GPU: number formats of the CPU alone do not apply
     here = replace(config.runner, device="meta" if device.on_gpu else "cpu")
-    numbers = resolve_precision(replace(config, runner=here), model)
+    precision = resolve_precision(replace(config, runner=here), model)
     max_model_len = resolve_max_model_len(config, model)
-    weights = weight_shape(model, numbers.format)
-    layout = _layout(model, numbers, config.memory.block_size)
-    pool = _pool(config, device, numbers, layout, weights, model, max_model_len)
-    num_apart = separate_blocks(config.adapters, pool.num_blocks, layout.block_bytes)
-    scheduler = resolve_scheduler(config.scheduler, numbers.device, pool.num_blocks - num_apart)
-    costs = _costs(model, numbers, weights, layout)
+    weights = weight_shape(model, precision.format)
+    layout = _layout(model, precision, config.memory.block_size)
+    pool = _pool(config, device, precision, layout, weights, model, max_model_len)
+    num_adapter_blocks = separate_blocks(config.adapters, pool.num_blocks, layout.block_bytes)
+    scheduler = resolve_scheduler(config.scheduler, precision.device, pool.num_blocks - num_adapter_blocks)
+    costs = _costs(model, precision, weights, layout)
     clock = VirtualClock()
-    adapters = size_adapters(config, model, numbers, device, layout.block_bytes, clock)
+    adapters = size_adapters(config, model, precision, device, layout.block_bytes, clock)
     cost = CostModel(device.rates, device.factors, costs, device.ranks)
     return SimulatedParts(
         device=device,
-        numbers=numbers,
+        precision=precision,
         weights=weights,
         pool=pool,
         scheduler=scheduler,
@@ -150,7 +150,7 @@ def simulated_parts(
             cost, clock, model.vocab_size, end_token_ids, adapters.cost if adapters else None
         ),
         clock=clock,
-        num_apart=num_apart,
+        num_adapter_blocks=num_adapter_blocks,
         adapters=adapters,
     )
 
@@ -164,16 +164,20 @@ def _num_swap_blocks(config: EngineConfig, device: SimulatedDevice, layout: Bloc
     return int(config.memory.swap_space * (1 << 30)) * device.ranks // layout.block_bytes
 
 
-def model_costs(model: ModelConfig, numbers: Precision, block_size: int) -> ModelNumbers:
-    """What the model's steps read and compute in these numbers, for a cost model."""
-    return _costs(model, numbers, weight_shape(model, numbers.format), _layout(model, numbers, block_size))
+def model_costs(model: ModelConfig, precision: Precision, block_size: int) -> ModelNumbers:
+    """What the model's steps read and compute at this precision, for a cost model."""
+    return _costs(
+        model, precision, weight_shape(model, precision.format), _layout(model, precision, block_size)
+    )
 
 
-def _layout(model: ModelConfig, numbers: Precision, block_size: int) -> BlockLayout:
-    return BlockLayout(model.num_layers, block_size, model.num_kv_heads, model.head_dim, numbers.kv_dtype)
+def _layout(model: ModelConfig, precision: Precision, block_size: int) -> BlockLayout:
+    return BlockLayout(model.num_layers, block_size, model.num_kv_heads, model.head_dim, precision.kv_dtype)
 
 
-def _costs(model: ModelConfig, numbers: Precision, weights: WeightShape, layout: BlockLayout) -> ModelNumbers:
+def _costs(
+    model: ModelConfig, precision: Precision, weights: WeightShape, layout: BlockLayout
+) -> ModelNumbers:
     head = model.vocab_size * model.hidden_size
     return ModelNumbers(
         num_layers=model.num_layers,
@@ -185,22 +189,22 @@ def _costs(model: ModelConfig, numbers: Precision, weights: WeightShape, layout:
         head_parameters=head,
         kv_bytes_per_token=layout.bytes_per_token,
         block_bytes=layout.block_bytes,
-        activation_bytes=numbers.format.activation_dtype.itemsize,
+        activation_bytes=precision.format.activation_dtype.itemsize,
     )
 
 
 def _pool(
     config: EngineConfig,
     device: SimulatedDevice,
-    numbers: Precision,
+    precision: Precision,
     layout: BlockLayout,
     weights: WeightShape,
     model: ModelConfig,
     max_model_len: int,
 ) -> PoolSize:
-    """As large as the real start would make it. Ranks split every block, so together they hold so many more."""
-    rows, tokens = default_limits(config.scheduler, numbers.device)
-    free = _free_bytes(config, device, weights, _activation_bytes(model, numbers.device, rows, tokens))
+    """As large as a real start makes it. Ranks split every block, so together they hold `ranks` times as many."""
+    rows, tokens = default_limits(config.scheduler, precision.device)
+    free = _free_bytes(config, device, weights, _activation_bytes(model, precision.device, rows, tokens))
     memory: MemoryConfig = config.memory
     if memory.kv_cache_memory_bytes is not None:  # a limit of each rank
         memory = replace(memory, kv_cache_memory_bytes=memory.kv_cache_memory_bytes * device.ranks)

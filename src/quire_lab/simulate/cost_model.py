@@ -1,4 +1,4 @@
-"""CostModel: how long a step takes on a device that is not here, from what the step reads, computes and starts.
+"""CostModel: how long a step takes on a simulated device, from what the step reads, computes and launches.
 
     seconds = step + layers × layer + rows × row + starts × start     started: launches, the host's share
             + max(weights × read, products × compute)                 the dense layers, whichever is slower
@@ -20,7 +20,7 @@ LOGIT_BYTES = 4  # logits are float32 in every format
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """All that a step's cost depends on, whatever the model."""
+    """All that a step's cost depends on beside the model."""
 
     num_rows: int
     num_tokens: int
@@ -40,7 +40,8 @@ def count_step(step: Step) -> StepCounts:
         attended = sum(n * (c + (n + 1) / 2) for c, n in zip(step.num_computed, step.num_tokens, strict=True))
     # a beam's new branch is no admission
     starts = sum(
-        not one.sampling.use_beam_search or len(one.token_ids) == one.num_prompt_tokens for one in step.starts
+        not start.sampling.use_beam_search or len(start.token_ids) == start.num_prompt_tokens
+        for start in step.starts
     )
     moves = 0 if step.moves is None else len(step.moves.out_blocks) + len(step.moves.in_blocks)
     return StepCounts(

@@ -1,4 +1,4 @@
-"""LoraCost: what adapters add to a step on a device that is not here.
+"""LoraCost: what adapters add to a step on a simulated device.
 
     batched: launches × launch + A and B × read + products × compute + activations × read     beside the base's products
              and what comes to pages passes over the host's link, beside the pass where no row of it waits for it
@@ -43,7 +43,7 @@ def assumed_factors(base: Factors) -> LoraFactors:
 
 @dataclass(frozen=True, slots=True)
 class AdapterNumbers:
-    """What one adapter costs, whatever runs with it."""
+    """What one adapter costs, independent of its rows."""
 
     parameters: int  # of A and B
     width: int  # numbers that pass for a token: inputs of every site, and outputs twice
@@ -173,13 +173,13 @@ class LoraCost:
 
     def _tokens(self, step: Step) -> dict[str, int]:
         """Of each adapter in the step."""
-        found: dict[str, int] = {}
+        tokens: dict[str, int] = {}
         keys = self._keys
         for row, count in zip(step.rows, step.num_tokens, strict=True):
             key = keys.get(row)
             if key is not None:
-                found[key] = found.get(key, 0) + count
-        return found
+                tokens[key] = tokens.get(key, 0) + count
+        return tokens
 
     def _products(self, tokens: Mapping[str, int]) -> float:
         if not tokens:

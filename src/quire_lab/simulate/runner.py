@@ -81,7 +81,7 @@ class SimulatedRunner:
             logprobs=self._logprobs(step, token_ids) if self._num_logprobs else (),
             failed=failed,
             seconds=launched.seconds,
-            beams=tuple(self._candidates(one, launched.mask) for one in step.beams),
+            beams=tuple(self._candidates(beams, launched.mask) for beams in step.beams),
         )
 
     def _candidates(self, beams: BeamSet, mask: TokenMask | None) -> BeamCandidates:
@@ -104,18 +104,18 @@ class SimulatedRunner:
         positions = [computed[source] + counts[source] for source in step.sample_sources]
         if offsets:
             positions = [position - back for position, back in zip(positions, offsets, strict=True)]
-        found = ints(
+        token_ids = ints(
             [
                 FIRST_TOKEN + (bases[row] + position * STRIDE) % num_words
                 for row, position in zip(step.sample_rows, positions, strict=True)
             ]
         )
-        if not ends.isdisjoint(found):
-            for i, token_id in enumerate(found):
+        if not ends.isdisjoint(token_ids):
+            for i, token_id in enumerate(token_ids):
                 while token_id in ends:
                     token_id += 1
-                found[i] = token_id
-        return found
+                token_ids[i] = token_id
+        return token_ids
 
     def _logprobs(self, step: Step, token_ids: Ints) -> tuple[TokenLogprobs | None, ...]:
         """As if every chosen token had been certain: the form is right, the numbers mean nothing."""
@@ -152,13 +152,16 @@ def _obeying(drawn: BeamCandidates, mask: TokenMask) -> BeamCandidates:
         index: np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         for index, words in zip(mask.indices.tolist(), mask.bits, strict=True)
     }
-    kept: list[tuple[int, int, float]] = []
+    samples, token_ids, scores = ints(), ints(), []
     for sample, token_id, score in zip(drawn.samples, drawn.token_ids, drawn.scores, strict=True):
-        place, tokens = token_id - FIRST_TOKEN, allowed.get(sample)
+        rank, tokens = token_id - FIRST_TOKEN, allowed.get(sample)
         if tokens is None:
-            kept.append((sample, token_id, score))
-        elif place < len(tokens):
-            kept.append((sample, int(tokens[place]), score))
-    return BeamCandidates(
-        ints(one[0] for one in kept), ints(one[1] for one in kept), tuple(one[2] for one in kept)
-    )
+            chosen = token_id
+        elif rank < len(tokens):
+            chosen = int(tokens[rank])
+        else:
+            continue
+        samples.append(sample)
+        token_ids.append(chosen)
+        scores.append(score)
+    return BeamCandidates(samples, token_ids, tuple(scores))

@@ -1,4 +1,4 @@
-"""SizedReader: adapters by their size alone, for devices that are only simulated. No weights are read or kept."""
+"""SizedReader: adapters by their size alone, for simulated devices. No weights are read or kept."""
 
 import hashlib
 import re
@@ -48,16 +48,18 @@ class SizedReader(Reader):
     def _plan(self, name: str, config: Mapping[str, Any]) -> tuple[Tiles, Tensor, tuple[float, ...], int]:
         settings = read_settings(name, config)
         targets = _targets(name, config)
-        found = [(i, site) for i, site in enumerate(self.sites) if _is_target(site, targets)]
-        if not found:
+        targeted = [(i, site) for i, site in enumerate(self.sites) if _is_target(site, targets)]
+        if not targeted:
             raise AdapterError(
                 f"adapter {name!r} targets {config.get('target_modules')}, and this model has no such modules: its "
                 f"modules are {', '.join(sorted({site.part for site in self.sites}))}"
             )
-        shapes = tuple((i, self._rank(name, site, settings), site.num_in, site.num_out) for i, site in found)
+        shapes = tuple(
+            (i, self._rank(name, site, settings), site.num_in, site.num_out) for i, site in targeted
+        )
         tiles = plan_tiles(name, shapes, self.block)
         blocks = torch.empty(tiles.num_blocks, self.block.num_bytes, dtype=torch.uint8, device="meta")
-        scales = tuple(settings.scale_of(site.name) for _, site in found)
+        scales = tuple(settings.scale_of(site.name) for _, site in targeted)
         return tiles, blocks, scales, max(rank for _, rank, _, _ in shapes)
 
     def _rank(self, name: str, site: Site, settings: LoraSettings) -> int:

@@ -145,7 +145,7 @@ def _report(
     max_num_seqs, max_tokens = parts.scheduler.limits
     return Report(
         model=config.model.served_model_name or plan.source.name,
-        numbers=plan.precision,
+        precision=plan.precision,
         weights_bytes=sum(t.numel() * t.element_size() for t in models.model.parameters().values()),
         pool=pool.size,
         device_memory=pool.device_memory,

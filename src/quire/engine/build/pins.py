@@ -1,4 +1,4 @@
-"""Pinned prefixes: texts whose blocks are computed at start and kept, so that whoever begins with one hits."""
+"""Pinned prefixes: texts whose blocks are computed at start and kept, so that prompts that begin with one hit."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from quire.text.template import ChatTemplate, load_template
 from quire.text.tokenizer import Tokenizer
 from quire.weights.source import Source
 
-MOST_OF_POOL = 0.5  # that pinned blocks may take: requests need the rest
+MAX_POOL_SHARE = 0.5  # of pinned blocks: requests need the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class PinnedPrefix:
 
 
 def pin_prefixes(engine: Engine, config: EngineConfig, source: Source) -> tuple[PinnedPrefix, ...]:
-    """Computes and holds every file that `pin_prefix` names. ConfigError says which cannot be held, and why."""
+    """Computes and pins every file that `pin_prefix` names. ConfigError says which cannot be pinned, and why."""
     if not config.memory.pin_prefix:
         return ()
     paged = config.memory.reservation == "paged"
@@ -68,7 +68,7 @@ def _check_fits(read: Mapping[str, Sequence[int]], engine: Engine) -> None:
                 "than the prefix: shorten it, or raise max_model_len"
             )
     wanted = sum(len(token_ids) // memory.block_size for token_ids in read.values())
-    if wanted > MOST_OF_POOL * memory.num_blocks:
+    if wanted > MAX_POOL_SHARE * memory.num_blocks:
         raise ConfigError(
             f"pin_prefix would hold {wanted} of the pool's {memory.num_blocks} blocks, and at most half may be "
             "pinned: pin less, or raise kv_cache_memory_bytes"
@@ -95,20 +95,24 @@ def _token_ids(path: str, config: EngineConfig, source: Source, tokenizer: Token
 def _messages(path: str, text: str) -> list[Mapping[str, Any]] | None:
     """Chat messages, if that is what the file holds: a JSON list, or an object with `messages`."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         if path.endswith(".json"):
             raise ConfigError(f"pin_prefix {path}: is no valid JSON ({error})") from error
         return None
-    if isinstance(found, dict) and "messages" in found:
-        found = found["messages"]
-    if isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found):
-        return found
+    if isinstance(content, dict) and "messages" in content:
+        content = content["messages"]
+    if isinstance(content, list) and content and all(_is_message(entry) for entry in content):
+        return content
     if path.endswith(".json"):
         raise ConfigError(
             f'pin_prefix {path}: give a list of messages, [{{"role": "system", "content": "…"}}], or a plain text file'
         )
     return None
+
+
+def _is_message(entry: object) -> bool:
+    return isinstance(entry, dict) and "role" in entry
 
 
 def chat_prefix(messages: list[Mapping[str, Any]], template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:

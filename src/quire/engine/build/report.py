@@ -27,7 +27,7 @@ class Report:
     """What was decided at start, for people and for metrics."""
 
     model: str
-    numbers: Precision
+    precision: Precision
     weights_bytes: int
     pool: PoolSize
     device_memory: DeviceMemory | None  # None on a CPU
@@ -48,22 +48,22 @@ class Report:
     adapters: tuple[str, ...] = ()  # how many are known, and their limits
 
     def lines(self) -> list[str]:
-        numbers, pool = self.numbers, self.pool
-        where = f"on {numbers.device.type}, {self.num_threads} threads"
-        if numbers.device.type == "cuda":
-            where = f"on {torch.cuda.get_device_name(numbers.device)}"
+        precision, pool = self.precision, self.pool
+        where = f"on {precision.device.type}, {self.num_threads} threads"
+        if precision.device.type == "cuda":
+            where = f"on {torch.cuda.get_device_name(precision.device)}"
         if self.simulated:
             where = f"on {self.simulated}"
         divided = [] if self.device_memory is None else [_divided(self.device_memory)]
         graphs = f", {self.num_graphs} sizes of steps captured as graphs" if self.num_graphs else ""
         tiles = f", {self.tiles} tiles" if self.tiles else ""
         return [
-            f"model     {self.model}, {numbers.format_name} {where}",
+            f"model     {self.model}, {precision.format_name} {where}",
             f"weights   {self.weights_bytes / 1e6:,.0f} MB",
             *self.offload,
             *divided,
             f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
-            f"= {pool.num_tokens:,} tokens in {numbers.kv_dtype} (set by {pool.limit})",
+            f"= {pool.num_tokens:,} tokens in {precision.kv_dtype} (set by {pool.limit})",
             *self.host,
             f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
             f"{self.max_num_batched_tokens:,} tokens per step",
@@ -71,7 +71,7 @@ class Report:
             *(prefix.line for prefix in self.pinned),
             *([f"drafts    {self.speculation}"] if self.speculation else []),
             *([f"policies  {self.policies}"] if self.policies else []),
-            *([f"products  {numbers.format.gemm.summary}"] if numbers.format.gemm.summary else []),
+            *([f"products  {precision.format.gemm.summary}"] if precision.format.gemm.summary else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
 

@@ -1,4 +1,4 @@
-"""Devices that can be simulated: one JSON file each, with the maker's figures and the fitted factors.
+"""Devices that can be simulated: one JSON file each, with the data sheet's rates and the fitted factors.
 
 A file has either `factors` and `fit` (what they were fitted on, when, and how well) or `derived_from`, the device whose
 factors it takes: such a device was never measured, and says so. `lora` and `lora_fit` are the same for adapters;
@@ -32,7 +32,7 @@ class SimulatedDevice:
     memory_bytes: int  # of one
     rates: Rates
     factors: Factors
-    source: str  # of the maker's figures
+    source: str  # of the data sheet's rates
     fit: Mapping[str, Any]  # what the factors were fitted on, when, and how well
     lora: LoraFactors  # of adapters
     lora_fit: Mapping[str, Any]  # the same of them; empty: they are assumed
@@ -54,8 +54,8 @@ def find_device(setting: str) -> SimulatedDevice:
     """From `simulated`, `simulated:a100-40g`, `simulated:2xa100-40g`, or a JSON file of one's own after the colon."""
     name = setting.removeprefix(SIMULATED).removeprefix(":") or DEFAULT_DEVICE
     ranks = 1
-    if found := re.fullmatch(r"(\d+)x(.+)", name):
-        ranks, name = int(found[1]), found[2]
+    if match := re.fullmatch(r"(\d+)x(.+)", name):
+        ranks, name = int(match[1]), match[2]
     if not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"device={setting!r} asks for {ranks} ranks: choose 1 to {MAX_RANKS}")
     record = _read(name, setting)
@@ -76,7 +76,7 @@ def _device(name: str, record: Mapping[str, Any], basis: Mapping[str, Any], rank
         on_gpu=bool(record["on_gpu"]),
         memory_bytes=int(record["memory_bytes"]),
         rates=rates,
-        factors=Factors(**{one: float(basis["factors"][one]) for one in FACTOR_NAMES}),
+        factors=_factors(basis),
         source=record["source"],
         fit=basis["fit"],
         lora=_lora(basis),
@@ -89,8 +89,12 @@ def _device(name: str, record: Mapping[str, Any], basis: Mapping[str, Any], rank
 def _lora(basis: Mapping[str, Any]) -> LoraFactors:
     """Fitted, or what the dense layers' factors suggest."""
     if "lora" in basis:
-        return LoraFactors(**{one: float(basis["lora"][one]) for one in LORA_FACTOR_NAMES})
-    return assumed_factors(Factors(**{one: float(basis["factors"][one]) for one in FACTOR_NAMES}))
+        return LoraFactors(**{name: float(basis["lora"][name]) for name in LORA_FACTOR_NAMES})
+    return assumed_factors(_factors(basis))
+
+
+def _factors(basis: Mapping[str, Any]) -> Factors:
+    return Factors(**{name: float(basis["factors"][name]) for name in FACTOR_NAMES})
 
 
 def _read(name: str, setting: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.core.step import HostTransfers, RowStart, Step
 from quire.layers.pool import Pool
-from quire.runner import transfer as swap
+from quire.runner import transfer
 from quire.runner.transfer import EVENT_BLOCKS, TransferEngine
 
 LAYOUT = BlockLayout(num_layers=1, block_size=1, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -152,9 +152,9 @@ def test_host_memory_is_pinned_ahead_once_and_falls_back_where_it_cannot_be(monk
             pinned.append(num_bytes)
             self.bytes = torch.zeros(num_bytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(swap, "PinnedMemory", Piece)
-    monkeypatch.setattr(swap, "CHUNK_BYTES", 40)
-    arena = swap.HostArena(block_bytes=16, num_blocks=11, pinned=True)
+    monkeypatch.setattr(transfer, "PinnedMemory", Piece)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 40)
+    arena = transfer.HostArena(block_bytes=16, num_blocks=11, pinned=True)
     arena.blocks(5).fill_(9)  # somebody was first
     arena.prepare(8)
     arena.prepare(8)
@@ -177,9 +177,9 @@ def test_pinning_ahead_ends_with_its_engine(monkeypatch):
             time.sleep(0.01)
             self.bytes = torch.zeros(num_bytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(swap, "PinnedMemory", Piece)
-    monkeypatch.setattr(swap, "CHUNK_BYTES", 16)
-    arena = swap.HostArena(block_bytes=16, num_blocks=10_000, pinned=True)
+    monkeypatch.setattr(transfer, "PinnedMemory", Piece)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 16)
+    arena = transfer.HostArena(block_bytes=16, num_blocks=10_000, pinned=True)
     arena.prepare(10_000)
     assert begun.wait(10)
     arena.close()
