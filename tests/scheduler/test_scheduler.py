@@ -25,8 +25,8 @@ def step(scheduler, token=99):
     planned = scheduler.schedule()
     if planned is None:
         return []
+    scheduler.committed(planned)
     for sequence in planned.receivers:
-        sequence.num_pending -= 1
         sequence.token_ids.append(token)
         if len(sequence.token_ids) >= sequence.request.max_len:
             scheduler.finish(sequence, FinishReason.LENGTH)

@@ -21,7 +21,6 @@ from quire.layers.lora import LoraSite
 from quire.layers.lora_sites import install_sites
 from quire.layers.pool import Pool
 from quire.memory.interface import Memory
-from quire.memory.separate_pages import SeparatePages
 from quire.models.model import Model
 from quire.models.streamed import is_streamed
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
@@ -63,14 +62,11 @@ def serve_adapters(
     config: AdapterConfig,
     built: BuiltAdapters | None,
     memory: Memory,
-    num_separate: int,
     mover: TransferEngine | None,
 ) -> Adapters | None:
     """What the engine asks. Loads travel where pages from host memory do, and so in order with them."""
     if built is None:
         return None
-    if num_separate:
-        memory.adapter_pages = SeparatePages(memory.num_blocks + 1, num_separate)
     if mover is not None:
         built.slots.side = mover.stream
     return Adapters(built.library, memory, config.max_loras, merge=config.lora_mode == "merge")

@@ -18,6 +18,7 @@ from quire.engine.engine import Engine
 from quire.engine.host_memory import HostMemory, make_host_memory, open_offload_cache
 from quire.engine.offload import load_model, offload_lines
 from quire.engine.pins import PinnedPrefix, pin_prefixes
+from quire.engine.policies import make_memory
 from quire.engine.policy_words import policies_in_words
 from quire.engine.proposers import LoadedDraft, check_trees, load_draft, make_proposer
 from quire.engine.resolve import (
@@ -37,7 +38,7 @@ from quire.kernels import native
 from quire.kernels.registry import forces_reference
 from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
-from quire.memory.choose import make_memory
+from quire.memory.transfers import PendingTransfers
 from quire.models import registry
 from quire.models.model import Model
 from quire.models.streamed import Streaming, is_streamed
@@ -168,13 +169,22 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     host = make_host_memory(config, pool)
     runner.mover = host.mover
-    memory = make_memory(
-        config.memory, size.num_blocks - num_apart, max_model_len, source.fingerprint, host.num_swap_blocks
-    )
-    adapters = serve_adapters(config.adapters, adapted, memory, num_apart, host.mover)
     seed = options.seed if options.load_format == "dummy" else None
     kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
-    evicted = open_offload_cache(config, host, memory, pool.layout, *kept)
+    transfers = PendingTransfers()
+    offload_cache, evicted = open_offload_cache(config, host, transfers, pool.layout, *kept)
+    num_blocks, num_swap = size.num_blocks - num_apart, host.num_swap_blocks
+    memory = make_memory(
+        config.memory,
+        num_blocks,
+        max_model_len,
+        source.fingerprint,
+        num_swap,
+        transfers,
+        offload_cache,
+        num_apart,
+    )
+    adapters = serve_adapters(config.adapters, adapted, memory, host.mover)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
     report = Report(
@@ -205,8 +215,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         make_speculation = partial(Speculation, speculative, proposer, max_num_seqs)
     preemption = Preemption(scheduler.preemption_mode, host.block_seconds)
     parts = (scheduler, limits, memory, runner, options.seed, make_compiler, make_speculation, preemption)
-    engine = Engine(*parts, adapters=adapters)
-    _look_ahead(engine, runner, host)
+    in_new_thread = runner.prepare_thread if isinstance(runner, DeviceRunner) else None
+    when_filling = _prepare_swap(host, num_blocks)
+    engine = Engine(*parts, adapters=adapters, when_filling=when_filling, in_new_thread=in_new_thread)
     try:
         pinned = pin_prefixes(engine, config, source)
     except QuireError:
@@ -216,13 +227,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     return Built(engine, source, described, default_sampling(source), report)
 
 
-def _look_ahead(engine: Engine, runner: Runner | DeviceRunner, host: HostMemory) -> None:
-    """What would hold steps up is done before they need it."""
-    if host.mover is not None and host.num_swap_blocks:
-        num_blocks = min(host.num_swap_blocks, engine.memory.num_blocks)
-        engine.when_filling = partial(host.mover.prepare, num_blocks)
-    if isinstance(runner, DeviceRunner):
-        engine.in_new_thread = runner.prepare_thread
+def _prepare_swap(host: HostMemory, num_blocks: int) -> Callable[[], None] | None:
+    """Makes host memory ready for swaps before a step needs it; None without swap space."""
+    if host.mover is None or not host.num_swap_blocks:
+        return None
+    return partial(host.mover.prepare, min(host.num_swap_blocks, num_blocks))
 
 
 def _build_simulated(config: EngineConfig, started: float) -> Built:
@@ -234,11 +243,16 @@ def _build_simulated(config: EngineConfig, started: float) -> Built:
     size, scheduler = parts.pool, parts.scheduler
     num_blocks = size.num_blocks - parts.num_apart
     memory = make_memory(
-        config.memory, num_blocks, parts.max_model_len, source.fingerprint, parts.num_swap_blocks
+        config.memory,
+        num_blocks,
+        parts.max_model_len,
+        source.fingerprint,
+        parts.num_swap_blocks,
+        num_separate_blocks=parts.num_apart,
     )
     adapters = None
     if parts.adapters is not None:
-        adapters = parts.adapters.serve(config, memory, parts.num_apart, parts.clock)
+        adapters = parts.adapters.serve(config, memory, parts.clock)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
     make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))

@@ -6,8 +6,8 @@ from pathlib import Path
 from quire.core.config import EngineConfig
 from quire.core.layout import BlockLayout
 from quire.layers.pool import Pool
-from quire.memory.interface import Memory
 from quire.memory.offload_cache import OffloadCache
+from quire.memory.transfers import PendingTransfers
 from quire.observe.logs import get_logger
 from quire.runner.disk_tier import FileDiskTier, settings_folder
 from quire.runner.sizing import available_memory
@@ -61,21 +61,23 @@ def make_host_memory(config: EngineConfig, pool: Pool) -> HostMemory:
 
 
 def open_offload_cache(
-    config: EngineConfig, host: HostMemory, memory: Memory, layout: BlockLayout, *settings: object
-) -> tuple[str, ...]:
-    """Gives evicted prefix blocks a home where one was asked for; says so. `settings`: what K and V depend on."""
+    config: EngineConfig,
+    host: HostMemory,
+    transfers: PendingTransfers,
+    layout: BlockLayout,
+    *settings: object,
+) -> tuple[OffloadCache | None, tuple[str, ...]]:
+    """The offload cache, if one is configured, and its line of the report. `settings`: what K and V depend on."""
     if host.mover is None or not host.num_offload_blocks:
-        return ()
+        return None, ()
     shelf = _open_shelf(config, host, layout, *settings)
-    memory.home = OffloadCache(
-        host.num_swap_blocks + 1, host.num_offload_blocks, memory.moves, host.mover, shelf
-    )
+    cache = OffloadCache(host.num_swap_blocks + 1, host.num_offload_blocks, transfers, host.mover, shelf)
     size = host.num_offload_blocks * layout.block_bytes
     line = f"evicted   {size / 1e6:,.0f} MB of host memory for {host.num_offload_blocks:,} blocks that the pool evicts"
     if shelf is not None:
         host.mover.shelf = shelf
         line += f"; {shelf.folder}: {DISK_PER_HOST * size / 1e6:,.0f} MB, {shelf.num_blocks:,} blocks there from before"
-    return (line,)
+    return cache, (line,)
 
 
 def _open_shelf(

@@ -9,7 +9,7 @@ from quire.core.request import Sequence
 from quire.core.sampling import SamplingParams
 from quire.core.speculation import SpeculativeConfig
 from quire.engine.structured import StructuredOutputs
-from quire.scheduler.planned import ScheduledStep
+from quire.scheduler.plan import ScheduledStep
 from quire.speculate.adapt import (
     FIRST_AGREEMENT,
     FIRST_RESCUE,

@@ -14,7 +14,7 @@ from quire.grammar.compiler import Compiler, Grammar
 from quire.grammar.errors import GrammarError
 from quire.grammar.matcher import Matcher
 from quire.sampling.records import TokenMask
-from quire.scheduler.planned import ScheduledStep
+from quire.scheduler.plan import ScheduledStep
 from quire.speculate.tree import branches, merged
 
 

@@ -30,7 +30,6 @@ class RequestValidator:
         self._memory = memory
         self._seeds = random.Random(seed)
         self._clock = clock
-        self.num_pinned = 0  # blocks of the pool that no request can have
 
     def admit(
         self,
@@ -109,14 +108,17 @@ class RequestValidator:
         # nobody asked for a length, so the pool may set it: n sequences share the prompt's full blocks
         memory = self._memory
         shared = num_prompt_tokens // memory.block_size
-        available = memory.num_blocks - self.num_pinned
+        available = memory.num_blocks - self._memory.num_pinned
         if has_adapter:  # whose pages come out of the same pool, and whose size is not known yet
             available //= 2
         own_blocks = max(0, available - shared) // sampling.num_sequences
         return max(num_prompt_tokens + 1, min(limit, (shared + own_blocks) * memory.block_size + 1))
 
     def _check_pool(self, request: Request) -> None:
-        needed, available = self._memory.blocks_at_most(request), self._memory.num_blocks - self.num_pinned
+        needed, available = (
+            self._memory.blocks_at_most(request),
+            self._memory.num_blocks - self._memory.num_pinned,
+        )
         if needed > available:
             raise InvalidRequest(
                 f"the request may need {needed} blocks of {self._memory.block_size} tokens and the whole pool has "

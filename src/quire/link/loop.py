@@ -186,7 +186,7 @@ class EngineLoop:
     def figures(self) -> Figures:
         engine = self._engine
         scheduler, memory, stats = engine.scheduler, engine.memory, engine.stats
-        drafted, home = engine.draft_stats, memory.home
+        drafted, home = engine.draft_stats, memory.offload_cache
         kept = OffloadStats() if home is None else home.stats
         return Figures(
             num_running=len(scheduler.running),
@@ -217,7 +217,7 @@ class EngineLoop:
             offload_disk_hits=kept.disk_hits,
             offload_disk_faults=kept.disk_faults,
             offload_blocks_used=0 if home is None else home.num_used,
-            offload_disk_blocks=0 if home is None else home.num_shelved,
+            offload_disk_blocks=0 if home is None else home.num_disk_blocks,
             swap_blocks=memory.swap.hosts.num_blocks,
             offload_blocks=0 if home is None else home.num_hosts,
             adapters=_adapter_figures(engine.adapters),

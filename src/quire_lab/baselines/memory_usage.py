@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from quire.core.request import Phase, Request, Sequence
 from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
-from quire.memory.reserved import ReservedMemory
+from quire_lab.baselines.reserved_memory import ReservedMemory
 
 
 @dataclass(frozen=True, slots=True)
