@@ -370,8 +370,7 @@ class Engine:
         result = self._runner.collect()
         started = time.perf_counter()
         updates = self._committer.commit(scheduled, result)
-        for update in updates:
-            self.stats.num_generated_tokens += len(update.token_ids)
+        self.stats.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         self._count_ends(updates)
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += scheduled.step.total_tokens

@@ -67,6 +67,6 @@ def make_adapter_admission(
     """`merge`: one adapter at a time, merged into the weights."""
     if not merge:
         return AdapterAdmission(copies, memory, max_adapters)
-    baseline = laboratory.load("baselines.merged_adapters", "--lora-mode merge")
+    baseline = laboratory.load("baselines.merged_admission", "--lora-mode merge")
     admission: AdapterAdmission = baseline.MergedAdapterAdmission(copies, memory, max_adapters)
     return admission

@@ -2,11 +2,9 @@
 
 from quire.memory.interface import Memory
 from quire.scheduler.adapter_admission import LOOK_AHEAD, AdapterAdmission, Readiness
-from quire.scheduler.admission_policy import AdmissionPolicy
 from quire.scheduler.group import SequenceGroup, blocks_promised, blocks_to_resume
 from quire.scheduler.plan import SchedulerStats, StepPlan
 from quire.scheduler.preemption import Preemption
-from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.running import RunningBatch
 
 
@@ -15,8 +13,6 @@ class Admission:
 
     def __init__(
         self,
-        policy: AdmissionPolicy,
-        waiting: WaitingQueue,
         batch: RunningBatch,
         memory: Memory,
         preemption: Preemption,
@@ -24,9 +20,9 @@ class Admission:
         stats: SchedulerStats,
         max_prompt_chunk: int,
     ) -> None:
-        self._policy = policy
-        self._waiting = waiting
         self._batch = batch
+        self._waiting = batch.waiting
+        self._policy = batch.policy
         self._memory = memory
         self._preemption = preemption
         self._adapters = adapters

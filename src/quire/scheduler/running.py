@@ -27,12 +27,10 @@ class RunningBatch:
     ) -> None:
         self.sequences: list[Sequence] = []
         self.groups: dict[str, SequenceGroup] = {}  # by request id: all that wait or run
-        self.forking: dict[
-            str, SequenceGroup
-        ] = {}  # running groups whose forks or followers are still to come
+        self.forking: dict[str, SequenceGroup] = {}  # running groups with forks or followers to come
+        self.waiting = waiting
+        self.policy = policy
         self._memory = memory
-        self._waiting = waiting
-        self._policy = policy
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -63,7 +61,7 @@ class RunningBatch:
         keep: bool = False,
     ) -> None:
         """Frees the sequence's row and blocks. `keep`: unless the admission policy keeps them for now."""
-        if keep and sequence.row >= 0 and self._policy.keep(sequence):
+        if keep and sequence.row >= 0 and self.policy.keep(sequence):
             self.sequences.remove(sequence)
         else:
             self._leave(sequence)
@@ -81,13 +79,20 @@ class RunningBatch:
             sequence.phase = Phase.WAITING
             sequence.num_preemptions += 1
         self.forking.pop(group.request.request_id, None)
-        self._waiting.put_back(group)
+        self.waiting.put_back(group)
         self.free_kept()
+
+    def forget(self, group: SequenceGroup) -> None:
+        """Drops a group whose sequences have all ended."""
+        if group.queued:
+            self.waiting.remove(group)
+        self.groups.pop(group.request.request_id, None)
+        self.forking.pop(group.request.request_id, None)
 
     def free_kept(self, request_id: str | None = None) -> None:
         """Frees what the policy keeps no longer: of an aborted request, or of a batch that is over."""
-        if self._policy.kept:
-            for sequence in self._policy.release(self._waiting, self.sequences, request_id):
+        if self.policy.kept:
+            for sequence in self.policy.release(self.waiting, self.sequences, request_id):
                 self._free_row(sequence)
                 self.release_blocks(sequence)
 

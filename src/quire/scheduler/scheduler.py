@@ -1,5 +1,6 @@
 """Scheduler: decides how many tokens each sequence computes in the next step. Prefill and decode are not phases."""
 
+import operator
 from collections.abc import Iterator
 
 from quire.core.config import SchedulerConfig
@@ -24,8 +25,6 @@ class Scheduler:
     When a running sequence finds no block, the last group in that order (first come, first served: the newest) is
     preempted: its blocks are swapped out or freed, and it returns to the queue at its old position. The first group is
     never preempted for another, and no single request may need more than the pool, so some request always finishes.
-
-    The scheduler room is the only writer of a sequence's `num_computed`, `num_pending`, `phase` and `row`.
     """
 
     def __init__(
@@ -50,15 +49,13 @@ class Scheduler:
         self._groups = self._batch.groups
         self.running = self._batch.sequences  # in the schedule's order
         self._admission = Admission(
-            self.policy, self.waiting, self._batch, memory, self.preemption, adapters, self.stats,
-            self._max_prompt_chunk,
-        )  # fmt: skip
+            self._batch, memory, self.preemption, adapters, self.stats, self._max_prompt_chunk
+        )
         self._drafter = drafter
         self._adapters = adapters
         self._finish_preempted_first = config.admit_after == "completed"
         self._preempted: set[str] = set()  # requests that were preempted and have not finished
         self._num_arrivals = 0
-        self._next_step_id = 0
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -88,10 +85,11 @@ class Scheduler:
         group = self._groups.get(request_id)
         if group is None or group.is_beams:  # indices of beams mean nothing to callers
             return False
-        sequence = next((s for s in group.live if s.index == index), None)
-        if sequence is not None:
-            self.finish(sequence, FinishReason.STOP)
-        return sequence is not None
+        for sequence in group.live:
+            if sequence.index == index:
+                self.finish(sequence, FinishReason.STOP)
+                return True
+        return False
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends the sequence and frees its blocks and row. A token still in flight for it will be discarded."""
@@ -105,11 +103,8 @@ class Scheduler:
         self._batch.free_kept()
 
     def _forget(self, group: SequenceGroup) -> None:
-        if group.queued:
-            self.waiting.remove(group)
-        self._groups.pop(group.request.request_id, None)
+        self._batch.forget(group)
         self._preempted.discard(group.request.request_id)
-        self._batch.forking.pop(group.request.request_id, None)
 
     def has_request(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -120,9 +115,8 @@ class Scheduler:
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence that may hold blocks, once."""
-        known = {id(s): s for group in self._groups.values() for s in group.sequences}
-        known.update((id(s), s) for s in self.policy.kept)
-        return iter(known.values())
+        living = (s for group in self._groups.values() for s in group.sequences)
+        return iter({id(s): s for s in (*living, *self.policy.kept)}.values())
 
     # ------------------------------------------------------------------ one step
 
@@ -130,11 +124,10 @@ class Scheduler:
         """Decides the next step, or None when nothing can advance before a result is committed."""
         if self._drafter is not None and waits_for_drafts(self._drafter, self.running):
             return None
-        plan = StepPlan(self._next_step_id)
+        plan = StepPlan(self.stats.num_steps)
         budget, preempted = self._advance(plan, self._max_num_batched_tokens)
         if not preempted:
-            only_returning = self._finish_preempted_first and bool(self._preempted)
-            self._admission.admit(plan, budget, only_returning)
+            self._admission.admit(plan, budget, self._finish_preempted_first and bool(self._preempted))
             if not plan.sequences and plan.starts:  # only groups that are being swapped in
                 self._advance(plan, budget)
         if not plan.sequences:
@@ -150,7 +143,6 @@ class Scheduler:
             sequence.num_computed = position + count
         for sequence in plan.receivers:
             sequence.num_pending += not sequence.is_beam
-        self._next_step_id += 1
         self.stats.num_steps += 1
         return ScheduledStep(step, plan.sequences, plan.receivers)
 
@@ -161,8 +153,7 @@ class Scheduler:
         """
         running, memory = self.running, self.memory
         decodes_left: int | None = None  # counted only if a prefill competes with them
-        preempted = False
-        position = 0
+        preempted, position = False, 0
         drafts: dict[int, TokenTree] = {}
         if self._drafter is not None:
             drafts = find_drafts(self._drafter, running, memory, budget - len(running), plan.delta)
@@ -214,14 +205,12 @@ class Scheduler:
 
     def committed(self, scheduled: ScheduledStep, is_valid: bool = True) -> None:
         """The step's result is known: its samples are no longer pending, and full blocks are cached if `is_valid`."""
-        step, memory = scheduled.step, self.memory
         if is_valid:
-            block_size = memory.block_size
-            for sequence, start, count in zip(
-                scheduled.sequences, step.num_computed, step.num_tokens, strict=True
-            ):
-                if (start + count) // block_size > sequence.num_indexed and sequence.phase is Phase.RUNNING:
-                    memory.cache_full_blocks(sequence, start + count)
+            step, block_size = scheduled.step, self.memory.block_size
+            ends = map(operator.add, step.num_computed, step.num_tokens)
+            for sequence, end in zip(scheduled.sequences, ends, strict=True):
+                if end // block_size > sequence.num_indexed and sequence.phase is Phase.RUNNING:
+                    self.memory.cache_full_blocks(sequence, end)
         for sequence in scheduled.receivers:
             if not sequence.is_beam and sequence.phase is not Phase.FINISHED:
                 sequence.num_pending -= 1
@@ -239,12 +228,12 @@ class Scheduler:
         self._max_num_batched_tokens = max(len(scheduled.sequences), self._max_num_batched_tokens // 2)
         for sequence in scheduled.receivers:
             sequence.num_pending -= not sequence.is_beam
-        living = [s.request.request_id for s in scheduled.sequences if s.phase is Phase.RUNNING]
-        groups = {request_id: self._groups[request_id] for request_id in living}
+        running = [s.request.request_id for s in scheduled.sequences if s.phase is Phase.RUNNING]
+        groups = [self._groups[request_id] for request_id in dict.fromkeys(running)]
         if not groups:
             return []  # all of them ended while the step waited for its mask
-        newest = max(groups.values(), key=lambda group: group.order)
-        for group in groups.values():
+        newest = max(groups, key=lambda group: group.order)
+        for group in groups:
             if group is not newest:
                 self._batch.send_back(group)
                 group.unfork()
