@@ -38,6 +38,7 @@ from quire.kernels import native
 from quire.kernels.registry import forces_reference
 from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
+from quire.memory.interface import Memory
 from quire.memory.transfers import PendingTransfers
 from quire.models import registry
 from quire.models.model import Model
@@ -169,21 +170,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     num_graphs = runner.warm_up(GRAPH_SECONDS) if isinstance(runner, DeviceRunner) else 0
     host = make_host_memory(config, pool)
     runner.mover = host.mover
-    seed = options.seed if options.load_format == "dummy" else None
-    kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
-    transfers = PendingTransfers()
-    offload_cache, evicted = open_offload_cache(config, host, transfers, pool.layout, *kept)
-    num_blocks, num_swap = size.num_blocks - num_apart, host.num_swap_blocks
-    memory = make_memory(
-        config.memory,
-        num_blocks,
-        max_model_len,
-        source.fingerprint,
-        num_swap,
-        transfers,
-        offload_cache,
-        num_apart,
-    )
+    num_blocks = size.num_blocks - num_apart
+    memory, evicted = _make_memory(config, source, numbers, host, pool, num_blocks, num_apart, max_model_len)
     adapters = serve_adapters(config.adapters, adapted, memory, host.mover)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, max_model_len, max_num_seqs, end_token_ids(source, described))
@@ -225,6 +213,34 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         raise
     report = replace(report, pinned=pinned, seconds=time.perf_counter() - started)
     return Built(engine, source, described, default_sampling(source), report)
+
+
+def _make_memory(
+    config: EngineConfig,
+    source: Source,
+    numbers: Precision,
+    host: HostMemory,
+    pool: Pool,
+    num_blocks: int,
+    num_apart: int,
+    max_model_len: int,
+) -> tuple[Memory, tuple[str, ...]]:
+    """The memory with its offload cache, and the report's lines of the latter."""
+    seed = config.model.seed if config.model.load_format == "dummy" else None
+    kept = (source.fingerprint, numbers.format.name, numbers.device.type, config.runner.deterministic, seed)
+    transfers = PendingTransfers()
+    offload_cache, lines = open_offload_cache(config, host, transfers, pool.layout, *kept)
+    memory = make_memory(
+        config.memory,
+        num_blocks,
+        max_model_len,
+        source.fingerprint,
+        host.num_swap_blocks,
+        transfers,
+        offload_cache,
+        num_apart,
+    )
+    return memory, lines
 
 
 def _prepare_swap(host: HostMemory, num_blocks: int) -> Callable[[], None] | None:

@@ -33,9 +33,7 @@ class Admission:
         """Adds groups to the plan, at most `budget` tokens. `only_returning`: no group that never ran."""
         waiting, memory = self._waiting, self._memory
         skipped: list[SequenceGroup] = []  # whose adapter is loading: groups behind them may go first
-        promised: int | None = (
-            None  # blocks that running prefills will still take; counted only if a group waits
-        )
+        promised: int | None = None  # blocks that running groups will still take; counted only if one waits
         room = self._policy.room(waiting, self._batch.sequences)
         num_admitted, is_full = 0, False
         while budget > 0 and num_admitted < room:
