@@ -140,7 +140,7 @@ def _run_case(llm: Any, shape: str, case: str, profile: str | None) -> dict[str,
         stats.schedule_seconds,
         stats.commit_seconds,
         llm.engine.scheduler.stats.num_preemptions,
-        llm.engine.scheduler.ended.num_tokens,
+        getattr(llm.engine.scheduler.policy, "num_wasted_tokens", 0),
     )
     began = time.perf_counter()
     outputs = llm.generate(prompts, samplings, use_tqdm=False)
@@ -160,7 +160,7 @@ def _run_case(llm: Any, shape: str, case: str, profile: str | None) -> dict[str,
         "schedule_ms": 1e3 * (stats.schedule_seconds - before[1]) / num_steps,
         "commit_ms": 1e3 * (stats.commit_seconds - before[2]) / num_steps,
         "num_preemptions": llm.engine.scheduler.stats.num_preemptions - before[3],
-        "ended_tokens": llm.engine.scheduler.ended.num_tokens - before[4],
+        "ended_tokens": getattr(llm.engine.scheduler.policy, "num_wasted_tokens", 0) - before[4],
     }
 
 

@@ -74,14 +74,14 @@ def measure(rounds: int, size: int, settings: dict[str, Any], is_exact: bool) ->
                     seconds, tokens = ask(llm, prompts)
                     times[name] += seconds
                     same.count(name, tokens)
-            counts["host_hit_blocks"] = home.engine.memory.home.stats.host_hits
+            counts["host_hit_blocks"] = home.engine.memory.offload_cache.stats.host_hits
         for _ in range(rounds):
             with LLM(**settings, **offload) as again:
                 ask(again, [_prompt(chosen, size)])  # kernels are loaded by one that nobody has seen
                 seconds, tokens = ask(again, prompts)
                 times["from the disk"] += seconds
                 same.count("from the disk", tokens)
-                counts["disk_hit_blocks"] = again.engine.memory.home.stats.disk_hits
+                counts["disk_hit_blocks"] = again.engine.memory.offload_cache.stats.disk_hits
     medians = {name: round(1e3 * statistics.median(found), 1) for name, found in times.items()}
     return {
         "prompts": NUM_PROMPTS,

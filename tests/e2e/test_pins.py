@@ -52,7 +52,7 @@ def test_every_request_that_begins_with_a_pinned_prefix_hits_whatever_was_served
 
 
 def test_a_request_that_needs_the_pinned_blocks_is_refused_at_once(llm: LLM) -> None:
-    held = llm.engine.memory.num_held
+    held = llm.engine.memory.num_pinned
     with pytest.raises(InvalidRequest, match=f"the whole pool has {60 - held}"):
         llm.generate("hello", SamplingParams(max_tokens=500, n=2), use_tqdm=False)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from quire import LLM, SamplingParams
+from quire_lab.baselines.timeline import Timeline
 
 PROMPTS = ["The capital of France is", "Once upon a time", "2 + 2 =", "The quick brown fox jumps over"]
 LENGTHS = (4, 14, 9, 18)
@@ -41,8 +42,8 @@ def test_no_policy_changes_a_token_and_the_report_names_it(usual, settings):
     tokens, llm = answers(**settings)
     assert tokens == usual
     assert any(line.startswith("policies") for line in llm.report.lines())
-    ended = llm.engine.scheduler.ended.num_tokens
-    assert (ended > 0) == (settings.get("batching") in ("static", "dynamic") or "preset" in settings)
+    wasted = getattr(llm.engine.scheduler.policy, "num_wasted_tokens", 0)
+    assert (wasted > 0) == (settings.get("batching") in ("static", "dynamic") or "preset" in settings)
 
 
 def test_prompts_name_their_priority_and_tenant():
@@ -50,9 +51,7 @@ def test_prompts_name_their_priority_and_tenant():
         prompts = [
             {"prompt": text, "priority": place} for place, text in zip((3, 1, 2), PROMPTS, strict=False)
         ]
-        seen = []
-        llm.engine.scheduler.watchers.append(
-            lambda planned: seen.extend(s.request.priority for s in planned.sequences)
-        )
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
-    assert seen == sorted(seen)
+        timeline = Timeline.watch(llm.engine)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    in_order = [request_id for request_id, _ in timeline.admissions()]
+    assert in_order == [outputs[1].request_id, outputs[2].request_id, outputs[0].request_id]

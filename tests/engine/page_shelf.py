@@ -6,7 +6,7 @@ too early, or reused too soon, shows as a wrong token.
 
 import random
 
-from quire.core.shelf import DiskTierRead
+from quire.core.step import DiskTierRead
 from tests.engine.page_runner import PageRunner
 
 

@@ -18,6 +18,7 @@ from quire.engine.speculation import Speculation
 from quire.engine.validation import Limits
 from quire.memory.offload_cache import OffloadCache
 from quire.memory.paged import PagedMemory
+from quire.memory.transfers import PendingTransfers
 from tests.engine.beam_oracle import expected_beams, token_scores
 from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
 from tests.engine.page_shelf import PageShelf
@@ -48,27 +49,24 @@ class EngineMachine(RuleBasedStateMachine):
         self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive,
         swap_blocks, mode, after, home_blocks, shelf, width,
     ):  # fmt: skip
+        runner = PageRunner(num_blocks, block_size, token_scores)
+        transfers, offload_cache = PendingTransfers(), None
+        if home_blocks and caching and share:
+            disk_tier = PageShelf(runner) if shelf else None
+            offload_cache = OffloadCache(swap_blocks + 1, home_blocks, transfers, runner, disk_tier)
         memory = PagedMemory(
-            num_blocks,
-            block_size,
-            "test",
-            enable_prefix_caching=caching,
-            share=share,
-            num_swap_blocks=swap_blocks,
+            num_blocks, block_size, "test", caching, share, swap_blocks, transfers, offload_cache
         )
         config = SchedulerConfig(
             max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight,
             preemption_mode=mode, admit_after=after,
         )  # fmt: skip
-        self.build(config, memory, drafting, adaptive, width)
-        if home_blocks and caching and share:
-            kept = PageShelf(self.runner) if shelf else None
-            memory.home = OffloadCache(swap_blocks + 1, home_blocks, memory.moves, self.runner, kept)
+        self.build(config, memory, drafting, adaptive, width, runner)
 
-    def build(self, config, memory, drafting, adaptive, width=1):
+    def build(self, config, memory, drafting, adaptive, width=1, runner=None):
         max_num_seqs, max_tokens = config.limits
         self.memory = memory
-        self.runner = PageRunner(memory.num_blocks, memory.block_size, token_scores)
+        self.runner = runner or PageRunner(memory.num_blocks, memory.block_size, token_scores)
         limits = Limits(VOCABULARY, 64, max_num_seqs, (END,))
         speculation = None
         if drafting is not None:

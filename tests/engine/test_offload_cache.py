@@ -52,7 +52,7 @@ class Home:
 
     @property
     def stats(self):
-        return self.engine.memory.home.stats
+        return self.engine.memory.offload_cache.stats
 
     def answer(self, asked):
         found = []
@@ -209,10 +209,10 @@ def test_a_folder_that_cannot_be_written_is_said_and_the_engine_goes_on(model, t
 
 def test_the_folder_stays_within_its_limit(model, tmp_path):
     with Home(model, kv_offload_dir=str(tmp_path), kv_offload_gb=0.00002) as home:
-        limit = 8 * home.engine.memory.home.num_hosts
+        limit = 8 * home.engine.memory.offload_cache.num_hosts
         for number in range(4):
             home.answer([[number, *prompt] for prompt in prompts()])
-        assert home.engine.memory.home.shelf.num_blocks <= limit
+        assert home.engine.memory.offload_cache.disk_tier.num_blocks <= limit
     assert 0 < len(files(tmp_path)) <= limit
 
 
@@ -226,7 +226,7 @@ def test_forgotten_prefixes_are_gone_from_every_home(model, kept, wanted):
 
 def test_without_a_prefix_cache_there_is_nothing_to_keep_and_that_is_said(model):
     with Home(model, enable_prefix_caching=False) as home:
-        assert home.engine.memory.home is None
+        assert home.engine.memory.offload_cache is None
         assert any("evicted   off (kv_offload_gb)" in line for line in home.built.report.lines())
 
 

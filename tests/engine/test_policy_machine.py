@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from quire.core.config import BATCHING, RESERVATIONS, SCHEDULES, MemoryConfig, SchedulerConfig
-from quire.memory.choose import make_memory
+from quire.engine.policies import make_memory
 from tests.engine.test_engine_machine import EngineMachine
 
 POLICIES = st.fixed_dictionaries(

@@ -24,10 +24,10 @@ def test_an_idle_adapter_is_evicted_when_k_and_v_need_its_pages_and_the_other_wa
     pages.acquire("new")
     assert memory.num_free == 6
     sequence = _sequence(list(range(24)))
-    assert memory.grow(sequence, 24, TableDelta())
+    assert memory.allocate(sequence, 24, TableDelta())
     assert pages.take_evicted() == ("old",)
     assert pages.is_resident("new")
-    assert not memory.grow(sequence, 28, TableDelta())  # one in use is never taken
+    assert not memory.allocate(sequence, 28, TableDelta())  # one in use is never taken
     memory.check_integrity([sequence])
     memory.release(sequence)
     pages.load("third", 6, "s3")
@@ -43,11 +43,11 @@ def test_a_prefix_is_found_only_under_the_content_that_computed_it():
     pages.load("a@2", 1, "content two")
     pages.load("b@3", 1, "content one")
     first = _sequence(list(range(9)), "a@1")
-    memory.grow(first, 9, TableDelta())
-    memory.seal(first, 9)
-    assert memory.match(_sequence(list(range(9)), "a@2")) == 0
-    assert memory.match(_sequence(list(range(9)))) == 0
-    assert memory.match(_sequence(list(range(9)), "b@3")) == 8  # the same content under another name
+    memory.allocate(first, 9, TableDelta())
+    memory.cache_full_blocks(first, 9)
+    assert memory.match_prefix(_sequence(list(range(9)), "a@2")) == 0
+    assert memory.match_prefix(_sequence(list(range(9)))) == 0
+    assert memory.match_prefix(_sequence(list(range(9)), "b@3")) == 8  # the same content under another name
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -72,9 +72,9 @@ def test_every_page_is_accounted_for_whatever_happens(seed):
             pages.release(users.pop(random_.randrange(len(users))))
         elif action < 0.8:
             sequence = _sequence([random_.randrange(3) for _ in range(random_.randrange(1, 30))])
-            memory.match(sequence)
-            if memory.grow(sequence, len(sequence.token_ids), TableDelta()):
-                memory.seal(sequence, len(sequence.token_ids))
+            memory.match_prefix(sequence)
+            if memory.allocate(sequence, len(sequence.token_ids), TableDelta()):
+                memory.cache_full_blocks(sequence, len(sequence.token_ids))
                 sequences.append(sequence)
             else:
                 memory.release(sequence)

@@ -17,19 +17,25 @@ def make_sequence(token_ids, salt="", adapter=None, **sampling):
 
 def compute(memory, sequence):
     """Runs the whole prompt at once, as a step and its commit would."""
-    sequence.num_computed = memory.match(sequence)
+    sequence.num_computed = memory.match_prefix(sequence)
     delta = TableDelta()
-    assert memory.grow(sequence, len(sequence.token_ids), delta)
+    assert memory.allocate(sequence, len(sequence.token_ids), delta)
     sequence.num_computed = len(sequence.token_ids)
-    memory.seal(sequence, sequence.num_computed)
+    memory.cache_full_blocks(sequence, sequence.num_computed)
     return delta
+
+
+def fork(memory, parent, child, num_computed):
+    """As the scheduler does: memory gives the blocks, the scheduler counts what is computed."""
+    memory.fork(parent, child, num_computed)
+    child.num_computed = num_computed
 
 
 def test_a_prompt_computed_before_is_found_block_by_block():
     memory = PagedMemory(16, 4)
     first, second = make_sequence(range(10)), make_sequence([*range(8), 50, 51])
     compute(memory, first)
-    assert memory.match(second) == 8
+    assert memory.match_prefix(second) == 8
     assert second.block_ids == first.block_ids[:2]
     memory.check_integrity([first, second])
 
@@ -37,20 +43,20 @@ def test_a_prompt_computed_before_is_found_block_by_block():
 def test_the_last_token_is_always_computed_because_its_logits_are_wanted():
     memory = PagedMemory(16, 4)
     compute(memory, make_sequence(range(8)))
-    assert memory.match(make_sequence(range(8))) == 4
+    assert memory.match_prefix(make_sequence(range(8))) == 4
 
 
 @pytest.mark.parametrize("other", [{"salt": "tenant"}, {"adapter": "lora"}])
 def test_another_salt_or_adapter_never_meets_these_blocks(other):
     memory = PagedMemory(16, 4)
     compute(memory, make_sequence(range(12)))
-    assert memory.match(make_sequence(range(12), **other)) == 0
+    assert memory.match_prefix(make_sequence(range(12), **other)) == 0
 
 
 def test_salt_and_adapter_cannot_be_confused_for_one_another():
     memory = PagedMemory(16, 4)
     compute(memory, make_sequence(range(12), salt="a"))
-    assert memory.match(make_sequence(range(12), adapter="a")) == 0
+    assert memory.match_prefix(make_sequence(range(12), adapter="a")) == 0
 
 
 def test_a_freed_prefix_is_found_until_its_blocks_are_needed():
@@ -59,10 +65,10 @@ def test_a_freed_prefix_is_found_until_its_blocks_are_needed():
     compute(memory, first)
     memory.release(first)
     again = make_sequence(range(9))
-    assert memory.match(again) == 8
+    assert memory.match_prefix(again) == 8
     memory.release(again)
     compute(memory, make_sequence(range(30, 46)))  # takes every block
-    assert memory.match(make_sequence(range(9))) == 0
+    assert memory.match_prefix(make_sequence(range(9))) == 0
 
 
 def test_eviction_takes_the_end_of_a_prefix_before_its_beginning():
@@ -71,7 +77,7 @@ def test_eviction_takes_the_end_of_a_prefix_before_its_beginning():
     compute(memory, first)
     memory.release(first)
     compute(memory, make_sequence([40, 41, 42]))
-    assert memory.match(make_sequence(range(17))) == 12
+    assert memory.match_prefix(make_sequence(range(17))) == 12
 
 
 def test_a_fork_shares_every_block_and_copies_only_the_one_it_writes():
@@ -79,15 +85,15 @@ def test_a_fork_shares_every_block_and_copies_only_the_one_it_writes():
     parent = make_sequence(range(10))
     compute(memory, parent)
     child = make_sequence(range(10))
-    memory.fork(parent, child, parent.num_computed)
+    fork(memory, parent, child, parent.num_computed)
     assert child.block_ids == parent.block_ids
     delta = TableDelta()
-    assert memory.grow(child, 11, delta)
+    assert memory.allocate(child, 11, delta)
     assert (delta.copy_sources, delta.copy_targets) == ([parent.block_ids[2]], [child.block_ids[2]])
     assert child.block_ids[:2] == parent.block_ids[:2]
     assert child.block_ids[2] != parent.block_ids[2]
     delta = TableDelta()
-    assert memory.grow(parent, 11, delta)
+    assert memory.allocate(parent, 11, delta)
     assert not delta.copy_sources
     memory.check_integrity([parent, child])
 
@@ -97,7 +103,7 @@ def test_growth_that_cannot_be_granted_changes_nothing():
     sequence = make_sequence(range(8))
     compute(memory, sequence)
     before, delta = list(sequence.block_ids), TableDelta()
-    assert not memory.grow(sequence, 17, delta)
+    assert not memory.allocate(sequence, 17, delta)
     assert sequence.block_ids == before
     assert not delta.blocks
     assert memory.num_free == 1
@@ -113,7 +119,7 @@ def test_blocks_of_one_position_waste_nothing():
 def test_prompt_logprobs_ask_for_every_position_so_nothing_is_reused():
     memory = PagedMemory(16, 4)
     compute(memory, make_sequence(range(12)))
-    assert memory.match(make_sequence(range(12), prompt_logprobs=0)) == 0
+    assert memory.match_prefix(make_sequence(range(12), prompt_logprobs=0)) == 0
 
 
 def test_integrity_check_sees_a_leak():
@@ -128,5 +134,5 @@ def test_resetting_the_index_forgets_content_but_keeps_tables():
     sequence = make_sequence(range(9))
     compute(memory, sequence)
     memory.reset_prefix_index()
-    assert memory.match(make_sequence(range(9))) == 0
+    assert memory.match_prefix(make_sequence(range(9))) == 0
     memory.check_integrity([sequence])

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.memory.paged import PagedMemory, TableDelta
-from tests.memory.test_paged import compute, make_sequence
+from tests.memory.test_paged import compute, fork, make_sequence
 
 
 def make(num_blocks=8, num_swap_blocks=8, **settings):
@@ -11,7 +11,7 @@ def make(num_blocks=8, num_swap_blocks=8, **settings):
 
 
 def taken(memory):
-    moves = memory.moves.take()
+    moves = memory.transfers.take()
     return [] if moves is None else [list(zip(moves.out_blocks, moves.out_hosts, strict=True)),
                                      list(zip(moves.in_hosts, moves.in_blocks, strict=True))]  # fmt: skip
 
@@ -20,7 +20,7 @@ def test_shared_blocks_leave_once_and_are_shared_again_when_they_are_back():
     memory = make(enable_prefix_caching=False)
     parent, child = make_sequence(range(6), n=2), make_sequence(range(6), n=2)
     compute(memory, parent)
-    memory.fork(parent, child, 6)
+    fork(memory, parent, child, 6)
     assert memory.swap.out([parent, child], {})
     assert memory.num_free == 8
     assert memory.swap.num_used == 2
@@ -45,7 +45,7 @@ def test_a_group_that_finds_no_room_in_host_memory_stays_as_it_is():
     before = list(sequence.block_ids)
     assert not memory.swap.out([sequence], {})
     assert sequence.block_ids == before
-    assert memory.moves.take() is None
+    assert memory.transfers.take() is None
     memory.check_integrity([sequence])
 
 
@@ -65,10 +65,10 @@ def test_a_copy_that_was_only_planned_leaves_as_its_source():
     memory = make(enable_prefix_caching=False)
     parent, child = make_sequence(range(6), n=2), make_sequence(range(6), n=2)
     compute(memory, parent)
-    memory.fork(parent, child, 6)
+    fork(memory, parent, child, 6)
     parent.row, child.row = 0, 1
     delta = TableDelta()
-    assert memory.grow(child, 7, delta)
+    assert memory.allocate(child, 7, delta)
     assert child.block_ids[1] != parent.block_ids[1]
     origins = delta.take_back([child])
     assert not delta.rows

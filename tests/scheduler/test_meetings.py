@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from quire.adapters.store import AdapterStore, HostLimits
+from quire.core.clock import VirtualClock
 from quire.core.config import SchedulerConfig
 from quire.core.request import FinishReason, Phase, Request
 from quire.core.sampling import SamplingParams
+from quire.engine.policies import make_admission_policy
 from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_admission import AdapterAdmission
-from quire.scheduler.plan import StepPlan
-from quire.scheduler.planned import ScheduledStep
+from quire.scheduler.plan import ScheduledStep, StepPlan
 from quire.scheduler.preemption import Preemption
+from quire.scheduler.running import Branch
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -27,19 +29,16 @@ def _scheduler(
     memory: PagedMemory, mode: str, adapters: AdapterAdmission | None = None, **settings: Any
 ) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=128, **settings)
-    return Scheduler(config, memory, preemption=Preemption(mode), adapters=adapters)
+    policy = make_admission_policy(config, VirtualClock())
+    return Scheduler(config, memory, preemption=Preemption(mode), adapters=adapters, policy=policy)
 
 
 def _commit(scheduler: Scheduler, planned: ScheduledStep) -> None:
     """As the engine does; every sample of a request says something else."""
-    step = planned.step
-    for sequence, first, count in zip(planned.sequences, step.num_computed, step.num_tokens, strict=True):
-        if sequence.phase is Phase.RUNNING:
-            scheduler.memory.seal(sequence, first + count)
+    scheduler.committed(planned)
     for sequence in planned.receivers:
         if sequence.phase is Phase.FINISHED:
             continue
-        sequence.num_pending -= 1
         sequence.token_ids.append(100 + 50 * sequence.index + len(sequence.token_ids))
         if len(sequence.token_ids) >= sequence.request.max_len:
             scheduler.finish(sequence, FinishReason.LENGTH)
@@ -72,17 +71,18 @@ def test_a_sample_that_returns_twice_never_finds_anothers_blocks() -> None:
 def test_a_beam_that_is_swapped_out_before_it_computed_anything_goes_on() -> None:
     """Its leader has computed all it knows and waits for it: nobody else would bring it back."""
     memory = PagedMemory(40, 4, "f", num_swap_blocks=8)
-    scheduler = _scheduler(memory, "recompute")
+    preemption = Preemption("recompute")
+    scheduler = Scheduler(SchedulerConfig(32, 128), memory, preemption=preemption)
     sampling = SamplingParams(use_beam_search=True, n=2, max_tokens=20)
     scheduler.add(Request("b", (1, 2, 3), sampling, 0, 23))  # no full block, which a follower would share
     assert scheduler.schedule() is not None
     leader = scheduler.beams("b")[0]
-    leader, follower = scheduler.branch([(leader, 10, -1.0), (leader, 11, -2.0)])
+    leader, follower = scheduler.branch([Branch(leader, 10, -1.0), Branch(leader, 11, -2.0)])
     _preempt(scheduler)
     planned = scheduler.schedule()
     assert planned is not None
     assert planned.sequences == [leader]
-    scheduler.preemption = Preemption("swap")
+    preemption._mode = "swap"
     _preempt(scheduler)
     assert scheduler.stats.num_swaps_out == 1
     planned = scheduler.schedule()

@@ -11,10 +11,10 @@ from quire.core.errors import ConfigError
 from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
 from quire.memory.paged import PagedMemory
+from quire.scheduler import fair_queue
+from quire.scheduler.fair_queue import OUTPUT_WEIGHT, FairQueue
 from quire.scheduler.group import SequenceGroup
-from quire.scheduler.order import fair
-from quire.scheduler.order.fair import OUTPUT_WEIGHT, FairQueue
-from quire.scheduler.order.shortest import AGEING
+from quire.scheduler.ordering import AGEING
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -32,9 +32,11 @@ def request(name, length=4, max_tokens=4, tenant="", priority=0, first=1):
 def step(scheduler):
     """Plans and commits one step; returns who ended."""
     planned = scheduler.schedule()
+    if planned is None:
+        return []
+    scheduler.committed(planned)
     ended = []
-    for sequence in planned.receivers if planned else ():
-        sequence.num_pending -= 1
+    for sequence in planned.receivers:
         sequence.token_ids.append(99)
         if len(sequence.token_ids) >= sequence.request.max_len:
             scheduler.finish(sequence, FinishReason.LENGTH)
@@ -163,7 +165,7 @@ def test_those_who_leave_a_queue_leave_nothing_behind(schedule):
 
 
 def test_accounts_of_tenants_who_left_are_closed(monkeypatch):
-    monkeypatch.setattr(fair, "KEPT_SHARES", 8)
+    monkeypatch.setattr(fair_queue, "MAX_SHARES", 8)
     queue = FairQueue(100, None)
     for number in range(50):
         group = SequenceGroup(request(f"r{number}", tenant=f"t{number}"), number)

@@ -92,7 +92,7 @@ def test_auto_computes_again_what_the_prefix_index_gives_back_for_nothing():
         scheduler.add(request(name, 17, max_tokens=4))
         step(scheduler)
         for sequence in scheduler.running:
-            memory.seal(sequence, sequence.num_computed)
+            memory.cache_full_blocks(sequence, sequence.num_computed)
     preemption = Preemption("auto", 0.1)
     preemption.speed.note(10, 1.0)
     assert preemption.swaps(scheduler.running, memory), "all of it is lost when both leave"

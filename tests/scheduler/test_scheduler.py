@@ -7,6 +7,7 @@ from quire.core.errors import QueueFull
 from quire.core.request import FinishReason, Phase, Request
 from quire.core.sampling import SamplingParams
 from quire.memory.paged import PagedMemory
+from quire.scheduler.admission_policy import AdmissionPolicy
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -25,8 +26,8 @@ def step(scheduler, token=99):
     planned = scheduler.schedule()
     if planned is None:
         return []
+    scheduler.committed(planned)
     for sequence in planned.receivers:
-        sequence.num_pending -= 1
         sequence.token_ids.append(token)
         if len(sequence.token_ids) >= sequence.request.max_len:
             scheduler.finish(sequence, FinishReason.LENGTH)
@@ -135,3 +136,51 @@ def test_one_stopped_sample_leaves_its_siblings_running():
     assert scheduler.stop("a", 1)
     assert not scheduler.stop("a", 1)
     assert [name for name, _ in step(scheduler)] == ["a", "a"]
+
+
+def test_a_committed_step_is_no_longer_pending_and_its_full_blocks_are_cached():
+    scheduler = make()
+    scheduler.add(request("a", 9))
+    planned = scheduler.schedule()
+    (sequence,) = planned.receivers
+    assert (sequence.num_computed, sequence.num_pending) == (9, 1)
+    scheduler.committed(planned)
+    assert sequence.num_pending == 0
+    assert sequence.num_indexed == 2  # of three blocks the last is not full
+    scheduler.add(request("b", 9))
+    assert scheduler.schedule().step.num_computed[-1] == 8
+
+
+def test_blocks_of_a_step_with_invalid_results_are_not_cached():
+    scheduler = make()
+    scheduler.add(request("a", 9))
+    planned = scheduler.schedule()
+    scheduler.committed(planned, is_valid=False)
+    assert planned.receivers[0].num_pending == 0
+    assert planned.receivers[0].num_indexed == 0
+
+
+def test_only_a_running_sequence_is_rewound():
+    scheduler = make()
+    scheduler.add(request("a", 9))
+    (sequence,) = scheduler.schedule().receivers
+    scheduler.rewind(sequence, 7)
+    assert sequence.num_computed == 7
+    scheduler.abort("a")
+    scheduler.rewind(sequence, 5)
+    assert sequence.num_computed == 0
+
+
+class OnePerStep(AdmissionPolicy):
+    """A policy of a few lines: one group per step, and nothing else changes."""
+
+    def room(self, waiting, running):
+        return min(1, len(waiting))
+
+
+def test_an_admission_policy_says_how_many_groups_join():
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
+    scheduler = Scheduler(config, PagedMemory(64, 4), policy=OnePerStep())
+    for i, name in enumerate("abc"):
+        scheduler.add(request(name, 4, first=1 + 10 * i))
+    assert [len(step(scheduler)) for _ in range(4)] == [1, 2, 3, 3]

@@ -1,4 +1,4 @@
-"""Clocks: what the engine and its drivers ask for the time. Wall time, or time that only a simulation passes."""
+"""Clocks: wall time, or the virtual time of a simulation."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ Clock = Callable[[], float]  # seconds since any fixed moment
 
 
 class VirtualClock:
-    """Stands still until somebody moves it on; reading it costs nothing and moves nothing."""
+    """Stands still until `advance_to` is called."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -15,6 +15,6 @@ class VirtualClock:
         return self._now
 
     def advance_to(self, moment: float) -> None:
-        """A moment that has passed already changes nothing."""
+        """A moment in the past changes nothing."""
         if moment > self._now:
             self._now = moment

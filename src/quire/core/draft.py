@@ -1,4 +1,4 @@
-"""Draft: tokens that someone proposes for a sequence, as a chain or as a tree, and how many there is room for."""
+"""Draft: proposed tokens of a sequence, a chain or a tree, and the room for them."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ from quire.core.ints import Ints, ints
 from quire.core.request import Sequence
 
 MAX_NODES = 64  # of a tree: its nodes' ancestors are the bits of one integer
-ROOT = -1  # the parent of what follows the sequence's last token
+ROOT = -1  # the parent of nodes that follow the sequence's last token
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,8 @@ class TokenTree:
 
     token_ids: Ints = field(default_factory=ints)  # [K] int32
     parents: Ints = field(default_factory=ints)  # [K] int32, indices into `token_ids` or ROOT; []: a chain
-    drawn: int = (
-        0  # length of its branches where they were drawn: the draft model's probabilities decide what stays
-    )
+    # length of its branches if they were sampled: the draft model's probabilities decide what is accepted
+    drawn: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -40,39 +39,39 @@ def straightened(token_ids: Ints, parents: Ints, drawn: int = 0) -> TokenTree:
 
 def depths(parents: Ints) -> list[int]:
     """Of each node: 0 follows the sequence's last token."""
-    found: list[int] = []
+    result: list[int] = []
     for parent in parents:
-        found.append(0 if parent == ROOT else found[parent] + 1)
-    return found
+        result.append(0 if parent == ROOT else result[parent] + 1)
+    return result
 
 
 def ancestors(parents: Ints) -> list[int]:
     """Of each node, as bits: the nodes on its path, itself included. Signed, as 64 bits are elsewhere."""
-    found: list[int] = []
+    masks: list[int] = []
     for n, parent in enumerate(parents):
-        found.append((0 if parent == ROOT else found[parent]) | 1 << n)
-    return [bits - (1 << 64) if bits >> 63 else bits for bits in found]
+        masks.append((0 if parent == ROOT else masks[parent]) | 1 << n)
+    return [bits - (1 << 64) if bits >> 63 else bits for bits in masks]
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Proposed tokens of a row. The step computes and samples at each, so that they are verified.
 
-    Node n's K and V go where position `position + n` will have its own, whatever its depth; what is accepted is then
-    moved to its place.
+    Node n's K and V are written to position `position + n`, at any depth; those of accepted nodes are then moved to
+    their own positions.
     """
 
     row: int
     position: int  # of the first of them: the row's known tokens end before it
     token_ids: Ints  # [K] int32
     parents: Ints = field(default_factory=ints)  # [K] int32, see TokenTree; []: a chain
-    is_growing: bool = False  # part of a tree that a draft model still makes: nothing is verified
+    is_growing: bool = False  # part of a tree that a draft model is still making: nothing is verified
     drawn: int = 0  # see TokenTree
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRoom:
-    """A sequence that may draft so far: blocks for all the tokens are its own already."""
+    """Limits of one sequence's draft; blocks for all its tokens are allocated."""
 
     sequence: Sequence
     length: int  # tokens from the sequence's end to a leaf, at most

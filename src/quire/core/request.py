@@ -72,11 +72,13 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Known tokens, computed tokens, and the blocks that hold the difference's past.
+    """Known tokens, computed tokens, and the blocks that hold K and V of the computed ones.
 
-    `token_ids` are the tokens the host has read. With a step in flight one more token may exist on the
-    device only: `num_pending` counts it. `num_computed` counts positions whose K and V are in blocks or
-    will be once the steps already launched have run.
+    `token_ids` are the tokens that the host has read. With a step in flight one more token may exist on the device
+    only: `num_pending` counts it. `num_computed` counts positions whose K and V are in blocks, or will be once the
+    steps already launched have run.
+
+    Each field has one writer: the memory its blocks and hashes, commit the sampled tokens, the scheduler all others.
     """
 
     request: Request
@@ -84,22 +86,20 @@ class Sequence:
     token_ids: Ints = field(default_factory=ints)
     num_computed: int = 0
     num_pending: int = 0
-    num_cached: int = 0  # positions found in the prefix index at first admission
+    num_cached: int = 0  # positions found in the prefix cache at first admission
     row: int = -1
-    block_ids: list[int] = field(default_factory=list)  # the BlockTable
+    block_ids: list[int] = field(default_factory=list)  # the block table
     host_block_ids: list[int] = field(default_factory=list)  # the same while it is swapped out
     block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks of known tokens
-    num_indexed: int = 0  # leading blocks that the prefix index knows
+    num_indexed: int = 0  # leading blocks that are in the prefix index
     phase: Phase = Phase.WAITING
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     max_computed: int = 0  # the last token of a full sequence needs no K and V
-    has_started: bool = False  # the runner knows its row, but for the tokens that the host has chosen since
+    has_started: bool = False  # the runner has its row, but for the tokens that the host has chosen since
     score: float = 0.0  # of a beam: the sum of its tokens' log probabilities
-    is_beam: bool = (
-        False  # it has no pending token: what follows is known once its request's beams are compared
-    )
+    is_beam: bool = False  # never pending: its next token is chosen at commit, over all beams of the request
 
     def __post_init__(self) -> None:
         self.max_computed = self.request.max_len - 1

@@ -1,4 +1,4 @@
-"""Step: one forward pass as decided. StepResult: what came back. Arrays and deltas, no object per token."""
+"""Step: one forward pass as scheduled. StepResult: its outcome. Arrays and deltas, no object per token."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from quire.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """A sequence takes (or takes again) a row: everything the runner must know about it."""
+    """A sequence takes a row, for the first time or after a preemption: all that the runner needs of it."""
 
     row: int
     token_ids: Ints  # [known] int32, all tokens the host knows
@@ -44,23 +44,32 @@ class BeamCandidates:
 
 @dataclass(frozen=True, slots=True)
 class HostTransfers:
-    """Blocks between the pool and host memory. All that leave are read before anything of the step is written."""
+    """Block copies between the pool and host memory. Copies out are made before the step writes anything."""
 
-    out_blocks: Ints  # [O] int32, blocks of the pool whose content leaves
-    out_hosts: Ints  # [O] int32, host blocks that take it
-    in_hosts: Ints  # [I] int32, host blocks whose content comes back
-    in_blocks: Ints  # [I] int32, blocks of the pool that take it
+    out_blocks: Ints  # [O] int32, blocks of the pool that are copied out
+    out_hosts: Ints  # [O] int32, their host blocks
+    in_hosts: Ints  # [I] int32, host blocks that are copied in
+    in_blocks: Ints  # [I] int32, their blocks of the pool
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTierRead:
+    """A finished read: the content is in the host block, verified; or it is not `valid`, and the block is garbage."""
+
+    content: bytes  # its hash
+    host: int
+    valid: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """Rows advance by `num_tokens` from position `num_computed`; S of them yield a sampled token.
 
-    Applied in this order: row starts, told tokens, drafts, table deltas, pages to and from the host, adapters'
-    evictions and loads, page copies, forward, sampling. Where the device's memory does not suffice, nothing of the pass
-    and its samples counts, and all before it is applied all the same, at the latest before the next step. A row with a
-    draft of K tokens yields K + 1: what the target chooses at the draft's first position, and after each of its tokens.
-    Of a tree, the tokens and pages of what was accepted are at their positions when the step is over.
+    Applied in this order: row starts, forced tokens, drafts, table deltas, host transfers, adapter evictions and loads,
+    block copies, forward, sampling. If the device runs out of memory, forward and sampling do not count, and all before
+    them is applied at the latest before the next step. A row with a draft of K tokens yields K + 1 samples: the
+    target's choice at the draft's first position, and after each of its tokens. Of a tree, the tokens and blocks of the
+    accepted path are at their positions when the step is over.
     """
 
     step_id: int
@@ -81,13 +90,11 @@ class Step:
     masked: Ints = field(default_factory=ints)  # [M] int32, indices into [S] that wait for a grammar's mask
     beams: tuple[BeamSet, ...] = ()
     drafts: tuple[Draft, ...] = ()  # of rows in `rows`
-    sample_offsets: Ints = field(
-        default_factory=ints
-    )  # [S] int32, tokens back from the row's last; [] is all 0
+    # [S] int32, tokens back from the row's last; [] is all 0
+    sample_offsets: Ints = field(default_factory=ints)
     drawn: Ints = field(default_factory=ints)  # [S] int32, how many different tokens to draw; [] is all 0
-    moves: HostTransfers | None = None  # None, nearly always: nothing leaves the pool and nothing comes back
-
-    adapter_evictions: tuple[str, ...] = ()  # adapters whose pages are others' from now on
+    moves: HostTransfers | None = None
+    adapter_evictions: tuple[str, ...] = ()  # adapters whose blocks are reused from now on
     adapter_loads: tuple[AdapterLoad, ...] = ()  # adapters that rows of this step or of later ones run with
 
     @property
@@ -128,7 +135,7 @@ class PromptLogprobs:
 class StepResult:
     step_id: int
     token_ids: Ints  # [S] int32, one per Step.sample_rows
-    logprobs: tuple[TokenLogprobs | None, ...] = ()  # [S], or empty when nobody asked
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # [S], or empty if no row asked for them
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     failed: tuple[int, ...] = ()  # indices into [S] whose logits were not finite
     seconds: float = 0.0  # wall time of forward and sampling
@@ -138,7 +145,7 @@ class StepResult:
 
 @dataclass(slots=True)  # not frozen: there is one per token, and freezing triples the cost of making it
 class SequenceUpdate:
-    """What the engine tells its caller about one sequence after a commit."""
+    """New tokens of one sequence, or its end: what a commit returns to the engine's caller."""
 
     request_id: str
     index: int
@@ -149,4 +156,4 @@ class SequenceUpdate:
     stop_reason: int | str | None = None
     num_cached: int = 0
     error: str | None = None
-    param: str | None = None  # with an error: the request itself is at fault, and this field of it
+    param: str | None = None  # with an error: the field of the request that is at fault

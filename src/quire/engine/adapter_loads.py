@@ -1,4 +1,4 @@
-"""AdapterLoads: adapters that operators ask for while the engine runs. Their files are read beside the steps."""
+"""AdapterLoads: adapters that operators load while the engine runs. Files are read beside the steps."""
 
 from collections import deque
 from concurrent.futures import Future
@@ -15,59 +15,59 @@ class _Load:
 
 
 class AdapterLoads:
-    """Loads of one name are done one after another, in the order in which they were asked for: the last that could be
-    read is what the name means. Until then it means what it meant before, if anything.
+    """Loads of one name run one after another, in order: the name means the last adapter that could be read. Until then
+    it keeps its meaning, if it has one.
 
-    Used by the engine's thread alone, in which futures end too.
+    Used by the engine's thread alone, which also ends the futures.
     """
 
     def __init__(self, library: AdapterStore) -> None:
         self._library = library
-        self._lines: dict[str, deque[_Load]] = {}  # by name; the first of each is being read
+        self._queues: dict[str, deque[_Load]] = {}  # by name; the first of each is being read
 
     @property
     def num_waiting(self) -> int:
-        """Names that something is being loaded for."""
-        return len(self._lines)
+        """Names with unfinished loads."""
+        return len(self._queues)
 
     def start(self, name: str, path: str) -> Future[None]:
         """Ends when requests can name the adapter, or with AdapterError. A path that is not allowed raises at once."""
         load = _Load(self._library.prepare(name, self._library.folder_at(name, path)))
-        self._lines.setdefault(name, deque()).append(load)
+        self._queues.setdefault(name, deque()).append(load)
         return load.ended
 
     def look(self) -> None:
         """Ends what was read since the last look, or could not be."""
-        for name, line in list(self._lines.items()):
-            load = line[0]
+        for name, queue in list(self._queues.items()):
+            load = queue[0]
             try:
                 if self._library.want(load.key) is None:
                     continue
                 self._library.publish(load.key)
                 fault = None
-            except Exception as error:  # whatever it is, it ends this load and no other
+            except Exception as error:  # any fault ends this load alone
                 self._library.discard(load.key)
                 fault = error
-            line.popleft()
-            if not line:
-                del self._lines[name]
+            queue.popleft()
+            if not queue:
+                del self._queues[name]
             _end(load, fault)
             del fault  # or it would keep this frame, which keeps it
 
     def cancel(self, name: str) -> bool:
-        """Gives up what is being loaded under that name; whether there was anything."""
-        line = self._lines.pop(name, None) or ()
-        for load in line:
+        """Cancels all loads under that name; False if there is none."""
+        loads = self._queues.pop(name, None) or ()
+        for load in loads:
             self._library.discard(load.key)
             _end(load, AdapterError(f"adapter {name!r} was unloaded while it was being loaded"))
-        return bool(line)
+        return bool(loads)
 
     def close(self) -> None:
-        """Nobody will hear of them any more."""
-        for line in self._lines.values():
-            for load in line:
+        """Cancels all loads."""
+        for loads in self._queues.values():
+            for load in loads:
                 load.ended.cancel()
-        self._lines.clear()
+        self._queues.clear()
 
 
 def _end(load: _Load, fault: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""Adapters: what the engine keeps of them. Names come in, keys go on; whoever ends gives its adapter back."""
+"""Adapters: resolves names on arrival, counts requests per adapter, loads and unloads adapters for operators."""
 
 import time
 from collections.abc import Mapping
@@ -11,23 +11,22 @@ from quire.adapters.store import AdapterStore
 from quire.core.errors import AdapterError
 from quire.core.stats import AdapterStats
 from quire.engine.adapter_loads import AdapterLoads
+from quire.engine.policies import make_adapter_admission
 from quire.memory.interface import Memory
-from quire.scheduler.adapter_admission import AdapterAdmission
-from quire.scheduler.merge_line import MergedAdapterAdmission
 
 NAMES_SECONDS = 0.5  # how old the names among the stats may be
 MAX_NAMES = 100
-LOADING_WAIT = 0.005  # seconds that an engine with nothing else to do waits for a file at a time
+LOADING_WAIT = 0.005  # seconds that an idle engine waits for a file at a time
 
 
 class Adapters:
-    """One engine's adapters. `line` is what the scheduler asks."""
+    """One engine's adapters. The scheduler asks its `admission`."""
 
     def __init__(
         self, library: AdapterStore, memory: Memory, max_adapters: int | None = None, merge: bool = False
     ) -> None:
         self.library = library
-        self.line = (MergedAdapterAdmission if merge else AdapterAdmission)(library, memory, max_adapters)
+        self.admission = make_adapter_admission(library, memory, max_adapters, merge)
         self._loads = AdapterLoads(library)
         self._memory = memory
         self._pages = memory.adapter_pages
@@ -57,33 +56,33 @@ class Adapters:
         return self._loads.start(name, path)
 
     def restore(self, name: str, path: str) -> None:
-        """As `load`, for one that was loaded before: its name is known at once, and who names it waits for its file."""
+        """As `load`, for an adapter that was loaded before: requests may name it at once and wait for its file."""
         self.library.register(name, self.library.folder_at(name, path))
         self._drop_retired()
 
     def remove(self, name: str) -> None:
-        """What is being loaded under that name is given up too."""
-        given_up = self._loads.cancel(name)
+        """Cancels loads under that name too."""
+        was_loading = self._loads.cancel(name)
         try:
             self.library.remove(name)
         except AdapterError:
-            if not given_up:
+            if not was_loading:
                 raise
         self._drop_retired()
 
     @property
     def are_loading(self) -> bool:
-        """Whether someone waits for a load."""
+        """Whether a load is unfinished."""
         return self._loads.num_waiting > 0
 
     def finish_loads(self) -> None:
-        """Tells those whose adapters were read, or could not be."""
+        """Ends loads whose files were read, or could not be."""
         if self._loads.num_waiting:
             self._loads.look()
             self._drop_retired()
 
     def wait(self) -> None:
-        """Nothing can run before a file is read: a moment of patience."""
+        """Waits a moment for a file, if some are being read."""
         loading = [future for future in self.library.loading() if not future.done()]
         if loading:
             wait(loading, timeout=LOADING_WAIT, return_when=FIRST_COMPLETED)
@@ -112,7 +111,7 @@ class Adapters:
         )
 
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Some names of adapters that run and that are waited for; looked up now and then, not at every step."""
+        """Some names of adapters that run and that requests wait for; cached for NAMES_SECONDS."""
         now = time.monotonic()
         if now - self._named_at > NAMES_SECONDS or not self._keys:
             self._named_at = now

@@ -1,4 +1,4 @@
-"""Commit: a step's results become tokens, ends and updates."""
+"""Commit: turns a step's result into tokens, finished sequences and updates."""
 
 from quire.core.request import FinishReason, Phase, Sequence
 from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
@@ -6,13 +6,13 @@ from quire.engine.beams import BeamSearches
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
 from quire.grammar.errors import GrammarError
-from quire.scheduler.planned import ScheduledStep
+from quire.scheduler.plan import ScheduledStep
 from quire.scheduler.scheduler import Scheduler
 from quire.speculate.acceptance import accepted_nodes
 
 
 class Committer:
-    """Appends tokens, ends sequences, indexes full blocks. Results for ended sequences are discarded."""
+    """Appends tokens, ends sequences, caches full blocks. Results of sequences that have ended are discarded."""
 
     def __init__(
         self, scheduler: Scheduler, structured: StructuredOutputs, speculation: Speculation | None = None
@@ -23,58 +23,57 @@ class Committer:
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self._beams = BeamSearches(scheduler, structured, self.fail)
 
-    def commit(self, planned: ScheduledStep, result: StepResult) -> list[SequenceUpdate]:
-        self._collect_prompt_logprobs(planned, result)
+    def commit(self, scheduled: ScheduledStep, result: StepResult) -> list[SequenceUpdate]:
+        self._collect_prompt_logprobs(scheduled, result)
         failed = set(result.failed)
-        if not failed:  # pages behind logits that are not numbers are not worth finding again
-            self._seal(planned)
+        self._scheduler.committed(
+            scheduled, is_valid=not failed
+        )  # blocks behind NaN logits must not be cached
         updates: list[SequenceUpdate] = []
-        drafted = bool(planned.step.drafts)
-        refused = self._verify(planned, result) if drafted else ()
-        for i, sequence in enumerate(planned.receivers):
+        drafted = bool(scheduled.step.drafts)
+        rejected = self._verify(scheduled, result) if drafted else ()
+        for i, sequence in enumerate(scheduled.receivers):
             if sequence.phase is Phase.FINISHED:
                 continue  # overran by one token after its end
             if sequence.is_beam:
                 if i in failed:
                     updates += self.fail(sequence, _why_failed(sequence))
                 continue  # beams have no token of their own until all of them are compared
-            sequence.num_pending -= 1
-            if i in refused:
-                continue  # follows a drafted token that the target did not choose
+            if i in rejected:
+                continue  # follows a rejected draft token
             if i in failed:
                 updates += self.fail(sequence, _why_failed(sequence))
                 continue
             if drafted and not failed:  # it may end with the next token
-                self._scheduler.memory.seal(sequence, len(sequence.token_ids))
+                self._scheduler.memory.cache_full_blocks(sequence, len(sequence.token_ids))
             logprobs = result.logprobs[i] if result.logprobs else None
             try:
                 updates.append(self._append(sequence, result.token_ids[i], logprobs))
             except GrammarError as error:
                 updates += self.fail(sequence, str(error))
-        if planned.step.beams:
-            updates += self._beams.commit(planned, result, self._prompt_logprobs)
+        if scheduled.step.beams:
+            updates += self._beams.commit(scheduled, result, self._prompt_logprobs)
         if self._speculation is not None:
-            self._speculation.committed(planned, result.seconds)
+            self._speculation.committed(scheduled, result.seconds)
         return _joined(updates) if drafted else updates
 
     def forget(self, request_id: str) -> None:
         self._prompt_logprobs.pop(request_id, None)
         self._beams.forget(request_id)
 
-    def _verify(self, planned: ScheduledStep, result: StepResult) -> set[int]:
-        """Samples whose position was never reached. Sequences with a draft go back to what they will have computed."""
-        refused: set[int] = set()
-        for draft, first in planned.step.verified():
-            sequence = planned.receivers[first]
+    def _verify(self, scheduled: ScheduledStep, result: StepResult) -> set[int]:
+        """Samples behind rejected draft tokens. Rewinds sequences with a draft to the accepted tokens."""
+        rejected: set[int] = set()
+        for draft, first in scheduled.step.verified():
+            sequence = scheduled.receivers[first]
             last = first + len(draft.token_ids)
             accepted = accepted_nodes(draft.token_ids, draft.parents, result.token_ids[first : last + 1])
-            refused.update(range(first + 1, last + 1))
-            refused.difference_update(first + 1 + node for node in accepted)
-            if sequence.phase is Phase.RUNNING:
-                sequence.num_computed = draft.position + len(accepted)
+            rejected.update(range(first + 1, last + 1))
+            rejected.difference_update(first + 1 + node for node in accepted)
+            self._scheduler.rewind(sequence, draft.position + len(accepted))
             if self._speculation is not None and sequence.phase is not Phase.FINISHED:
                 self._speculation.verified(sequence, draft, accepted)
-        return refused
+        return rejected
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
         sequence.token_ids.append(token_id)
@@ -85,7 +84,7 @@ class Committer:
             and request.sampling.structured is not None
             and self._structured.completes(sequence, token_id)
         ):
-            self._scheduler.finish(sequence, FinishReason.STOP)  # an end token could say no more
+            self._scheduler.finish(sequence, FinishReason.STOP)  # only an end token could follow
         elif stops or len(sequence.token_ids) >= request.max_len:
             self._end(sequence, token_id)
         prompt_logprobs = None
@@ -103,7 +102,7 @@ class Committer:
         )
 
     def _end(self, sequence: Sequence, token_id: int) -> None:
-        """A stop token counts once min_tokens are there; the length counts always."""
+        """A stop token ends a sequence of at least min_tokens; the length ends any."""
         request = sequence.request
         if token_id in request.stop_token_ids and sequence.num_outputs > request.sampling.min_tokens:
             named = token_id in request.sampling.stop_token_ids
@@ -112,24 +111,16 @@ class Committer:
             self._scheduler.finish(sequence, FinishReason.LENGTH)
 
     def fail(self, sequence: Sequence, message: str) -> list[SequenceUpdate]:
-        """What goes wrong with a sequence ends its request, not its neighbours."""
+        """Ends the request of a sequence that failed; other requests go on."""
         request_id = sequence.request.request_id
         message = f"request {request_id}: {message}"
         ended = self._scheduler.abort(request_id, FinishReason.ERROR)
         self.forget(request_id)
         return error_updates(ended, message)
 
-    def _seal(self, planned: ScheduledStep) -> None:
-        step, memory = planned.step, self._scheduler.memory
-        block_size = memory.block_size
-        for sequence, start, count in zip(planned.sequences, step.num_computed, step.num_tokens, strict=True):
-            computed = start + count
-            if computed // block_size > sequence.num_indexed and sequence.phase is Phase.RUNNING:
-                memory.seal(sequence, computed)
-
-    def _collect_prompt_logprobs(self, planned: ScheduledStep, result: StepResult) -> None:
+    def _collect_prompt_logprobs(self, scheduled: ScheduledStep, result: StepResult) -> None:
         for piece in result.prompt_logprobs:
-            sequence = planned.sequences[list(planned.step.rows).index(piece.row)]
+            sequence = scheduled.sequences[list(scheduled.step.rows).index(piece.row)]
             if sequence.phase is Phase.FINISHED:
                 continue
             collected = self._prompt_logprobs.setdefault(sequence.request.request_id, [])
@@ -138,7 +129,7 @@ class Committer:
 
 
 def error_updates(ended: list[Sequence], message: str) -> list[SequenceUpdate]:
-    """What the caller hears of sequences that ended so: of beams it knows only how many it will get."""
+    """One update per failed sequence; of a beam search, one per answer that was asked for."""
     updates = [
         SequenceUpdate(s.request.request_id, s.index, (), finish_reason=FinishReason.ERROR, error=message)
         for s in ended
@@ -153,21 +144,21 @@ def error_updates(ended: list[Sequence], message: str) -> list[SequenceUpdate]:
 
 
 def _joined(updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-    """One update per sequence: an accepted draft's tokens came one by one."""
-    found: list[SequenceUpdate] = []
+    """Joins the updates of each sequence: an accepted draft's tokens came one by one."""
+    joined: list[SequenceUpdate] = []
     for update in updates:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last is None or update.error or (last.request_id, last.index) != (update.request_id, update.index):
-            found.append(update)
+            joined.append(update)
             continue
         last.token_ids += update.token_ids
         last.logprobs += update.logprobs
         last.finish_reason, last.stop_reason = update.finish_reason, update.stop_reason
-    return found
+    return joined
 
 
 def _why_failed(sequence: Sequence) -> str:
-    """The sampler found no token that it could take."""
+    """Why the sampler had no token to choose from."""
     position, sampling = len(sequence.token_ids), sequence.request.sampling
     if sampling.structured is not None and (
         sampling.allowed_token_ids or sampling.bad_words or sampling.logit_bias

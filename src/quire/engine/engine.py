@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from quire.core.clock import Clock, VirtualClock
+from quire.core.clock import Clock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import AdapterError, DeviceMemoryFull, InvalidRequest, QueueFull
 from quire.core.request import FinishReason, Request
@@ -15,27 +15,28 @@ from quire.core.stats import EngineStats, OffloadStats, PoolStats, QueueStats, S
 from quire.core.step import SequenceUpdate, Step, StepResult
 from quire.engine.adapters import Adapters
 from quire.engine.commit import Committer, error_updates
+from quire.engine.policies import make_admission_policy
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
 from quire.engine.validation import Limits, RequestValidator
 from quire.grammar.compiler import Compiler
 from quire.memory.interface import Memory
 from quire.sampling.records import TokenMask
-from quire.scheduler.planned import ScheduledStep
+from quire.scheduler.plan import ScheduledStep
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Scheduler
 
-FILLING = 0.4  # of the pool's blocks are taken: requests may have to leave it before long
-READING_WAIT = 0.002  # seconds that it waits for blocks from the disk at a time
+FILLING = 0.4  # share of the pool's blocks in use from which preemptions are prepared for
 PIN = "pin"  # the request that computes a pinned prefix
-COMPILING_WAIT = 0.01  # seconds that an engine with nothing else to do waits for a grammar at a time
-COMPANY_WAIT = 0.001  # the same, for a batch to be full
+# seconds that an idle engine waits at a time:
+DISK_WAIT = 0.002  # for blocks from the disk tier
+COMPILING_WAIT = 0.01  # for a grammar
 
 
 class StepRunner(Protocol):
-    """Runs steps in the order of their launch. One with `masked` samples waits for its mask before it samples.
+    """Runs steps in the order of their launch. A step with `masked` samples waits for its mask before it samples.
 
-    `launch` and `mask` raise DeviceMemoryFull where the step does not fit: no result of it will come.
+    `launch` and `mask` raise DeviceMemoryFull if the step does not fit the device: it will have no result.
     """
 
     def launch(self, step: Step) -> None: ...
@@ -65,28 +66,35 @@ class Engine:
         preemption: Preemption | None = None,
         clock: Clock = time.monotonic,
         adapters: Adapters | None = None,
+        when_filling: Callable[[], None] | None = None,
+        in_new_thread: Callable[[], None] | None = None,
     ):
+        """`when_filling` is called once, when the pool is FILLING for the first time. `in_new_thread` must be called by
+        a thread that steps the engine and did not build it. `adapters`: None if they are off.
+        """
         self.limits = limits
         self.clock = clock  # of arrivals; a simulated device has its own
         self.memory = memory
+        self.in_new_thread = in_new_thread
+        self._when_filling = when_filling
         self._structured = StructuredOutputs(make_compiler, limits)
         self.speculation = make_speculation(self._structured) if make_speculation is not None else None
-        self.adapters = adapters  # None: they are off
-        line = adapters.line if adapters is not None else None
-        self.scheduler = Scheduler(config, memory, self.speculation, preemption, clock, line)
+        self.adapters = adapters
+        self.scheduler = Scheduler(
+            config,
+            memory,
+            self.speculation,
+            preemption,
+            adapters.admission if adapters is not None else None,
+            make_admission_policy(config, clock),
+        )
         self.stats = StepStats()
         self._validator = RequestValidator(limits, memory, seed, clock)
         self._runner: StepRunner = runner
-        self._compiled: list[Request] = []  # whose grammar is done and whom the queue has not taken yet
+        self._compiled: list[Request] = []  # whose grammar is compiled and which the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
         self._in_flight: deque[ScheduledStep] = deque()
         self._max_in_flight = config.steps_in_flight
-        self.in_new_thread: Callable[[], None] | None = (
-            None  # for a thread that will step and did not build it
-        )
-        self.when_filling: Callable[[], None] | None = (
-            None  # called once, when the pool is FILLING for the first time
-        )
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now.
@@ -123,9 +131,9 @@ class Engine:
             self.adapters.end(request_id)
 
     def pin(self, token_ids: Sequence[int]) -> int:
-        """Computes a prefix and holds its full blocks for good; how many. Only while nothing else runs.
+        """Computes a prefix and pins its full blocks; returns how many. Only while nothing else runs.
 
-        Raises InvalidRequest if it can never run. Statistics do not count it: no client asked for it.
+        Raises InvalidRequest if it can never run. Stats do not count it.
         """
         counted = replace(self.stats), replace(self.memory.stats)
         sampling = SamplingParams(temperature=0.0, max_tokens=1)
@@ -134,10 +142,10 @@ class Engine:
         while self.has_work:
             self.step()
         self.stats, self.memory.stats = counted
-        return self.memory.hold(request)
+        return self.memory.pin(request)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request now; its blocks are free when this returns. False if nobody knows it."""
+        """Ends a request now; its blocks are free when this returns. False if there is no such request."""
         known = self._has_request(request_id)
         self._compiled = [request for request in self._compiled if request.request_id != request_id]
         self.scheduler.abort(request_id, FinishReason.ABORT)
@@ -157,12 +165,12 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Whether someone waits for an answer, and not only for an adapter to be loaded."""
+        """Whether there are requests, and not only adapters being loaded."""
         return self.scheduler.has_work or bool(self._in_flight or self.num_compiling)
 
     @property
     def num_compiling(self) -> int:
-        """Requests that wait for their grammar."""
+        """Requests whose grammar is being compiled."""
         return self._structured.num_compiling + len(self._compiled)
 
     def queue_stats(self) -> QueueStats:
@@ -178,7 +186,7 @@ class Engine:
     def snapshot(self) -> EngineStats:
         """All statistics. Counters are the live records of their rooms: encode or copy them before the next step."""
         memory = self.memory
-        num_used, offload = memory.num_blocks - memory.num_free, memory.home
+        num_used, offload = memory.num_blocks - memory.num_free, memory.offload_cache
         pool = PoolStats(
             num_blocks_used=num_used,
             usage=num_used / max(1, memory.num_blocks),
@@ -186,7 +194,7 @@ class Engine:
             swap_space=memory.swap.hosts.num_blocks,
             offload_used=0 if offload is None else offload.num_used,
             offload_space=0 if offload is None else offload.num_hosts,
-            offload_disk=0 if offload is None else offload.num_shelved,
+            offload_disk=0 if offload is None else offload.num_disk_blocks,
         )
         return EngineStats(
             steps=self.stats,
@@ -205,49 +213,60 @@ class Engine:
 
     @property
     def draft_stats(self) -> SpeculationStats:
-        """All zero without speculation."""
+        """All zero if speculation is off."""
         return SpeculationStats() if self.speculation is None else self.speculation.stats
 
     def step(self) -> list[SequenceUpdate]:
-        """Launches the next step if there is one and commits the oldest that must be."""
-        updates = self._take_compiled() if self.num_compiling else []
-        if self.adapters is not None:
-            self.adapters.finish_loads()  # before a step counts on host copies: those that come may push others out
-        if self.when_filling is not None and self.memory.usage > FILLING:
-            self.when_filling()
-            self.when_filling = None
+        """Schedules and launches the next step if there is one, and commits the oldest that must be."""
+        updates = self._before_schedule()
         started = time.perf_counter()
-        planned = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule()
         self.stats.schedule_seconds += time.perf_counter() - started
         if self.adapters is not None:
             updates += self._fail_adapters(self.adapters)
-            if planned is None and not self._in_flight:
-                self.adapters.wait()
-        if planned is not None:
-            try:
-                self._runner.launch(planned.step)
-            except DeviceMemoryFull as full:
-                updates += self._shed(planned, str(full))
-                while self._in_flight:  # those sent back must know their last token before they start again
-                    updates += self._commit(self._in_flight.popleft())
-                return updates
-            self._in_flight.append(planned)
-        unmasked = planned if planned is not None and planned.step.masked else None
-        if unmasked is not None and unmasked is self._in_flight[0]:
-            updates += self._mask(unmasked)
-            unmasked = None
-        if len(self._in_flight) > self._max_in_flight or (planned is None and self._in_flight):
-            updates += self._commit(self._in_flight.popleft())
-        elif planned is None and self.memory.home is not None:
-            self.memory.home.wait(READING_WAIT)
-        if unmasked is not None:  # what it may sample depends on the tokens that were committed just now
-            updates += self._mask(unmasked)
-        if planned is None and not self._in_flight and not updates:
-            self._wait_for_company()
+        if scheduled is not None:
+            updates += self._launch(scheduled)
+        if len(self._in_flight) > (self._max_in_flight if scheduled is not None else 0):
+            updates += self._commit()
+        elif scheduled is None:
+            self._when_idle()
         return updates
 
+    def _before_schedule(self) -> list[SequenceUpdate]:
+        updates = self._take_compiled() if self.num_compiling else []
+        if self.adapters is not None:
+            self.adapters.finish_loads()  # before a step relies on host copies: new ones may evict others
+        if self._when_filling is not None and self.memory.usage > FILLING:
+            self._when_filling()
+            self._when_filling = None
+        return updates
+
+    def _launch(self, scheduled: ScheduledStep) -> list[SequenceUpdate]:
+        try:
+            self._runner.launch(scheduled.step)
+        except DeviceMemoryFull as full:
+            updates = self._shed(scheduled, str(full))
+            while self._in_flight:  # requests sent back need their last token before they start again
+                updates += self._commit()
+            return updates
+        self._in_flight.append(scheduled)
+        updates = []
+        if scheduled.step.masked:
+            if len(self._in_flight) > 1:  # the mask depends on the tokens of the step before
+                updates += self._commit()
+            updates += self._mask(scheduled)
+        return updates
+
+    def _when_idle(self) -> None:
+        """Nothing can run now: waits a moment for an adapter, a block from disk, or a batch to be complete."""
+        if self.adapters is not None:
+            self.adapters.wait()
+        if self.memory.offload_cache is not None:
+            self.memory.offload_cache.wait(DISK_WAIT)
+        self.scheduler.policy.wait(self.scheduler.waiting)
+
     def watch(self, watcher: Callable[[StepRunner], W]) -> W:
-        """For measurements: puts something between the engine and its runner that sees every step, and returns it."""
+        """For measurements: puts a wrapper between the engine and its runner, and returns it."""
         watching = watcher(self._runner)
         self._runner = watching
         return watching
@@ -256,7 +275,7 @@ class Engine:
         self.memory.check_integrity(self.scheduler.sequences())
 
     def close(self) -> None:
-        """Waits for the steps in flight, whose results nobody wants any more. Calling it twice is fine."""
+        """Waits for the steps in flight and drops their results. Calling it twice is fine."""
         self._in_flight.clear()
         self._runner.close()
         if self.speculation is not None:
@@ -266,35 +285,24 @@ class Engine:
         self._structured.close()
 
     def _fail_adapters(self, adapters: Adapters) -> list[SequenceUpdate]:
-        """An adapter that cannot be loaded fails those who asked for it, and nobody else."""
+        """Ends the requests of adapters that cannot be loaded."""
         updates: list[SequenceUpdate] = []
-        for group, error in adapters.line.take_failed():
+        for group, error in adapters.admission.take_failed():
             for update in self._committer.fail(group.live[0], str(error)):
                 update.param = error.param
                 updates.append(update)
         self._count_ends(updates)
         return updates
 
-    def _shed(self, planned: ScheduledStep, why: str) -> list[SequenceUpdate]:
-        """The newest request pays for a step that did not fit; the others go on with smaller steps."""
-        ended = self.scheduler.shed(planned)
+    def _shed(self, scheduled: ScheduledStep, why: str) -> list[SequenceUpdate]:
+        """Ends the newest request of a step that did not fit the device; the others go on with smaller steps."""
+        ended = self.scheduler.shed(scheduled)
         for sequence in ended:
             self._forget_if_ended(sequence.request.request_id)
             self._committer.forget(sequence.request.request_id)
         updates = error_updates(ended, f"request {ended[0].request.request_id}: {why}") if ended else []
         self.stats.num_finished += len(updates)
         return updates
-
-    def _wait_for_company(self) -> None:
-        """Where those who wait are not a batch yet, a moment passes instead of nothing, again and again."""
-        starts_at = self.scheduler.starts_at
-        if starts_at is None:
-            return
-        now = self.clock()
-        if isinstance(self.clock, VirtualClock):
-            self.clock.advance_to(min(starts_at, now + COMPANY_WAIT))
-        else:
-            time.sleep(min(COMPANY_WAIT, max(0.0, starts_at - now)))
 
     def _has_request(self, request_id: str) -> bool:
         return (
@@ -304,7 +312,7 @@ class Engine:
         )
 
     def _take_compiled(self) -> list[SequenceUpdate]:
-        """Requests whose grammar is done enter the queue, or fail."""
+        """Requests whose grammar is compiled enter the queue, or fail."""
         idle = not (self.scheduler.has_work or self._in_flight or self._compiled)
         arrivals = self._structured.arrivals(COMPILING_WAIT if idle else 0.0)
         self._compiled += arrivals.ready
@@ -312,7 +320,7 @@ class Engine:
             try:
                 self.scheduler.add(self._compiled[0])
             except QueueFull:
-                break  # it has been taken in already: it waits here for its place
+                break  # it was accepted on arrival: it waits here for room in the queue
             del self._compiled[0]
         for request, _ in arrivals.failed:
             self._give_back_adapter(request.request_id)
@@ -330,10 +338,10 @@ class Engine:
             for index in range(request.sampling.num_answers)
         ]
 
-    def _mask(self, planned: ScheduledStep) -> list[SequenceUpdate]:
+    def _mask(self, scheduled: ScheduledStep) -> list[SequenceUpdate]:
         """Masks the step just launched, all before it being committed. Its forward pass runs meanwhile."""
         started = time.perf_counter()
-        mask, failed = self._structured.mask(planned)
+        mask, failed = self._structured.mask(scheduled)
         unfit = ""
         try:
             self._runner.mask(mask)
@@ -346,7 +354,7 @@ class Engine:
         self._count_ends(updates)
         if unfit:
             self._in_flight.pop()  # the only one, and nothing of it counts
-            updates += self._shed(planned, unfit)
+            updates += self._shed(scheduled, unfit)
         return updates
 
     def _forget_if_ended(self, request_id: str) -> None:
@@ -363,16 +371,17 @@ class Engine:
                 self._committer.forget(update.request_id)
                 self._forget_if_ended(update.request_id)
 
-    def _commit(self, planned: ScheduledStep) -> list[SequenceUpdate]:
+    def _commit(self) -> list[SequenceUpdate]:
+        """Collects and commits the oldest step in flight."""
+        scheduled = self._in_flight.popleft()
         result = self._runner.collect()
         started = time.perf_counter()
-        updates = self._committer.commit(planned, result)
-        for update in updates:
-            self.stats.num_generated_tokens += len(update.token_ids)
+        updates = self._committer.commit(scheduled, result)
+        self.stats.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         self._count_ends(updates)
         self.stats.num_steps += 1
-        self.stats.num_computed_tokens += planned.step.total_tokens
+        self.stats.num_computed_tokens += scheduled.step.total_tokens
         self.stats.step_seconds += result.seconds
-        self.scheduler.preemption.speed.note(planned.step.total_tokens, result.seconds)
+        self.scheduler.preemption.speed.note(scheduled.step.total_tokens, result.seconds)
         self.stats.commit_seconds += time.perf_counter() - started
         return updates

@@ -1,4 +1,4 @@
-"""Hypotheses: which candidates of a beam search go on, which end, and when it is over. As `transformers` decides it."""
+"""Hypotheses: which candidates of a beam search continue, which end, and when it is over, as in `transformers`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from quire.grammar.matcher import Matcher
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of an output and the one before it: outputs with a common beginning share it."""
+    """A linked list of an output's tokens: outputs with a common beginning share it."""
 
     before: "Token | None"
     entry: TokenLogprobs
@@ -25,16 +25,14 @@ class Candidate:
     beam: Beam
     token_id: int
     score: float  # log probability of the whole output
-    rank: int  # of the token among those that could follow this beam
-    logprobs: TokenLogprobs | None  # the best tokens at this position, where they were asked for
-    place: Matcher | None = (
-        None  # in the request's grammar, this token included; None: no grammar, or an end token
-    )
+    rank: int  # of the token among this beam's candidates
+    logprobs: TokenLogprobs | None  # the best tokens at this position, if asked for
+    matcher: Matcher | None = None  # after this token; None without a grammar, or for an end token
 
     @property
     def is_whole(self) -> bool:
-        """Whether a grammar lets nothing follow: an end token could say no more."""
-        return self.place is not None and self.place.is_terminated
+        """Whether the grammar allows nothing to follow."""
+        return self.matcher is not None and self.matcher.is_terminated
 
     def token(self, tokens: Mapping[int, Token | None]) -> Token:
         before = tokens.get(id(self.beam))
@@ -55,12 +53,12 @@ class Hypothesis:
     stop_reason: int | None
 
     def entries(self) -> list[TokenLogprobs]:
-        found: list[TokenLogprobs] = []
+        entries: list[TokenLogprobs] = []
         token = self.last
         while token is not None:
-            found.append(token.entry)
+            entries.append(token.entry)
             token = token.before
-        return found[::-1]
+        return entries[::-1]
 
 
 class Hypotheses:
@@ -77,17 +75,17 @@ class Hypotheses:
         self.best: list[Hypothesis] = []
 
     def choose(self, candidates: list[Candidate], tokens: Mapping[int, Token | None]) -> list[Candidate]:
-        """The candidates that go on, best first; none when the search is over. Candidates come best first.
+        """The candidates that continue, best first; none when the search is over. `candidates` are best first.
 
-        Only the first `width` may end; the others are there to go on in the place of those that did.
+        Only the first `width` may end; the others are there to replace the ones that did.
         """
         request = self._request
         length = len(candidates[0].beam.token_ids) + 1 if candidates else request.max_len
         is_last = length >= request.max_len
         going_on = []
-        for place, candidate in enumerate(candidates):
+        for position, candidate in enumerate(candidates):
             stops = candidate.token_id in request.stop_token_ids or candidate.is_whole
-            if (stops or is_last) and place < self._width:
+            if (stops or is_last) and position < self._width:
                 self._add(candidate, candidate.token(tokens), stops)
             elif not (stops or is_last):
                 going_on.append(candidate)
@@ -99,7 +97,7 @@ class Hypotheses:
         reason = FinishReason.STOP if stops else FinishReason.LENGTH
         value = self._value(candidate.score, token.count)
         self.best.append(Hypothesis(value, token, reason, candidate.token_id if named else None))
-        self.best.sort(key=lambda one: -one.value)  # stable: ties stay with the earlier one
+        self.best.sort(key=lambda hypothesis: -hypothesis.value)  # stable: ties stay with the earlier one
         del self.best[self._width :]
 
     def _is_over(self, going_on: list[Candidate], num_outputs: int) -> bool:

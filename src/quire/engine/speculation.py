@@ -1,4 +1,4 @@
-"""Speculation in the engine: each sequence's own estimate, drafts from whoever makes them, figures."""
+"""Speculation: decides how far each sequence drafts, by its acceptance rate and the cost of steps."""
 
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.speculation import SpeculativeConfig
 from quire.core.stats import SpeculationStats
 from quire.engine.structured import StructuredOutputs
-from quire.scheduler.planned import ScheduledStep
+from quire.scheduler.plan import ScheduledStep
 from quire.speculate.adapt import (
     FIRST_AGREEMENT,
     FIRST_RESCUE,
@@ -24,26 +24,26 @@ from quire.speculate.adapt import (
 )
 from quire.speculate.costs import StepCosts
 
-WAITING_GAIN = 0.1  # of the batch's tokens: what is lost when a step is planned only after the last one
-AGREEMENT_STEPS = 32  # shapes are worked out for so many values of it, and kept for so many steps
-SHAPES_KEPT = 16
-BATCH_GAIN = 0.3  # where several wait, and each new size of a step is recorded before it is quick
-FIRST_COVERED_ON = 0.8  # how often a guess follows a guess, of a sequence that nothing is known of
-FIRST_COVERED_ANEW = 0.1  # and how often one follows a token that was not guessed
-PROBED_EVERY = 64  # positions between drafts that are tried though they did not pay
+WAITING_GAIN = 0.1  # share of the batch's tokens that is lost when a step is scheduled after the last commit
+RATE_STEPS = 32  # acceptance rates are rounded to 1 / RATE_STEPS, so that shapes can be cached
+SHAPES_KEPT = 16  # steps
+BATCH_GAIN = 0.3  # the same with several rows, where each new step size is recorded before it is fast
+FIRST_RATE_AFTER_GUESS = 0.8  # how often there is a guess after a guessed token, before any was seen
+FIRST_RATE_AFTER_MISS = 0.1  # and after a token that was not guessed
+PROBED_EVERY = 64  # positions between drafts that are made although they did not pay
 
 
 class Proposer(Protocol):
     """Makes drafts: from the sequence's own text, or with a model."""
 
-    guesses: bool  # a guess costs nothing, so that agreement is known without a draft
+    guesses: bool  # a guess costs nothing, so that the acceptance rate is known without drafts
 
     def guess(self, sequence: Sequence) -> int | None:
-        """The next token, or None where nothing is known of it or guesses are dear."""
+        """The next token, or None if there is no guess, or guesses are expensive."""
         ...
 
     def is_strong(self, sequence: Sequence) -> bool:
-        """Whether the last guess or draft was one of the better kind: the kinds are judged apart."""
+        """Whether the last guess or draft came from a long match: long and short matches are judged apart."""
         ...
 
     def can_draft(self, sequence: Sequence) -> bool:
@@ -51,7 +51,7 @@ class Proposer(Protocol):
         ...
 
     def seconds(self, length: int) -> float:
-        """What a draft of so many tokens costs, for all that draft together."""
+        """Time of a draft of `length` tokens, for all drafting sequences together."""
         ...
 
     def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]: ...
@@ -63,43 +63,43 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class _Estimate:
-    of_strong: float = FIRST_STRONG  # how often drafts are right: of the better kind
-    of_weak: float = FIRST_AGREEMENT
-    is_strong: bool = True  # which kind is next
-    covered_on: float = FIRST_COVERED_ON  # how often there is a draft: where the last token was guessed
-    covered_anew: float = FIRST_COVERED_ANEW  # where it was not
-    rescue: float = FIRST_RESCUE  # how often another branch of a tree is right where the first is not
-    guess: int | None = None  # for the token that comes next, compared when it is there
+    long_match_rate: float = FIRST_STRONG  # acceptance rate of drafts from long matches
+    short_match_rate: float = FIRST_AGREEMENT
+    is_long_match: bool = True  # of the next draft
+    rate_after_guess: float = FIRST_RATE_AFTER_GUESS  # how often there is a draft after a guessed token
+    rate_after_miss: float = FIRST_RATE_AFTER_MISS
+    branch_rate: float = FIRST_RESCUE  # how often another branch of a tree is right if the first is not
+    guess: int | None = None  # of the next token, compared when it is known
 
     @property
-    def agreement(self) -> float:
-        return self.of_strong if self.is_strong else self.of_weak
+    def acceptance_rate(self) -> float:
+        return self.long_match_rate if self.is_long_match else self.short_match_rate
 
     @property
-    def coverage(self) -> float:
-        return self.covered_anew if self.guess is None else self.covered_on
+    def draft_rate(self) -> float:
+        return self.rate_after_miss if self.guess is None else self.rate_after_guess
 
     def note_guess(self, guess: int | None) -> None:
-        """For the next token, after the one that the last guess was for. After a draft it counts as one that comes
-        anew: text that repeated what was there soon does so again.
+        """Takes the guess of the next token. After a draft it counts as one after a miss: text that has repeated
+        itself soon does so again.
         """
-        found = FORGETTING * (float(guess is not None) - self.coverage)
+        change = FORGETTING * (float(guess is not None) - self.draft_rate)
         if self.guess is None:
-            self.covered_anew += found
+            self.rate_after_miss += change
         else:
-            self.covered_on += found
+            self.rate_after_guess += change
         self.guess = guess
 
     def note(self, num_right: int, is_wrong: bool) -> None:
-        after = agreement_after(self.agreement, num_right, is_wrong)
-        if self.is_strong:
-            self.of_strong = after
+        rate = agreement_after(self.acceptance_rate, num_right, is_wrong)
+        if self.is_long_match:
+            self.long_match_rate = rate
         else:
-            self.of_weak = after
+            self.short_match_rate = rate
 
 
 class Speculation:
-    """The scheduler's Drafter. Sequences draft as far as pays, by their own agreement and the steps' costs."""
+    """The scheduler's Drafter. Sequences draft as far as pays, by their acceptance rate and the steps' costs."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class Speculation:
         self._limit = config.disable_by_batch_size or max_num_seqs
         self._costs = StepCosts()
         self._most = Shape(config.num_speculative_tokens, config.tree_width)
-        self._shapes: dict[tuple[int, int, int, int, int], Shape] = {}  # by what they depend on
+        self._shapes: dict[tuple[int, int, int, int, int], Shape] = {}  # by all that they depend on
         self._estimates: dict[str, dict[int, _Estimate]] = {}
 
-    # ------------------------------------------------------------------ the scheduler asks
+    # ------------------------------------------------------------------ called by the scheduler
 
     def pays(self, running: Listed[Sequence]) -> bool:
-        """What all would gain, since all wait. A draft that does not come about gains nothing."""
+        """The gain over the whole batch, since all of it waits."""
         num_running, most = len(running), self._most.num_tokens
         if num_running >= self._limit > 1 or not self._most.length:
             return False
@@ -132,16 +132,18 @@ class Speculation:
             shape = self._shape(sequence, num_running, most)
             if shape.length:
                 estimate = self._estimate(sequence)
-                coverage = estimate.coverage if self._proposer.guesses else 1.0  # a model always has a draft
-                expected = expected_of_tree(estimate.agreement, estimate.rescue, shape)
-                gained += coverage * (expected - 1.0)
-                drafted += coverage * shape.num_tokens
+                draft_rate = (
+                    estimate.draft_rate if self._proposer.guesses else 1.0
+                )  # a model always has a draft
+                expected = expected_of_tree(estimate.acceptance_rate, estimate.branch_rate, shape)
+                gained += draft_rate * (expected - 1.0)
+                drafted += draft_rate * shape.num_tokens
         if not self._config.adaptive or not gained:
             return gained > 0.0
         seconds = self._costs.seconds
-        dearer = seconds(num_running + round(drafted)) / seconds(num_running)
+        cost = seconds(num_running + round(drafted)) / seconds(num_running)
         margin = WAITING_GAIN if num_running == 1 else BATCH_GAIN
-        return 1.0 + gained / num_running > dearer + margin
+        return 1.0 + gained / num_running > cost + margin
 
     def room(self, sequence: Sequence, num_running: int, most: int) -> DraftRoom | None:
         shape = self._shape(sequence, num_running, most)
@@ -157,7 +159,7 @@ class Speculation:
         return drafts
 
     def propose_with(self, proposer: Proposer, most: Shape | None = None) -> None:
-        """Another proposer from now on, and other limits of its drafts, a length of 0 for none: for experiments."""
+        """For experiments: replaces the proposer and the limits of its drafts; a length of 0 turns drafting off."""
         self._proposer.close()
         self._proposer = proposer
         self._most = most or self._most
@@ -173,12 +175,13 @@ class Speculation:
         if self._is_probed(sequence):
             return Shape(min(1, most_tokens))
         estimate = self._estimate(sequence)
-        agreement, rescue = (round(of * AGREEMENT_STEPS) for of in (estimate.agreement, estimate.rescue))
-        key = (agreement, rescue if most.width > 1 else 0, num_running, most_tokens, most.width)
+        rate = round(estimate.acceptance_rate * RATE_STEPS)
+        branch_rate = round(estimate.branch_rate * RATE_STEPS)
+        key = (rate, branch_rate if most.width > 1 else 0, num_running, most_tokens, most.width)
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes[key] = best_shape(
-                agreement / AGREEMENT_STEPS, rescue / AGREEMENT_STEPS, num_running, most, most_tokens,
+                rate / RATE_STEPS, branch_rate / RATE_STEPS, num_running, most, most_tokens,
                 self._seconds,
             )  # fmt: skip
         return shape
@@ -189,13 +192,13 @@ class Speculation:
         )
 
     def _is_probed(self, sequence: Sequence) -> bool:
-        """Where guesses are dear, a token drafted now and then shows whether drafts have become better."""
+        """Where guesses are expensive, a token drafted now and then shows whether the acceptance rate has changed."""
         return not self._proposer.guesses and sequence.num_known % PROBED_EVERY == 0
 
-    # ------------------------------------------------------------------ the committer tells
+    # ------------------------------------------------------------------ called by commit
 
     def verified(self, sequence: Sequence, draft: Draft, accepted: list[int]) -> None:
-        """The nodes of a draft that stay. Agreement is of the first branch: the others say what they add to it."""
+        """Takes the accepted nodes of a draft. The acceptance rate is that of the first branch."""
         tree = TokenTree(draft.token_ids, draft.parents)
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += len(tree)
@@ -207,18 +210,18 @@ class Speculation:
         estimate.note(num_right, num_right < main)
         others = [n for n in range(main, len(tree)) if draft.parents[n] == num_right - 1]
         if others and num_right < main:
-            estimate.rescue = rescue_after(estimate.rescue, len(others), len(accepted) > num_right)
+            estimate.branch_rate = rescue_after(estimate.branch_rate, len(others), len(accepted) > num_right)
 
-    def committed(self, planned: ScheduledStep, seconds: float) -> None:
-        """A step is over: what it cost, and whether guesses that nobody drafted came true."""
-        step = planned.step
+    def committed(self, scheduled: ScheduledStep, seconds: float) -> None:
+        """Takes the time of a finished step, and compares its tokens with guesses that were not drafted."""
+        step = scheduled.step
         if step.total_tokens == len(step.sample_rows):
             self._costs.note(step.total_tokens, seconds)
             if self._costs.num_steps % SHAPES_KEPT == 0:
                 self._shapes.clear()
-        if len(planned.sequences) >= self._limit > 1:
+        if len(scheduled.sequences) >= self._limit > 1:
             return
-        for sequence in dict.fromkeys(planned.receivers):
+        for sequence in dict.fromkeys(scheduled.receivers):
             if sequence.finish_reason is None:
                 self._compare(sequence)
 
@@ -229,7 +232,7 @@ class Speculation:
             estimate.note(int(is_right), not is_right)
         if self._proposer.guesses:
             estimate.note_guess(self._proposer.guess(sequence))
-            estimate.is_strong = self._proposer.is_strong(sequence)
+            estimate.is_long_match = self._proposer.is_strong(sequence)
 
     def forget(self, request_id: str) -> None:
         self._estimates.pop(request_id, None)
@@ -244,10 +247,10 @@ class Speculation:
         if estimate is None:
             estimate = of_request[sequence.index] = _Estimate()
             if not self._proposer.guesses:  # all drafts are of one kind
-                estimate.of_strong = FIRST_AGREEMENT
+                estimate.long_match_rate = FIRST_AGREEMENT
         return estimate
 
 
 def reads_history(sampling: SamplingParams) -> bool:
-    """Whether what is chosen depends on the tokens before: a row has one line of these, so its drafts are chains."""
+    """Whether sampling depends on earlier tokens: a row has one history, so its drafts must be chains."""
     return sampling.penalised or any(len(word) > 1 for word in sampling.bad_words_token_ids)

@@ -1,4 +1,4 @@
-"""Structured output in the engine: requests wait here for their grammar, sequences advance in it, steps get masks."""
+"""StructuredOutputs: compiles grammars of requests, advances them with their sequences, makes masks for steps."""
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -14,13 +14,13 @@ from quire.grammar.compiler import Compiler, Grammar
 from quire.grammar.errors import GrammarError
 from quire.grammar.matcher import Matcher
 from quire.sampling.records import TokenMask
-from quire.scheduler.planned import ScheduledStep
+from quire.scheduler.plan import ScheduledStep
 from quire.speculate.tree import branches, merged
 
 
 @dataclass(slots=True)
 class _Structured:
-    """A request whose grammar is known, and its sequences' places in it."""
+    """A request's compiled grammar, and its state for each sequence."""
 
     grammar: Grammar
     matchers: dict[int, Matcher] = field(default_factory=dict)  # by sequence index
@@ -28,14 +28,14 @@ class _Structured:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests that compiling has let go."""
+    """Requests whose compilation has ended."""
 
     ready: list[Request]
     failed: list[tuple[Request, QuireError]]
 
 
 class StructuredOutputs:
-    """One thread calls this, the engine's. A grammar that is known costs an arrival nothing."""
+    """Used by the engine's thread alone. A cached grammar costs an arrival nothing."""
 
     def __init__(self, make_compiler: Callable[[], Compiler] | None, limits: Limits) -> None:
         self._make_compiler = make_compiler
@@ -48,7 +48,7 @@ class StructuredOutputs:
     # ------------------------------------------------------------------ arrival
 
     def admit(self, request: Request) -> bool:
-        """True: it may be scheduled. False: it waits here. Raises InvalidRequest if it is known to be wrong."""
+        """True: it may be scheduled. False: its grammar is being compiled. Raises InvalidRequest if it cannot be."""
         structured = request.sampling.structured
         assert structured is not None
         if self._compiler is None:
@@ -73,10 +73,10 @@ class StructuredOutputs:
         return request_id in self._compiling
 
     def arrivals(self, seconds: float = 0.0) -> Arrivals:
-        """Those whose grammar is done by now; waits so long for the first of them."""
-        found = Arrivals([], [])
+        """Requests whose compilation has ended; waits at most `seconds` for the first."""
+        arrivals = Arrivals([], [])
         if not self._compiling:
-            return found
+            return arrivals
         if seconds:
             futures = [future for _, future in self._compiling.values()]
             wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
@@ -84,14 +84,14 @@ class StructuredOutputs:
             del self._compiling[request.request_id]
             fault = future.exception()
             if fault is not None:
-                found.failed.append((request, _refusal(request, fault)))
+                arrivals.failed.append((request, _refusal(request, fault)))
             else:
                 self._running[request.request_id] = _Structured(future.result())
-                found.ready.append(request)
-        return found
+                arrivals.ready.append(request)
+        return arrivals
 
     def forget(self, request_id: str) -> bool:
-        """The request has ended; whether it was still waiting here."""
+        """Drops a request that has ended; returns whether it was still waiting here."""
         self._running.pop(request_id, None)
         return self._compiling.pop(request_id, None) is not None
 
@@ -103,53 +103,52 @@ class StructuredOutputs:
     # ------------------------------------------------------------------ steps
 
     def completes(self, sequence: Sequence, token_id: int) -> bool:
-        """The sequence goes on with this token: whether its text is whole then and cannot grow.
+        """Advances the sequence by this token; returns whether its text is complete and cannot grow.
 
-        Raises GrammarError if the grammar takes more than its bounds from here.
+        Raises GrammarError if the grammar exceeds its bounds.
         """
         matcher = self._matcher(sequence)
         matcher.advance([token_id])
         return matcher.is_terminated
 
     def continued(self, beam: Sequence, token_id: int) -> Matcher:
-        """Where the beam would stand with this token; it stays where it is. Raises GrammarError as `completes`."""
+        """The beam's state after this token; its own is unchanged. Raises GrammarError as `completes`."""
         matcher = self._matcher(beam).fork()
         matcher.advance([token_id])
         return matcher
 
-    def branched(self, beams: list[Sequence], places: list[Matcher]) -> None:
-        """These are a request's beams from now on, and where each stands; the places of all others are given up."""
+    def branched(self, beams: list[Sequence], matchers: list[Matcher]) -> None:
+        """Replaces a request's beams and their states."""
         running = self._running[beams[0].request.request_id]
-        running.matchers = {beam.index: place for beam, place in zip(beams, places, strict=True)}
+        running.matchers = {beam.index: matcher for beam, matcher in zip(beams, matchers, strict=True)}
 
     def allowed(self, sequence: Sequence, drafted: TokenTree) -> TokenTree:
-        """What the grammar lets through of a draft."""
+        """The part of a draft that the grammar allows."""
         matcher = self._matcher(sequence)
         if not drafted.parents:
             return drafted.first(matcher.accepted(drafted.token_ids))
         kept = [draft[: matcher.accepted(draft)] for draft in branches(drafted)]
         return merged(draft for draft in kept if draft)
 
-    def mask(self, planned: ScheduledStep) -> tuple[TokenMask, list[tuple[Sequence, GrammarError]]]:
-        """What the masked samples of a step may be, all earlier steps being committed; and whom that fails.
+    def mask(self, scheduled: ScheduledStep) -> tuple[TokenMask, list[tuple[Sequence, GrammarError]]]:
+        """The mask of a step's samples, all earlier steps being committed; and sequences whose grammar failed.
 
-        Those that ended meanwhile have no mask: their tokens are discarded.
+        Sequences that have ended meanwhile have no mask: their tokens are discarded.
         """
         indices: list[int] = []
         failed: list[tuple[Sequence, GrammarError]] = []
-        bits = np.zeros((len(planned.step.masked), self._num_words), np.uint32)
-        walked: dict[
-            int, tuple[int, int]
-        ] = {}  # by sample: the drafted token before it, and its depth from 1
-        for draft, first in planned.step.verified():
+        bits = np.zeros((len(scheduled.step.masked), self._num_words), np.uint32)
+        # by sample: the drafted token before it, and its depth from 1
+        walked: dict[int, tuple[int, int]] = {}
+        for draft, first in scheduled.step.verified():
             depth = depths(draft.parents) or range(len(draft.token_ids))
             walked.update(
                 {first + n: (token_id, 1 + depth[n - 1]) for n, token_id in enumerate(draft.token_ids, 1)}
             )
-        at = 0  # how many drafted tokens the matcher has taken
-        for index in planned.step.masked:
-            sequence = planned.receivers[index]
-            if sequence.phase is Phase.FINISHED or any(sequence is one for one, _ in failed):
+        at = 0  # drafted tokens that the matcher has taken
+        for index in scheduled.step.masked:
+            sequence = scheduled.receivers[index]
+            if sequence.phase is Phase.FINISHED or any(sequence is other for other, _ in failed):
                 continue
             row = bits[len(indices)]
             matcher = self._matcher(sequence)
@@ -174,7 +173,7 @@ class StructuredOutputs:
         return TokenMask(np.array(indices, np.int64), bits[: len(indices)]), failed
 
     def _matcher(self, sequence: Sequence) -> Matcher:
-        """Made at the sequence's first sample. A preempted sequence keeps it: its text is still the same."""
+        """Made at the sequence's first sample. A preempted sequence keeps it: its text is unchanged."""
         running = self._running[sequence.request.request_id]
         matcher = running.matchers.get(sequence.index)
         if matcher is None:
@@ -182,7 +181,7 @@ class StructuredOutputs:
         return matcher
 
     def _ban_end(self, row: np.ndarray) -> None:
-        """Who ignores end tokens gets none, except where nothing else is left."""
+        """Bans end tokens, unless nothing else is allowed: the request ignores them."""
         without = row.copy()
         np.bitwise_and.at(
             without, self._end_ids // 32, ~(np.uint32(1) << (self._end_ids % 32).astype(np.uint32))

@@ -117,7 +117,7 @@ class RequestValidator:
     @property
     def _num_blocks(self) -> int:
         """Blocks that requests can have: pinned prefixes keep theirs."""
-        return self._memory.num_blocks - self._memory.num_held
+        return self._memory.num_blocks - self._memory.num_pinned
 
     def _max_len(self, request: Request) -> int:
         sampling, limit = request.sampling, self.limits.max_model_len

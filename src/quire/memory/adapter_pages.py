@@ -1,4 +1,4 @@
-"""AdapterPages: adapters' weights in blocks of the same pool as K and V. Ids only."""
+"""AdapterPages: LoRA weights in blocks of the same pool as K and V (unified paging). Ids only."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,16 +15,17 @@ class AdapterPageStats:
 
 
 class AdapterPages:
-    """Which adapter lies in which blocks.
+    """Maps each resident adapter to its blocks.
 
-    One in use holds a reference to each of its blocks. An idle one's blocks are free, at the end of the free list with
-    their content, exactly as a finished sequence's: whoever needs a block takes the least recently used one, of K and V
-    or of an adapter. The first block that is taken ends the adapter; until then it comes back as a prefix hit does.
+    An adapter in use holds a reference to each of its blocks. The blocks of an idle adapter are free, at the end of the
+    free list and with their content, as those of a finished sequence: an allocation takes the least recently used
+    block, of K and V or of an adapter. The first block taken evicts the adapter; until then it can be
+    reused, as with a prefix hit.
     """
 
     def __init__(self, pool: BlockPool, take: Callable[[], int]) -> None:
         self._pool = pool
-        self._take = take  # a free block, forgotten by whoever knew its content
+        self._take = take  # gives a free block, its previous content evicted
         self._blocks: dict[str, list[int]] = {}
         self._users: dict[str, int] = {}  # rows
         self._owner: dict[int, str] = {}
@@ -41,24 +42,24 @@ class AdapterPages:
         return len(self._blocks[key])
 
     def has_room(self, num_blocks: int, reserved: int) -> bool:
-        """Whether so many blocks can be had while `reserved` stay free."""
+        """Whether `num_blocks` can be taken while `reserved` stay free."""
         return num_blocks + reserved <= self._pool.num_free
 
     def has_room_beside(self, num_blocks: int, reserved: int, on_way: int) -> bool:
-        """The same, and `on_way` blocks of idle adapters that were just loaded are not to be had."""
+        """The same, without the `on_way` blocks of idle adapters that were just loaded."""
         return self.has_room(num_blocks, reserved + on_way)
 
     def has_spare_room(self, num_blocks: int, reserved: int) -> bool:
-        """The same without ending an idle adapter: fetching one before its time must not cost another."""
+        """The same without evicting an idle adapter: a prefetch must not cost a resident one."""
         idle = len(self._owner) - self._num_in_use
         return num_blocks + reserved + idle <= self._pool.num_free
 
     def can_ever_hold(self, num_blocks: int, others: int) -> bool:
-        """Whether an adapter of so many blocks could run beside `others` blocks of K and V, with nothing else there."""
+        """Whether an adapter of `num_blocks` and `others` blocks of K and V fit an otherwise empty pool."""
         return num_blocks + others <= self._pool.num_blocks
 
     def load(self, key: str, num_blocks: int, salt: str) -> list[int]:
-        """Blocks for an adapter that is not resident; it is idle then. The caller checked `has_room`."""
+        """Takes blocks for an adapter that is not resident; it is idle afterwards. The caller checked `has_room`."""
         blocks = [self._take() for _ in range(num_blocks)]
         self._blocks[key] = blocks
         self._salts[key] = salt
@@ -69,7 +70,7 @@ class AdapterPages:
 
     @contextmanager
     def holding(self, key: str | None) -> Iterator[None]:
-        """Keeps a resident adapter's pages while it is decided whether someone may run with it."""
+        """Keeps a resident adapter's pages while a group is being admitted."""
         if key is None:
             yield
             return
@@ -79,7 +80,7 @@ class AdapterPages:
         self.release(key)
 
     def acquire(self, key: str) -> None:
-        """One more row runs with it."""
+        """Counts one more row that runs with the adapter."""
         users = self._users.get(key, 0)
         self.stats.num_queries += 1
         if not users:
@@ -97,21 +98,20 @@ class AdapterPages:
             self._num_in_use -= len(self._blocks[key])
             self._free(self._blocks[key])
 
-    def taken(self, block: int) -> None:
-        """Someone was given this block: if it was an idle adapter's, that one is gone."""
+    def evict_owner(self, block: int) -> None:
+        """Evicts the idle adapter that the block belongs to, if any: the block was taken for something else."""
         key = self._owner.get(block)
         if key is not None:
-            self._forget(key)
-            self.stats.num_evictions += 1
+            self._evict(key)
 
     def drop(self, key: str) -> None:
-        """Nobody will ask for it again."""
+        """Removes an adapter that no request can name any more."""
         if key in self._blocks and key not in self._users:
-            self._forget(key)
+            self._remove(key)
         self._salts.pop(key, None)
 
     def salt(self, key: str) -> str:
-        """What the adapter computes, as a hash: keeps its K and V apart from all others'."""
+        """Hash of the adapter's weights: separates its K and V from those of other adapters."""
         return self._salts.get(key, key)
 
     def take_evicted(self) -> tuple[str, ...]:
@@ -135,16 +135,11 @@ class AdapterPages:
     def num_blocks_in_use(self) -> int:
         return self._num_in_use
 
-    @property
-    def fragmentation(self) -> float:
-        """Share of free memory that no adapter could use because it lies in pieces: none, since any block will do."""
-        return 0.0
-
     def in_use(self) -> list[str]:
         return list(self._users)
 
     def count_references(self, counts: list[int]) -> None:
-        """Adds what it holds; raises RuntimeError if its own books disagree."""
+        """Adds the references it holds; raises RuntimeError if its tables disagree."""
         for key in self._users:
             for block in self._blocks[key]:
                 counts[block] += 1
@@ -156,7 +151,11 @@ class AdapterPages:
         for block in blocks:
             self._pool.release(block, keep=True)
 
-    def _forget(self, key: str) -> None:
+    def _evict(self, key: str) -> None:
+        self._remove(key)
+        self.stats.num_evictions += 1
+
+    def _remove(self, key: str) -> None:
         for block in self._blocks.pop(key):
             del self._owner[block]
         self.evicted.append(key)

@@ -1,11 +1,10 @@
-"""BlockPool: reference-counted block ids with an O(1) free list, worthless content first, then oldest first."""
+"""BlockPool: reference-counted block ids with an O(1) free list, uncached blocks first, then least recently used."""
 
 
 class BlockPool:
     """Ids 1 … num_blocks. Block 0 is never given out, so it serves as the free list's sentinel.
 
-    A freed block keeps its place in line and its content until `take` hands it out again, so that a
-    prefix hit may bring it back with `share`.
+    A freed block keeps its content until `take` gives it out again: a prefix hit brings it back with `share`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -31,8 +30,8 @@ class BlockPool:
         self.ref_counts[block] += 1
 
     def release(self, block: int, keep: bool = True) -> None:
-        """One reference less; without any the block joins the free list: at its end if its content is worth
-        keeping, else at its front, where the next taker finds it still warm in the caches.
+        """One reference less; a block without any joins the free list: at its end to `keep` the content, else at its
+        front, where the next `take` finds it still warm in the CPU's caches.
         """
         count = self.ref_counts[block] - 1
         if count < 0:
@@ -53,7 +52,7 @@ class BlockPool:
         self.num_free -= 1
 
     def free_blocks(self) -> list[int]:
-        """The free list in order, for checks and drawings."""
+        """The free list in order, for checks."""
         blocks, block = [], self._next[0]
         while block:
             blocks.append(block)

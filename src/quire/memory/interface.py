@@ -1,4 +1,4 @@
-"""Memory: what the scheduler asks of whoever gives sequences their blocks."""
+"""Memory: what scheduler and engine ask of the component that gives sequences their blocks."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -7,25 +7,35 @@ from quire.core.request import Request, Sequence
 from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.offload_cache import OffloadCache
-from quire.memory.paged import TableDelta
+from quire.memory.paged import HeldBlocks, TableDelta
 from quire.memory.swap import SwapSpace
 from quire.memory.transfers import PendingTransfers
 
 
 class Memory(Protocol):
-    """All-or-nothing: a call that cannot be granted changes nothing and says so."""
+    """All-or-nothing: a call that cannot be granted changes nothing and says so.
+
+    It is the only writer of a sequence's `block_ids`, `host_block_ids`, `block_hashes` and `num_indexed`.
+    """
 
     stats: MemoryStats
-    moves: PendingTransfers  # that the next step must carry
-    swap: SwapSpace
-    home: OffloadCache | None  # of what is evicted
-    adapter_pages: AdapterPages
     block_size: int
 
     @property
-    def reserves(self) -> bool:
-        """Whether all that a request may ever need is taken when it is admitted, so that `grow` never fails."""
+    def transfers(self) -> PendingTransfers:
+        """Copies between the pool and host memory that the next step carries."""
         ...
+
+    @property
+    def swap(self) -> SwapSpace: ...
+
+    @property
+    def offload_cache(self) -> OffloadCache | None:
+        """Host-memory tier of the prefix cache; None if evicted blocks are lost."""
+        ...
+
+    @property
+    def adapter_pages(self) -> AdapterPages: ...
 
     @property
     def num_blocks(self) -> int: ...
@@ -34,49 +44,53 @@ class Memory(Protocol):
     def num_free(self) -> int: ...
 
     @property
+    def num_pinned(self) -> int:
+        """Blocks of pinned prefixes, which no request can have."""
+        ...
+
+    @property
     def usage(self) -> float: ...
 
     def blocks_for(self, num_positions: int) -> int: ...
 
     def blocks_at_most(self, request: Request) -> int:
-        """The most that the request can ever hold."""
+        """The most blocks that the request can ever hold."""
         ...
 
-    def reserve(self, leader: Sequence, num_sequences: int) -> bool:
-        """Takes all that so many sequences of the leader's request may need; nothing where memory does not reserve."""
+    def held_blocks(self, sequences: Iterable[Sequence]) -> HeldBlocks:
+        """Blocks of these sequences, and how many of them the prefix cache would keep."""
         ...
 
-    @property
-    def num_held(self) -> int:
-        """Blocks that are held for good."""
+    def admit(self, leader: Sequence, num_sequences: int, num_blocks: int, headroom: int) -> bool:
+        """Whether the leader's group fits: `num_blocks` for its `num_sequences`, with `headroom` blocks left free."""
         ...
 
-    def hold(self, request: Request) -> int:
-        """Holds the full blocks of a prompt that was computed, for good; how many."""
+    def pin(self, request: Request) -> int:
+        """Pins the full blocks of a prompt that was computed; returns how many."""
         ...
 
-    def match(self, sequence: Sequence) -> int:
-        """Positions at the start of an empty table that need not be computed."""
+    def match_prefix(self, sequence: Sequence) -> int:
+        """Shares cached blocks into an empty table; returns the number of positions that need no prefill."""
         ...
 
-    def awaits(self, sequence: Sequence) -> bool:
-        """Whether more of its prefix is on its way to host memory, and worth waiting for."""
+    def is_loading_prefix(self, sequence: Sequence) -> bool:
+        """Whether more of the prefix is being read from the disk tier, and worth waiting for."""
         ...
 
-    def fetch(self, sequence: Sequence) -> int:
-        """More such positions, whose blocks come back from the second home with the next step."""
+    def fetch_prefix(self, sequence: Sequence) -> int:
+        """More such positions, whose blocks the offload cache copies back with the next step."""
         ...
 
     def has_room(self, sequence: Sequence) -> bool:
-        """Whether the next position can be written as things are."""
+        """Whether the next position can be written without an allocation."""
         ...
 
-    def grow(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
+    def allocate(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
         """Makes positions num_computed … num_positions writable by this sequence alone."""
         ...
 
-    def seal(self, sequence: Sequence, num_computed: int) -> None:
-        """So many positions are computed, of tokens that are known."""
+    def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
+        """Indexes blocks that became full, `num_computed` positions of known tokens being computed."""
         ...
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
@@ -88,5 +102,5 @@ class Memory(Protocol):
     def reset_prefix_index(self) -> None: ...
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Recounts everything; raises RuntimeError on the first thing that is off."""
+        """Recounts everything; raises RuntimeError on the first inconsistency."""
         ...

@@ -1,4 +1,4 @@
-"""PagedMemory: gives sequences their blocks. Sharing, copy-on-write and prefix hits happen here."""
+"""PagedMemory: block tables. Sharing, copy-on-write and prefix hits happen here."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from quire.memory.transfers import PendingTransfers
 
 @dataclass(slots=True)
 class TableDelta:
-    """What a step must tell the runner about block tables: new entries, and page copies before the pass."""
+    """Changes of block tables that a step carries to the runner: new entries, and block copies before the pass."""
 
     rows: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
@@ -24,10 +24,13 @@ class TableDelta:
     copy_sources: list[int] = field(default_factory=list)
     copy_targets: list[int] = field(default_factory=list)
 
+    def add(self, row: int, index: int, block: int) -> None:
+        self.rows.append(row)
+        self.indices.append(index)
+        self.blocks.append(block)
+
     def take_back(self, sequences: Iterable[Sequence]) -> dict[int, int]:
-        """Forgets what was noted for sequences that leave. Returns, by the target of each copy that is not made now,
-        the block whose content it would have got.
-        """
+        """Drops the changes of preempted sequences. Returns the dropped copies: target block → source block."""
         sequences = list(sequences)
         rows = {s.row for s in sequences}
         if not rows.isdisjoint(self.rows):
@@ -44,10 +47,17 @@ class TableDelta:
         return {target: source for source, target in copies if target in held}
 
 
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """Blocks of some sequences, each counted once. Indexed blocks stay in the prefix cache until they are reused."""
+
+    total: int
+    indexed_shared: int  # held by other sequences as well
+    indexed: int  # the other indexed ones
+
+
 class PagedMemory:
     """All-or-nothing: a call that cannot be granted changes nothing and says so."""
-
-    reserves = False
 
     def __init__(
         self,
@@ -57,17 +67,23 @@ class PagedMemory:
         enable_prefix_caching: bool = True,
         share: bool = True,
         num_swap_blocks: int = 0,
+        transfers: PendingTransfers | None = None,
+        offload_cache: OffloadCache | None = None,
+        adapter_pages: AdapterPages | None = None,
     ) -> None:
-        """Without `share` a fork's blocks are its own before it computes anything: what sharing is measured against."""
+        """`offload_cache` is built over the same `transfers`. Without `share` a fork copies its blocks at once, the
+        baseline of sharing. `adapter_pages` replaces pages in this pool, for the baseline of unified paging.
+        """
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks, fingerprint)
-        self.adapter_pages = AdapterPages(self.pool, self._take)
+        self.adapter_pages = adapter_pages or AdapterPages(self.pool, self._take)
         self.stats = MemoryStats()
-        self.moves = PendingTransfers()  # that the next step must carry
-        self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.moves, self._take)
-        self.home: OffloadCache | None = None  # None: what is evicted is gone
-        self._held: list[Sequence] = []  # prefixes that are never given up
+        self.transfers = transfers if transfers is not None else PendingTransfers()
+        self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.transfers, self._take)
+        self.offload_cache = offload_cache
+        self.num_pinned = 0
+        self._pinned: list[Sequence] = []
         self._enable_prefix_caching = enable_prefix_caching and share
         self._share = share
 
@@ -87,19 +103,29 @@ class PagedMemory:
         return -(-num_positions // self.block_size)
 
     def blocks_at_most(self, request: Request) -> int:
-        """The most that the request can ever hold: full prompt blocks are shared, the rest is each sequence's."""
+        """The most blocks that the request can ever hold: full prompt blocks are shared, others are per sequence."""
         shared = request.num_prompt_tokens // self.block_size if self._share else 0
         own = self.blocks_for(request.max_len - 1) - shared
         return shared + own * request.sampling.num_sequences
 
-    def reserve(self, leader: Sequence, num_sequences: int) -> bool:
-        """Blocks are taken when they are needed: `grow` says whether there are any."""
-        return True
+    def held_blocks(self, sequences: Iterable[Sequence]) -> HeldBlocks:
+        counts: dict[int, int] = {}
+        for block in (block for s in sequences for block in s.block_ids):
+            counts[block] = counts.get(block, 0) + 1
+        indexed = {block: count for block, count in counts.items() if self.index.knows(block)}
+        num_shared = sum(self.pool.ref_counts[block] > count for block, count in indexed.items())
+        return HeldBlocks(len(counts), num_shared, len(indexed) - num_shared)
 
-    def match(self, sequence: Sequence) -> int:
-        """Shares the longest indexed prefix into an empty table and returns how many positions that gives.
+    def admit(self, leader: Sequence, num_sequences: int, num_blocks: int, headroom: int) -> bool:
+        """Takes nothing: blocks are allocated when they are needed."""
+        return num_blocks - len(leader.block_ids) + headroom <= self.pool.num_free
 
-        The last known token is never taken from the index: its logits are wanted.
+    # ------------------------------------------------------------------ the prefix cache
+
+    def match_prefix(self, sequence: Sequence) -> int:
+        """Shares the longest cached prefix into an empty table; returns the number of positions it covers.
+
+        The last known token is always computed: its logits are needed.
         """
         request = sequence.request
         if not self._enable_prefix_caching or request.sampling.prompt_logprobs is not None:
@@ -115,22 +141,22 @@ class PagedMemory:
         sequence.num_indexed = len(sequence.block_ids)
         return len(sequence.block_ids) * self.block_size
 
-    def awaits(self, sequence: Sequence) -> bool:
-        """Whether more of the sequence's prefix is on its way to host memory, and worth waiting for."""
-        if self.home is None or sequence.request.sampling.prompt_logprobs is not None:
+    def is_loading_prefix(self, sequence: Sequence) -> bool:
+        """Whether more of the prefix is being read from the disk tier, and worth waiting for."""
+        if self.offload_cache is None or sequence.request.sampling.prompt_logprobs is not None:
             return False
         num_candidates = (len(sequence.token_ids) - 1) // self.block_size
         self._extend_hashes(sequence, num_candidates)
         missing = (c for c in sequence.block_hashes[:num_candidates] if self.index.find(c) is None)
-        return self.home.awaits(sequence.request.request_id, missing)
+        return self.offload_cache.is_loading(sequence.request.request_id, missing)
 
-    def fetch(self, sequence: Sequence) -> int:
-        """Goes on where `match` ended, with blocks that the second home has; returns how many positions that gives.
+    def fetch_prefix(self, sequence: Sequence) -> int:
+        """Continues where `match_prefix` ended with blocks of the offload cache; returns the positions covered.
 
-        They are in the next step's moves, and in the index once that step is committed. The caller knows that there
-        is room.
+        The copies are among the next step's transfers, and the blocks are indexed when that step is committed. The
+        caller has checked that there is room.
         """
-        if self.home is None or sequence.request.sampling.prompt_logprobs is not None:
+        if self.offload_cache is None or sequence.request.sampling.prompt_logprobs is not None:
             return 0
         num_before = len(sequence.block_ids)
         num_candidates = (len(sequence.token_ids) - 1) // self.block_size
@@ -138,46 +164,14 @@ class PagedMemory:
             block = self.index.find(content)
             if block is not None:
                 self.pool.share(block)
-            elif self.home.has(content):
+            elif self.offload_cache.has(content):
                 block = self._take_for(content)
             if block is None:
                 break
             sequence.block_ids.append(block)
         return (len(sequence.block_ids) - num_before) * self.block_size
 
-    def has_room(self, sequence: Sequence) -> bool:
-        """Whether the next position can be written as things are: the common case of a decode, kept cheap."""
-        index = sequence.num_computed // self.block_size
-        block_ids = sequence.block_ids
-        return self._share and index < len(block_ids) and self.pool.ref_counts[block_ids[index]] == 1
-
-    def grow(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
-        """Makes positions num_computed … num_positions writable by this sequence alone, or changes nothing."""
-        block_ids = sequence.block_ids
-        ref_counts = self.pool.ref_counts
-        first = sequence.num_computed // self.block_size if self._share else 0
-        shared = [i for i in range(first, len(block_ids)) if ref_counts[block_ids[i]] > 1]
-        num_new = self.blocks_for(num_positions) - len(block_ids)
-        if num_new <= 0 and not shared:
-            return True
-        if len(shared) + max(num_new, 0) > self.pool.num_free:
-            return False
-        for index in shared:
-            source, target = block_ids[index], self._take()
-            delta.copy_sources.append(source)
-            delta.copy_targets.append(target)
-            self.pool.release(source)  # others hold it still
-            block_ids[index] = target
-            self._note(delta, sequence.row, index, target)
-            sequence.num_indexed = min(sequence.num_indexed, index)
-            self.stats.copies += 1
-        for _ in range(num_new):
-            block = self._take()
-            self._note(delta, sequence.row, len(block_ids), block)
-            block_ids.append(block)
-        return True
-
-    def seal(self, sequence: Sequence, num_computed: int) -> None:
+    def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
         """Indexes blocks that became full: tokens known to the host, K and V computed up to `num_computed`."""
         if not self._enable_prefix_caching:
             return
@@ -190,58 +184,124 @@ class PagedMemory:
             self.index.put(sequence.block_hashes[i], sequence.block_ids[i])
         sequence.num_indexed = full
 
+    def pin(self, request: Request) -> int:
+        """Pins the full blocks of a prompt that was just computed; returns how many."""
+        token_ids = ints(request.prompt_token_ids)
+        token_ids.append(0)  # `match_prefix` leaves out the last token
+        pinned = Sequence(request, 0, token_ids)
+        self.match_prefix(pinned)
+        self._pinned.append(pinned)
+        # pinned prefixes may share blocks
+        self.num_pinned = len({block for prefix in self._pinned for block in prefix.block_ids})
+        return len(pinned.block_ids)
+
+    def reset_prefix_index(self) -> None:
+        """Empties the cache but for pinned prefixes; blocks in use stay with their sequences."""
+        self.index.clear()
+        if self.offload_cache is not None:
+            self.offload_cache.clear()
+        for pinned in self._pinned:
+            for content, block in zip(pinned.block_hashes, pinned.block_ids, strict=False):
+                self.index.put(content, block)
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        hashes, size = sequence.block_hashes, self.block_size
+        if len(hashes) >= num_blocks:
+            return
+        parent = hashes[-1] if hashes else self.index.root(self._salt(sequence.request))
+        for i in range(len(hashes), num_blocks):
+            parent = self.index.chain(parent, sequence.token_ids[i * size : (i + 1) * size])
+            hashes.append(parent)
+
+    def _salt(self, request: Request) -> str:
+        """Separates requests whose tokens give different K and V, or that must not share a cache."""
+        adapter = "" if request.adapter is None else self.adapter_pages.salt(request.adapter)
+        return f"{adapter}\0{request.cache_salt}"
+
+    # ------------------------------------------------------------------ block tables
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether the next position can be written without an allocation: the common case of a decode, kept cheap."""
+        index = sequence.num_computed // self.block_size
+        block_ids = sequence.block_ids
+        return self._share and index < len(block_ids) and self.pool.ref_counts[block_ids[index]] == 1
+
+    def allocate(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
+        """Makes positions num_computed … num_positions writable by this sequence alone, or changes nothing."""
+        block_ids = sequence.block_ids
+        ref_counts = self.pool.ref_counts
+        first = sequence.num_computed // self.block_size if self._share else 0
+        shared = [i for i in range(first, len(block_ids)) if ref_counts[block_ids[i]] > 1]
+        num_new = self.blocks_for(num_positions) - len(block_ids)
+        if num_new <= 0 and not shared:
+            return True
+        if len(shared) + max(num_new, 0) > self.pool.num_free:
+            return False
+        for index in shared:
+            self._copy_on_write(sequence, index, delta)
+        for _ in range(num_new):
+            block = self._take()
+            delta.add(sequence.row, len(block_ids), block)
+            block_ids.append(block)
+        return True
+
+    def _copy_on_write(self, sequence: Sequence, index: int, delta: TableDelta) -> None:
+        """Gives the sequence its own copy of a shared block."""
+        source, target = sequence.block_ids[index], self._take()
+        delta.copy_sources.append(source)
+        delta.copy_targets.append(target)
+        self.pool.release(source)  # other sequences still hold it
+        sequence.block_ids[index] = target
+        delta.add(sequence.row, index, target)
+        sequence.num_indexed = min(sequence.num_indexed, index)
+        self.stats.copies += 1
+
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
         """The child shares every block that holds one of its parent's first `num_computed` positions."""
         child.block_ids = parent.block_ids[: self.blocks_for(num_computed)]
         for block in child.block_ids:
             self.pool.share(block)
-        child.num_computed = num_computed
-        # Beyond what they share their tokens differ, and with them what the blocks are called.
+        # Past the shared prefix the tokens diverge, so do the block hashes.
         shared = num_computed // self.block_size
         child.num_indexed = min(parent.num_indexed, shared)
         child.block_hashes = parent.block_hashes[:shared]
 
     def release(self, sequence: Sequence) -> None:
-        """Gives everything back. Later blocks go first: a prefix is worth more than its end."""
+        """Frees all blocks, the last first, so that a prefix is reused after its end: it serves more requests."""
         for block in reversed(sequence.block_ids):
             self.pool.release(block, keep=self.index.knows(block))
         if sequence.host_block_ids:
             self.swap.release(sequence)
         sequence.block_ids = []
         sequence.num_indexed = 0
-        sequence.num_computed = 0
 
-    def hold(self, request: Request) -> int:
-        """Keeps the full blocks of a prompt that was just computed, for good; how many there are."""
-        token_ids = ints(request.prompt_token_ids)
-        token_ids.append(0)  # `match` leaves out the last token
-        held = Sequence(request, 0, token_ids)
-        self.match(held)
-        self._held.append(held)
-        return len(held.block_ids)
+    def _take(self) -> int:
+        """A free block. Its previous content is evicted: from the index to the offload cache, or an idle adapter."""
+        block = self.pool.take()
+        if self.offload_cache is not None and (content := self.index.content_of(block)) is not None:
+            self.offload_cache.save(content, block)
+        self.index.forget(block)
+        self.adapter_pages.evict_owner(block)
+        return block
 
-    @property
-    def num_held(self) -> int:
-        """Blocks that are held; prefixes may share some."""
-        return len({block for held in self._held for block in held.block_ids})
+    def _take_for(self, content: bytes) -> int | None:
+        """A block that gets `content` from the offload cache; None if taking a block has just evicted it there."""
+        block = self._take()
+        if self.offload_cache is not None and self.offload_cache.claim(content, block):
+            return block
+        self.pool.release(block, keep=False)
+        return None
 
-    def reset_prefix_index(self) -> None:
-        """Forgets all content but what is held; blocks in use stay with their sequences."""
-        self.index.clear()
-        if self.home is not None:
-            self.home.clear()
-        for held in self._held:
-            for content, block in zip(held.block_hashes, held.block_ids, strict=False):
-                self.index.put(content, block)
+    # ------------------------------------------------------------------ checks
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Recounts everything from the tables; raises RuntimeError on the first thing that is off."""
+        """Recounts everything from the tables; raises RuntimeError on the first inconsistency."""
         counts = [0] * (self.num_blocks + 1)
         sequences = list(sequences)
         self.swap.check_integrity(sequences)
-        if self.home is not None:
-            self.home.check_integrity()
-        for sequence in (*sequences, *self._held):
+        if self.offload_cache is not None:
+            self.offload_cache.check_integrity()
+        for sequence in (*sequences, *self._pinned):
             for block in sequence.block_ids:
                 counts[block] += 1
         self.adapter_pages.count_references(counts)
@@ -255,42 +315,4 @@ class PagedMemory:
         free = self.pool.free_blocks()
         if len(free) != self.num_free or sorted(free) != [b for b in range(1, len(counts)) if counts[b] == 0]:
             raise RuntimeError("the free list disagrees with the reference counts")
-        for content, block in self.index.entries():
-            if self.index._hash_of[block] != content:
-                raise RuntimeError(f"the prefix index names block {block} for a content it does not hold")
-
-    def _take(self) -> int:
-        block = self.pool.take()
-        if self.home is not None and (content := self.index.content_of(block)) is not None:
-            self.home.save(content, block)
-        self.index.forget(block)
-        self.adapter_pages.taken(block)
-        return block
-
-    def _take_for(self, content: bytes) -> int | None:
-        """A block that gets what the second home has under this hash; None if taking it cost just that."""
-        block = self._take()
-        if self.home is not None and self.home.claim(content, block):
-            return block
-        self.pool.release(block, keep=False)
-        return None
-
-    @staticmethod
-    def _note(delta: TableDelta, row: int, index: int, block: int) -> None:
-        delta.rows.append(row)
-        delta.indices.append(index)
-        delta.blocks.append(block)
-
-    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        hashes, size = sequence.block_hashes, self.block_size
-        if len(hashes) >= num_blocks:
-            return
-        parent = hashes[-1] if hashes else self.index.root(self._salt(sequence.request))
-        for i in range(len(hashes), num_blocks):
-            parent = self.index.chain(parent, sequence.token_ids[i * size : (i + 1) * size])
-            hashes.append(parent)
-
-    def _salt(self, request: Request) -> str:
-        """Keeps requests apart whose tokens mean different K and V, or who must not see each other's."""
-        adapter = "" if request.adapter is None else self.adapter_pages.salt(request.adapter)
-        return f"{adapter}\0{request.cache_salt}"
+        self.index.check_integrity()

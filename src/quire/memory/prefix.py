@@ -1,4 +1,4 @@
-"""PrefixIndex: full blocks found again by what they contain."""
+"""PrefixIndex: full blocks by the hash of their content."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ class PrefixIndex:
     """Content hash ↔ block id, one block per content.
 
     A hash covers the model's fingerprint, a salt, and every token up to the block's end (chained through
-    its parent), so equal hashes mean equal K and V, and nobody can probe another salt's blocks.
+    its parent), so equal hashes mean equal K and V, and one salt cannot probe another's blocks.
     """
 
     def __init__(self, num_blocks: int, fingerprint: str) -> None:
@@ -29,14 +29,14 @@ class PrefixIndex:
         return self._block_of.get(content)
 
     def knows(self, block: int) -> bool:
-        """Whether the block's content could be found again."""
+        """Whether the block is indexed."""
         return self._hash_of[block] is not None
 
     def content_of(self, block: int) -> bytes | None:
         return self._hash_of[block]
 
     def put(self, content: bytes, block: int) -> None:
-        """Names the block's content; a second block with the same content stays unnamed."""
+        """Indexes the block, unless another block with the same content is."""
         if content not in self._block_of:
             self._block_of[content] = block
             self._hash_of[block] = content
@@ -55,5 +55,7 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def entries(self) -> list[tuple[bytes, int]]:
-        return list(self._block_of.items())
+    def check_integrity(self) -> None:
+        for content, block in self._block_of.items():
+            if self._hash_of[block] != content:
+                raise RuntimeError(f"the prefix index names block {block} for a content it does not hold")

@@ -11,8 +11,8 @@ from quire.memory.transfers import PendingTransfers
 
 
 class SwapSpace:
-    """Whole requests leave and come back, all or nothing. A block that several sequences share moves once,
-    and is shared again when it is back.
+    """Whole requests are swapped out and in, all or nothing. A block that several sequences share is copied once, and
+    shared again when it is back.
     """
 
     def __init__(
@@ -21,16 +21,16 @@ class SwapSpace:
         block_size: int,
         pool: BlockPool,
         index: PrefixIndex,
-        moves: PendingTransfers,
+        transfers: PendingTransfers,
         take: Callable[[], int] | None = None,
     ) -> None:
-        """`take` gives a free block of the pool, whatever else must be done for it."""
+        """`take` gives a free block of the pool, its previous content evicted."""
         self.hosts = BlockPool(num_host_blocks)
         self.stats = SwapStats()
         self._block_size = block_size
         self._pool = pool
         self._index = index
-        self._moves = moves
+        self._transfers = transfers
         self._take = take or pool.take
 
     @property
@@ -38,15 +38,15 @@ class SwapSpace:
         return self.hosts.num_blocks - self.hosts.num_free
 
     def out(self, sequences: Listed[Sequence], origins: Mapping[int, int]) -> bool:
-        """Sends away what the sequences have computed and frees their blocks, or changes nothing.
+        """Copies what the sequences have computed to host memory and frees their blocks, or changes nothing.
 
-        `origins` names, for a block that is to be copied in the step being planned, the block whose content it gets.
+        `origins`: target block → source block, of copies that the step being planned would have made.
         """
         held = {block for s in sequences for block in self._computed(s)}
         if len(held) > self.hosts.num_free or not held:
             return False
-        # What only just comes back cannot be read, and the host blocks it leaves not written.
-        if self._moves.in_blocks:
+        # Blocks swapped in by this step are not readable yet, and their host copies are still in use.
+        if self._transfers.in_blocks:
             return False
         host_of: dict[int, int] = {}
         for sequence in sequences:
@@ -54,7 +54,7 @@ class SwapSpace:
                 host = host_of.get(block)
                 if host is None:
                     host = host_of[block] = self.hosts.take()
-                    self._moves.out(origins.get(block, block), host)
+                    self._transfers.out(origins.get(block, block), host)
                 else:
                     self.hosts.share(host)
                 sequence.host_block_ids.append(host)
@@ -67,11 +67,11 @@ class SwapSpace:
         return True
 
     def back(self, sequences: Listed[Sequence]) -> int:
-        """Gives every sequence its blocks again; the caller knows that there is room. Returns how many blocks the
-        prefix index still had, which need no copy.
+        """Gives every sequence its blocks again; the caller has checked that there is room. Returns how many blocks
+        the prefix index still had, which need no copy.
         """
         block_of: dict[int, int] = {}
-        num_found = 0
+        num_cached = 0
         for sequence in sequences:
             full = sequence.num_computed // self._block_size
             for position, host in enumerate(sequence.host_block_ids):
@@ -82,25 +82,25 @@ class SwapSpace:
                     block = self._find(sequence, position) if position < full else None
                     if block is not None:
                         self._pool.share(block)
-                        num_found += 1
+                        num_cached += 1
                     else:
                         block = self._take()
-                        self._moves.back(host, block)
+                        self._transfers.back(host, block)
                         self.stats.blocks_in += 1
                     block_of[host] = block
                 sequence.block_ids.append(block)
             self.release(sequence)
-        self.stats.blocks_found += num_found
-        return num_found
+        self.stats.blocks_found += num_cached
+        return num_cached
 
     def release(self, sequence: Sequence) -> None:
-        """Gives the sequence's host blocks back. What a step still reads there is read before it is written again."""
+        """Frees the sequence's host blocks. Transfers run in order, so steps read them before they are reused."""
         for host in sequence.host_block_ids:
             self.hosts.release(host, keep=False)
         sequence.host_block_ids = []
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Recounts the holders of host blocks; raises RuntimeError on the first that is off."""
+        """Recounts the holders of host blocks; raises RuntimeError on the first inconsistency."""
         counts = [0] * (self.hosts.num_blocks + 1)
         for sequence in sequences:
             if sequence.host_block_ids and sequence.block_ids:
@@ -116,7 +116,7 @@ class SwapSpace:
             )
 
     def _computed(self, sequence: Sequence) -> list[int]:
-        """The blocks that hold computed positions: what was granted beyond them has nothing in it."""
+        """The blocks that hold computed positions: those allocated beyond them are empty."""
         return sequence.block_ids[: -(-sequence.num_computed // self._block_size)]
 
     def _find(self, sequence: Sequence, position: int) -> int | None:

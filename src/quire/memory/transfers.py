@@ -1,4 +1,4 @@
-"""PendingTransfers: blocks that travel between the pool and host memory before the next step's forward pass."""
+"""PendingTransfers: block copies between the pool and host memory that the next step carries."""
 
 from dataclasses import dataclass, field
 
@@ -8,16 +8,16 @@ from quire.core.step import HostTransfers
 
 @dataclass(slots=True)
 class PendingTransfers:
-    """Collected while a step is planned, and kept until a step takes them along: content must not be lost.
+    """Collected while a step is planned, and kept until a step carries them: content must not be lost.
 
-    What leaves is read before anything else of the step is written, so a block may be given out again at once.
+    Blocks are copied out before the step writes anything, so they may be reused by the same step.
     """
 
     out_blocks: list[int] = field(default_factory=list)
     out_hosts: list[int] = field(default_factory=list)
     in_hosts: list[int] = field(default_factory=list)
     in_blocks: list[int] = field(default_factory=list)
-    ticket: int = 1  # counts what steps took along: of these moves, once they are taken
+    ticket: int = 1  # of these transfers: counts how often a step carried some
 
     def out(self, block: int, host: int) -> None:
         self.out_blocks.append(block)
@@ -28,7 +28,7 @@ class PendingTransfers:
         self.in_blocks.append(block)
 
     def take(self) -> HostTransfers | None:
-        """What a step must carry, once; None if nothing moves."""
+        """The transfers that the next step carries, once; None if there are none."""
         if not self.out_blocks and not self.in_blocks:
             return None
         taken = HostTransfers(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from quire.core.shelf import DiskTierRead
+from quire.core.step import DiskTierRead
 from quire.observe.logs import get_logger
 from quire.runner.transfer import HostArena
 

@@ -1,4 +1,4 @@
-"""AdapterAdmission: sees to it that a request's adapter lies in pages before the request is admitted."""
+"""AdapterAdmission: brings a request's adapter into pages before the request is admitted."""
 
 from enum import Enum
 from typing import Protocol
@@ -7,11 +7,10 @@ from quire.core.adapters import AdapterLoad
 from quire.core.errors import AdapterError
 from quire.core.ints import ints
 from quire.memory.interface import Memory
-from quire.scheduler.demand import blocks_to_resume
-from quire.scheduler.group import SequenceGroup
+from quire.scheduler.group import SequenceGroup, blocks_to_resume
 from quire.scheduler.queue import WaitingQueue
 
-LOOK_AHEAD = 64  # groups in the queue whose adapters are fetched before it is their turn
+LOOK_AHEAD = 64  # waiting groups whose adapters are prefetched
 
 
 class HostCopy(Protocol):
@@ -25,44 +24,46 @@ class HostCopy(Protocol):
 
 
 class HostCopies(Protocol):
-    """Where adapters come from."""
+    """Adapters in host memory."""
 
     def want(self, key: str) -> HostCopy | None:
-        """None while it is being read; AdapterError if it cannot be."""
+        """The adapter; None while it is being read, AdapterError if it cannot be."""
         ...
 
     def hold(self, key: str) -> None:
-        """It must not be given up: a step is about to copy it."""
+        """Keeps the adapter from eviction: a step is about to copy it."""
         ...
 
     def let_go(self, key: str) -> None: ...
 
 
 class Readiness(Enum):
-    READY = "ready"  # its weights are in pages before the step runs
-    LOADING = "loading"  # on its way: others may go first meanwhile
-    NO_ROOM = "no room"  # pages must become free first, and nobody may pass
+    READY = "ready"  # in pages before the step runs
+    LOADING = "loading"  # being read or copied: groups behind may go first
+    NO_ROOM = "no room"  # pages must become free first; no group may pass
     FAILED = "failed"
 
 
 class AdapterAdmission:
-    """Pages are taken for an adapter one step before its first row where anything else runs, so that the copy is made
-    beside that step. A group whose adapter is being read from disk lets others pass.
+    """If other rows run, pages are taken one step before the adapter's first row, so that the copy overlaps that step.
+    A group whose adapter is being read from disk lets others pass.
     """
 
-    governs_all = False  # whether requests without an adapter must ask too
+    governs_all = False  # whether requests without an adapter are checked too
 
     def __init__(self, copies: HostCopies, memory: Memory, max_adapters: int | None = None) -> None:
         self._copies = copies
         self._memory = memory
         self._pages = memory.adapter_pages
         self._max_adapters = max_adapters
-        self._loads: dict[str, AdapterLoad] = {}  # that no step has carried yet
-        self._taken: list[str] = []  # by the newest step
-        self.failed: list[tuple[SequenceGroup, AdapterError]] = []  # left the queue; for the engine to end
+        self._loads: dict[str, AdapterLoad] = {}  # not carried by a step yet
+        self._taken: list[str] = []  # keys that the newest step carries
+        self.failed: list[
+            tuple[SequenceGroup, AdapterError]
+        ] = []  # taken out of the queue; the engine ends them
 
     def ready(self, group: SequenceGroup, reserved: int, alone: bool) -> Readiness:
-        """Whether the group, which is next, could be admitted as far as its adapter goes. See `prepare`."""
+        """Whether the next group could be admitted as far as its adapter goes. See `prepare`."""
         if group.request.adapter is None and not self.governs_all:
             return Readiness.READY
         return self.prepare(group, reserved + blocks_to_resume(self._memory, group), alone)
@@ -70,8 +71,8 @@ class AdapterAdmission:
     def prepare(
         self, group: SequenceGroup, reserved: int, alone: bool = False, early: bool = False
     ) -> Readiness:
-        """`reserved` blocks stay free for K and V. `alone`: nothing else would run in this step. `early`: it is not
-        the group's turn yet.
+        """Brings the group's adapter into pages. `reserved` blocks stay free for K and V. `alone`: nothing else would
+        run in this step. `early`: a prefetch.
         """
         key = group.request.adapter
         if key is None:
@@ -101,8 +102,8 @@ class AdapterAdmission:
         return Readiness.LOADING if key in self._loads and not alone else Readiness.READY
 
     def _has_room(self, num_blocks: int, reserved: int, alone: bool, early: bool) -> bool:
-        """Of those who wait only the first may cost an idle adapter, and not one that is on its way for another: they
-        would evict each other. Where nothing else would run it may, or nothing ever would.
+        """Only the first waiting group may evict an idle adapter, and none that was loaded for another waiting group:
+        they would evict each other. If nothing else runs it may evict any, or no group would ever run.
         """
         pages = self._pages
         if early:
@@ -113,21 +114,21 @@ class AdapterAdmission:
         on_way = [load for key, load in self._loads.items() if key not in in_use and pages.is_resident(key)]
         return pages.has_room_beside(num_blocks, reserved, sum(len(load.block_ids) for load in on_way))
 
-    def look_ahead(self, waiting: WaitingQueue, parked: list[SequenceGroup], reserved: int) -> None:
-        """Adapters of those next in line come in while this step runs. Groups are moved to `parked`."""
-        for _ in range(LOOK_AHEAD - len(parked)):
+    def look_ahead(self, waiting: WaitingQueue, skipped: list[SequenceGroup], reserved: int) -> None:
+        """Prefetches adapters of the next groups while this step runs. Groups are moved to `skipped`."""
+        for _ in range(LOOK_AHEAD - len(skipped)):
             group = waiting.peek()
             if group is None:
                 return
             ready = self.prepare(group, reserved, early=True)
             if ready is Readiness.NO_ROOM:
                 return
-            waiting.lay_aside()
+            waiting.skip()
             if ready is not Readiness.FAILED:
-                parked.append(group)
+                skipped.append(group)
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
-        """Those that the next step carries; what was evicted again meanwhile is not loaded at all."""
+        """Loads that the next step carries; adapters that were evicted meanwhile are left out."""
         loads = tuple(load for key, load in self._loads.items() if self._pages.is_resident(key))
         for key in self._taken:  # their step was launched before this one was planned
             self._copies.let_go(key)
@@ -136,7 +137,7 @@ class AdapterAdmission:
         return loads
 
     def take_evicted(self) -> tuple[str, ...]:
-        """Adapters whose pages are others' by now."""
+        """Adapters whose pages were reused since the last step."""
         return tuple(key for key in self._pages.take_evicted() if not self._pages.is_resident(key))
 
     def take_failed(self) -> list[tuple[SequenceGroup, AdapterError]]:
@@ -145,7 +146,7 @@ class AdapterAdmission:
 
     def _check(self, group: SequenceGroup, num_blocks: int) -> None:
         memory = self._memory
-        needed = memory.blocks_at_most(group.request) + memory.num_held
+        needed = memory.blocks_at_most(group.request) + memory.num_pinned
         if not self._pages.can_ever_hold(num_blocks, needed):
             raise AdapterError(
                 f"adapter and request may need {num_blocks} + {needed} blocks, and the pool has "

@@ -1,4 +1,4 @@
-"""Drafts in the schedule: who waits for a commit, and whose step also verifies proposed tokens."""
+"""Drafts in the schedule: when a step waits for a commit, and which sequences verify proposed tokens."""
 
 from collections.abc import Sequence as Listed
 from typing import Protocol
@@ -10,14 +10,14 @@ from quire.memory.paged import TableDelta
 
 
 class Drafter(Protocol):
-    """Proposes tokens. What it proposes changes how long an answer takes, never what it says."""
+    """Proposes tokens. Drafts change how long an answer takes, never its tokens."""
 
     def pays(self, running: Listed[Sequence]) -> bool:
-        """Whether drafts, for those that would have one, are worth waiting for the last step's tokens."""
+        """Whether drafting is worth waiting for the last step's tokens."""
         ...
 
     def room(self, sequence: Sequence, num_running: int, most: int) -> DraftRoom | None:
-        """How far to draft for a sequence whose last token is known, with at most so many tokens; None: not at all."""
+        """How far to draft for a sequence whose last token is known, at most `most` tokens; None: not at all."""
         ...
 
     def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
@@ -28,7 +28,7 @@ class Drafter(Protocol):
 def waits_for_drafts(drafter: Drafter, running: Listed[Sequence]) -> bool:
     """Whether the next step is planned only after the last is committed: a draft follows a known token.
 
-    Then all wait, those that do not speculate as well: half a batch costs as much as the whole.
+    Then all wait, sequences that do not speculate as well: half a batch costs as much as the whole.
     """
     num_pending = max((s.num_pending for s in running), default=0)
     return num_pending > 1 or (num_pending == 1 and drafter.pays(running))
@@ -37,7 +37,7 @@ def waits_for_drafts(drafter: Drafter, running: Listed[Sequence]) -> bool:
 def find_drafts(
     drafter: Drafter, running: Listed[Sequence], memory: Memory, budget: int, delta: TableDelta
 ) -> dict[int, TokenTree]:
-    """Drafts by row, `budget` tokens in all. Their sequences own the blocks; nobody is preempted for a draft."""
+    """Drafts by row, `budget` tokens in all, whose blocks are allocated. No group is preempted for a draft."""
     rooms: list[DraftRoom] = []
     ready = [sequence for sequence in running if _is_ready(sequence)]
     if budget <= 0 or not ready or not drafter.pays(running):
@@ -52,7 +52,7 @@ def find_drafts(
             continue
         end = sequence.num_computed + 1 + room.num_tokens
         needed = memory.blocks_for(end) - len(sequence.block_ids)
-        if max(0, needed) > spare or not memory.grow(sequence, end, delta):
+        if max(0, needed) > spare or not memory.allocate(sequence, end, delta):
             continue
         spare -= max(0, needed)
         budget -= room.num_tokens
@@ -73,7 +73,7 @@ def _is_ready(sequence: Sequence) -> bool:
 
 
 def trimmed(drafts: list[TokenTree]) -> list[TokenTree]:
-    """Drafts with 1, 2 or a multiple of 4 tokens in all: a runner replays steps of a size that it has seen before."""
+    """Drafts cut to 1, 2 or a multiple of 4 tokens in all: a runner replays steps of sizes that it has recorded."""
     total = sum(map(len, drafts))
     excess = total - (total // 4 * 4 if total > 3 else min(total, 2))
     drafts = list(drafts)

@@ -1,9 +1,11 @@
-"""Group: a request and its sequences, which are admitted, preempted and finished together."""
+"""SequenceGroup: a request and its sequences, which are admitted, preempted and finished together."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.core.ints import ints
 from quire.core.request import Phase, Request, Sequence
+from quire.memory.interface import Memory
 
 
 @dataclass(slots=True, eq=False)
@@ -15,14 +17,12 @@ class SequenceGroup:
     """
 
     request: Request
-    order: int  # arrival number: first come, first served
-    rank: tuple[float, int] = (
-        0.0,
-        0,
-    )  # its place in the schedule, set by the queue: lower ones are served first
+    order: int  # arrival number
+    # position in the schedule, set by the queue: lower ranks are served first
+    rank: tuple[float, int] = (0.0, 0)
     sequences: list[Sequence] = field(default_factory=list)
     queued: bool = False  # whether the waiting queue holds it
-    returns: bool = False  # it ran before and was sent back: it stands before those that never ran
+    returns: bool = False  # it ran before and was preempted: it is served before groups that never ran
 
     def __post_init__(self) -> None:
         self.sequences.append(Sequence(self.request, index=0, token_ids=ints(self.request.prompt_token_ids)))
@@ -42,12 +42,16 @@ class SequenceGroup:
         return [s for s in self.sequences if s.phase is not Phase.FINISHED]
 
     @property
+    def running(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.phase is Phase.RUNNING]
+
+    @property
     def finished(self) -> bool:
         return self.num_unforked == 0 and not self.live
 
     @property
     def is_swapped(self) -> bool:
-        """Whether host memory holds what it computed."""
+        """Whether host memory holds its blocks."""
         return any(s.host_block_ids for s in self.live)
 
     @property
@@ -70,5 +74,23 @@ class SequenceGroup:
         return self.num_unforked + len(self.followers)
 
     def unfork(self) -> None:
-        """Forgets sequences that were forked but have no token of their own: they will be forked again."""
+        """Drops sequences that were forked but have no token of their own: they will be forked again."""
         self.sequences[:] = [s for s in self.sequences if s.index == 0 or s.num_outputs or s.num_pending]
+
+
+def blocks_to_resume(memory: Memory, group: SequenceGroup) -> int:
+    """Blocks for all known tokens of the group: followers share the prompt's full blocks with their leader."""
+    leader, *others = group.live
+    shared = group.request.num_prompt_tokens // memory.block_size
+    own = sum(memory.blocks_for(len(s.token_ids)) - shared for s in others)
+    return memory.blocks_for(len(leader.token_ids)) + own
+
+
+def blocks_promised(memory: Memory, running: Iterable[Sequence], forking: Iterable[SequenceGroup]) -> int:
+    """Blocks that will still be allocated: by running sequences for known tokens, by groups for their followers."""
+    blocks_for = memory.blocks_for
+    promised = sum(max(0, blocks_for(s.target) - len(s.block_ids)) for s in running)
+    for group in forking:
+        shared = group.request.num_prompt_tokens // memory.block_size
+        promised += sum(blocks_for(len(s.token_ids)) - shared for s in group.followers)
+    return promised

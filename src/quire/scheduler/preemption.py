@@ -1,27 +1,26 @@
-"""Preemption: whether a group that must leave the pool is swapped out or computed again, by what each would cost."""
+"""Preemption: whether a preempted group is swapped out or recomputed, by what each would cost."""
 
 from collections.abc import Sequence as Listed
 
 from quire.core.request import Sequence
 from quire.memory.interface import Memory
-from quire.memory.paged import PagedMemory
 
-FORGETTING = 0.98  # per step: how much of what was measured before still counts
-NEWEST = 0.25  # how much the newest return tells of how many blocks the prefix index keeps
+DECAY = 0.98  # per step, of the weight of earlier measurements
+NEWEST = 0.25  # weight of the newest return in the estimate of blocks that the prefix cache keeps
 FIRST_KEPT = 0.5
 
 
 class PromptSpeed:
-    """Seconds per token that is computed beside others: the slope of a line through the last steps.
+    """Seconds per additional prefill token of a step: the slope of a line fitted to the last steps.
 
-    Nothing is timed at start for it: who is preempted has computed a prompt here before.
+    No measurement at start is needed: a preempted group has been prefilled here before.
     """
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        keep = FORGETTING
+        keep = DECAY
         self._weight = keep * self._weight + 1.0
         self._tokens = keep * self._tokens + num_tokens
         self._seconds = keep * self._seconds + seconds
@@ -30,59 +29,57 @@ class PromptSpeed:
 
     @property
     def token_seconds(self) -> float:
-        """0 until a step was seen."""
+        """0 before the first step."""
         if not self._tokens:
             return 0.0
         mean = self._seconds / self._tokens
         spread = self._weight * self._squares - self._tokens**2
         if spread <= 0.01 * self._tokens**2:
-            return mean  # steps of one size only: no line can be drawn
+            return mean  # steps of one size only: no line can be fitted
         slope = (self._weight * self._products - self._tokens * self._seconds) / spread
         return min(mean, slope) if slope > 0.0 else mean
 
 
 class Preemption:
-    """`recompute`: blocks are given up. `swap`: they go to host memory while it lasts. `auto`: the cheaper one."""
+    """`recompute`: blocks are freed. `swap`: they go to host memory while it lasts. `auto`: the cheaper one."""
 
     def __init__(self, mode: str, block_seconds: float = 0.0) -> None:
-        """`block_seconds`: what moving one block over the link takes, one way."""
+        """`block_seconds`: time of copying one block over the link, one way."""
         self._mode = mode
         self._block_seconds = block_seconds
-        self._kept = FIRST_KEPT  # of indexed blocks that nobody else holds, how many outlast a preemption
+        self._kept = (
+            FIRST_KEPT  # share of indexed, unshared blocks that are still cached when their group returns
+        )
         self.speed = PromptSpeed()
 
-    def swaps(self, sequences: Listed[Sequence], memory: PagedMemory) -> bool:
-        """Whether to swap these, one group's, out. They may still find no room there."""
+    def swaps(self, sequences: Listed[Sequence], memory: Memory) -> bool:
+        """Whether to swap out these sequences of one group. Host memory may still lack room for them."""
         if self._mode == "recompute" or not memory.swap.hosts.num_free:
             return False
         if self._mode == "swap":
             return True
-        held: dict[int, int] = {}
-        for block in (block for s in sequences for block in s.block_ids):
-            held[block] = held.get(block, 0) + 1
-        found = 0.0  # blocks that the prefix index will give back for nothing
-        for block, count in held.items():
-            if memory.index.knows(block):
-                found += 1.0 if memory.pool.ref_counts[block] > count else self._kept
-        missing = len(held) - found
-        moving = (len(held) + missing) * self._block_seconds
+        held = memory.held_blocks(sequences)
+        missing = held.total - held.indexed_shared - self._kept * held.indexed  # blocks to recompute
+        copying = (held.total + missing) * self._block_seconds
         token_seconds = self.speed.token_seconds
-        return not token_seconds or moving < missing * memory.block_size * token_seconds
+        return not token_seconds or copying < missing * memory.block_size * token_seconds
 
     def fetching_pays(self, memory: Memory) -> bool:
-        """Whether a block from the second home comes sooner than its tokens are computed."""
+        """Whether copying a block from the offload cache is quicker than computing its tokens."""
         token_seconds = self.speed.token_seconds
         return not token_seconds or self._block_seconds < memory.block_size * token_seconds
 
-    def waits_for_shelf(self, sequence: Sequence, memory: Memory) -> bool:
-        """Whether the sequence should be admitted later: more of its prefix is being read, and that is quicker."""
-        if memory.home is None or memory.home.shelf is None:
+    def waits_for_disk(self, sequence: Sequence, memory: Memory) -> bool:
+        """Whether to admit the sequence later: more of its prefix is being read from disk, and that is quicker."""
+        cache = memory.offload_cache
+        if cache is None or cache.disk_tier is None:
             return False
         token_seconds = self.speed.token_seconds
-        dear = self._block_seconds + memory.home.shelf.block_seconds()
-        return (not token_seconds or dear < memory.block_size * token_seconds) and memory.awaits(sequence)
+        seconds = self._block_seconds + cache.disk_tier.block_seconds()
+        pays = not token_seconds or seconds < memory.block_size * token_seconds
+        return pays and memory.is_loading_prefix(sequence)
 
-    def returned(self, num_found: int, num_blocks: int) -> None:
-        """A preempted group is back, and found so many of its full blocks in the prefix index."""
+    def returned(self, num_cached: int, num_blocks: int) -> None:
+        """A preempted group is back: `num_cached` of its `num_blocks` full blocks were still in the prefix cache."""
         if num_blocks:
-            self._kept += NEWEST * (num_found / num_blocks - self._kept)
+            self._kept += NEWEST * (num_cached / num_blocks - self._kept)

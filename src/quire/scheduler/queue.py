@@ -1,24 +1,27 @@
-"""WaitingQueue: bounded, in the schedule's order; preempted groups come back at their old place."""
+"""WaitingQueue: bounded, in the schedule's order; preempted groups return to their old position."""
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from quire.core.queue_bounds import QueueBounds
-from quire.core.request import Sequence
 from quire.scheduler.group import SequenceGroup
-from quire.scheduler.order import fcfs
+
+
+def first_come(group: SequenceGroup) -> float:
+    """First come, first served: equal for all, the arrival number decides."""
+    return 0.0
 
 
 class WaitingQueue:
-    """In the schedule's order, those who ran before first: no one new is admitted before they run again."""
+    """In the schedule's order, preempted groups first: no new group is admitted before they run again."""
 
     def __init__(
         self,
         max_requests: int | None,
         max_tokens: int | None,
-        rank: Callable[[SequenceGroup], float] = fcfs.rank,
+        rank: Callable[[SequenceGroup], float] = first_come,
     ) -> None:
-        self._heap: list[tuple[bool, tuple[float, int], SequenceGroup]] = []  # whether it never ran, its rank
+        self._heap: list[tuple[bool, tuple[float, int], SequenceGroup]] = []  # (never ran, rank, group)
         self._rank = rank
         self._removed: set[int] = set()  # arrival numbers that left the queue out of turn
         self._bounds = QueueBounds(max_requests, max_tokens)
@@ -32,20 +35,17 @@ class WaitingQueue:
         group.rank = (self._rank(group), group.order)
         self._push(group)
 
-    def charge(self, receivers: Iterable[Sequence]) -> None:
-        """Each of these is given a token by the step that is planned now: for schedules that count what was served."""
-
     def put_back(self, group: SequenceGroup) -> None:
-        """A preempted group returns; the bound does not apply to those who were in."""
+        """Takes a preempted group; the bound does not apply to it."""
         group.returns = True
         self._push(group)
 
-    def lay_aside(self) -> SequenceGroup:
-        """The first group leaves the line for a moment: those behind it may be looked at."""
+    def skip(self) -> SequenceGroup:
+        """Takes the first group out for now, to look at those behind it. `unskip` puts it back."""
         return self.pop()
 
-    def take_up(self, group: SequenceGroup) -> None:
-        """One that was laid aside stands where it stood."""
+    def unskip(self, group: SequenceGroup) -> None:
+        """Puts a skipped group back to its position."""
         self._push(group)
 
     def peek(self) -> SequenceGroup | None:
@@ -63,7 +63,7 @@ class WaitingQueue:
         return group
 
     def remove(self, group: SequenceGroup) -> None:
-        """An aborted group leaves; its place in the heap is dropped when it comes up."""
+        """Removes an aborted group; its heap entry is dropped when it comes up."""
         self._removed.add(group.order)
         group.queued = False
         self.num_tokens -= group.request.num_prompt_tokens

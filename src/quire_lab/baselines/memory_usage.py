@@ -1,4 +1,4 @@
-"""Spending: what the pool's memory is spent on at a moment, and a sampler of it over time."""
+"""MemoryUsage: what the pool's memory is used for at a moment, and a sampler of it over time."""
 
 import itertools
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from quire.core.request import Phase, Request, Sequence
 from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
-from quire.memory.reserved import ReservedMemory
+from quire_lab.baselines.reserved_memory import ReservedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class MemoryUsage:
     tokens: int  # hold K and V of sequences that live
     reserved: int  # held, and will be written later
     internal: int  # held, and never written: internal fragmentation
-    external: int  # free, in gaps too small for who waits, though together they would do
+    external: int  # free, in gaps too small for the next waiting request, though their sum is not
     ended: int  # held by sequences that have ended, as in a static batch
     free: int  # the rest
 
@@ -57,7 +57,7 @@ class MemoryUsageSampler:
     """`sample` after every step, or as often as one likes; `samples` when the requests have ended.
 
     A paged block's unfilled slots all count as internal fragmentation, whether or not they will be filled; there are
-    fewer than block_size of them per sequence, and external fragmentation is 0 since any block serves anyone.
+    fewer than block_size of them per sequence, and external fragmentation is 0 since any block serves any sequence.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -71,21 +71,21 @@ class MemoryUsageSampler:
         ended: Iterable[Sequence] = (),
         waiting: Request | None = None,
     ) -> None:
-        """`running`, `ended` and who waits first, as the scheduler has them."""
+        """`running`, `ended`: sequences as the scheduler has them; `waiting`: the first waiting request."""
         memory = self._memory
         if isinstance(memory, ReservedMemory):
             self._looks.append(_look(memory, moment, running, ended, waiting))
         elif isinstance(memory, PagedMemory):
             self._looks.append(MemoryUsageSample(moment, paged_memory_usage(memory, running, ended)))
         else:
-            raise TypeError(f"it is not known how {type(memory).__name__} spends its blocks")
+            raise TypeError(f"the usage of {type(memory).__name__} is not known")
 
     def samples(self) -> list[MemoryUsageSample]:
         """What still runs is taken to become as long as it may."""
         return [look if isinstance(look, MemoryUsageSample) else _resolved(look) for look in self._looks]
 
     def mean_shares(self) -> dict[str, float]:
-        """Of the pool, by Spending's names: weighted with the time to the next sample, where time passed."""
+        """Of the pool, by MemoryUsage's names: weighted with the time to the next sample, where time passed."""
         samples = self.samples()
         if not samples:
             return {}
@@ -145,7 +145,7 @@ def _look(
             copied = sequence.block_ids[:1] == [run.first]  # a fork has nothing of its own before it has
             held.append(_Held(sequence, run.length, sequence.num_computed if copied else 0))
     kept = sum(run.length for run in map(memory.run_of, ended) if run is not None)
-    of_living = sum(one.length for one in held)
+    of_living = sum(run.length for run in held)
     external = external_fragmentation(memory, waiting)
     return _Look(
         moment=moment,
@@ -158,9 +158,9 @@ def _look(
 
 
 def _resolved(look: _Look) -> MemoryUsageSample:
-    tokens = sum(one.written for one in look.held)
-    reserved = sum(max(0, _final(one.sequence) - one.written) for one in look.held)
-    held = sum(one.length for one in look.held)
+    tokens = sum(run.written for run in look.held)
+    reserved = sum(max(0, _final(run.sequence) - run.written) for run in look.held)
+    held = sum(run.length for run in look.held)
     spending = MemoryUsage(
         tokens=tokens,
         reserved=reserved + look.unforked,

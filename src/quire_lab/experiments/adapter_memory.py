@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.paged import PagedMemory
-from quire.memory.separate_pages import SeparatePages
+from quire_lab.baselines.separate_pages import SeparatePages, fragmentation
 
 SIZES = (2, 4, 8, 16, 32)  # blocks of adapters, in proportion to their ranks
 POOL = 400  # blocks in all
@@ -32,9 +32,9 @@ def compare_memories(seed: int) -> tuple[Fitted, list[Fitted]]:
 
 def _fill(num_separate: int, seed: int) -> Fitted:
     drawn = random.Random(seed)
-    memory = PagedMemory(POOL - num_separate, 1)
-    if num_separate:
-        memory.adapter_pages = SeparatePages(memory.num_blocks + 1, num_separate)
+    num_blocks = POOL - num_separate
+    separate = SeparatePages(num_blocks + 1, num_separate) if num_separate else None
+    memory = PagedMemory(num_blocks, 1, adapter_pages=separate)
     pages, weights = memory.adapter_pages, [1 / (place + 1) for place in range(ADAPTERS)]
     running: list[tuple[str, list[int]]] = []
     counts, gaps = [], []
@@ -48,7 +48,7 @@ def _fill(num_separate: int, seed: int) -> Fitted:
                 break
             running.append((f"{index}", held))
         counts.append(len(running))
-        gaps.append(pages.fragmentation)
+        gaps.append(fragmentation(pages))
         if running:
             key, blocks = running.pop(drawn.randrange(len(running)))
             pages.release(key)

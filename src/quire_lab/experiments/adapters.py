@@ -13,6 +13,7 @@ from quire.bench.figure import Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire.core.request import Request
 from quire.engine.build.resolve import is_simulated
+from quire_lab.baselines.separate_pages import fragmentation
 from quire_lab.experiments.adapter_files import draw, write_adapters
 from quire_lab.experiments.adapter_memory import ADAPTERS, POOL, REQUEST, SIZES, Fitted, compare_memories
 from quire_lab.experiments.adapters_report import simulated_finding
@@ -150,7 +151,7 @@ def _serve(
             if update.token_ids:
                 first.setdefault(update.request_id, engine.clock() - started)
         running.append(len(engine.scheduler.running))
-        gaps.append(pages.fragmentation)
+        gaps.append(fragmentation(pages))
     seconds = engine.clock() - started
     engine.check_integrity()
     waits = [first[f"{index}"] - arrivals[index] for index in range(len(requests))]

@@ -70,7 +70,7 @@ def draw_timelines(setup: Setup, step: float | None = None) -> list[Drawn]:
 def _run(bench: Bench, policy: str, step: float) -> Drawn:
     engine = bench.engine
     requests = bench.requests([Lengths(PROMPT_TOKENS, count) for count in ANSWERS])
-    timeline = Timeline(engine.scheduler, engine.clock)
+    timeline = Timeline.watch(engine)
     ends: list[float] = []
     started = engine.clock()
 
@@ -80,7 +80,7 @@ def _run(bench: Bench, policy: str, step: float) -> Drawn:
 
     names = [f"S{place}" for place in range(1, len(ANSWERS) + 1)]
     loaded = serve_at(engine, requests, [step * at for at in ARRIVALS], on_step=note, names=names)
-    timeline.close()
+    timeline.stop()
     moments = [
         Moment(one.moment - started, end, one.rows) for one, end in zip(timeline.steps, ends, strict=True)
     ]

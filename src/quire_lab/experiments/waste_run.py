@@ -10,8 +10,8 @@ from quire.core.config import MemoryConfig, SchedulerConfig
 from quire.core.request import Sequence
 from quire.engine.build.resolve import resolve_memory
 from quire.engine.engine import Engine
+from quire.engine.policies import make_memory
 from quire.engine.validation import Limits
-from quire.memory.choose import make_memory
 from quire.memory.paged import PagedMemory
 from quire_lab.baselines.memory_usage import MemoryUsageSample, MemoryUsageSampler
 from quire_lab.counting_runner import CountingRunner

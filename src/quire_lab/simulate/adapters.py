@@ -19,7 +19,6 @@ from quire.engine.build.resolve import Precision
 from quire.kernels.registry import REFERENCE, load
 from quire.layers.lora import install_sites
 from quire.memory.interface import Memory
-from quire.memory.separate_pages import SeparatePages
 from quire.models.weight_shape import sized_model
 from quire_lab.baselines.merged import merge_sites
 from quire_lab.simulate.devices import SimulatedDevice
@@ -91,11 +90,7 @@ class SizedAdapters:
     library: AdapterStore
     cost: LoraCost
 
-    def serve(
-        self, config: EngineConfig, memory: Memory, num_separate: int, clock: VirtualClock
-    ) -> SimulatedAdapters:
-        if num_separate:
-            memory.adapter_pages = SeparatePages(memory.num_blocks + 1, num_separate)
+    def serve(self, config: EngineConfig, memory: Memory, clock: VirtualClock) -> SimulatedAdapters:
         options = config.adapters
         return SimulatedAdapters(
             self.library, memory, clock, options.max_loras, merge=options.lora_mode == "merge"

@@ -22,9 +22,9 @@ from quire.engine.build.resolve import (
     resolve_scheduler,
 )
 from quire.engine.engine import Engine
+from quire.engine.policies import make_memory
 from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
-from quire.memory.choose import make_memory
 from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, PoolSize, pool_size
@@ -63,11 +63,16 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
     size, scheduler = parts.pool, parts.scheduler
     num_blocks = size.num_blocks - parts.num_adapter_blocks
     memory = make_memory(
-        config.memory, num_blocks, parts.max_model_len, source.fingerprint, parts.num_swap_blocks
+        config.memory,
+        num_blocks,
+        parts.max_model_len,
+        source.fingerprint,
+        parts.num_swap_blocks,
+        num_separate_blocks=parts.num_adapter_blocks,
     )
     adapters = None
     if parts.adapters is not None:
-        adapters = parts.adapters.serve(config, memory, parts.num_adapter_blocks, parts.clock)
+        adapters = parts.adapters.serve(config, memory, parts.clock)
     max_num_seqs, max_tokens = scheduler.limits
     limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
     make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))

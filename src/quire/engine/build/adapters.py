@@ -21,7 +21,6 @@ from quire.kernels.registry import REFERENCE, alternatives, choose, forces_refer
 from quire.layers.lora import LoraSite, install_sites
 from quire.layers.pool import Pool
 from quire.memory.interface import Memory
-from quire.memory.separate_pages import SeparatePages
 from quire.models.model import Model
 from quire.models.offload import is_streamed
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
@@ -117,14 +116,10 @@ def _make_store(plan: BuildPlan, sites: tuple[LoraSite, ...], block: BlockShape)
     return store
 
 
-def serve_adapters(
-    config: AdapterConfig, built: BuiltAdapters | None, memory: Memory, num_separate: int
-) -> Adapters | None:
-    """What the engine asks; None where adapters are off. `num_separate` blocks are adapters' alone."""
+def serve_adapters(config: AdapterConfig, built: BuiltAdapters | None, memory: Memory) -> Adapters | None:
+    """The engine's view of the adapters; None where adapters are off."""
     if built is None:
         return None
-    if num_separate:
-        memory.adapter_pages = SeparatePages(memory.num_blocks + 1, num_separate)
     return Adapters(built.store, memory, config.max_loras, merge=config.lora_mode == "merge")
 
 

@@ -27,12 +27,13 @@ from quire.engine.build.resolve import (
 from quire.engine.build.runner import BuiltRunner, build_runner, runner_limits
 from quire.engine.build.weights import LoadedModels, load_models, offload_lines
 from quire.engine.engine import Engine
+from quire.engine.policies import make_memory
 from quire.engine.speculation import Speculation
 from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
 from quire.grammar.errors import GrammarError
 from quire.grammar.vocabulary import Vocabulary
-from quire.memory.choose import make_memory
+from quire.memory.transfers import PendingTransfers
 from quire.runner.drafts import Proposals
 from quire.scheduler.preemption import Preemption
 from quire.text.load import choose_tokenizer
@@ -108,16 +109,23 @@ def _make_parts(plan: BuildPlan, models: LoadedModels, pool: BuiltPool) -> _Part
 
 def _make_engine(plan: BuildPlan, models: LoadedModels, pool: BuiltPool, parts: _Parts) -> Engine:
     config, host = plan.config, parts.host
+    pending = PendingTransfers()
     memory = make_memory(
-        config.memory, pool.num_blocks, plan.max_model_len, plan.source.fingerprint, host.num_swap_blocks
+        config.memory,
+        pool.num_blocks,
+        plan.max_model_len,
+        plan.source.fingerprint,
+        host.num_swap_blocks,
+        pending,
+        host.make_offload_cache(pending),
+        pool.num_adapter_blocks,
     )
-    memory.home = host.make_offload_cache(memory.moves)
-    adapters = serve_adapters(config.adapters, parts.adapters, memory, pool.num_adapter_blocks)
+    adapters = serve_adapters(config.adapters, parts.adapters, memory)
     make_speculation = None
     if plan.speculative is not None:
         proposer = make_proposer(plan, parts.scheduler, models.draft, pool.size, parts.proposals)
         make_speculation = partial(Speculation, plan.speculative, proposer, parts.limits.max_num_seqs)
-    engine = Engine(
+    return Engine(
         parts.scheduler,
         parts.limits,
         memory,
@@ -127,10 +135,9 @@ def _make_engine(plan: BuildPlan, models: LoadedModels, pool: BuiltPool, parts: 
         make_speculation,
         Preemption(parts.scheduler.preemption_mode, host.block_seconds),
         adapters=adapters,
+        when_filling=host.prepare_swap(pool.num_blocks),
+        in_new_thread=parts.runner.runner.prepare_thread,
     )
-    engine.when_filling = host.prepare_swap(pool.num_blocks)
-    engine.in_new_thread = parts.runner.runner.prepare_thread
-    return engine
 
 
 def _report(

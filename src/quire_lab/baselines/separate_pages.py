@@ -1,16 +1,16 @@
-"""SeparatePages: what unified paging is measured against. Adapters have memory of their own, in contiguous runs."""
+"""SeparatePages: the baseline of unified paging. Adapters have memory of their own, in contiguous runs."""
 
 from collections import OrderedDict
 
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockPool
-from quire.memory.runs import Run, RunPool
+from quire_lab.baselines.contiguous_pool import Run, RunPool
 
 
 class SeparatePages(AdapterPages):
     """Blocks first … first + count - 1, which K and V never get. An adapter takes one run, first fit; idle adapters
-    are given up, least recently used first, until there is one. A laboratory animal: gaps may be too small for anyone
-    while together they are not, and memory that adapters leave unused is nobody's.
+    are evicted, least recently used first, until there is one. Gaps may be too small for an adapter while their sum is
+    not, and memory that adapters leave unused is lost.
     """
 
     def __init__(self, first: int, count: int) -> None:
@@ -20,17 +20,16 @@ class SeparatePages(AdapterPages):
         self._run_of: OrderedDict[str, Run] = OrderedDict()  # least recently used first
 
     def has_room(self, num_blocks: int, reserved: int) -> bool:
-        """Gives idle adapters up where that helps."""
+        """Evicts idle adapters until there is a run."""
         while not self._has_run(num_blocks):
             idle = next((key for key in self._run_of if key not in self._users), None)
             if idle is None:
                 return False
-            self._forget(idle)
-            self.stats.num_evictions += 1
+            self._evict(idle)
         return True
 
     def has_room_beside(self, num_blocks: int, reserved: int, on_way: int) -> bool:
-        """Which run would be given up is not known beforehand, so none is."""
+        """Which run an eviction would free is not known beforehand, so none is evicted."""
         return self.has_spare_room(num_blocks, reserved)
 
     def has_spare_room(self, num_blocks: int, reserved: int) -> bool:
@@ -59,13 +58,13 @@ class SeparatePages(AdapterPages):
         self._run_of.move_to_end(key)
 
     @property
-    def fragmentation(self) -> float:
-        """Of what is free, the share outside the largest gap: no adapter of that size could be placed."""
+    def external_fragmentation(self) -> float:
+        """Share of free memory outside the largest gap."""
         largest = max((gap.length for gap in self._runs.gaps()), default=0)
         return 1.0 - largest / self._runs.num_free if self._runs.num_free else 0.0
 
     def count_references(self, counts: list[int]) -> None:
-        """K and V's blocks are none of its business; its own must add up."""
+        """Holds no blocks of K and V; its own must add up."""
         if sum(run.length for run in self._run_of.values()) + self._runs.num_free != self._runs.num_blocks:
             raise RuntimeError("adapters' runs and gaps do not add up to their memory")
 
@@ -73,8 +72,13 @@ class SeparatePages(AdapterPages):
         return any(gap.length >= num_blocks for gap in self._runs.gaps())
 
     def _free(self, blocks: list[int]) -> None:
-        """An idle adapter keeps its run until someone needs it."""
+        """An idle adapter keeps its run until it is evicted."""
 
-    def _forget(self, key: str) -> None:
-        super()._forget(key)
+    def _remove(self, key: str) -> None:
+        super()._remove(key)
         self._runs.release(self._run_of.pop(key))
+
+
+def fragmentation(pages: AdapterPages) -> float:
+    """External fragmentation of adapter memory: none in unified pages, where any block will do."""
+    return pages.external_fragmentation if isinstance(pages, SeparatePages) else 0.0

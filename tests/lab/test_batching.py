@@ -52,7 +52,7 @@ def make(requests=CLASSIC, num_rows=4, clock=None, **settings):
     memory = PagedMemory(64, 4, enable_prefix_caching=False)
     clock = clock or VirtualClock()
     engine = Engine(config, Limits(99, 32, num_rows, (END,)), memory, LengthRunner(lengths), clock=clock)
-    return engine, Timeline(engine.scheduler, clock)
+    return engine, Timeline.watch(engine)
 
 
 def add(engine, requests=CLASSIC, names=None):
@@ -112,7 +112,11 @@ def test_static_batching_keeps_rows_that_ended_and_their_computation_until_the_b
     assert occupants(timeline, 8) == [("S1", "ended"), ("S2", "decode"), ("S3", "ended"), ("S4", "ended")]
     started = places(timeline)
     assert {started[name][0] for name in ("S5", "S6", "S7")} == {9}
-    assert timeline.num_tokens()["ended"] == (8 - 6) + (8 - 5) + (8 - 7) == engine.scheduler.ended.num_tokens
+    assert (
+        timeline.num_tokens()["ended"]
+        == (8 - 6) + (8 - 5) + (8 - 7)
+        == engine.scheduler.policy.num_wasted_tokens
+    )
 
 
 def test_a_static_batch_is_no_larger_than_asked_and_takes_what_waits():
@@ -141,7 +145,7 @@ def test_a_dynamic_batch_starts_when_it_is_full_or_its_window_has_passed():
     add(engine, names=("S1", "S2"))
     engine.step()
     assert not timeline.steps
-    assert engine.scheduler.starts_at == 0.05
+    assert engine.scheduler.policy.deadline(engine.scheduler.waiting) == 0.05
     clock.advance_to(0.02)
     add(engine, names=("S3", "S4"))
     engine.step()
@@ -170,7 +174,7 @@ def test_who_hangs_up_leaves_a_static_batch_at_once():
     engine, _ = make(steps_in_flight=0, batching="static")
     engine.add(Request("twins", [10] * 4, SamplingParams(max_tokens=20, n=2)))
     add(engine, names=("S2",))
-    while len(engine.scheduler.ended) < 1:
+    while len(engine.scheduler.policy.kept) < 1:
         engine.step()
     held = engine.memory.num_blocks - engine.memory.num_free
     assert engine.abort("S2")

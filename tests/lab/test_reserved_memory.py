@@ -8,9 +8,10 @@ from quire.core.ints import ints
 from quire.core.request import Request, Sequence
 from quire.core.sampling import SamplingParams
 from quire.memory.paged import TableDelta
-from quire.memory.reserved import ReservedMemory
-from quire.memory.runs import Run, RunPool
+from quire_lab.baselines.contiguous_pool import Run, RunPool
 from quire_lab.baselines.memory_usage import external_fragmentation
+from quire_lab.baselines.reserved_memory import ReservedMemory
+from tests.memory.test_paged import fork
 
 
 def make_sequence(num_prompt_tokens=4, max_tokens=8, **sampling):
@@ -56,7 +57,7 @@ def test_runs_never_overlap_and_nothing_is_lost(steps):
 def test_each_kind_reserves_what_its_name_says(reservation, length):
     memory = ReservedMemory(500, reservation, max_model_len=100)
     leader = make_sequence(10, max_tokens=25)
-    assert memory.reserve(leader, 1)
+    assert memory.admit(leader, 1)
     assert memory.num_blocks - memory.num_free == length == memory.blocks_at_most(leader.request)
     assert leader.block_ids == list(range(1, length + 1))  # in one piece
     memory.check_integrity([leader])
@@ -73,12 +74,12 @@ def test_free_memory_in_pieces_is_external_fragmentation():
     memory = ReservedMemory(40, "oracle", 100)
     sequences = [make_sequence(3, max_tokens=8) for _ in range(4)]
     for sequence in sequences:
-        assert memory.reserve(sequence, 1)
+        assert memory.admit(sequence, 1)
     memory.release(sequences[0])
     memory.release(sequences[2])
     waiting = make_sequence(8, max_tokens=8)
     assert memory.num_free == 20 > 15
-    assert not memory.reserve(waiting, 1)
+    assert not memory.admit(waiting, 1)
     assert external_fragmentation(memory, waiting.request) == 20
     assert external_fragmentation(memory, make_sequence(20, max_tokens=8).request) == 0  # there is too little
     assert memory.num_free == 20
@@ -89,24 +90,24 @@ def test_all_runs_of_a_request_or_none():
     memory = ReservedMemory(30, "oracle", 100)
     leader = make_sequence(4, max_tokens=8, n=3)
     assert memory.blocks_at_most(leader.request) == 33
-    assert not memory.reserve(leader, 3)
+    assert not memory.admit(leader, 3)
     assert memory.num_free == 30
 
 
 def test_a_fork_copies_its_parents_positions_into_its_own_run():
     memory = ReservedMemory(40, "oracle", 100)
     leader = make_sequence(4, max_tokens=8, n=2)
-    assert memory.reserve(leader, 2)
+    assert memory.admit(leader, 2)
     leader.num_computed, leader.row = 4, 0
     child = Sequence(leader.request, 1, token_ids=leader.token_ids[:], row=1)
-    memory.fork(leader, child, 4)
+    fork(memory, leader, child, 4)
     assert child.block_ids == [1, 2, 3, 4]
     assert not memory.has_room(child)
     memory.release(leader)  # its parent is gone before it could copy
     assert memory.num_free == 40 - 22
     memory.check_integrity([child])
     delta = TableDelta()
-    assert memory.grow(child, 5, delta)
+    assert memory.allocate(child, 5, delta)
     assert (delta.copy_sources, delta.copy_targets) == ([1, 2, 3, 4], [12, 13, 14, 15])
     assert delta.blocks == child.block_ids == list(range(12, 23))
     assert memory.num_free == 40 - 11
@@ -117,6 +118,6 @@ def test_a_fork_copies_its_parents_positions_into_its_own_run():
 def test_a_leader_that_leaves_before_its_forks_takes_their_runs_along():
     memory = ReservedMemory(40, "oracle", 100)
     leader = make_sequence(4, max_tokens=8, n=3)
-    assert memory.reserve(leader, 3)
+    assert memory.admit(leader, 3)
     memory.release(leader)
     assert memory.num_free == 40

@@ -1,4 +1,4 @@
-"""ReservedMemory: what paging is measured against. A request takes contiguous memory for all it may need, up front."""
+"""ReservedMemory: the baseline of paging. A request takes contiguous memory for all it may need, up front."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -9,17 +9,17 @@ from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockPool
 from quire.memory.offload_cache import OffloadCache
-from quire.memory.paged import TableDelta
+from quire.memory.paged import HeldBlocks, TableDelta
 from quire.memory.prefix import PrefixIndex
-from quire.memory.runs import Run, RunPool
 from quire.memory.swap import SwapSpace
 from quire.memory.transfers import PendingTransfers
+from quire_lab.baselines.contiguous_pool import Run, RunPool
 
 Length = Callable[[Request, int], int]  # (request, max_model_len) → positions of one sequence
 
 
 def _max_length(request: Request, max_model_len: int) -> int:
-    """Orca (Max): whatever the request, as long as any may become."""
+    """Orca (Max): the longest that any request may become."""
     return max_model_len
 
 
@@ -39,36 +39,38 @@ LENGTHS: dict[str, Length] = {"max": _max_length, "pow2": _pow2_length, "oracle"
 
 @dataclass(slots=True, eq=False)
 class _Reserved:
-    """What a request holds: a run for each of its sequences, some of them still to come."""
+    """A run for each sequence of a request, some of them not forked yet."""
 
     runs: dict[Sequence, Run] = field(default_factory=dict)
     spare: list[Run] = field(default_factory=list)  # for forks
-    lent: dict[Sequence, Run] = field(default_factory=dict)  # by child: its parent's, until it has copied
-    left: list[Run] = field(default_factory=list)  # whose sequence is gone; a child may still read them
+    lent: dict[Sequence, Run] = field(
+        default_factory=dict
+    )  # by child: its parent's run, until it has copied it
+    # runs of released sequences, which a child may still read
+    left: list[Run] = field(default_factory=list)
 
 
 class ReservedMemory:
     """The same ids as paging, one position each, given out in contiguous runs, first fit. Nothing is shared.
 
-    A laboratory animal: `max` reserves max_model_len, `pow2` and `oracle` need the true length of the output, which
-    they take from the request: max_len. So they are what they are called where answers are as long as max_tokens says
-    (ignore_eos, as in benchmarks); where an answer may end earlier they reserve for the longest it could be.
+    `max` reserves max_model_len; `pow2` and `oracle` need the true length of the output, which they take from the
+    request: max_len. That is exact if answers are as long as max_tokens says (ignore_eos, as in benchmarks); if an
+    answer may end earlier they reserve for the longest it could be.
 
-    A request whose runs cannot be placed waits; one that is admitted has all it will ever need, so nobody is
-    preempted. Each of `n` samples or beams has a run of its own, and copies the prompt into it.
+    A request whose runs do not fit waits; an admitted one has all it will ever need, so no group is preempted. Each of
+    `n` samples or beams has a run of its own, and copies the prompt into it.
     """
 
     block_size = 1
-    reserves = True
-    num_held = 0  # nothing is kept for good
+    num_pinned = 0
+    offload_cache: OffloadCache | None = None
 
     def __init__(self, num_blocks: int, reservation: str, max_model_len: int) -> None:
         self.pool = RunPool(num_blocks)
         self.stats = MemoryStats()
-        self.moves = PendingTransfers()  # none, ever: nobody is preempted
+        self.transfers = PendingTransfers()  # always empty: no group is preempted
         nothing = BlockPool(0)
-        self.swap = SwapSpace(0, 1, nothing, PrefixIndex(0, ""), self.moves, nothing.take)
-        self.home: OffloadCache | None = None
+        self.swap = SwapSpace(0, 1, nothing, PrefixIndex(0, ""), self.transfers, nothing.take)
         self.adapter_pages = AdapterPages(BlockPool(0), BlockPool(0).take)  # none: adapters need pages
         self.reservation = reservation
         self._length = LENGTHS[reservation]
@@ -98,14 +100,14 @@ class ReservedMemory:
         return self.length(request) * request.sampling.num_sequences
 
     def run_of(self, sequence: Sequence) -> Run | None:
-        """What is reserved for the sequence, for figures and drawings."""
+        """The run that is reserved for the sequence."""
         reserved = self._reserved.get(id(sequence.request))
         return None if reserved is None else reserved.runs.get(sequence)
 
-    # ------------------------------------------------------------------ coming
+    # ------------------------------------------------------------------ admission
 
-    def reserve(self, leader: Sequence, num_sequences: int) -> bool:
-        """A run for the leader, and for each that will fork from it; or none of them."""
+    def admit(self, leader: Sequence, num_sequences: int, num_blocks: int = 0, headroom: int = 0) -> bool:
+        """Takes a run for the leader and for each sequence that will fork from it, or none."""
         length = self.length(leader.request)
         runs: list[Run] = []
         while len(runs) < num_sequences and (run := self.pool.take(length)) is not None:
@@ -118,24 +120,36 @@ class ReservedMemory:
         leader.block_ids = runs[0].ids()
         return True
 
-    def hold(self, request: Request) -> int:
-        """Nothing: what is reserved is never found again."""
+    def held_blocks(self, sequences: Iterable[Sequence]) -> HeldBlocks:
+        return HeldBlocks(sum(len(s.block_ids) for s in sequences), 0, 0)
+
+    # ------------------------------------------------------------------ there is no prefix cache
+
+    def pin(self, request: Request) -> int:
         return 0
 
-    def match(self, sequence: Sequence) -> int:
-        return 0  # nothing is found again
+    def match_prefix(self, sequence: Sequence) -> int:
+        return 0
 
-    def awaits(self, sequence: Sequence) -> bool:
+    def is_loading_prefix(self, sequence: Sequence) -> bool:
         return False
 
-    def fetch(self, sequence: Sequence) -> int:
+    def fetch_prefix(self, sequence: Sequence) -> int:
         return 0
+
+    def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
+        """Nothing is indexed."""
+
+    def reset_prefix_index(self) -> None:
+        """There is none."""
+
+    # ------------------------------------------------------------------ running
 
     def has_room(self, sequence: Sequence) -> bool:
         return sequence not in self._reserved[id(sequence.request)].lent
 
-    def grow(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
-        """Everything is there, but a fork's first positions are copied before it writes any."""
+    def allocate(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
+        """All memory is reserved; a fork's first positions are copied before it writes any."""
         reserved = self._reserved[id(sequence.request)]
         source = reserved.lent.pop(sequence, None)
         if source is not None:
@@ -150,27 +164,22 @@ class ReservedMemory:
             self._free_unread(reserved, sequence.is_beam)
         return True
 
-    def seal(self, sequence: Sequence, num_computed: int) -> None:
-        """Nothing is indexed."""
-
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """The child reads its parent's positions until it first grows; its own run is there already."""
+        """The child reads its parent's positions until its first `allocate`; its own run is reserved already."""
         reserved = self._reserved.get(id(parent.request))
-        child.num_computed = num_computed
         if reserved is None:  # its group waits, with nothing computed
             return
         reserved.runs[child] = reserved.spare.pop()
-        # a parent that has not copied either lends on what it reads itself
+        # a parent that has not copied yet lends the run that it reads itself
         source = reserved.lent.get(parent) or reserved.runs[parent]
         reserved.lent[child] = source
         child.block_ids = source.ids()[:num_computed]
 
-    # ------------------------------------------------------------------ going
+    # ------------------------------------------------------------------ release
 
     def release(self, sequence: Sequence) -> None:
-        """Gives the sequence's run back; of a beam, to the beams that take its place."""
+        """Frees the sequence's run; that of a beam stays reserved for the beams that replace it."""
         sequence.block_ids = []
-        sequence.num_computed = 0
         reserved = self._reserved.get(id(sequence.request))
         if reserved is None or sequence not in reserved.runs:
             return
@@ -192,9 +201,6 @@ class ReservedMemory:
             else:
                 self.pool.release(run)
 
-    def reset_prefix_index(self) -> None:
-        """There is none."""
-
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         living = set(sequences)
         runs = [Run(0, 1), *self.pool.gaps()]
@@ -202,7 +208,7 @@ class ReservedMemory:
             runs += [*reserved.runs.values(), *reserved.spare, *reserved.left]
             for sequence, run in reserved.runs.items():
                 if sequence not in living:
-                    raise RuntimeError(f"blocks {run.first} to {run.end - 1} are held by nobody")
+                    raise RuntimeError(f"blocks {run.first} to {run.end - 1} have no holder")
                 shown = reserved.lent.get(sequence, run).ids()
                 if sequence.block_ids != shown[: len(sequence.block_ids)]:
                     raise RuntimeError(f"a block table does not name the run that starts at {run.first}")

@@ -1,4 +1,4 @@
-"""Fair shares among tenants: who was served least is next (the virtual token counter of Sheng et al., OSDI 2024)."""
+"""FairQueue: the tenant that was served least is next (the virtual token counter of Sheng et al., OSDI 2024)."""
 
 import heapq
 import itertools
@@ -9,9 +9,9 @@ from quire.core.request import Request, Sequence
 from quire.scheduler.group import SequenceGroup
 from quire.scheduler.queue import WaitingQueue
 
-PROMPT_WEIGHT = 1.0  # what a token costs in the account of its share
+PROMPT_WEIGHT = 1.0  # cost of a token in its share's counter
 OUTPUT_WEIGHT = 2.0
-KEPT_SHARES = 4096  # accounts, beyond which those that say least are closed
+MAX_SHARES = 4096  # counters, beyond which the lowest idle ones are dropped
 
 
 def tenant_of(request: Request) -> str:
@@ -30,18 +30,18 @@ def tenant_and_adapter_of(request: Request) -> str:
 class _Share:
     served: float = 0.0  # weighted tokens
     waiting: list[tuple[int, SequenceGroup]] = field(default_factory=list)  # a heap, first come, first served
-    listed: bool = False  # whether the line of shares names it
+    listed: bool = False  # whether the heap of shares has an entry of it
 
 
 class FairQueue(WaitingQueue):
     """Among shares with waiting requests the one that was served fewest tokens is next; within a share, the oldest.
 
-    Tokens are counted as they are served: a prompt's when it is admitted, outputs step by step. A share that comes
-    back after a pause starts where the least served of those who wait stands, so that nobody saves up. While two
-    shares both have requests waiting, what they are served differs by a bounded number of tokens, and nobody starves.
+    Tokens are counted as they are served: a prompt's when it is admitted, outputs step by step. A share that returns
+    after a pause starts at the counter of the least served waiting share, so a pause saves nothing up. While two
+    shares both have requests waiting, the tokens they are served differ by a bounded number, and none starves.
 
-    A group's rank, which decides who is preempted, is what its share had been served when it was admitted. Those who
-    were preempted come first.
+    A group's rank, which decides the order of preemption, is the counter of its share when it was admitted. Preempted
+    groups come first.
     """
 
     def __init__(
@@ -53,18 +53,19 @@ class FairQueue(WaitingQueue):
         super().__init__(max_requests, max_tokens)
         self._share_of = share_of
         self._shares: dict[str, _Share] = {}
-        # a heap: (served when it was put there, arrival of its oldest, name); whoever is laid aside keeps its place
-        self._line: list[tuple[float, int, str]] = []
+        # a heap: (counter when it was pushed, arrival of its oldest, name); a skipped group keeps its entry
+        self._heads: list[tuple[float, int, str]] = []
         self._returned: list[tuple[tuple[float, int], SequenceGroup]] = []  # a heap, by rank
-        self._last = _Share()  # whose request was the last to be admitted
+        self._last = _Share()  # of the last admitted request
         self._num_waiting = 0
 
     def charge(self, receivers: Iterable[Sequence]) -> None:
+        """Counts one output token for each of these sequences."""
         for sequence in receivers:
             self._share(sequence.request).served += OUTPUT_WEIGHT
 
     def served(self, name: str) -> float:
-        """Weighted tokens in the account of a share."""
+        """Weighted tokens that a share was served."""
         share = self._shares.get(name)
         return 0.0 if share is None else share.served
 
@@ -73,11 +74,11 @@ class FairQueue(WaitingQueue):
         heapq.heappush(self._returned, (group.rank, group))
         self._enter(group)
 
-    def lay_aside(self) -> SequenceGroup:
-        """Nothing is served yet, so nothing is charged."""
+    def skip(self) -> SequenceGroup:
+        """Takes the first group out for now; nothing is charged."""
         group = self.peek()
         if group is None:
-            raise IndexError("lay aside from an empty queue")
+            raise IndexError("skip in an empty queue")
         if self._returned:
             heapq.heappop(self._returned)
         else:
@@ -85,15 +86,15 @@ class FairQueue(WaitingQueue):
         self._leave(group)
         return group
 
-    def take_up(self, group: SequenceGroup) -> None:
+    def unskip(self, group: SequenceGroup) -> None:
         if group.returns:
             heapq.heappush(self._returned, (group.rank, group))
         else:
             share = self._share(group.request)
             heapq.heappush(share.waiting, (group.order, group))
-            if not share.listed:  # it keeps its account: it never stopped waiting
+            if not share.listed:  # it keeps its counter: it never stopped waiting
                 share.listed = True
-                heapq.heappush(self._line, (share.served, group.order, self._share_of(group.request)))
+                heapq.heappush(self._heads, (share.served, group.order, self._share_of(group.request)))
         self._enter(group)
 
     def peek(self) -> SequenceGroup | None:
@@ -101,16 +102,16 @@ class FairQueue(WaitingQueue):
             heapq.heappop(self._returned)
         if self._returned:
             return self._returned[0][1]
-        while self._line:
-            served, _, name = self._line[0]
+        while self._heads:
+            served, _, name = self._heads[0]
             share = self._shares[name]
             while share.waiting and not share.waiting[0][1].queued:
                 heapq.heappop(share.waiting)
             if not share.waiting:
                 share.listed = False
-                heapq.heappop(self._line)
-            elif served < share.served:  # it was served since it was put there
-                heapq.heapreplace(self._line, (share.served, share.waiting[0][0], name))
+                heapq.heappop(self._heads)
+            elif served < share.served:  # it was served since it was pushed
+                heapq.heapreplace(self._heads, (share.served, share.waiting[0][0], name))
             else:
                 return share.waiting[0][1]
         return None
@@ -138,7 +139,7 @@ class FairQueue(WaitingQueue):
         if not share.listed:
             share.served = max(share.served, self._least_served())
             share.listed = True
-            heapq.heappush(self._line, (share.served, group.order, self._share_of(group.request)))
+            heapq.heappush(self._heads, (share.served, group.order, self._share_of(group.request)))
         heapq.heappush(share.waiting, (group.order, group))
         self._enter(group)
 
@@ -153,22 +154,22 @@ class FairQueue(WaitingQueue):
         self.num_tokens -= group.request.num_prompt_tokens
 
     def _least_served(self) -> float:
-        """Of the shares that wait; where none does, what the last to be admitted has."""
+        """The lowest counter of the waiting shares; if none waits, that of the last admitted request."""
         self.peek()
-        return self._line[0][0] if self._line else self._last.served
+        return self._heads[0][0] if self._heads else self._last.served
 
     def _share(self, request: Request) -> _Share:
         name = self._share_of(request)
         share = self._shares.get(name)
         if share is None:
-            if len(self._shares) >= KEPT_SHARES:
-                self._close_accounts()
+            if len(self._shares) >= MAX_SHARES:
+                self._drop_idle_shares()
             share = self._shares[name] = _Share()
         return share
 
-    def _close_accounts(self) -> None:
-        """Of those who do not wait, the half that was served least: they start with the least served in any case."""
-        idle = sorted((one.served, name) for name, one in self._shares.items() if not one.listed)
+    def _drop_idle_shares(self) -> None:
+        """Drops the lower half of the idle counters: such shares start at the least served one in any case."""
+        idle = sorted((share.served, name) for name, share in self._shares.items() if not share.listed)
         for _, name in idle[: max(1, len(idle) // 2)]:
             del self._shares[name]
 

@@ -1,4 +1,4 @@
-"""RunPool: contiguous runs of block ids, first fit. What reserving memory up front is made of."""
+"""RunPool: contiguous runs of block ids, first fit: the allocator of memory that is reserved up front."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Run:
 class RunPool:
     """Ids 1 … num_blocks; block 0 is never given out. Free neighbours are joined, so gaps are as large as can be.
 
-    Gaps between runs in use may be too small for anyone while their sum is not: external fragmentation, for real.
+    Gaps between runs in use may be too small while their sum is not: external fragmentation.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,28 +30,28 @@ class RunPool:
 
     def take(self, length: int) -> Run | None:
         """The first `length` ids of the first gap that has them; None if no gap has."""
-        for place, gap in enumerate(self._gaps):
+        for position, gap in enumerate(self._gaps):
             if gap.length >= length:
                 rest = Run(gap.first + length, gap.length - length)
-                self._gaps[place : place + 1] = [rest] if rest.length else []
+                self._gaps[position : position + 1] = [rest] if rest.length else []
                 self.num_free -= length
                 return Run(gap.first, length)
         return None
 
     def release(self, run: Run) -> None:
-        place = bisect_left(self._gaps, run.first, key=lambda gap: gap.first)
-        before = self._gaps[place - 1] if place else None
-        after = self._gaps[place] if place < len(self._gaps) else None
+        position = bisect_left(self._gaps, run.first, key=lambda gap: gap.first)
+        before = self._gaps[position - 1] if position else None
+        after = self._gaps[position] if position < len(self._gaps) else None
         if (before is not None and before.end > run.first) or (after is not None and after.first < run.end):
             raise RuntimeError(f"blocks {run.first} to {run.end - 1} were released more often than taken")
-        first, end, replaced = run.first, run.end, [place, place]
+        first, end, repositiond = run.first, run.end, [position, position]
         if before is not None and before.end == run.first:
-            first, replaced[0] = before.first, place - 1
+            first, repositiond[0] = before.first, position - 1
         if after is not None and after.first == run.end:
-            end, replaced[1] = after.end, place + 1
-        self._gaps[replaced[0] : replaced[1]] = [Run(first, end - first)]
+            end, repositiond[1] = after.end, position + 1
+        self._gaps[repositiond[0] : repositiond[1]] = [Run(first, end - first)]
         self.num_free += run.length
 
     def gaps(self) -> list[Run]:
-        """What is free, in order, for checks, figures and drawings."""
+        """Free runs, in order."""
         return list(self._gaps)

@@ -9,8 +9,8 @@ from quire.core.config import MemoryConfig, SchedulerConfig
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
+from quire.engine.policies import make_memory
 from quire.engine.validation import Limits
-from quire.memory.choose import make_memory
 from quire_lab.baselines.memory_usage import MemoryUsageSampler
 from tests.engine.page_runner import END, VOCABULARY, PageRunner
 
@@ -42,7 +42,7 @@ def run(reservation, block_size=1, num_requests=40, batching="continuous", **sam
         scheduler = engine.scheduler
         first = scheduler.waiting.peek()
         sampler.sample(
-            float(step), scheduler.running, scheduler.ended.sequences, first.request if first else None
+            float(step), scheduler.running, scheduler.policy.kept, first.request if first else None
         )
         num_running.append(len(scheduler.running))
         paged_slack = sampler.samples()[-1].spending.internal if reservation == "paged" else 0

@@ -1,1 +1,0 @@
-"""When waiting requests may join those that run: one file per policy."""
