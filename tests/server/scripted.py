@@ -126,10 +126,10 @@ async def posted(app: ASGIApp, path: str, body: dict[str, Any]) -> tuple[int, li
         "client": ("test", 1),
         "asgi": {"version": "3.0"},
     }
-    inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
     inbox.put_nowait({"type": "http.request", "body": data, "more_body": False})
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: Any) -> None:
         sent.append(dict(message))
 
     await app(scope, inbox.get, send)

@@ -16,7 +16,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOLS = [{"type": "function", "function": TOOL}]
 PLAIN = ("Hel", 'lo "you"\n', "\\ t\ta", "ß😀", "é</s>", "")
-CALLING = (
+CALLING: tuple[str, ...] = (
     "<think>",
     "It rains",
     "?</thi",
@@ -67,7 +67,7 @@ def with_logprobs() -> list[list[Any]]:
 STREAM: dict[str, Any] = {"stream": True}
 USAGE = {**STREAM, "stream_options": {"include_usage": True}}
 ITEM = {"input": "Hi", **STREAM}
-FLAT_TOOLS = [{"type": "function", **TOOL}]
+FLAT_TOOLS: list[dict[str, Any]] = [{"type": "function", **TOOL}]
 INPUT_TOOLS = [{"name": TOOL["name"], "input_schema": TOOL["parameters"]}]
 SAY: dict[str, Any] = {"messages": HI, "max_tokens": 50, **STREAM}
 ARGUMENTS = ('{"ci', 'ty": "Ber', 'lin"}', "")

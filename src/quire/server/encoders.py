@@ -115,7 +115,7 @@ class Encoders:
         encoder = self.find(name)
         if encoder.ready is None:
             if encoder in self._lazy:
-                log.info("first request for %s: starting its engine", encoder.names[0])
+                log.info("first request for %s: starting an embedding engine", encoder.names[0])
             try:
                 await encoder.start()
             except QuireError as error:
