@@ -200,6 +200,19 @@ def test_a_bound_belongs_to_its_own_bucket_and_the_rest_lies_above(metrics: Metr
         assert f'quire_time_to_first_token_seconds_bucket{{le="{bound}",model_name=""}} {count}.0' in text
 
 
+def test_gaps_between_tokens_are_counted_per_token():
+    metrics = Metrics()
+    metrics.gap(0.03, 3)
+    metrics.gap(0.011)
+    metrics.gap(1000.0)
+    text = metrics.rendered([]).decode()
+    name = "quire_inter_token_latency_seconds"
+    for bound, count in (("0.005", 0), ("0.01", 3), ("0.025", 4), ("120.0", 4), ("+Inf", 5)):
+        assert f'{name}_bucket{{le="{bound}",model_name=""}} {count}.0' in text
+    assert f'{name}_count{{model_name=""}} 5.0' in text
+    assert f'{name}_sum{{model_name=""}} 1000.041' in text
+
+
 def test_no_two_fields_of_the_tree_share_a_name():
     names = [metric.name for metric, _ in walk(EngineStats(adapters=AdapterStats()))]
     assert len(names) == len(set(names))
