@@ -71,7 +71,7 @@ format: $(STAMPS)/packages ## rewrite the files as ruff wants them
 	@$(PY) -m ruff format src tests tools benchmarks
 
 compare-cpu: setup ## measure Quire, OpenVINO GenAI and llama.cpp on this CPU, one after the other
-	@$(PY) benchmarks/compare_cpu.py $(ARGS)
+	@$(PY) -m quire_lab.benchmarks.compare_cpu $(ARGS)
 
 bench: setup ## measure this machine: startup, latency, throughput
 	@for kind in startup latency throughput; do echo "== $$kind"; $(VENV)/bin/quire bench $$kind || exit 1; done

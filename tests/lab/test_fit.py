@@ -11,9 +11,9 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import build
 from quire.runner.cost_model import CostModel, Factors, ModelNumbers, Rates, StepCounts
-from quire_lab.fit import Sample, charged_errors, fit_factors, nonnegative_least_squares
-from quire_lab.fit_samples import read_samples
-from quire_lab.step_grid import Cell, measure_grid
+from quire_lab.fit.factors import Sample, charged_errors, fit_factors, nonnegative_least_squares
+from quire_lab.fit.samples import read_samples
+from quire_lab.fit.step_grid import Cell, measure_grid
 
 RATES = Rates(bandwidth=1e12, flops=1e14)
 TRUE = Factors(2e-4, 1e-5, 3e-6, 2e-5, 1.2, 1.6, 1.4, 2.5, 20.0, 3.0)

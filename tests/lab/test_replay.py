@@ -6,10 +6,13 @@ import pytest
 
 from quire.bench.lengths import Lengths, named
 from quire.core.errors import ConfigError
-from quire_lab.experiments.characterize_grid import BATCHING, Cell, Job, measure
-from quire_lab.experiments.data import DataFolder
-from quire_lab.experiments.rate_curves import CurveJob, trace_curve
-from quire_lab.experiments.simulated import (
+from quire_lab.experiments.characterize import BATCHING, Cell, Job, measure
+from quire_lab.experiments.rate import CurveJob, trace_curve
+from quire_lab.experiments.trace import Job as TraceJob
+from quire_lab.experiments.trace import hold, load_trace
+from quire_lab.measure.replay import Arrival, Replay
+from quire_lab.measure.sharing import sampling_for
+from quire_lab.measure.simulated_runs import (
     PAPER,
     POLICIES,
     RESERVATIONS,
@@ -20,10 +23,7 @@ from quire_lab.experiments.simulated import (
     simulate,
     workload,
 )
-from quire_lab.experiments.trace import Job as TraceJob
-from quire_lab.experiments.trace import hold, load_trace
-from quire_lab.replay import Arrival, Replay
-from quire_lab.sharing import sampling_for
+from quire_lab.report.data import DataFolder
 
 NOWHERE = DataFolder(None)
 SMALL = {**PAPER, "model": "opt-125m", "kv_cache_memory_bytes": 64 << 20}  # quick steps, 113 blocks

@@ -7,8 +7,8 @@ import pytest
 
 from quire.bench.lengths import Lengths
 from quire.cli.main import main
-from quire_lab.sharing import BLOCK_SIZE, Workload, measure_saving
-from quire_lab.sharing_report import METHODS, take_away
+from quire_lab.measure.sharing import BLOCK_SIZE, Workload, measure_saving
+from quire_lab.report.sharing import METHODS, take_away
 
 
 def test_parallel_samples_share_the_full_blocks_of_their_prompt() -> None:

@@ -23,8 +23,8 @@ from quire.core.errors import ConfigError
 from quire.engine.build import build
 from quire.runner.cost_model import FACTOR_NAMES, Rates
 from quire.runner.devices import DEFAULT_DEVICE, device_names, find_device
-from quire_lab.fit import Fit, Sample, charged_errors, fit_factors
-from quire_lab.fit_samples import CPU_CELLS, Measured, measure_here, read_samples
+from quire_lab.fit.factors import Fit, Sample, charged_errors, fit_factors
+from quire_lab.fit.samples import CPU_CELLS, Measured, measure_here, read_samples
 
 
 def add_fit(parser: Parser) -> None:
@@ -112,7 +112,7 @@ def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured
         "host_link": rates.host_link,
         "source": base.source,
     }
-    if base.lora_fit and not base.derived_from:  # benchmarks/lora_fit.py measured adapters apart
+    if base.lora_fit and not base.derived_from:  # quire_lab.benchmarks.lora_fit measured adapters apart
         record |= {"lora": base.lora.as_dict(), "lora_fit": dict(base.lora_fit)}
     return record, measured
 
@@ -121,7 +121,7 @@ def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]
     settings = {"device": "cpu", "enable_prefix_caching": False, **engine_settings(arguments)}
     if settings["device"] != "cpu":
         raise ConfigError(
-            "a GPU is fitted from files: run benchmarks/step_times_gpu.py there and give its output to --samples"
+            "a GPU is fitted from files: run quire_lab.benchmarks.step_times_gpu there and give its output to --samples"
         )
     record = {
         "title": f"{cpu_name()}",

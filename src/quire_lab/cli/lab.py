@@ -17,11 +17,10 @@ from quire.cli.engine_flags import engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling
 from quire.core.errors import ConfigError
-from quire_lab.experiments.data import USUAL_FOLDERS, DataFolder
-from quire_lab.experiments.experiment import Bar, Setup, Size
-from quire_lab.experiments.page import as_page
 from quire_lab.experiments.registry import EXPERIMENTS, find
-from quire_lab.experiments.report import (
+from quire_lab.report.data import USUAL_FOLDERS, DataFolder
+from quire_lab.report.experiment import Bar, Setup, Size
+from quire_lab.report.files import (
     Done,
     Failed,
     as_text,
@@ -30,6 +29,7 @@ from quire_lab.experiments.report import (
     write_finding,
     write_text,
 )
+from quire_lab.report.page import as_page
 
 OUTPUT_DIR = "quire-lab"
 PAGE = "report.html"

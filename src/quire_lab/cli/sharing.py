@@ -16,9 +16,17 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import build
 from quire.text.load import load_tokenizer
-from quire_lab.sharing import WIDTHS, Saving, Workload, measure_saving
-from quire_lab.sharing_report import METHODS, plot_sharing, sharing_report
-from quire_lab.sharing_throughput import TEXTS, BeamRate, measure_rates
+from quire_lab.measure.sharing import (
+    METHODS,
+    TEXTS,
+    WIDTHS,
+    BeamRate,
+    Saving,
+    Workload,
+    measure_rates,
+    measure_saving,
+)
+from quire_lab.report.sharing import plot_sharing, sharing_report
 
 NAMES = ("alpaca", "sharegpt")
 # the model's pool: so small that memory limits beams, the more so the less they share

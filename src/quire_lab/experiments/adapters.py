@@ -1,5 +1,7 @@
 """`adapters`: thousands of adapters over one model, batched together against merging one after another."""
 
+import json
+import os
 import random
 import tempfile
 from collections.abc import Sequence
@@ -8,16 +10,121 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from quire.bench.drive import Bench, BenchRequest
 from quire.bench.figure import Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
+from quire.engine.engine import Engine
+from quire.memory.adapter_pages import AdapterPages
+from quire.memory.paged import PagedMemory
+from quire.memory.separate_pages import SeparatePages
 from quire.runner.devices import is_simulated
-from quire_lab.experiments.adapter_files import draw, write_adapters
-from quire_lab.experiments.adapter_memory import ADAPTERS, POOL, REQUEST, SIZES, Fitted, compare_memories
-from quire_lab.experiments.adapters_report import simulated_finding
-from quire_lab.experiments.adapters_simulated import simulate_adapters
-from quire_lab.experiments.engines import in_words, opened, warm_up
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.experiments.adapters_simulated import draw, simulate_adapters, simulated_finding
+from quire_lab.measure.engines import in_words, opened, warm_up
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+
+# Random adapters on disk for an experiment: a few files, and hard links to them under thousands of names.
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "c_attn")
+
+
+def write_adapters(folder: Path, engine: Engine, count: int, ranks: tuple[int, ...], name: str) -> list[str]:
+    """Adapters of these ranks in turn on the projections of attention; their names."""
+    assert engine.adapters is not None
+    sites = [site for site in engine.adapters.library.sites if site.part in ATTENTION]
+    names = [f"{name}-{index}" for index in range(count)]
+    generator = torch.Generator().manual_seed(0)
+    for index, one in enumerate(names):
+        rank = ranks[index % len(ranks)]
+        target = folder / one
+        target.mkdir()
+        settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+        settings["target_modules"] = sorted({site.part for site in sites})
+        (target / "adapter_config.json").write_text(json.dumps(settings))
+        if index >= len(ranks):
+            os.link(
+                folder / names[index % len(ranks)] / "adapter_model.safetensors",
+                target / "adapter_model.safetensors",
+            )
+            continue
+        tensors = {}
+        for site in sites:
+            prefix = f"base_model.model.{site.name}"
+            a = torch.randn(rank, site.num_in, generator=generator) * site.num_in**-0.5
+            tensors[f"{prefix}.lora_A.weight"] = a.to(torch.bfloat16)
+            b = torch.randn(site.num_out, rank, generator=generator) * 0.01
+            tensors[f"{prefix}.lora_B.weight"] = b.to(torch.bfloat16)
+        save_file(tensors, target / "adapter_model.safetensors")
+    return names
+
+
+# The same requests with adapters in one pool of pages, or in memory of their own: what fits, counted in blocks.
+
+SIZES = (2, 4, 8, 16, 32)  # blocks of adapters, in proportion to their ranks
+POOL = 400  # blocks in all
+REQUEST = 6  # blocks of K and V of a request
+ADAPTERS = 100
+ROUNDS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    memory: str
+    mean_running: float
+    fragmentation: float  # of adapters' free memory, mean
+    loads: int
+
+
+def compare_memories(seed: int) -> tuple[Fitted, list[Fitted]]:
+    """Unified, and with an eighth, a quarter and half of the blocks for adapters alone.
+
+    Full all the time: whoever ends makes room for the next, drawn by a power law.
+    """
+    return _fill(0, seed), [_fill(POOL // part, seed) for part in (8, 4, 2)]
+
+
+def _fill(num_separate: int, seed: int) -> Fitted:
+    drawn = random.Random(seed)
+    memory = PagedMemory(POOL - num_separate, 1)
+    if num_separate:
+        memory.adapter_pages = SeparatePages(memory.num_blocks + 1, num_separate)
+    pages, weights = memory.adapter_pages, [1 / (place + 1) for place in range(ADAPTERS)]
+    running: list[tuple[str, list[int]]] = []
+    counts, gaps = [], []
+    following: int | None = None  # who waits first: nobody may pass
+    for _ in range(ROUNDS):
+        while True:
+            index = drawn.choices(range(ADAPTERS), weights)[0] if following is None else following
+            held = _admit(memory, pages, f"{index}", SIZES[index % len(SIZES)])
+            following = index if held is None else None
+            if held is None:
+                break
+            running.append((f"{index}", held))
+        counts.append(len(running))
+        gaps.append(pages.fragmentation)
+        if running:
+            key, blocks = running.pop(drawn.randrange(len(running)))
+            pages.release(key)
+            for block in blocks:
+                memory.pool.release(block)
+    kind = f"separate, {num_separate} blocks" if num_separate else "unified"
+    return Fitted(kind, sum(counts) / ROUNDS, sum(gaps) / ROUNDS, pages.stats.num_loads)
+
+
+def _admit(memory: PagedMemory, pages: AdapterPages, key: str, size: int) -> list[int] | None:
+    """The request's blocks, its adapter being held; None if both do not fit."""
+    if not pages.is_resident(key):
+        if not pages.has_room(size, REQUEST):
+            return None
+        pages.load(key, size, key)
+    pages.acquire(key)
+    if memory.num_free < REQUEST:
+        pages.release(key)
+        return None
+    return [memory._take() for _ in range(REQUEST)]
+
 
 MIXED = (4, 8, 16, 32, 64)
 SHORT, LONG = 24, 16  # tokens in and out

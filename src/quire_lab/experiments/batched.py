@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from quire.bench.figure import GREY, Picture, bar_style
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.experiments.simulated import (
+from quire_lab.measure.simulated_runs import (
     PAPER,
     POLICIES,
     RESERVATIONS,
@@ -21,6 +20,7 @@ from quire_lab.experiments.simulated import (
     simulated_settings,
     workload,
 )
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
 # Figure 13 of the PagedAttention paper: OPT-13B, requests in the batch at (requests per second)
 PUBLISHED_RATE = {"sharegpt": 2.0, "alpaca": 30.0}

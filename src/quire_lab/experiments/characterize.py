@@ -1,25 +1,381 @@
 """`characterize`: a grid of 500 equal requests over batching, paging, output lengths, rates, models and devices."""
 
 import math
-from collections.abc import Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from quire.bench.arrivals import arrival_times
+from quire.bench.figure import Picture, bar_style, line_style, plain_log
+from quire.bench.lengths import Lengths
+from quire.core.errors import ConfigError
 from quire.runner.devices import find_device
-from quire_lab.experiments.characterize_figure import pictures, tables
-from quire_lab.experiments.characterize_grid import (
-    BATCHING,
-    DEVICES,
-    INPUT,
-    POSITIONS,
-    Gain,
-    Job,
-    Measured,
-    cells,
-    gains,
-    measure,
+from quire_lab.measure.replay import Arrival, Replay
+from quire_lab.measure.simulated_runs import (
+    Run,
+    basis,
+    build_simulated,
+    in_rate,
+    replayed,
+    side_by_side,
+    simulated_settings,
 )
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup
-from quire_lab.experiments.simulated import basis, side_by_side, simulated_settings
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Size, Table
+
+# The grid of `characterize`: which runs there are, and one run of it.
+
+INPUT = 512
+OUTPUTS = (32, 64, 128, 256)
+RATES = (math.inf, 100.0, 10.0)
+MODELS = ("opt-125m", "opt-6.7b", "opt-13b")
+DEVICES = ("simulated:v100", "simulated:a100-40g", "simulated:2xa100-40g", "simulated:4xa100-40g")
+BATCHING: dict[str, dict[str, Any]] = {
+    "paged": {},
+    "unpaged": {"reservation": "max"},
+    "dynamic": {"batching": "dynamic", "batch_size": 16, "reservation": "max"},
+    "none": {"batching": "static", "batch_size": 1, "reservation": "max"},
+}
+BLOCKS = (128, 256, 512, 1024, 2048, 4096)
+BLOCK_SIZE = 16
+POSITIONS = 2048  # of every model: what is reserved for a request without paging
+SERVED_ALONE = 3  # requests that are simulated where none shares a step: all others are the same
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of the grid."""
+
+    part: str  # grid | devices | blocks
+    model: str
+    device: str
+    batching: str
+    num_outputs: int
+    rate: float
+    num_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    cell: Cell
+    output_rate: float = 0.0  # tokens per second
+    normalised: float = 0.0  # mean seconds per output token, from arrival
+    per_token: float = 0.0  # mean seconds between tokens
+    mean_running: float = 0.0
+    num_preemptions: int = 0
+    fault: str = ""  # why there is nothing
+
+    def as_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        found["cell"]["rate"] = "inf" if math.isinf(self.cell.rate) else self.cell.rate
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    cell: Cell
+    settings: Mapping[str, Any]
+    num_requests: int
+    seed: int
+
+
+def cells(size: Size, settings: Mapping[str, Any]) -> Iterator[Cell]:
+    """The whole product where time does not matter; else its faces: one model, one length, one device at a time."""
+    model, device = str(settings["model"]), str(settings["device"])
+    outputs = OUTPUTS[1::2] if size is Size.QUICK else OUTPUTS
+    rates = RATES[::2] if size is Size.QUICK else RATES
+    yield from (
+        Cell("grid", model, device, batching, num_outputs, rate)
+        for num_outputs in outputs
+        for rate in rates
+        for batching in BATCHING
+    )
+    everything = size is Size.THOROUGH
+    yield from (
+        Cell("devices", one, where, batching, num_outputs, rate)
+        for one in MODELS[:: 2 if size is Size.QUICK else 1]
+        for where in DEVICES
+        for num_outputs in ((128,) if size is Size.QUICK else OUTPUTS)
+        for rate in (RATES if everything else (math.inf,))
+        for batching in (BATCHING if everything else ("paged", "unpaged"))
+    )
+    yield from (
+        Cell("blocks", model, device, batching, 128, math.inf, num_blocks)
+        for num_blocks in (BLOCKS[1::2] if size is Size.QUICK else BLOCKS)
+        for batching in ("paged", "unpaged")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The same requests on the same device, with paging and otherwise."""
+
+    paged: Measured
+    other: Measured
+
+    @property
+    def ratio(self) -> float:
+        """Of tokens per second."""
+        return self.paged.output_rate / self.other.output_rate
+
+    @property
+    def in_words(self) -> str:
+        """Where it was found."""
+        cell = self.paged.cell
+        where = f"{cell.model} on {cell.device.removeprefix('simulated:')}"
+        blocks = "" if cell.num_blocks is None else f", {cell.num_blocks:,} blocks"
+        rate = "all at once" if math.isinf(cell.rate) else f"{cell.rate:g} requests/s"
+        return f"{where}{blocks}, {cell.num_outputs} out, {rate}"
+
+
+def gains(found: Iterable[Measured], over: str) -> list[Gain]:
+    """Of paging over another way to batch, the largest first, wherever both served anything."""
+    served = {one.cell: one for one in found if not one.fault}
+    pairs = [
+        Gain(one, served[other])
+        for cell, one in served.items()
+        if cell.batching == "paged" and (other := replace(cell, batching=over)) in served
+    ]
+    return sorted(pairs, key=lambda gain: -gain.ratio)
+
+
+def measure(job: Job) -> Measured:
+    cell = job.cell
+    settings = {**job.settings, **BATCHING[cell.batching], "model": cell.model, "device": cell.device}
+    if cell.num_blocks is not None:
+        # memory that is reserved counts tokens: as many of them as the blocks hold
+        settings["num_blocks"] = cell.num_blocks * (1 if cell.batching == "paged" else BLOCK_SIZE)
+    lengths = [Lengths(INPUT, cell.num_outputs)] * job.num_requests
+    try:
+        if cell.batching == "none":
+            return _alone(cell, settings, lengths, job.seed)
+        found = replayed(Run(settings, lengths, cell.rate, job.seed))
+    except ConfigError as fault:  # a model that no such device holds
+        return Measured(cell, fault=str(fault))
+    served = found.served
+    if not served:
+        return Measured(cell, fault="no request fits the pool")
+    return Measured(
+        cell,
+        found.output_rate,
+        found.normalised,
+        sum(one.per_token for one in served) / len(served),
+        found.waiting.mean or found.arriving.mean,
+        found.num_preemptions,
+    )
+
+
+def _alone(cell: Cell, settings: Mapping[str, Any], lengths: list[Lengths], seed: int) -> Measured:
+    """Equal requests that never share a step take equally long: a few are simulated, the queue of all is worked out."""
+    few = Replay(build_simulated(settings), [Arrival(0.0, lengths[0])] * SERVED_ALONE).run()
+    each = few.seconds / SERVED_ALONE
+    now, delays, busy = 0.0, 0.0, 0.0
+    for arrival in arrival_times(len(lengths), cell.rate, 1.0, random.Random(f"arrivals {seed}")):
+        now = max(now, arrival) + each
+        delays += now - arrival
+        busy += each
+    per_token = sum(one.per_token for one in few.served) / len(few.served)
+    return Measured(
+        cell,
+        len(lengths) * cell.num_outputs / now,
+        delays / len(lengths) / cell.num_outputs,
+        per_token,
+        busy / now,
+    )
+
+
+# Tables and pictures of `characterize`.
+
+WORDS = {"paged": "continuous, paged", "unpaged": "continuous, unpaged", "dynamic": "dynamic", "none": "none"}
+MOST = 6  # gains that the table lists
+LOOKS: dict[str, int | str] = {"paged": "paged", "unpaged": "max", "dynamic": "dynamic", "none": "none"}
+
+
+def tables(found: Sequence[Measured], devices: Sequence[str]) -> list[Table]:
+    return [_gains(found), _grid(found), _devices(found, devices), _blocks(found)]
+
+
+def pictures(found: Sequence[Measured], model: str) -> list[Picture]:
+    return [
+        Picture(
+            "characterize",
+            f"Throughput by batching, {model}",
+            "The longer the answers and the higher the load, the more it matters who may join a batch, and when.",
+            lambda figure: _draw_grid(figure, found),
+            width=11.0,
+        ),
+        Picture(
+            "characterize-blocks",
+            f"Throughput and latency against the number of blocks, {model}",
+            "More memory means larger batches, until the device's arithmetic is what is left.",
+            lambda figure: _draw_blocks(figure, found),
+        ),
+    ]
+
+
+def _gains(found: Sequence[Measured]) -> Table:
+    """Where paging pays most, and what bounds it: how many more requests the same memory holds."""
+    rows = [
+        [
+            gain.in_words,
+            f"{gain.paged.output_rate:,.0f}",
+            f"{gain.other.output_rate:,.0f}",
+            f"{gain.ratio:.2f}",
+            f"{gain.paged.mean_running:.1f}",
+            f"{gain.other.mean_running:.1f}",
+            f"{POSITIONS / (INPUT + gain.paged.cell.num_outputs):.1f}",
+        ]
+        for gain in gains(found, "unpaged")[:MOST]
+    ]
+    head = [
+        "where",
+        "tokens/s, paged",
+        "unpaged",
+        "ratio",
+        "running, paged",
+        "unpaged",
+        "memory allows, about",
+    ]
+    return Table("Where paging pays most (published: up to 4 ×)", head, rows)
+
+
+def _part(found: Sequence[Measured], part: str) -> list[Measured]:
+    return [one for one in found if one.cell.part == part]
+
+
+def _grid(found: Sequence[Measured]) -> Table:
+    rows = [
+        [
+            f"{one.cell.num_outputs}",
+            in_rate(one.cell.rate),
+            WORDS[one.cell.batching],
+            f"{one.output_rate:,.0f}",
+            f"{1e3 * one.normalised:,.1f}",
+            f"{1e3 * one.per_token:.1f}",
+            f"{one.mean_running:.1f}",
+        ]
+        for one in _part(found, "grid")
+    ]
+    head = [
+        "outputs",
+        "requests/s",
+        "batching",
+        "tokens/s",
+        "latency, ms per token",
+        "between tokens, ms",
+        "running",
+    ]
+    return Table("Batching, output lengths and rates", head, rows, left=3)
+
+
+def _devices(found: Sequence[Measured], devices: Sequence[str]) -> Table:
+    cells = {
+        (one.cell.model, one.cell.device, one.cell.batching): one
+        for one in _part(found, "devices")
+        if one.cell.num_outputs == 128 and math.isinf(one.cell.rate)
+    }
+    models = list(dict.fromkeys(model for model, _, _ in cells))
+    rows = []
+    for model in models:
+        ones = {
+            batching: [cells[model, device, batching] for device in devices]
+            for batching in ("paged", "unpaged")
+        }
+        for batching, line in ones.items():
+            shown = ["does not fit" if one.fault else f"{one.output_rate:,.0f}" for one in line]
+            rows.append([model, WORDS[batching], *shown])
+        ratios = [
+            "" if paged.fault or other.fault else f"{paged.output_rate / other.output_rate:.2f}"
+            for paged, other in zip(ones["paged"], ones["unpaged"], strict=True)
+        ]
+        rows.append([model, "ratio", *ratios])
+    names = [device.removeprefix("simulated:") for device in devices]
+    return Table(
+        "Models and devices, 128 out, all at once: tokens per second",
+        ["model", "batching", *names],
+        rows,
+        left=2,
+    )
+
+
+def _blocks(found: Sequence[Measured]) -> Table:
+    rows = [
+        [
+            f"{one.cell.num_blocks:,}",
+            WORDS[one.cell.batching],
+            *(
+                ("no request fits", "", "", "", "")
+                if one.fault
+                else (
+                    f"{one.output_rate:,.0f}",
+                    f"{1e3 * one.normalised:,.1f}",
+                    f"{1e3 * one.per_token:.1f}",
+                    f"{one.mean_running:.1f}",
+                    f"{one.num_preemptions:,}",
+                )
+            ),
+        ]
+        for one in _part(found, "blocks")
+    ]
+    head = ["blocks of 16", "batching", "tokens/s", "latency, ms per token", "between tokens, ms", "running"]
+    return Table(
+        "The number of blocks, 128 out, all at once: the same memory", [*head, "preempted"], rows, left=2
+    )
+
+
+def _draw_grid(figure: Any, found: Sequence[Measured]) -> None:
+    ones = _part(found, "grid")
+    rates = list(dict.fromkeys(one.cell.rate for one in ones))
+    outputs = list(dict.fromkeys(one.cell.num_outputs for one in ones))
+    for axis, rate in zip(figure.subplots(1, len(rates), sharey=True), rates, strict=True):
+        for place, batching in enumerate(WORDS):
+            values = [
+                one.output_rate for one in ones if one.cell.rate == rate and one.cell.batching == batching
+            ]
+            axis.bar(
+                [x + 0.2 * (place - 1.5) for x in range(len(outputs))],
+                values,
+                0.19,
+                label=WORDS[batching],
+                **bar_style(LOOKS[batching]),
+            )
+        axis.set_xticks(range(len(outputs)), [str(one) for one in outputs])
+        title = "all at once" if math.isinf(rate) else f"{rate:g} requests per second"
+        axis.set(title=title, xlabel="output tokens")
+        plain_log(axis, "y")
+        axis.grid(axis="x", visible=False)
+        if rate == rates[0]:
+            axis.set_ylabel("tokens per second")
+            handles, labels = axis.get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=4)
+
+
+def _draw_blocks(figure: Any, found: Sequence[Measured]) -> None:
+    left, right = figure.subplots(1, 2)
+    series = {
+        batching: [one for one in _part(found, "blocks") if one.cell.batching == batching and not one.fault]
+        for batching in ("paged", "unpaged")
+    }
+    for batching, ones in series.items():
+        blocks = [one.cell.num_blocks for one in ones]
+        look = line_style(LOOKS[batching])
+        left.plot(blocks, [one.output_rate for one in ones], label=WORDS[batching], **look)
+        arrived = [1e3 * one.normalised for one in ones]
+        right.plot(blocks, arrived, label=f"from arrival, {batching}", **look)
+        between = [1e3 * one.per_token for one in ones]
+        right.plot(blocks, between, label=f"between tokens, {batching}", **look, alpha=0.45)
+    left.set(title="throughput", xlabel="blocks of 16 tokens", ylabel="tokens per second")
+    right.set(title="latency", xlabel="blocks of 16 tokens", ylabel="ms per token")
+    plain_log(right, "y")
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(
+            [one.cell.num_blocks for one in series["paged"]],
+            [f"{one.cell.num_blocks:,}" for one in series["paged"]],
+        )
+    left.legend(loc="upper left")
+    right.legend(loc="upper right")
+
 
 NUM_REQUESTS = 500
 BASE: dict[str, Any] = {

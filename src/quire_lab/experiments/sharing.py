@@ -3,9 +3,18 @@
 from typing import Any
 
 from quire.bench.figure import Picture, bar_style, look
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.sharing import BLOCK_SIZE, CONTEXT, PAPER, SHARES, WIDTHS, Saving, Workload, measure_saving
-from quire_lab.sharing_report import METHODS
+from quire_lab.measure.sharing import (
+    BLOCK_SIZE,
+    CONTEXT,
+    METHODS,
+    PAPER,
+    SHARES,
+    WIDTHS,
+    Saving,
+    Workload,
+    measure_saving,
+)
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
 NAMES = ("alpaca", "sharegpt")
 

@@ -10,10 +10,10 @@ from quire.bench.arrivals import arrival_times, replayed
 from quire.bench.figure import GREY, Picture, line_style, plain_log
 from quire.bench.lengths import Lengths, LogNormal
 from quire.bench.trace import read_trace
-from quire_lab.experiments.data import DataFolder
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.experiments.simulated import basis, build_simulated, side_by_side, simulated_settings
-from quire_lab.replay import Arrival, Replay, Served
+from quire_lab.measure.replay import Arrival, Replay, Served
+from quire_lab.measure.simulated_runs import basis, build_simulated, side_by_side, simulated_settings
+from quire_lab.report.data import DataFolder
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
 BASE: dict[str, Any] = {
     "model": "llama-8b",

@@ -8,11 +8,11 @@ import pytest
 
 from quire.bench.lengths import Lengths
 from quire_lab.experiments import adapters, adapters_simulated, batched, characterize, rate, trace
-from quire_lab.experiments.characterize_grid import INPUT, Cell, Job, Measured, cells, gains, measure
-from quire_lab.experiments.experiment import Size
-from quire_lab.experiments.rate_curves import Curve
-from quire_lab.experiments.report import write_finding
-from quire_lab.experiments.simulated import PAPER, Point, Workload
+from quire_lab.experiments.characterize import INPUT, Cell, Job, Measured, cells, gains, measure
+from quire_lab.experiments.rate import Curve
+from quire_lab.measure.simulated_runs import PAPER, Point, Workload
+from quire_lab.report.experiment import Size
+from quire_lab.report.files import write_finding
 
 pytest.importorskip("matplotlib")
 WORKLOADS = [
