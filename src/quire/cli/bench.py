@@ -46,10 +46,12 @@ DEFAULT_INPUT, DEFAULT_OUTPUT = 128, 64
 def add_arguments(parser: Parser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="|".join(_ADD), required=True)
     for name, add in _ADD.items():
-        one = kinds.add_parser(name, help=HELP[name], description=HELP[name])
         if name in LABORATORY and not laboratory.is_installed():
-            one.description = f"{HELP[name]} (not installed: {laboratory.INSTALL})"
+            # No prefix is an option's: any arguments are taken, and `run` says how to install the laboratory.
+            missing = kinds.add_parser(name, help=HELP[name], add_help=False, prefix_chars="\0")
+            missing.add_argument("arguments", nargs="*")
             continue
+        one = kinds.add_parser(name, help=HELP[name], description=HELP[name])
         add(one)
         if name == "lab":  # writes its records beside its pictures
             add_engine_flags(one)

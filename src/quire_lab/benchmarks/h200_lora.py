@@ -1,4 +1,4 @@
-"""Adapters on one GPU: `python -m quire_lab.benchmarks.h200 lora --output FILE`, or this file itself.
+"""Adapters on one GPU: `python -m quire_lab.benchmarks.h200_lora --output FILE`, or `h200 lora`.
 
 llama8b with random weights and adapters of ranks 8, 16, 32 and 64 on q, k, v and o; 512 sharegpt requests, greedy, an
 adapter drawn at random for each. Cases: `base` (adapters off, a process of its own), `enabled` (adapters on, and no
