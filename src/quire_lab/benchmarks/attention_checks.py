@@ -48,7 +48,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AttentionCase:
     """A ragged batch over a page-major pool of several layers."""
 
     heads: Heads
@@ -84,7 +84,7 @@ def label(tuning: Tuning) -> str:
 
 def make_case(
     heads: Heads, contexts: list[int], queries: list[int], layers: int = 1, poison: bool = False
-) -> Case:
+) -> AttentionCase:
     """Random requests over shuffled blocks; with `poison`, slots that nobody may read hold not-a-numbers."""
     counts = [-(-context // heads.block_size) for context in contexts]
     order = torch.randperm(sum(counts), device=DEVICE, dtype=torch.int32) + 1
@@ -106,10 +106,10 @@ def make_case(
     starts = torch.tensor([0, *queries], device=DEVICE).cumsum(0).int()
     q = torch.randn(sum(queries), heads.num_heads, heads.head_dim, device=DEVICE).to(heads.dtype) * 2
     lengths = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    return Case(heads, q, pool, starts, lengths, tables, contexts, queries)
+    return AttentionCase(heads, q, pool, starts, lengths, tables, contexts, queries)
 
 
-def reference(case: Case, window: int = 0, contexts: list[int] | None = None) -> Tensor:
+def reference(case: AttentionCase, window: int = 0, contexts: list[int] | None = None) -> Tensor:
     """The same attention in float64, one row after another."""
     heads, k_pages, v_pages = case.heads, *case.pages(0)
     out, start = torch.zeros(case.q.shape[0], heads.num_heads * heads.head_dim, device=DEVICE).double(), 0
@@ -209,7 +209,7 @@ def check_trees(shapes: list[Heads], contexts: list[int]) -> None:
             _note(case, name, error(found, expected), trees=len(contexts))
 
 
-def _note(case: Case, variant: str, found: float, **more: int) -> None:
+def _note(case: AttentionCase, variant: str, found: float, **more: int) -> None:
     heads = case.heads
     what = f"{heads.kv_heads}x{heads.group}x{heads.head_dim} block {heads.block_size} {str(heads.dtype)[6:]}"
     record("check", what=what, **more, variant=variant, error=found, ok=found < LIMITS[heads.dtype])

@@ -40,7 +40,7 @@ from quire_lab.benchmarks.attention_checks import (
     USUAL,
     VARIANTS,
     WIDE,
-    Case,
+    AttentionCase,
     Heads,
     check_batches,
     check_trees,
@@ -83,7 +83,7 @@ def make_weights() -> list[list[torch.Tensor]]:
     return [[torch.randn(*shape, **like) / 64 for shape in PRODUCTS] for _ in range(4)]
 
 
-def time_amid(case: Case, weights: list[list[torch.Tensor]], tuning: Tuning) -> tuple[float, float]:
+def time_amid(case: AttentionCase, weights: list[list[torch.Tensor]], tuning: Tuning) -> tuple[float, float]:
     """Seconds of attention in one layer, and of all layers with their products."""
     rows, heads = len(case.contexts), case.heads
     x = torch.randn(rows, PRODUCTS[0][1], dtype=heads.dtype, device=DEVICE)
@@ -156,7 +156,7 @@ def check() -> None:
     check_bits()
 
 
-def check_contiguous(case: Case) -> None:
+def check_contiguous(case: AttentionCase) -> None:
     """Gathered rows through the tensor memory accelerator."""
     plan = case.planner().plan(case.query_starts, case.context_lens, len(case.contexts))
     expected, out = reference(case), torch.full_like(reference(case), float("nan"), dtype=case.heads.dtype)
@@ -346,7 +346,7 @@ def prompt_flops(heads: Heads, length: int) -> float:
     return 2.0 * length * length * heads.num_heads * heads.head_dim
 
 
-def gathered_attention(case: Case, plan: triton_plan.AttentionPlan, out: Tensor) -> None:
+def gathered_attention(case: AttentionCase, plan: triton_plan.AttentionPlan, out: Tensor) -> None:
     """Pages to one piece, then attention over it; zeros once, since what follows a row must be finite."""
     starts, tokens = triton_contiguous.aligned_starts(case.contexts, DEVICE)
     k, v = (torch.zeros(tokens, case.heads.kv_heads, case.heads.head_dim, dtype=case.heads.dtype, device=DEVICE)
@@ -355,7 +355,7 @@ def gathered_attention(case: Case, plan: triton_plan.AttentionPlan, out: Tensor)
 
 
 def run_gathered(
-    case: Case,
+    case: AttentionCase,
     plan: triton_plan.AttentionPlan,
     out: Tensor,
     starts: Tensor,

@@ -33,18 +33,18 @@ Embed = Callable[[list[str]], numpy.ndarray]
 
 
 @dataclass(frozen=True)
-class System:
+class EmbeddingSystem:
     name: str
     embed: Embed
     torch_threads: int  # where native kernels do the work, torch keeps to one
 
 
-def quire_system(name: str, quantization: str, threads: int) -> System:
+def quire_system(name: str, quantization: str, threads: int) -> EmbeddingSystem:
     embedder = Embedder(quantization=quantization, use_tqdm=False)
-    return System(name, lambda texts: embedder.embed(texts, use_tqdm=False, truncate=True), threads)
+    return EmbeddingSystem(name, lambda texts: embedder.embed(texts, use_tqdm=False, truncate=True), threads)
 
 
-def transformers_system(folder: str, threads: int) -> System:
+def transformers_system(folder: str, threads: int) -> EmbeddingSystem:
     """Padded batches of texts of similar length, mean over the tokens: what the model's card shows, done well."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
@@ -68,16 +68,16 @@ def transformers_system(folder: str, threads: int) -> System:
             found[places] = torch.nn.functional.normalize(means).numpy()
         return found
 
-    return System("transformers", embed, threads)
+    return EmbeddingSystem("transformers", embed, threads)
 
 
-def sentence_transformers_system(folder: str, threads: int) -> System | None:
+def sentence_transformers_system(folder: str, threads: int) -> EmbeddingSystem | None:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
         return None
     model = SentenceTransformer(folder, device="cpu")
-    return System(
+    return EmbeddingSystem(
         "sentence-transformers",
         lambda texts: model.encode(texts, batch_size=BATCH, show_progress_bar=False),
         threads,
@@ -91,7 +91,7 @@ def read_xquad(path: Path) -> tuple[list[str], list[str], list[int]]:
     return [text for text, _ in asked], [one["context"] for one in paragraphs], [at for _, at in asked]
 
 
-def timed(system: System, texts: list[str]) -> tuple[float, numpy.ndarray]:
+def timed(system: EmbeddingSystem, texts: list[str]) -> tuple[float, numpy.ndarray]:
     torch.set_num_threads(system.torch_threads)
     started = time.perf_counter()
     vectors = system.embed(texts)
@@ -99,12 +99,14 @@ def timed(system: System, texts: list[str]) -> tuple[float, numpy.ndarray]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class EmbeddingTimes:
     seconds: list[list[float]]  # of each piece, in each round
     vectors: numpy.ndarray
 
 
-def measure(systems: list[System], texts: list[str], piece: int, num_rounds: int) -> dict[str, Measured]:
+def measure(
+    systems: list[EmbeddingSystem], texts: list[str], piece: int, num_rounds: int
+) -> dict[str, EmbeddingTimes]:
     """The systems take turns piece by piece: what else the machine does falls on all of them."""
     pieces = [texts[first : first + piece] for first in range(0, len(texts), piece)]
     seconds: dict[str, list[list[float]]] = {system.name: [[] for _ in pieces] for system in systems}
@@ -118,10 +120,10 @@ def measure(systems: list[System], texts: list[str], piece: int, num_rounds: int
                 seconds[system.name][at].append(taken)
                 if number == 0:
                     vectors[system.name].append(found)
-    return {name: Measured(seconds[name], numpy.concatenate(vectors[name])) for name in seconds}
+    return {name: EmbeddingTimes(seconds[name], numpy.concatenate(vectors[name])) for name in seconds}
 
 
-def summary(found: dict[str, dict[str, Measured]], own: list[int]) -> dict[str, Any]:
+def summary(found: dict[str, dict[str, EmbeddingTimes]], own: list[int]) -> dict[str, Any]:
     """Rates are from each piece's least time: on a machine that others use, that is the one nearest the truth."""
     result: dict[str, Any] = {}
     for system in found["questions"]:

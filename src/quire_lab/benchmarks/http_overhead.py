@@ -99,7 +99,7 @@ class Offline:
 # ---------------------------------------------------------------------- served
 
 
-class Served:
+class ServedEngine:
     def __init__(self, count: int, threads: int) -> None:
         self._count = count
         command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--num-threads", str(threads)]
@@ -165,7 +165,7 @@ def cpu_seconds_of_all() -> float:
     return (user + nice + system + irq + softirq + steal) / TICKS
 
 
-def measured(one: Offline | Served, seed: int) -> dict[str, Any]:
+def measured(one: Offline | ServedEngine, seed: int) -> dict[str, Any]:
     """A run, with what it and everyone else took of the CPU."""
     before, all_before, here = [cpu_seconds_of(p) for p in one.pids], cpu_seconds_of_all(), cpu_seconds_here()
     begin = time.perf_counter()
@@ -179,7 +179,7 @@ def measured(one: Offline | Served, seed: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------- rounds
 
 
-def run_rounds(offline: Offline, served: Served, rounds: int) -> list[dict[str, Any]]:
+def run_rounds(offline: Offline, served: ServedEngine, rounds: int) -> list[dict[str, Any]]:
     for seed in (0, 1):  # kernels are chosen, memory is touched, passes are recorded
         offline.run(seed)
         served.run(seed)
@@ -214,7 +214,7 @@ def main() -> None:
     if arguments.offline_worker:
         offline_worker(arguments.n, arguments.threads)
         return
-    offline, served = Offline(arguments.n, arguments.threads), Served(arguments.n, arguments.threads)
+    offline, served = Offline(arguments.n, arguments.threads), ServedEngine(arguments.n, arguments.threads)
     try:
         rounds = run_rounds(offline, served, arguments.rounds)
     finally:

@@ -45,7 +45,7 @@ class Shape:
 
 
 @dataclass
-class Report:
+class LoraReport:
     """What was measured, and what went wrong."""
 
     device: torch.device
@@ -140,7 +140,7 @@ def make_segments(
     return LoraSegments(order, slots_, starts_, max_lines)
 
 
-def check_mixes(report: Report) -> None:
+def check_mixes(report: LoraReport) -> None:
     """Odd ranks, odd widths, lines without adapters, every type, both lengths of segments."""
     draw, device = np.random.default_rng(0), report.device
     shapes = [(512, [512, 128, 128]), (200, [72, 40, 24]), (100, [33, 7, 20]), (14336, [256])]
@@ -173,7 +173,7 @@ def check_mixes(report: Report) -> None:
 
 
 def check_embedded(
-    report: Report, tables: LoraTables, line_slots: np.ndarray, num_ids: int, width: int, limit: float
+    report: LoraReport, tables: LoraTables, line_slots: np.ndarray, num_ids: int, width: int, limit: float
 ) -> None:
     segments = make_segments(line_slots, 16, 6, report.device)
     ids = torch.randint(0, num_ids - 2, (len(line_slots),), dtype=torch.int32, device=report.device)
@@ -182,11 +182,11 @@ def check_embedded(
     report.check("embedded", kernel.add_embedded(ids, y, tables, segments, 0, num_ids, 2), expected, limit)
 
 
-class Case:
+class LoraCase:
     """Layers of q, k, v and o with so many adapters, and so many lines that use them."""
 
     def __init__(
-        self, report: Report, shape: Shape, line_slots: np.ndarray, num_adapters: int, max_lines: int
+        self, report: LoraReport, shape: Shape, line_slots: np.ndarray, num_adapters: int, max_lines: int
     ):
         self.report, self.shape = report, shape
         device, dtype = report.device, torch.float32 if report.dry else torch.bfloat16
@@ -227,7 +227,7 @@ class Case:
         return run
 
 
-def bench_shapes(report: Report, shape: Shape) -> None:
+def bench_shapes(report: LoraReport, shape: Shape) -> None:
     """Decodes and prompts as they come."""
     mixes = [(1, 1, 16), (64, 1, 16), (64, 32, 16), (256, 1, 16), (256, 32, 16), (256, 100, 16)]
     prompts = [(512, 1, 16), (512, 4, 16), (1024, 4, 64), (8192, 1, 64), (8192, 32, 64), (8192, 100, 64)]
@@ -237,7 +237,7 @@ def bench_shapes(report: Report, shape: Shape) -> None:
         draw = np.random.default_rng(1)
         shuffled = draw.permutation(np.arange(num_lines) % adapters)
         line_slots = shuffled if max_lines == 16 and num_lines < 512 else np.sort(shuffled)
-        case = Case(report, shape, line_slots, adapters, max_lines)
+        case = LoraCase(report, shape, line_slots, adapters, max_lines)
         taken = report.timed(
             f"{num_lines} lines, {adapters} adapters: one layer", case.both, case.num_layers,
             case.bytes_qkv + case.bytes_o, lines=num_lines, adapters=adapters,
@@ -251,7 +251,7 @@ def bench_shapes(report: Report, shape: Shape) -> None:
             report.rows[-1] |= {"base_layer_us": round(base, 1), "step_ms": round(taken * 32 / 1e3, 3)}
 
 
-def base_time(report: Report, shape: Shape, num_lines: int) -> float:
+def base_time(report: LoraReport, shape: Shape, num_lines: int) -> float:
     """A layer's own products: q|k|v, o, gate|up and down."""
     sizes = ((shape.bounds[-1], shape.hidden), (shape.hidden, shape.hidden), (28672, 4096), (4096, 14336))
     pairs = [
@@ -264,7 +264,7 @@ def base_time(report: Report, shape: Shape, num_lines: int) -> float:
     return graph_time(lambda: [torch.mm(x, weight.t()) for x, weight in pairs])
 
 
-def bench_tunings(report: Report, shape: Shape) -> None:
+def bench_tunings(report: LoraReport, shape: Shape) -> None:
     """One change at a time, for the decode and the prompt that matter most."""
     few, many = kernel.TUNINGS[16], kernel.TUNINGS[64]
     shrinks: dict[int, list[dict[str, int]]] = {
@@ -296,7 +296,7 @@ def bench_tunings(report: Report, shape: Shape) -> None:
     if report.dry:
         decode, prompt = decode[:4] % 2, prompt[:70] % 2
     for max_lines, line_slots, basis in ((16, decode, few), (64, prompt, many)):
-        case = Case(report, shape, line_slots, int(line_slots.max()) + 1, max_lines)
+        case = LoraCase(report, shape, line_slots, int(line_slots.max()) + 1, max_lines)
         for kind, changes in (("shrink", shrinks[max_lines]), ("expand", expands[max_lines])):
             for change in changes[: 2 if report.dry else None]:
                 if report.late:
@@ -306,7 +306,12 @@ def bench_tunings(report: Report, shape: Shape) -> None:
 
 
 def try_tuning(
-    report: Report, case: Case, kind: str, change: dict[str, int], tuning: kernel.Tuning, max_lines: int
+    report: LoraReport,
+    case: LoraCase,
+    kind: str,
+    change: dict[str, int],
+    tuning: kernel.Tuning,
+    max_lines: int,
 ) -> None:
     width = 3 * case.shape.hidden if kind == "shrink" else sum(case.shape.widths[:3])
     try:
@@ -331,7 +336,7 @@ def main() -> int:
         parser.error("PyTorch sees no GPU here: run it on one, or try the script itself with --dry")
     torch.manual_seed(0)
     device = torch.device("cpu" if options.dry and not torch.cuda.is_available() else "cuda")
-    report = Report(device, options.dry, time.perf_counter() + options.seconds)
+    report = LoraReport(device, options.dry, time.perf_counter() + options.seconds)
     shape = Shape(128, 64) if options.dry else Shape()
     check_mixes(report)
     print(f"{report.checks} checks, {len(report.failures)} failed", flush=True)

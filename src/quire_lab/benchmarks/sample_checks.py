@@ -111,7 +111,7 @@ KINDS = ("flat", "peaked", "crowded", "hidden", "banned", "striped")
 
 
 @dataclass
-class Kept:
+class KeptTokens:
     """What the reference keeps of one row: fp64 weights, 0 where filtered, and their sums by rising id."""
 
     weights: np.ndarray
@@ -130,7 +130,7 @@ class Kept:
         )
 
 
-def kept_of(logits: np.ndarray, params: SamplingParams) -> Kept:
+def kept_of(logits: np.ndarray, params: SamplingParams) -> KeptTokens:
     """As the reference filters, for one row, in fp64."""
     scaled = (logits / np.float32(params.temperature)).astype(np.float32)
     weights = np.exp(scaled.astype(np.float64) - float(scaled.max()))
@@ -146,10 +146,10 @@ def kept_of(logits: np.ndarray, params: SamplingParams) -> Kept:
         falling[dropped] = 0.0
     kept = np.zeros_like(weights)
     kept[order] = falling
-    return Kept(kept, np.cumsum(kept))
+    return KeptTokens(kept, np.cumsum(kept))
 
 
-def is_neighbour(kept: Kept, number: float, expected: int, found: int, params: SamplingParams) -> bool:
+def is_neighbour(kept: KeptTokens, number: float, expected: int, found: int, params: SamplingParams) -> bool:
     """Whether the last bits of a sum explain another token than the expected one."""
     between = kept.weights[min(expected, found) + 1 : max(expected, found)]
     edge = float(kept.weights[kept.weights > 0].min() / kept.total)  # a token at top-p's edge, kept or not

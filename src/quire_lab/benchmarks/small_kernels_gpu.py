@@ -43,7 +43,7 @@ BLOCK_BYTES = 2 << 20
 
 
 @dataclass
-class Report:
+class KernelReport:
     """Rows of the table, and what went wrong."""
 
     rows: list[dict] = field(default_factory=list)
@@ -113,7 +113,7 @@ def both(operation: str):
     return registry.load(operation, "triton"), registry.load(operation, "reference")
 
 
-def bench_norm(report: Report) -> None:
+def bench_norm(report: KernelReport) -> None:
     kernel, reference = both("norm")
     for width, *_ in SHAPES:
         weight, bias = randn(width), randn(width)
@@ -159,7 +159,7 @@ def bench_norm(report: Report) -> None:
     )
 
 
-def bench_rotary(report: Report) -> None:
+def bench_rotary(report: KernelReport) -> None:
     kernel, reference = both("rotary")
     for width, _, heads, kv_heads, head_dim in SHAPES:
         angles = torch.rand(8192, head_dim // 2, device=DEVICE) * 6
@@ -187,7 +187,7 @@ def bench_rotary(report: Report) -> None:
             )
 
 
-def bench_activation(report: Report) -> None:
+def bench_activation(report: KernelReport) -> None:
     kernel, reference = both("activation")
     for _, inner, *_ in SHAPES:
         for tokens in TOKENS:
@@ -211,7 +211,7 @@ def bench_activation(report: Report) -> None:
                 )
 
 
-def bench_embedding(report: Report) -> None:
+def bench_embedding(report: KernelReport) -> None:
     kernel, reference = both("embedding")
     for width, *_ in SHAPES:
         table = randn(49152, width)
@@ -226,7 +226,7 @@ def bench_embedding(report: Report) -> None:
             )
 
 
-def bench_pages(report: Report) -> None:
+def bench_pages(report: KernelReport) -> None:
     kernel, reference = both("pages")
     pool = torch.randint(256, (512, BLOCK_BYTES), dtype=torch.uint8, device=DEVICE)
     for copies in (1, 2, 4, 8, 16, 32, 64, 200):
@@ -242,7 +242,7 @@ def bench_pages(report: Report) -> None:
         )
 
 
-def bench_sample(report: Report, sweep: bool) -> None:
+def bench_sample(report: KernelReport, sweep: bool) -> None:
     check_draws(report.check, DEVICE)
     check_failures(report.check, DEVICE)
     kinds = {
@@ -279,7 +279,7 @@ def bench_sample(report: Report, sweep: bool) -> None:
     sample_kernel.TUNING = sample_kernel.Tuning()
 
 
-def bench_sampler(report: Report) -> None:
+def bench_sampler(report: KernelReport) -> None:
     """The whole sampler at 256 rows. Nothing in it may wait for the device: that raises here."""
     count, vocabulary, length = 256, 128256, 1024
     logits = torch.randn(count, vocabulary, device=DEVICE)
@@ -343,7 +343,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("PyTorch sees no GPU here: run it on one")
     torch.manual_seed(int(time.time()))
-    report, started = Report(), time.perf_counter()
+    report, started = KernelReport(), time.perf_counter()
     parts = {
         "norm": bench_norm, "rotary": bench_rotary, "activation": bench_activation,
         "embedding": bench_embedding, "pages": bench_pages,

@@ -192,7 +192,7 @@ def main() -> None:
         )
     if options.skip_checks and options.only:
         parser.error("--skip-checks leaves nothing of --only deterministic: choose one of them")
-    report = Report(options)
+    report = SpeculationReport(options)
     if not options.skip_checks:
         report.checked["deterministic"] = check_deterministic(options.device)
         if options.only is None:
@@ -205,7 +205,7 @@ def main() -> None:
     sys.exit(len(report.checked.get("deterministic", {}).get("failures", ())))
 
 
-class Report:
+class SpeculationReport:
     """What was found so far, on the screen and in the file."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -257,7 +257,7 @@ def _engine(folder: str, shape: dict[str, Any], device: str, **settings: Any) ->
     )  # fmt: skip
 
 
-def _measure(options: argparse.Namespace, report: Report) -> None:
+def _measure(options: argparse.Namespace, report: SpeculationReport) -> None:
     shape = TINY if options.shape == "tiny" else workloads.SHAPES[options.shape]
     with tempfile.TemporaryDirectory() as folder:
         most = FORKS * max(map(int, options.batches.split(",")))

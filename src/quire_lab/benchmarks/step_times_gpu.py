@@ -76,7 +76,7 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
     from quire.bench.drive import Bench
     from quire.core.config import EngineConfig
     from quire.engine.build import build
-    from quire_lab.fit.step_grid import Cell, measure_grid
+    from quire_lab.fit.step_grid import StepCell, measure_grid
 
     settings = {"enable_prefix_caching": False}
     began = time.perf_counter()
@@ -87,9 +87,9 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
     pairs = [*((*one, 1) for one in PROMPTS), *((*one, 12) for one in CELLS)]
     if options.small:
         pairs = [one for one in pairs if one[0] * one[1] <= 256]
-    cells = [Cell(*one) for one in pairs]
+    cells = [StepCell(*one) for one in pairs]
 
-    def said(cell: Cell) -> None:
+    def said(cell: StepCell) -> None:
         now = time.perf_counter() - began
         print(f"{options.child}: {cell.num_sequences} × {cell.context} after {now:.1f} s", file=sys.stderr)
 

@@ -24,7 +24,7 @@ from quire.engine.build import build
 from quire.runner.cost_model import FACTOR_NAMES, Rates
 from quire.runner.devices import DEFAULT_DEVICE, device_names, find_device
 from quire_lab.fit.factors import Fit, Sample, charged_errors, fit_factors
-from quire_lab.fit.samples import CPU_CELLS, Measured, measure_here, read_samples
+from quire_lab.fit.samples import CPU_CELLS, MeasuredSamples, measure_here, read_samples
 
 
 def add_fit(parser: Parser) -> None:
@@ -88,7 +88,7 @@ def _checked(arguments: argparse.Namespace, rates: Rates, found: Fit) -> list[tu
     return [(one.what, error) for one, error in zip(samples, errors, strict=True)]
 
 
-def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]:
+def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], MeasuredSamples]:
     base = find_device(f"simulated:{arguments.base}")
     with tqdm(disable=not sys.stderr.isatty(), unit="run", leave=False) as bar:
         several = [
@@ -117,7 +117,7 @@ def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured
     return record, measured
 
 
-def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]:
+def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], MeasuredSamples]:
     settings = {"device": "cpu", "enable_prefix_caching": False, **engine_settings(arguments)}
     if settings["device"] != "cpu":
         raise ConfigError(
@@ -146,7 +146,7 @@ def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]
         built.engine.close()
     report = built.report
     on = f"{cpu_name()}, {report.num_threads} threads, {report.model} in {report.numbers.format_name}"
-    return record, Measured(samples, on, datetime.now(UTC).date().isoformat(), ("this machine",))
+    return record, MeasuredSamples(samples, on, datetime.now(UTC).date().isoformat(), ("this machine",))
 
 
 def _save(record: dict[str, Any], path: str) -> None:

@@ -22,7 +22,7 @@ from quire_lab.measure.sharing import (
     WIDTHS,
     BeamRate,
     Saving,
-    Workload,
+    SharingWorkload,
     measure_rates,
     measure_saving,
 )
@@ -70,14 +70,14 @@ def sharing(arguments: argparse.Namespace) -> BenchReport:
     return sharing_report(workloads, savings, rates, settings)
 
 
-def _workload(name: str, arguments: argparse.Namespace, seed: int) -> Workload:
+def _workload(name: str, arguments: argparse.Namespace, seed: int) -> SharingWorkload:
     path = getattr(arguments, f"{name}_csv")
     if path is None:
-        return Workload(name, "drawn", named(name, arguments.num_prompts, seed))
-    return Workload(name, path.rsplit("/", 1)[-1], from_csv(path, arguments.num_prompts, seed))
+        return SharingWorkload(name, "drawn", named(name, arguments.num_prompts, seed))
+    return SharingWorkload(name, path.rsplit("/", 1)[-1], from_csv(path, arguments.num_prompts, seed))
 
 
-def _savings(workloads: list[Workload], seed: int) -> list[Saving]:
+def _savings(workloads: list[SharingWorkload], seed: int) -> list[Saving]:
     total = sum(len(one.lengths) for one in workloads) * len(METHODS) * len(WIDTHS)
     with tqdm(total=total, disable=not sys.stderr.isatty(), unit="req", leave=False) as bar:
         return [

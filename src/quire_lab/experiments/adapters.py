@@ -133,7 +133,7 @@ LOAD = 0.7  # of what the base serves at its fastest: how often requests come
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AdapterCase:
     mode: str  # base | batched | merge
     memory: str = "unified"
     num_adapters: int = 0
@@ -142,8 +142,8 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    case: Case
+class AdapterRun:
+    case: AdapterCase
     requests_per_second: float
     tokens_per_second: float
     first_token: float  # seconds, median
@@ -174,14 +174,14 @@ def run(setup: Setup) -> Finding:
 def _measured(setup: Setup) -> Finding:
     counts = setup.pick((2, 6), (5, 100, 1000), (5, 100, 1000, 2000))
     num_requests = setup.pick(6, 48, 240)
-    cases = [Case("base")]
-    cases += [Case("batched", num_adapters=count) for count in counts]
-    cases += [Case("batched", num_adapters=counts[-1], exponent=exponent) for exponent in (0.0, 2.0)]
-    cases += [Case("batched", num_adapters=counts[-1], ranks=ranks) for ranks in ((8,), (64,))]
-    cases += [Case("batched", "separate", counts[-1])]
-    cases += [Case("merge", num_adapters=count) for count in counts]
+    cases = [AdapterCase("base")]
+    cases += [AdapterCase("batched", num_adapters=count) for count in counts]
+    cases += [AdapterCase("batched", num_adapters=counts[-1], exponent=exponent) for exponent in (0.0, 2.0)]
+    cases += [AdapterCase("batched", num_adapters=counts[-1], ranks=ranks) for ranks in ((8,), (64,))]
+    cases += [AdapterCase("batched", "separate", counts[-1])]
+    cases += [AdapterCase("merge", num_adapters=count) for count in counts]
     with setup.progress(len(cases) * num_requests, "requests") as bar, tempfile.TemporaryDirectory() as place:
-        served: list[Served] = []
+        served: list[AdapterRun] = []
         rate, limit = 0.0, 0.0
         for case in cases:
             bar.note(_named(case))
@@ -199,7 +199,7 @@ def _measured(setup: Setup) -> Finding:
     return _finding(setup, served, rate, limit, words, num_requests)
 
 
-def _settings(setup: Setup, case: Case, folder: Path) -> dict[str, Any]:
+def _settings(setup: Setup, case: AdapterCase, folder: Path) -> dict[str, Any]:
     """Merging needs weights in full precision, so all cases have them."""
     pool = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": setup.pick(4, 16, 32)}
     plain = {"enable_prefix_caching": False, "quantization": "none", "max_model_len": 256}
@@ -209,7 +209,7 @@ def _settings(setup: Setup, case: Case, folder: Path) -> dict[str, Any]:
     return {**plain, **pool, **mode}
 
 
-def _names(setup: Setup, bench: Bench, case: Case, folder: Path, count: int) -> list[str | None]:
+def _names(setup: Setup, bench: Bench, case: AdapterCase, folder: Path, count: int) -> list[str | None]:
     if case.mode == "base":
         return [None] * count
     written = write_adapters(folder, bench.engine, case.num_adapters, case.ranks, "adapter")
@@ -227,11 +227,11 @@ def _serve(
     bench: Bench,
     requests: Sequence[BenchRequest],
     names: Sequence[str | None],
-    case: Case,
+    case: AdapterCase,
     rate: float,
     limit: float,
     seed: int,
-) -> Served:
+) -> AdapterRun:
     """Requests come at random, on average at this rate, whatever the engine makes of them."""
     engine, drawn = bench.engine, random.Random(seed)
     arrivals, moment = [], 0.0
@@ -261,7 +261,7 @@ def _serve(
     engine.check_integrity()
     waits = [first[f"{index}"] - arrivals[index] for index in range(len(requests))]
     busy = [count for count in running if count] or [0]
-    return Served(
+    return AdapterRun(
         case,
         len(requests) / seconds,
         num_tokens / seconds,
@@ -274,7 +274,7 @@ def _serve(
     )
 
 
-def _named(case: Case) -> str:
+def _named(case: AdapterCase) -> str:
     if case.mode == "base":
         return "base"
     ranks = "mixed ranks" if case.ranks == MIXED else f"rank {case.ranks[0]}"
@@ -282,10 +282,12 @@ def _named(case: Case) -> str:
 
 
 def _finding(
-    setup: Setup, served: list[Served], rate: float, limit: float, words: str, count: int
+    setup: Setup, served: list[AdapterRun], rate: float, limit: float, words: str, count: int
 ) -> Finding:
     base = served[0]
-    batched = [one for one in served if one.case == Case("batched", num_adapters=one.case.num_adapters)]
+    batched = [
+        one for one in served if one.case == AdapterCase("batched", num_adapters=one.case.num_adapters)
+    ]
     merged = [one for one in served if one.case.mode == "merge"]
     unified, apart = compare_memories(setup.seed)
     most, least = batched[-1], merged[-1]
@@ -343,11 +345,14 @@ def _finding(
     )
 
 
-def _record(one: Served) -> dict[str, Any]:
-    return {**asdict(one.case), **{name: getattr(one, name) for name in Served.__slots__ if name != "case"}}
+def _record(one: AdapterRun) -> dict[str, Any]:
+    return {
+        **asdict(one.case),
+        **{name: getattr(one, name) for name in AdapterRun.__slots__ if name != "case"},
+    }
 
 
-def _table(served: list[Served]) -> Table:
+def _table(served: list[AdapterRun]) -> Table:
     rows = [
         [
             _named(one.case),
@@ -372,7 +377,7 @@ def _memory_table(fitted: list[Fitted]) -> Table:
     return Table("A full pool, counted", ["memory", "requests at once", "fragmented", "loads"], rows)
 
 
-def _draw(figure: Any, base: Served, batched: list[Served], merged: list[Served]) -> None:
+def _draw(figure: Any, base: AdapterRun, batched: list[AdapterRun], merged: list[AdapterRun]) -> None:
     panels = figure.subplots(1, 3)
     values = (
         ("tokens a second", lambda one: one.tokens_per_second),

@@ -48,7 +48,7 @@ PUBLISHED: dict[str, dict[tuple[int, ...], dict[int, float]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SimulatedCase:
     """One simulation."""
 
     mode: str
@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    case: Case
+    case: SimulatedCase
     requests_per_second: float
     tokens_per_second: float
     first_token: float  # seconds, mean
@@ -79,8 +79,8 @@ class Simulated:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    case: Case
+class SimulatedJob:
+    case: SimulatedCase
     settings: Mapping[str, Any]
     num_requests: int
     seed: int
@@ -93,29 +93,31 @@ def simulate_adapters(setup: Setup) -> tuple[list[Simulated], dict[str, Any], tu
     """
     settings = simulated_settings(setup, BASE)
     counts = setup.pick((30, 10), (600, 150), (1200, 600))
-    jobs = [Job(case, settings, counts[case.mode in MERGING], setup.seed) for case in cases(setup.size)]
+    jobs = [
+        SimulatedJob(case, settings, counts[case.mode in MERGING], setup.seed) for case in cases(setup.size)
+    ]
     with setup.progress(len(jobs), "simulated runs") as bar:
         return side_by_side(setup, simulate, jobs, bar), settings, counts
 
 
-def cases(size: Size) -> Iterator[Case]:
+def cases(size: Size) -> Iterator[SimulatedCase]:
     counts = COUNTS[1::2] if size is Size.QUICK else COUNTS
     mixes = (MIXED,) if size is Size.QUICK else (ONE_RANK, MIXED)
     for ranks in mixes:
         for num_adapters in counts:
             for mode in MODES:
                 if mode != "merge, static" or num_adapters in FEW:
-                    yield Case(mode, num_adapters, ranks)
+                    yield SimulatedCase(mode, num_adapters, ranks)
             for mode in ("unified", "separate"):
-                yield Case(mode, num_adapters, ranks, rate=math.inf)
+                yield SimulatedCase(mode, num_adapters, ranks, rate=math.inf)
     for mode in ("unified", "separate"):
         for num_adapters in FEW[1:] if size is Size.QUICK else COUNTS[1::2]:
-            yield Case(mode, num_adapters, MIXED, rate=math.inf, device=SMALLER)
+            yield SimulatedCase(mode, num_adapters, MIXED, rate=math.inf, device=SMALLER)
         for exponent in () if size is Size.QUICK else (0.0, 0.5, 2.0):
-            yield Case(mode, COUNTS[-1], MIXED, exponent=exponent)
+            yield SimulatedCase(mode, COUNTS[-1], MIXED, exponent=exponent)
 
 
-def simulate(job: Job) -> Simulated:
+def simulate(job: SimulatedJob) -> Simulated:
     case = job.case
     device = {} if case.device is None else {"device": case.device}
     built = build_simulated({**job.settings, **MODES[case.mode], **device, "enable_lora": True})
@@ -142,7 +144,7 @@ def simulate(job: Job) -> Simulated:
     )
 
 
-def _arrivals(case: Case, names: Sequence[str], count: int, seed: int) -> list[Arrival]:
+def _arrivals(case: SimulatedCase, names: Sequence[str], count: int, seed: int) -> list[Arrival]:
     chance = random.Random(f"lengths {seed}")
     times = arrival_times(count, case.rate, 1.0, random.Random(f"arrivals {seed}"))
     drawn = draw(list(names), count, case.exponent, seed)
@@ -160,7 +162,7 @@ def draw(names: list[str], count: int, exponent: float, seed: int) -> list[str]:
 
 # What the simulated part of `adapters` found: tables, a picture, ratios beside the published ones.
 
-Found = Mapping[Case, Simulated]
+SimulatedByCase = Mapping[SimulatedCase, Simulated]
 COUNTERPART = {"unified": "S-LoRA", "merge, static": "PEFT"}  # whose published figures stand beside whose
 FLAT = 0.8  # of the throughput with few adapters: what is called flat here
 
@@ -170,8 +172,8 @@ def simulated_finding(
 ) -> Finding:
     found = {one.case: one for one in simulated}
     counts = sorted({case.num_adapters for case in found if case.rate == RATE})
-    few, many = (found[Case("unified", count, MIXED)] for count in (counts[0], counts[-1]))
-    merged = found[Case("merge", counts[-1], MIXED)]
+    few, many = (found[SimulatedCase("unified", count, MIXED)] for count in (counts[0], counts[-1]))
+    merged = found[SimulatedCase("merge", counts[-1], MIXED)]
     flat = many.requests_per_second / few.requests_per_second
     times = many.requests_per_second / merged.requests_per_second
     where = f"{settings['model']} on {find_device(str(settings['device'])).title}, simulated"
@@ -198,9 +200,9 @@ def simulated_finding(
                 f"{times:.0f} × with {counts[-1]:,}",
                 all(
                     one.requests_per_second
-                    > found[Case("merge", case.num_adapters, case.ranks)].requests_per_second
+                    > found[SimulatedCase("merge", case.num_adapters, case.ranks)].requests_per_second
                     for case, one in found.items()
-                    if case == Case("unified", case.num_adapters, case.ranks)
+                    if case == SimulatedCase("unified", case.num_adapters, case.ranks)
                 ),
             ),
         ],
@@ -234,13 +236,13 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _published(case: Case) -> str:
+def _published(case: SimulatedCase) -> str:
     name = COUNTERPART.get(case.mode, "")
     value = PUBLISHED.get(name, {}).get(case.ranks, {}).get(case.num_adapters)
     return "" if value is None else f"{name} {value:.2f}"
 
 
-def _at_rate(found: Found) -> Table:
+def _at_rate(found: SimulatedByCase) -> Table:
     rows = [
         [
             _ranks(case.ranks),
@@ -262,7 +264,7 @@ def _at_rate(found: Found) -> Table:
     return Table(f"Simulated: {RATE:g} requests a second", head, rows, left=3)
 
 
-def _at_once(found: Found) -> Table:
+def _at_once(found: SimulatedByCase) -> Table:
     rows = [
         [
             (case.device or "").removeprefix("simulated:"),
@@ -284,21 +286,24 @@ def _at_once(found: Found) -> Table:
     return Table("Simulated: all at once, what the device can do", head, rows, left=4)
 
 
-def _ratios(found: Found, counts: Sequence[int]) -> Table:
+def _ratios(found: SimulatedByCase, counts: Sequence[int]) -> Table:
     """Throughputs, beside those of the paper wherever it has both."""
     rows = []
     for ranks in dict.fromkeys(case.ranks for case in found):
         published = PUBLISHED["S-LoRA"].get(ranks, {})
-        few, many = (found[Case("unified", count, ranks)] for count in (counts[0], counts[-1]))
+        few, many = (found[SimulatedCase("unified", count, ranks)] for count in (counts[0], counts[-1]))
         ours = many.requests_per_second / few.requests_per_second
         theirs = f"{published[counts[-1]] / published[counts[0]]:.2f}"
         rows.append([_ranks(ranks), f"{counts[-1]:,} adapters ÷ {counts[0]}", f"{ours:.2f}", theirs])
         for mode in MERGING:
             for count in counts:
-                other = found.get(Case(mode, count, ranks))
+                other = found.get(SimulatedCase(mode, count, ranks))
                 if other is None:
                     continue
-                ours = found[Case("unified", count, ranks)].requests_per_second / other.requests_per_second
+                ours = (
+                    found[SimulatedCase("unified", count, ranks)].requests_per_second
+                    / other.requests_per_second
+                )
                 peft = PUBLISHED["PEFT"][ranks].get(count) if mode == "merge, static" else None
                 theirs = "" if peft is None else f"{published[count] / peft:.1f} over PEFT"
                 rows.append([_ranks(ranks), f"unified ÷ {mode}, {count:,} adapters", f"{ours:.1f}", theirs])
@@ -306,7 +311,7 @@ def _ratios(found: Found, counts: Sequence[int]) -> Table:
     return Table("Simulated: ratios of throughput", ["ranks", "ratio", "here", "published"], rows, left=2)
 
 
-def _skew(found: Found) -> list[Table]:
+def _skew(found: SimulatedByCase) -> list[Table]:
     cases = [case for case in found if case.rate == RATE and case.mode in ("unified", "separate")]
     exponents = sorted({case.exponent for case in cases})
     if len(exponents) == 1:
@@ -314,7 +319,7 @@ def _skew(found: Found) -> list[Table]:
     rows = []
     for exponent in exponents:
         for mode in ("unified", "separate"):
-            one = found[Case(mode, COUNTS[-1], MIXED, exponent=exponent)]
+            one = found[SimulatedCase(mode, COUNTS[-1], MIXED, exponent=exponent)]
             rows.append(
                 [
                     f"i^-{exponent:g}",
@@ -331,8 +336,8 @@ def _skew(found: Found) -> list[Table]:
     return [Table(title, head, rows, left=2)]
 
 
-def _picture(found: Found, counts: Sequence[int], where: str) -> Picture:
-    most = found[Case("unified", counts[-1], MIXED)]
+def _picture(found: SimulatedByCase, counts: Sequence[int], where: str) -> Picture:
+    most = found[SimulatedCase("unified", counts[-1], MIXED)]
     return Picture(
         "adapters-simulated",
         f"Many adapters: {where}",
@@ -343,7 +348,7 @@ def _picture(found: Found, counts: Sequence[int], where: str) -> Picture:
     )
 
 
-def _draw(figure: Any, found: Found, counts: Sequence[int]) -> None:
+def _draw(figure: Any, found: SimulatedByCase, counts: Sequence[int]) -> None:
     panels = figure.subplots(1, 3)
     values = (
         ("requests per second", lambda one: one.requests_per_second),
@@ -352,7 +357,7 @@ def _draw(figure: Any, found: Found, counts: Sequence[int]) -> None:
     )
     for panel, (label, value) in zip(panels, values, strict=True):
         for series, mode in enumerate(MODES):
-            line = [found[case] for count in counts if (case := Case(mode, count, MIXED)) in found]
+            line = [found[case] for count in counts if (case := SimulatedCase(mode, count, MIXED)) in found]
             at = [one.case.num_adapters for one in line]
             panel.plot(at, [value(one) for one in line], label=mode, **line_style(series))
         panel.set(xlabel="adapters", ylabel=label)

@@ -39,7 +39,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class TimelineRun:
     policy: str
     moments: list[Moment]
     seconds: float  # until the last answer was complete
@@ -48,7 +48,7 @@ class Drawn:
     ended_share: float  # spent on rows whose answer was over
 
 
-def draw_timelines(setup: Setup, step: float | None = None) -> list[Drawn]:
+def draw_timelines(setup: Setup, step: float | None = None) -> list[TimelineRun]:
     """The same requests under each policy; one step's time is measured first and sets the pace of arrivals."""
     found = []
     for policy in POLICIES:
@@ -72,7 +72,7 @@ def draw_timelines(setup: Setup, step: float | None = None) -> list[Drawn]:
     return found
 
 
-def _run(bench: Bench, policy: str, step: float) -> Drawn:
+def _run(bench: Bench, policy: str, step: float) -> TimelineRun:
     engine = bench.engine
     requests = bench.requests([Lengths(PROMPT_TOKENS, count) for count in ANSWERS])
     timeline = Timeline(engine.scheduler, engine.clock)
@@ -90,7 +90,7 @@ def _run(bench: Bench, policy: str, step: float) -> Drawn:
         Moment(one.moment - started, end, one.rows) for one, end in zip(timeline.steps, ends, strict=True)
     ]
     total = SLOTS * loaded.seconds
-    return Drawn(
+    return TimelineRun(
         policy,
         moments,
         loaded.seconds,
@@ -104,7 +104,7 @@ def _held(moments: list[Moment], kinds: Sequence[str]) -> float:
     return sum((one.ends - one.begins) * sum(row.kind in kinds for row in one.rows) for one in moments)
 
 
-def draw_figure(figure: Any, drawn: list[Drawn]) -> None:
+def draw_figure(figure: Any, drawn: list[TimelineRun]) -> None:
     """A lane per slot, a colour and a name per request; hatched where a slot computes for nobody."""
     from matplotlib.patches import Patch
 
@@ -184,7 +184,7 @@ MEAN_ANSWER = 128  # tokens on the simulated device
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LoadPoint:
     workload: str
     policy: str
     rate: float  # requests a second that arrive; inf: all at once
@@ -205,7 +205,7 @@ def lengths_of(workload: str, count: int, prompt: int, answer: int, seed: int) -
 
 def simulated_points(
     setup: Setup, rates: Sequence[float], count: int, slots: int, bar: Callable[[], None]
-) -> list[Point]:
+) -> list[LoadPoint]:
     """The real scheduler and memory over a cost model of the GPU; the clock is virtual."""
     plain = {name: value for name, value in setup.engine.items() if name not in _OWN}
     found = []
@@ -220,9 +220,11 @@ def simulated_points(
     return found
 
 
-def points_here(setup: Setup, count: int, answer: int, rounds: int, bar: Callable[[], None]) -> list[Point]:
+def points_here(
+    setup: Setup, count: int, answer: int, rounds: int, bar: Callable[[], None]
+) -> list[LoadPoint]:
     """All requests at once on this machine's model; the best of the rounds, in which the policies take turns."""
-    best: dict[tuple[str, str], Point] = {}
+    best: dict[tuple[str, str], LoadPoint] = {}
     with ExitStack() as stack:
         benches = {policy: stack.enter_context(_here(setup, policy)) for policy in POLICIES}
         for bench in benches.values():
@@ -273,15 +275,15 @@ def _point(
     lengths: list[Lengths],
     seed: int,
     bar: Callable[[], None],
-) -> Point:
+) -> LoadPoint:
     times = arrival_times(len(lengths), rate, 1.0, random.Random(seed))
     loaded = serve_at(bench.engine, bench.requests(lengths), times, bar)
-    return Point(
+    return LoadPoint(
         workload, policy, rate, loaded.tokens_per_second, loaded.normalised_latency, loaded.mean_latency
     )
 
 
-def draw_load(figure: Any, points: list[Point]) -> None:
+def draw_load(figure: Any, points: list[LoadPoint]) -> None:
     axes = figure.subplots(2, 2, sharex=True)
     finite = [one for one in points if one.rate != float("inf")]
     for column, (workload, words) in enumerate(WORKLOADS.items()):
@@ -338,9 +340,9 @@ def run(setup: Setup) -> Finding:
 
 def _finding(
     setup: Setup,
-    drawn: list[Drawn],
-    offline: list[Point],
-    points: list[Point],
+    drawn: list[TimelineRun],
+    offline: list[LoadPoint],
+    points: list[LoadPoint],
     words: str,
     sizes: tuple[int, int, int, int],
 ) -> Finding:
@@ -394,7 +396,7 @@ def _finding(
     )
 
 
-def _pictures(drawn: list[Drawn], points: list[Point], gain: dict[str, float]) -> list[Picture]:
+def _pictures(drawn: list[TimelineRun], points: list[LoadPoint], gain: dict[str, float]) -> list[Picture]:
     by_policy = {one.policy: one for one in drawn}
     return [
         Picture(
@@ -416,7 +418,7 @@ def _pictures(drawn: list[Drawn], points: list[Point], gain: dict[str, float]) -
     ]
 
 
-def _checks(drawn: list[Drawn], gain: dict[str, float], gain_here: dict[str, float]) -> list[Check]:
+def _checks(drawn: list[TimelineRun], gain: dict[str, float], gain_here: dict[str, float]) -> list[Check]:
     by_policy = {one.policy: one for one in drawn}
     return [
         Check(
@@ -438,7 +440,7 @@ def _checks(drawn: list[Drawn], gain: dict[str, float], gain_here: dict[str, flo
     ]
 
 
-def _gain(points: list[Point], workload: str) -> float:
+def _gain(points: list[LoadPoint], workload: str) -> float:
     """Continuous over static in tokens a second, all requests at once."""
     rate = {
         one.policy: one.tokens_per_second
@@ -448,7 +450,7 @@ def _gain(points: list[Point], workload: str) -> float:
     return rate["continuous"] / rate["static"]
 
 
-def _drawn_table(drawn: list[Drawn]) -> Table:
+def _drawn_table(drawn: list[TimelineRun]) -> Table:
     rows = [
         [
             one.policy,
@@ -471,7 +473,7 @@ def _drawn_table(drawn: list[Drawn]) -> Table:
     return Table("The small workload", head, rows)
 
 
-def _load_table(title: str, points: list[Point]) -> Table:
+def _load_table(title: str, points: list[LoadPoint]) -> Table:
     rows = [
         [
             one.workload,
@@ -487,7 +489,7 @@ def _load_table(title: str, points: list[Point]) -> Table:
     return Table(title, head, rows, left=2)
 
 
-def _timeline(one: Drawn) -> dict[str, Any]:
+def _timeline(one: TimelineRun) -> dict[str, Any]:
     return {
         "policy": one.policy,
         "seconds": one.seconds,
@@ -505,7 +507,7 @@ def _timeline(one: Drawn) -> dict[str, Any]:
     }
 
 
-def _record(one: Point) -> dict[str, Any]:
+def _record(one: LoadPoint) -> dict[str, Any]:
     return {
         "workload": one.workload,
         "policy": one.policy,

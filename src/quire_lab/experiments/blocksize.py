@@ -80,7 +80,7 @@ POOL_TOKENS = 768  # of every engine, however it is cut: so little that blocks' 
 
 
 @dataclass(slots=True)
-class Measured:
+class BlockSizeResult:
     """Of one block size."""
 
     block_size: int
@@ -99,7 +99,7 @@ def run(setup: Setup) -> Finding:
         words, model, numbers = in_words(bench), bench.built.model, bench.built.report.numbers
     shape = DecodeShape(setup.pick(2, 4, 32), CONTEXT)
     lengths = _lengths(count, setup.seed)
-    found = [Measured(size) for size in sizes]
+    found = [BlockSizeResult(size) for size in sizes]
     with setup.progress(len(sizes) * rounds * (1 + count), "steps and requests") as bar:
         steps = [AttentionStep(model, numbers, size, shape, setup.seed) for size in sizes]
         for _ in range(rounds):  # all sizes in turn, so that a disturbance hits none of them alone
@@ -134,7 +134,7 @@ def _lengths(count: int, seed: int) -> list[Lengths]:
     return [Lengths(source.randint(8, 60), source.randint(8, 60)) for _ in range(count)]
 
 
-def _serve(bench: Bench, lengths: list[Lengths], one: Measured, bar: Callable[[], None]) -> None:
+def _serve(bench: Bench, lengths: list[Lengths], one: BlockSizeResult, bar: Callable[[], None]) -> None:
     watched = bench.serve(bench.requests(lengths), bar)
     latency = sum(times.last_token / times.num_output_tokens for times in watched.requests) / len(lengths)
     one.latency, one.seconds = min(one.latency, latency), min(one.seconds, watched.seconds)
@@ -143,7 +143,7 @@ def _serve(bench: Bench, lengths: list[Lengths], one: Measured, bar: Callable[[]
 
 
 def _finding(
-    setup: Setup, found: list[Measured], shape: DecodeShape, count: int, rounds: int, words: str
+    setup: Setup, found: list[BlockSizeResult], shape: DecodeShape, count: int, rounds: int, words: str
 ) -> Finding:
     by_size = {one.block_size: one for one in found}
     usual, one, large = by_size[16], by_size[1], by_size[256]
@@ -210,7 +210,7 @@ def _finding(
     )
 
 
-def _table(found: list[Measured]) -> Table:
+def _table(found: list[BlockSizeResult]) -> Table:
     rows = [
         [
             str(one.block_size),
@@ -227,7 +227,7 @@ def _table(found: list[Measured]) -> Table:
     return Table("Block sizes", head, rows, left=0)
 
 
-def _draw(figure: Any, found: list[Measured]) -> None:
+def _draw(figure: Any, found: list[BlockSizeResult]) -> None:
     left, middle, right = figure.subplots(1, 3)
     places = range(len(found))
     names = [str(one.block_size) for one in found]

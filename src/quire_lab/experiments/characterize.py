@@ -43,7 +43,7 @@ SERVED_ALONE = 3  # requests that are simulated where none shares a step: all ot
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GridCell:
     """One run of the grid."""
 
     part: str  # grid | devices | blocks
@@ -56,8 +56,8 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    cell: Cell
+class GridResult:
+    cell: GridCell
     output_rate: float = 0.0  # tokens per second
     normalised: float = 0.0  # mean seconds per output token, from arrival
     per_token: float = 0.0  # mean seconds between tokens
@@ -72,27 +72,27 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    cell: Cell
+class GridJob:
+    cell: GridCell
     settings: Mapping[str, Any]
     num_requests: int
     seed: int
 
 
-def cells(size: Size, settings: Mapping[str, Any]) -> Iterator[Cell]:
+def cells(size: Size, settings: Mapping[str, Any]) -> Iterator[GridCell]:
     """The whole product where time does not matter; else its faces: one model, one length, one device at a time."""
     model, device = str(settings["model"]), str(settings["device"])
     outputs = OUTPUTS[1::2] if size is Size.QUICK else OUTPUTS
     rates = RATES[::2] if size is Size.QUICK else RATES
     yield from (
-        Cell("grid", model, device, batching, num_outputs, rate)
+        GridCell("grid", model, device, batching, num_outputs, rate)
         for num_outputs in outputs
         for rate in rates
         for batching in BATCHING
     )
     everything = size is Size.THOROUGH
     yield from (
-        Cell("devices", one, where, batching, num_outputs, rate)
+        GridCell("devices", one, where, batching, num_outputs, rate)
         for one in MODELS[:: 2 if size is Size.QUICK else 1]
         for where in DEVICES
         for num_outputs in ((128,) if size is Size.QUICK else OUTPUTS)
@@ -100,7 +100,7 @@ def cells(size: Size, settings: Mapping[str, Any]) -> Iterator[Cell]:
         for batching in (BATCHING if everything else ("paged", "unpaged"))
     )
     yield from (
-        Cell("blocks", model, device, batching, 128, math.inf, num_blocks)
+        GridCell("blocks", model, device, batching, 128, math.inf, num_blocks)
         for num_blocks in (BLOCKS[1::2] if size is Size.QUICK else BLOCKS)
         for batching in ("paged", "unpaged")
     )
@@ -110,8 +110,8 @@ def cells(size: Size, settings: Mapping[str, Any]) -> Iterator[Cell]:
 class Gain:
     """The same requests on the same device, with paging and otherwise."""
 
-    paged: Measured
-    other: Measured
+    paged: GridResult
+    other: GridResult
 
     @property
     def ratio(self) -> float:
@@ -128,7 +128,7 @@ class Gain:
         return f"{where}{blocks}, {cell.num_outputs} out, {rate}"
 
 
-def gains(found: Iterable[Measured], over: str) -> list[Gain]:
+def gains(found: Iterable[GridResult], over: str) -> list[Gain]:
     """Of paging over another way to batch, the largest first, wherever both served anything."""
     served = {one.cell: one for one in found if not one.fault}
     pairs = [
@@ -139,7 +139,7 @@ def gains(found: Iterable[Measured], over: str) -> list[Gain]:
     return sorted(pairs, key=lambda gain: -gain.ratio)
 
 
-def measure(job: Job) -> Measured:
+def measure(job: GridJob) -> GridResult:
     cell = job.cell
     settings = {**job.settings, **BATCHING[cell.batching], "model": cell.model, "device": cell.device}
     if cell.num_blocks is not None:
@@ -151,11 +151,11 @@ def measure(job: Job) -> Measured:
             return _alone(cell, settings, lengths, job.seed)
         found = replayed(Run(settings, lengths, cell.rate, job.seed))
     except ConfigError as fault:  # a model that no such device holds
-        return Measured(cell, fault=str(fault))
+        return GridResult(cell, fault=str(fault))
     served = found.served
     if not served:
-        return Measured(cell, fault="no request fits the pool")
-    return Measured(
+        return GridResult(cell, fault="no request fits the pool")
+    return GridResult(
         cell,
         found.output_rate,
         found.normalised,
@@ -165,7 +165,7 @@ def measure(job: Job) -> Measured:
     )
 
 
-def _alone(cell: Cell, settings: Mapping[str, Any], lengths: list[Lengths], seed: int) -> Measured:
+def _alone(cell: GridCell, settings: Mapping[str, Any], lengths: list[Lengths], seed: int) -> GridResult:
     """Equal requests that never share a step take equally long: a few are simulated, the queue of all is worked out."""
     few = Replay(build_simulated(settings), [Arrival(0.0, lengths[0])] * SERVED_ALONE).run()
     each = few.seconds / SERVED_ALONE
@@ -175,7 +175,7 @@ def _alone(cell: Cell, settings: Mapping[str, Any], lengths: list[Lengths], seed
         delays += now - arrival
         busy += each
     per_token = sum(one.per_token for one in few.served) / len(few.served)
-    return Measured(
+    return GridResult(
         cell,
         len(lengths) * cell.num_outputs / now,
         delays / len(lengths) / cell.num_outputs,
@@ -191,11 +191,11 @@ MOST = 6  # gains that the table lists
 LOOKS: dict[str, int | str] = {"paged": "paged", "unpaged": "max", "dynamic": "dynamic", "none": "none"}
 
 
-def tables(found: Sequence[Measured], devices: Sequence[str]) -> list[Table]:
+def tables(found: Sequence[GridResult], devices: Sequence[str]) -> list[Table]:
     return [_gains(found), _grid(found), _devices(found, devices), _blocks(found)]
 
 
-def pictures(found: Sequence[Measured], model: str) -> list[Picture]:
+def pictures(found: Sequence[GridResult], model: str) -> list[Picture]:
     return [
         Picture(
             "characterize",
@@ -213,7 +213,7 @@ def pictures(found: Sequence[Measured], model: str) -> list[Picture]:
     ]
 
 
-def _gains(found: Sequence[Measured]) -> Table:
+def _gains(found: Sequence[GridResult]) -> Table:
     """Where paging pays most, and what bounds it: how many more requests the same memory holds."""
     rows = [
         [
@@ -239,11 +239,11 @@ def _gains(found: Sequence[Measured]) -> Table:
     return Table("Where paging pays most (published: up to 4 ×)", head, rows)
 
 
-def _part(found: Sequence[Measured], part: str) -> list[Measured]:
+def _part(found: Sequence[GridResult], part: str) -> list[GridResult]:
     return [one for one in found if one.cell.part == part]
 
 
-def _grid(found: Sequence[Measured]) -> Table:
+def _grid(found: Sequence[GridResult]) -> Table:
     rows = [
         [
             f"{one.cell.num_outputs}",
@@ -268,7 +268,7 @@ def _grid(found: Sequence[Measured]) -> Table:
     return Table("Batching, output lengths and rates", head, rows, left=3)
 
 
-def _devices(found: Sequence[Measured], devices: Sequence[str]) -> Table:
+def _devices(found: Sequence[GridResult], devices: Sequence[str]) -> Table:
     cells = {
         (one.cell.model, one.cell.device, one.cell.batching): one
         for one in _part(found, "devices")
@@ -298,7 +298,7 @@ def _devices(found: Sequence[Measured], devices: Sequence[str]) -> Table:
     )
 
 
-def _blocks(found: Sequence[Measured]) -> Table:
+def _blocks(found: Sequence[GridResult]) -> Table:
     rows = [
         [
             f"{one.cell.num_blocks:,}",
@@ -323,7 +323,7 @@ def _blocks(found: Sequence[Measured]) -> Table:
     )
 
 
-def _draw_grid(figure: Any, found: Sequence[Measured]) -> None:
+def _draw_grid(figure: Any, found: Sequence[GridResult]) -> None:
     ones = _part(found, "grid")
     rates = list(dict.fromkeys(one.cell.rate for one in ones))
     outputs = list(dict.fromkeys(one.cell.num_outputs for one in ones))
@@ -350,7 +350,7 @@ def _draw_grid(figure: Any, found: Sequence[Measured]) -> None:
             figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
 
-def _draw_blocks(figure: Any, found: Sequence[Measured]) -> None:
+def _draw_blocks(figure: Any, found: Sequence[GridResult]) -> None:
     left, right = figure.subplots(1, 2)
     series = {
         batching: [one for one in _part(found, "blocks") if one.cell.batching == batching and not one.fault]
@@ -395,13 +395,13 @@ BOUND = (
 def run(setup: Setup) -> Finding:
     settings = simulated_settings(setup, BASE)
     num_requests = setup.pick(60, NUM_REQUESTS, NUM_REQUESTS)
-    jobs = [Job(cell, settings, num_requests, setup.seed) for cell in cells(setup.size, settings)]
+    jobs = [GridJob(cell, settings, num_requests, setup.seed) for cell in cells(setup.size, settings)]
     with setup.progress(len(jobs), "runs") as bar:
         found = side_by_side(setup, measure, jobs, bar)
     return _finding(setup, settings, found, num_requests)
 
 
-def _largest(found: list[Measured]) -> str:
+def _largest(found: list[GridResult]) -> str:
     """What paging gave at most, and where, beside what was published."""
     most = gains(found, "unpaged")[0]
     others = ", ".join(
@@ -412,11 +412,13 @@ def _largest(found: list[Measured]) -> str:
     return f"At most it gives {most.ratio:.1f} × ({most.in_words}; published: up to 4 ×), and {others}."
 
 
-def _first(found: list[Measured], over: str) -> Gain | None:
+def _first(found: list[GridResult], over: str) -> Gain | None:
     return next(iter(gains(found, over)), None)
 
 
-def _finding(setup: Setup, settings: Mapping[str, Any], found: list[Measured], num_requests: int) -> Finding:
+def _finding(
+    setup: Setup, settings: Mapping[str, Any], found: list[GridResult], num_requests: int
+) -> Finding:
     grid = {
         (one.cell.num_outputs, one.cell.rate, one.cell.batching): one
         for one in found

@@ -73,7 +73,7 @@ DEMAND_SHARE = 4  # the pool is a quarter of what all requests would hold togeth
 
 
 @dataclass(slots=True)
-class Served:
+class PreemptionRun:
     """All requests under one mode with one block size; the least of the rounds."""
 
     mode: str
@@ -101,7 +101,7 @@ def run(setup: Setup) -> Finding:
         with opened(setup, **_PLAIN) as bench:
             requests, words = bench.requests([Lengths(SHORT, LONG)] * count), in_words(bench)
             bar.note("a pool for all")
-            expected = _run(bench, requests, Served("", 16), bar).token_ids
+            expected = _run(bench, requests, PreemptionRun("", 16), bar).token_ids
         served = _serve_all(setup, requests, sizes, rounds, bar)
     return _finding(setup, returns, served, expected, words, count)
 
@@ -111,11 +111,11 @@ _PLAIN: dict[str, Any] = {"enable_prefix_caching": False}
 
 def _serve_all(
     setup: Setup, requests: list[BenchRequest], sizes: tuple[int, ...], rounds: int, bar: Any
-) -> list[Served]:
+) -> list[PreemptionRun]:
     """Modes take turns, so that a disturbance hits all of them alike."""
     found = []
     for size in sizes:
-        each = [Served(mode, size) for mode in MODES]
+        each = [PreemptionRun(mode, size) for mode in MODES]
         num_blocks = max(
             2 * -(-(SHORT + LONG) // size), len(requests) * (SHORT + LONG) // DEMAND_SHARE // size
         )
@@ -138,7 +138,9 @@ def _serve_all(
     return found
 
 
-def _run(bench: Bench, requests: list[BenchRequest], one: Served, bar: Callable[[], None]) -> Served:
+def _run(
+    bench: Bench, requests: list[BenchRequest], one: PreemptionRun, bar: Callable[[], None]
+) -> PreemptionRun:
     engine = bench.engine
     before, started = engine.scheduler.stats.num_preemptions, engine.clock()
     computed = engine.stats.num_computed_tokens
@@ -163,7 +165,7 @@ def _run(bench: Bench, requests: list[BenchRequest], one: Served, bar: Callable[
 def _finding(
     setup: Setup,
     returns: list[Return],
-    served: list[Served],
+    served: list[PreemptionRun],
     expected: tuple[tuple[int, ...], ...],
     words: str,
     count: int,
@@ -203,7 +205,7 @@ def _finding(
     )  # fmt: skip
 
 
-def _checks(served: list[Served], same: bool) -> list[Check]:
+def _checks(served: list[PreemptionRun], same: bool) -> list[Check]:
     at_16 = {one.mode: one for one in served if one.block_size == 16}
     best = min(at_16["recompute"].seconds, at_16["swap"].seconds)
     return [
@@ -230,7 +232,7 @@ def _checks(served: list[Served], same: bool) -> list[Check]:
     ]
 
 
-def _record(returns: list[Return], served: list[Served], same: bool) -> dict[str, Any]:
+def _record(returns: list[Return], served: list[PreemptionRun], same: bool) -> dict[str, Any]:
     return {
         "one_sequence": [
             {
@@ -272,7 +274,7 @@ def _micro_table(returns: list[Return]) -> Table:
     return Table(title, ["block size", "swap, ms", "recompute, ms", "ratio", "moved at"], rows, left=0)
 
 
-def _served_table(served: list[Served]) -> Table:
+def _served_table(served: list[PreemptionRun]) -> Table:
     rows = [
         [
             one.mode,
@@ -288,7 +290,7 @@ def _served_table(served: list[Served]) -> Table:
     return Table("A quarter of the memory, end to end", head, rows)
 
 
-def _draw(figure: Any, returns: list[Return], served: list[Served]) -> None:
+def _draw(figure: Any, returns: list[Return], served: list[PreemptionRun]) -> None:
     left, right = figure.subplots(1, 2)
     sizes = [one.block_size for one in returns]
     left.plot(sizes, [1e3 * one.swap for one in returns], label="swap out and in", **line_style("swap"))

@@ -136,7 +136,7 @@ CHATS_AT_ONCE = 4  # on the model: a turn should find its predecessor finished
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class PrefixRun:
     """One run of the same requests, with or without the prefix cache."""
 
     seconds: float
@@ -146,10 +146,10 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class SystemPromptRun:
     num_tokens: int  # of the system prompt
-    on: Served
-    off: Served
+    on: PrefixRun
+    off: PrefixRun
 
     @property
     def speedup(self) -> float:
@@ -162,7 +162,7 @@ class System:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CacheResult:
     """How much a pool of a size finds again."""
 
     num_blocks: int
@@ -229,14 +229,16 @@ class _Plan:
         )
 
 
-def _system(bench: Bench, num_tokens: int, count: int, seed: int, bar: Callable[[], None]) -> System:
+def _system(bench: Bench, num_tokens: int, count: int, seed: int, bar: Callable[[], None]) -> SystemPromptRun:
     """Requests that share their first tokens, one after the other, so that each may find what the last computed."""
     tokens, maker = plain_token_ids(bench.built, bench.tokenizer), random.Random(seed)
     system = maker.choices(tokens, k=num_tokens)
     requests = [
         BenchRequest([*system, *maker.choices(tokens, k=QUESTION)], greedy(ANSWER)) for _ in range(count)
     ]
-    return System(num_tokens, _served(bench, requests, True, bar, 1), _served(bench, requests, False, bar, 1))
+    return SystemPromptRun(
+        num_tokens, _served(bench, requests, True, bar, 1), _served(bench, requests, False, bar, 1)
+    )
 
 
 def _served(
@@ -245,7 +247,7 @@ def _served(
     cached: bool,
     bar: Callable[[], None],
     at_once: int = CHATS_AT_ONCE,
-) -> Served:
+) -> PrefixRun:
     """`at_once` requests run at any time; without a cache every request has a salt of its own and finds nothing."""
     engine, memory = bench.engine, bench.engine.memory
     memory.reset_prefix_index()
@@ -273,10 +275,10 @@ def _served(
     seconds = time.perf_counter() - started
     found, asked = memory.stats.prefix_hits - hits, memory.stats.prefix_queries - queries
     computed = engine.stats.num_computed_tokens - computed
-    return Served(seconds, found / max(1, asked), sum(firsts) / max(1, len(firsts)), computed)
+    return PrefixRun(seconds, found / max(1, asked), sum(firsts) / max(1, len(firsts)), computed)
 
 
-def _kept(turns: Sequence[ChatTurn], num_blocks: int, bar: Callable[[], None]) -> Kept:
+def _kept(turns: Sequence[ChatTurn], num_blocks: int, bar: Callable[[], None]) -> CacheResult:
     """The trace through scheduler and memory alone, turn by turn: no model, the engine's own prefix index."""
     memory = PagedMemory(num_blocks, BLOCK_SIZE)
     limits = Limits(VOCABULARY, CHAT_CONTEXT + 1, 1, ())
@@ -291,16 +293,16 @@ def _kept(turns: Sequence[ChatTurn], num_blocks: int, bar: Callable[[], None]) -
                 engine.step()
         bar()
     engine.check_integrity()
-    return Kept(num_blocks, memory.stats.prefix_hits / max(1, memory.stats.prefix_queries))
+    return CacheResult(num_blocks, memory.stats.prefix_hits / max(1, memory.stats.prefix_queries))
 
 
 def _finding(
     setup: Setup,
-    systems: list[System],
+    systems: list[SystemPromptRun],
     turns: ChatTrace,
-    chats: tuple[Served, Served],
+    chats: tuple[PrefixRun, PrefixRun],
     replay: ChatTrace,
-    kept: list[Kept],
+    kept: list[CacheResult],
     words: str,
 ) -> Finding:
     longest, (on, off) = systems[-1], chats
@@ -371,11 +373,11 @@ def _finding(
     )  # fmt: skip
 
 
-def off_on(system: System) -> float:
+def off_on(system: SystemPromptRun) -> float:
     return system.off.first_token / system.on.first_token
 
 
-def _record(one: Served) -> dict[str, float]:
+def _record(one: PrefixRun) -> dict[str, float]:
     return {
         "seconds": one.seconds,
         "hit_rate": one.hit_rate,
@@ -384,7 +386,9 @@ def _record(one: Served) -> dict[str, float]:
     }
 
 
-def _system_table(systems: list[System], num_turns: int, chats: tuple[Served, Served]) -> Table:
+def _system_table(
+    systems: list[SystemPromptRun], num_turns: int, chats: tuple[PrefixRun, PrefixRun]
+) -> Table:
     on, off = chats
     lines = [(f"system prompt of {one.num_tokens} tokens", one.on, one.off) for one in systems]
     lines.append((f"{num_turns} turns of chats", on, off))
@@ -416,7 +420,7 @@ def _system_table(systems: list[System], num_turns: int, chats: tuple[Served, Se
     return Table("On the model, prefix cache on and off", head, rows)
 
 
-def _pool_table(kept: list[Kept]) -> Table:
+def _pool_table(kept: list[CacheResult]) -> Table:
     rows = [
         [f"{one.num_blocks:,}", f"{one.num_blocks * BLOCK_SIZE:,}", f"{100 * one.hit_rate:.1f}"]
         for one in kept
@@ -424,7 +428,7 @@ def _pool_table(kept: list[Kept]) -> Table:
     return Table("Chats and the pool's size", ["blocks", "tokens", "found, % of prompt tokens"], rows, left=0)
 
 
-def _draw(figure: Any, systems: list[System], kept: list[Kept], replay: ChatTrace) -> None:
+def _draw(figure: Any, systems: list[SystemPromptRun], kept: list[CacheResult], replay: ChatTrace) -> None:
     left, middle, right = figure.subplots(1, 3)
     places = range(len(systems))
     names = [str(one.num_tokens) for one in systems]

@@ -11,7 +11,7 @@ from quire_lab.measure.sharing import (
     SHARES,
     WIDTHS,
     Saving,
-    Workload,
+    SharingWorkload,
     measure_saving,
 )
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
@@ -22,7 +22,7 @@ NAMES = ("alpaca", "sharegpt")
 def run(setup: Setup) -> Finding:
     count = setup.pick(4, 60, 400)
     drawn = {name: setup.data.lengths(name, count, setup.seed) for name in NAMES}
-    workloads = [Workload(name, one.source, one.lengths) for name, one in drawn.items()]
+    workloads = [SharingWorkload(name, one.source, one.lengths) for name, one in drawn.items()]
     savings = []
     with setup.progress(len(NAMES) * count * len(METHODS) * len(WIDTHS), "req") as bar:
         for workload in workloads:

@@ -10,7 +10,7 @@ from quire.bench.arrivals import arrival_times, replayed
 from quire.bench.figure import GREY, Picture, line_style, plain_log
 from quire.bench.lengths import Lengths, LogNormal
 from quire.bench.trace import read_trace
-from quire_lab.measure.replay import Arrival, Replay, Served
+from quire_lab.measure.replay import Arrival, Replay, ReplayedRequest
 from quire_lab.measure.simulated_runs import basis, build_simulated, side_by_side, simulated_settings
 from quire_lab.report.data import DataFolder
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
@@ -36,7 +36,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TraceJob:
     settings: Mapping[str, Any]
     arrivals: Sequence[Arrival]
     speed: float
@@ -64,7 +64,7 @@ def run(setup: Setup) -> Finding:
     settings = simulated_settings(setup, BASE)
     trace = load_trace(setup.data, setup.pick(200, 2000, 20000), setup.seed)
     speeds = setup.pick(SPEEDS[1::3], SPEEDS, SPEEDS)
-    jobs = [Job(settings, trace.arrivals, speed) for speed in speeds]
+    jobs = [TraceJob(settings, trace.arrivals, speed) for speed in speeds]
     with setup.progress(len(jobs), "speeds") as bar:
         levels = side_by_side(setup, hold, jobs, bar)
     return _finding(setup, settings, trace, levels)
@@ -92,12 +92,12 @@ def load_trace(data: DataFolder, count: int, seed: int) -> Trace:
     return Trace(arrivals, words, True)
 
 
-def hold(job: Job) -> Level:
+def hold(job: TraceJob) -> Level:
     arrivals = [Arrival(one.at / job.speed, one.lengths) for one in job.arrivals]
     found = Replay(build_simulated(job.settings), arrivals).run()
     total = max(1, len(found.served) + found.num_refused)
 
-    def share(good: Sequence[Served]) -> float:
+    def share(good: Sequence[ReplayedRequest]) -> float:
         return len(good) / total
 
     in_time = [one for one in found.served if one.time_to_first <= FIRST_TOKEN]

@@ -23,7 +23,7 @@ from quire_lab.baselines.memory_usage import MemoryUsageSample, MemoryUsageSampl
 from quire_lab.measure.counting_runner import CountingRunner
 from quire_lab.measure.engines import greedy, submit
 from quire_lab.measure.sharing import SHARES
-from quire_lab.report.data import Drawn
+from quire_lab.report.data import SampledLengths
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
 # What memory is spent on while requests of given lengths go through scheduler and memory, without a model.
@@ -325,7 +325,7 @@ def run(setup: Setup) -> Finding:
 
 
 def _finding(
-    setup: Setup, drawn: dict[str, Drawn], spent: list[Spent], sizes: list[Spent], pool: int
+    setup: Setup, drawn: dict[str, SampledLengths], spent: list[Spent], sizes: list[Spent], pool: int
 ) -> Finding:
     found = {(one.workload, one.way): one for one in spent}
     paged, largest = found["sharegpt", "paged"], found["sharegpt", "max"]

@@ -15,7 +15,7 @@ from quire.engine.build import Built, build
 from quire.engine.simulated_parts import model_costs
 from quire.runner.cost_model import StepCounts
 from quire_lab.fit.factors import Sample
-from quire_lab.fit.step_grid import Cell, WatchedRunner, measure_grid
+from quire_lab.fit.step_grid import StepCell, WatchedRunner, measure_grid
 
 # the shared workloads' names for what weights/shapes.py calls otherwise, and their cases
 SHAPE_NAMES = {"llama8b": "llama-8b", "llama1b": "llama-1b", "smol135m": "smollm2-135m", "opt13b": "opt-13b"}
@@ -29,7 +29,7 @@ CASES: dict[str, Callable[[], list[Lengths]]] = {
     "alpaca": lambda: named("alpaca", 2048, 0),
 }
 CPU_CELLS = tuple(
-    Cell(num_sequences, context)
+    StepCell(num_sequences, context)
     for num_sequences, context in (
         *((1, 16), (1, 128), (1, 512), (2, 64), (4, 32), (4, 256), (8, 64), (8, 256), (16, 32), (16, 128)),
         *((32, 16), (32, 64), (32, 128), (1, 1024), (2, 768)),
@@ -38,7 +38,7 @@ CPU_CELLS = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredSamples:
     """Samples, and in words what they are of."""
 
     samples: Sequence[Sample]
@@ -47,7 +47,7 @@ class Measured:
     sources: Sequence[str]
 
 
-def read_samples(path: str, base: str, on_run: Callable[[str], None] = lambda what: None) -> Measured:
+def read_samples(path: str, base: str, on_run: Callable[[str], None] = lambda what: None) -> MeasuredSamples:
     """A file of steps (from `benchmarks.step_times_gpu`) or of runs (from `benchmarks.h200`)."""
     try:
         record = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -60,13 +60,13 @@ def read_samples(path: str, base: str, on_run: Callable[[str], None] = lambda wh
         raise ConfigError(f"--samples {path}: holds neither measured steps nor runs ({error!r})") from error
 
 
-def _of_steps(record: Mapping[str, Any], path: str, base: str) -> Measured:
+def _of_steps(record: Mapping[str, Any], path: str, base: str) -> MeasuredSamples:
     samples = []
     for run in record["runs"]:
         model = _model(run["model"], base, **run.get("settings", {}))
         for what, counts, seconds in _joined(run["steps"]):
             samples.append(Sample(f"{run['model']} {what}", model, counts, seconds))
-    return Measured(samples, record["machine"], record["date"], (Path(path).name,))
+    return MeasuredSamples(samples, record["machine"], record["date"], (Path(path).name,))
 
 
 def _joined(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[StepCounts], float]]:
@@ -89,7 +89,7 @@ def _joined(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[StepCoun
 
 def _of_runs(
     rows: Sequence[Mapping[str, Any]], path: str, base: str, on_run: Callable[[str], None]
-) -> Measured:
+) -> MeasuredSamples:
     """The scheduler plans every run again, which gives its steps; they are charged together."""
     samples = []
     for row in rows:
@@ -105,11 +105,11 @@ def _of_runs(
         model = _model(name, base, **row["settings"])
         samples.append(Sample(f"{name} {row['case']}, the whole run", model, counts, row["seconds"]))
         on_run(samples[-1].what)
-    return Measured(samples, rows[0]["machine"], rows[0]["date"], (Path(path).name,))
+    return MeasuredSamples(samples, rows[0]["machine"], rows[0]["date"], (Path(path).name,))
 
 
 def measure_here(
-    built: Built, cells: Sequence[Cell], repeats: int, on_cell: Callable[[Cell], None]
+    built: Built, cells: Sequence[StepCell], repeats: int, on_cell: Callable[[StepCell], None]
 ) -> list[Sample]:
     """Every step of the grid on the real engine that was built."""
     report = built.report

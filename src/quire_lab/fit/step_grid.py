@@ -19,7 +19,7 @@ SETTLING = 3  # decode steps before the measured ones: the last prompts, the fir
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class StepCell:
     """So many sequences of the same context, which decode so many steps together."""
 
     num_sequences: int
@@ -66,7 +66,10 @@ class WatchedRunner:
 
 
 def measure_grid(
-    bench: Bench, cells: Sequence[Cell], repeats: int = 1, on_cell: Callable[[Cell], None] = lambda cell: None
+    bench: Bench,
+    cells: Sequence[StepCell],
+    repeats: int = 1,
+    on_cell: Callable[[StepCell], None] = lambda cell: None,
 ) -> list[MeasuredSteps]:
     """Of each cell its prompts, and the median decode of the full batch; what does not fit is left out.
 
@@ -75,7 +78,7 @@ def measure_grid(
     watched = bench.engine.watch(WatchedRunner)
     bench.serve(bench.requests([Lengths(8, 4)] * 2))  # memory is touched once
     fitting = [cell for cell in cells if _fits(bench, cell)]
-    runs: dict[Cell, list[Seen]] = {cell: [] for cell in fitting}
+    runs: dict[StepCell, list[Seen]] = {cell: [] for cell in fitting}
     for _ in range(repeats):  # the whole grid each time: what disturbs one repeat of a cell spares the others
         for cell in fitting:
             runs[cell].append(_run(bench, watched, cell))
@@ -83,7 +86,7 @@ def measure_grid(
     return [step for cell in fitting for step in (*_prompts(cell, runs[cell]), *_decodes(cell, runs[cell]))]
 
 
-def _fits(bench: Bench, cell: Cell) -> bool:
+def _fits(bench: Bench, cell: StepCell) -> bool:
     report = bench.built.report
     length = cell.context + SETTLING + cell.num_decodes
     return (
@@ -93,7 +96,7 @@ def _fits(bench: Bench, cell: Cell) -> bool:
     )
 
 
-def _run(bench: Bench, watched: WatchedRunner, cell: Cell) -> Seen:
+def _run(bench: Bench, watched: WatchedRunner, cell: StepCell) -> Seen:
     watched.seen.clear()
     requests = bench.requests([Lengths(cell.context, SETTLING + cell.num_decodes)] * cell.num_sequences)
     for index, one in enumerate(requests):
@@ -104,7 +107,7 @@ def _run(bench: Bench, watched: WatchedRunner, cell: Cell) -> Seen:
     return list(watched.seen)
 
 
-def _prompts(cell: Cell, runs: Sequence[Seen]) -> list[MeasuredSteps]:
+def _prompts(cell: StepCell, runs: Sequence[Seen]) -> list[MeasuredSteps]:
     found = []
     for seen in runs:
         steps = [one for one in seen if one[0].num_tokens > one[0].num_rows]
@@ -114,7 +117,7 @@ def _prompts(cell: Cell, runs: Sequence[Seen]) -> list[MeasuredSteps]:
     return sorted((one for one in found if one.counts), key=lambda one: one.seconds)[:1]
 
 
-def _decodes(cell: Cell, runs: Sequence[Seen]) -> list[MeasuredSteps]:
+def _decodes(cell: StepCell, runs: Sequence[Seen]) -> list[MeasuredSteps]:
     found = []
     for seen in runs:
         full = [

@@ -23,7 +23,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ReplayedRequest:
     """One request that was answered; moments are on the virtual clock. Beams are told at their end only."""
 
     arrival: float
@@ -72,7 +72,7 @@ class Drained:
 
 @dataclass(slots=True)
 class Replayed:
-    served: list[Served] = field(default_factory=list)  # in the order of finishing
+    served: list[ReplayedRequest] = field(default_factory=list)  # in the order of finishing
     num_refused: int = 0  # can never run: longer than the context or the pool
     seconds: float = 0.0  # virtual, to the last token
     num_steps: int = 0
@@ -100,7 +100,7 @@ class Replayed:
         mean = sum(one.num_output_tokens for one in self.served) / max(1, len(self.served))
         return self.drained.num_tokens / mean / self.drained.seconds
 
-    def percentile(self, of: Callable[[Served], float], percent: float) -> float:
+    def percentile(self, of: Callable[[ReplayedRequest], float], percent: float) -> float:
         return percentile(sorted(map(of, self.served)), percent) if self.served else 0.0
 
 
@@ -195,7 +195,7 @@ class Replay:
             if not one.num_left:
                 del self._open[update.request_id]
                 first = one.first_token if one.first_token is not None else now
-                found.served.append(Served(one.arrival, first, now, max(1, one.num_tokens)))
+                found.served.append(ReplayedRequest(one.arrival, first, now, max(1, one.num_tokens)))
                 self._on_finish()
 
 

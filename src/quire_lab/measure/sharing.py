@@ -36,7 +36,7 @@ PAPER = {
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class SharingWorkload:
     name: str  # "alpaca" or "sharegpt": whose range of the paper it is compared with
     source: str  # of the lengths, in words
     lengths: Sequence[Lengths]
@@ -69,7 +69,11 @@ def sampling_for(method: str, width: int, max_tokens: int) -> SamplingParams:
 
 
 def measure_saving(
-    workload: Workload, method: str, width: int, seed: int, on_finish: Callable[[], None] = lambda: None
+    workload: SharingWorkload,
+    method: str,
+    width: int,
+    seed: int,
+    on_finish: Callable[[], None] = lambda: None,
 ) -> Saving:
     """All requests at once, as many of them together as rows allow; the pool is never the limit."""
     held, num_too_long = within(workload.lengths, CONTEXT)

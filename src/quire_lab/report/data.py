@@ -16,7 +16,7 @@ USUAL_FOLDERS = ("data", "shared/data", "../shared/data")  # from the working fo
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledLengths:
     """Lengths, and where they come from in words."""
 
     lengths: list[Lengths]
@@ -46,13 +46,13 @@ class DataFolder:
             return None
         return str(self.folder / FILES[name])
 
-    def lengths(self, name: str, count: int, seed: int) -> Drawn:
+    def lengths(self, name: str, count: int, seed: int) -> SampledLengths:
         """`count` requests like ShareGPT's or Alpaca's."""
         path = self.path(name)
         if path is not None:
-            return Drawn(
+            return SampledLengths(
                 from_csv(path, count, seed), f"{name}: lengths of real requests ({FILES[name]})", True
             )
         prompt, output = DISTRIBUTIONS[name]
         words = f"{name}: a stand-in, log-normal lengths with means {prompt.mean:.0f} and {output.mean:.0f} tokens"
-        return Drawn(named(name, count, seed), words, False)
+        return SampledLengths(named(name, count, seed), words, False)

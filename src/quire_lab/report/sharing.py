@@ -15,12 +15,12 @@ from quire_lab.measure.sharing import (
     WIDTHS,
     BeamRate,
     Saving,
-    Workload,
+    SharingWorkload,
 )
 
 
 def sharing_report(
-    workloads: Sequence[Workload],
+    workloads: Sequence[SharingWorkload],
     savings: Sequence[Saving],
     rates: Sequence[BeamRate],
     settings: dict[str, Any],
@@ -99,7 +99,7 @@ def take_away(savings: Sequence[Saving]) -> str:
     return ", ".join(parts) + ": the more sequences share a prompt, the less each one costs"
 
 
-def _means(workload: Workload) -> tuple[float, float]:
+def _means(workload: SharingWorkload) -> tuple[float, float]:
     count = len(workload.lengths)
     return (
         sum(one.num_prompt_tokens for one in workload.lengths) / count,

@@ -21,7 +21,7 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WorkerJob:
     """What one worker is asked to measure."""
 
     model: str
@@ -45,14 +45,14 @@ class Engine(Protocol):
         ...
 
 
-def prompts_of(job: Job, seed: int) -> list[list[int]]:
+def prompts_of(job: WorkerJob, seed: int) -> list[list[int]]:
     """The same prompts in every engine, and other ones for every seed, so that no cache could help."""
     chance = random.Random(seed)
     ids = range(job.num_requests)
     return [[chance.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(job.prompt_tokens)] for _ in ids]
 
 
-def timed(engine: Engine, job: Job, seed: int, max_tokens: int) -> float:
+def timed(engine: Engine, job: WorkerJob, seed: int, max_tokens: int) -> float:
     """Seconds from handing over the batch to having every answer; every answer must be of full length."""
     prompts = prompts_of(job, seed)
     begin = time.perf_counter()
@@ -85,7 +85,7 @@ def peak_rss_mb() -> float:
     return kib / 1024
 
 
-def measure(engine: Engine, job: Job) -> dict[str, Any]:
+def measure(engine: Engine, job: WorkerJob) -> dict[str, Any]:
     """Prefill, decode and end-to-end rates, as the docstring of compare_cpu.py defines them."""
     timed(engine, job, seed=0, max_tokens=WARM_UP_TOKENS)
     all_before, own_before, begin = cpu_seconds_of_all(), sum(os.times()[:4]), time.perf_counter()
@@ -112,14 +112,14 @@ def measure(engine: Engine, job: Job) -> dict[str, Any]:
     }
 
 
-def parse_job() -> Job:
+def parse_job() -> WorkerJob:
     """The job from the command line, which compare_cpu.py writes as one JSON argument."""
     parser = argparse.ArgumentParser(description="one worker of compare_cpu.py; started by it")
-    parser.add_argument("job", help="a Job as JSON")
-    return Job(**json.loads(parser.parse_args().job))
+    parser.add_argument("job", help="a WorkerJob as JSON")
+    return WorkerJob(**json.loads(parser.parse_args().job))
 
 
-def run_worker(start: Callable[[Job], Engine]) -> None:
+def run_worker(start: Callable[[WorkerJob], Engine]) -> None:
     """Starts the engine, measures it and prints the result as one line of JSON on stdout."""
     # Engines print what they like, also from C++: all of it goes to stderr, stdout stays ours.
     result_fd = os.dup(1)

@@ -18,13 +18,13 @@ from typing import Any
 
 import xllamacpp
 
-from quire_lab.benchmarks.compare_cpu.harness import Job, run_worker
+from quire_lab.benchmarks.compare_cpu.harness import WorkerJob, run_worker
 
 
 class LlamaCpp:
     """llama.cpp's server in this process, reached on 127.0.0.1."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         params = xllamacpp.CommonParams()
         params.model.path = job.model
         params.n_parallel = job.num_requests

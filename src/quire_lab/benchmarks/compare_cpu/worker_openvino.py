@@ -18,13 +18,13 @@ import numpy as np
 import openvino
 import openvino_genai as genai
 
-from quire_lab.benchmarks.compare_cpu.harness import Job, run_worker
+from quire_lab.benchmarks.compare_cpu.harness import WorkerJob, run_worker
 
 
 class OpenVino:
     """ContinuousBatchingPipeline, fed with token ids: no tokenizer takes part."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False
         scheduler.dynamic_split_fuse = True
