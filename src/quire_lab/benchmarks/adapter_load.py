@@ -57,7 +57,7 @@ def main() -> None:
             server.terminate()
             server.wait()
         num_bytes = (Path(folder) / "large" / WEIGHTS).stat().st_size
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "date": date.today().isoformat(),
         "machine": describe_machine(),
         "rank": options.rank,
@@ -66,8 +66,8 @@ def main() -> None:
         "slow": slow,
     }
     if options.output:
-        Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+        Path(options.output).write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
 
 
 def _write(folder: Path, rank: int) -> str:
@@ -93,11 +93,11 @@ def _write(folder: Path, rank: int) -> str:
 
 @contextmanager
 def _slow(path: Path, text: str, seconds: float) -> Iterator[None]:
-    """A pipe in the place of a file: whoever reads it waits until something comes."""
+    """A pipe instead of a file: its reader waits until data is written."""
     os.mkfifo(path)
 
     def feed() -> None:
-        with open(path, "w") as pipe:  # returns when someone reads
+        with open(path, "w") as pipe:  # returns when a reader opens it
             time.sleep(seconds)
             pipe.write(text)
 
@@ -121,10 +121,10 @@ def _serve(folder: Path) -> tuple[subprocess.Popen[str], int]:
     )
     assert server.stderr is not None
     for line in server.stderr:
-        found = re.search(r"serving\s+http://[^:]+:(\d+)", line)
-        if found:
+        address = re.search(r"serving\s+http://[^:]+:(\d+)", line)
+        if address:
             threading.Thread(target=server.stderr.read, daemon=True).start()  # or the pipe fills up
-            return server, int(found[1])
+            return server, int(address[1])
     raise SystemExit("the server did not start")
 
 

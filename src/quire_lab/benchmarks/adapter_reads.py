@@ -47,14 +47,14 @@ def main() -> None:
                     flush=True,
                 )
     if options.output:
-        found = {
+        record = {
             "date": date.today().isoformat(),
             "machine": describe_machine(),
             "versions": describe_versions(),
             "shape": SHAPE,
             "rows": rows,
         }
-        Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
+        Path(options.output).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _sites() -> Sites:
@@ -71,7 +71,7 @@ def _sites() -> Sites:
 
 def _measure(name: str, rank: int, folder: Path, rounds: int) -> dict[str, Any]:
     kernel = load("lora_pack", name)
-    plain, hashed = (Reader(_sites(), BLOCK, hashed=one, kernel=kernel) for one in (False, True))
+    plain, hashed = (Reader(_sites(), BLOCK, hashed=is_hashed, kernel=kernel) for is_hashed in (False, True))
     packed = plain.read_folder("warm-up", folder)
     return {
         "packed_by": name,

@@ -135,13 +135,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.requests < POINTS * LIVE:
         parser.error(f"--requests: at least {POINTS * LIVE}, memory is noted {POINTS} times along the way")
-    found = {**describe_origin(), **measure(options.requests, options.seed)}
+    record = {**describe_origin(), **measure(options.requests, options.seed)}
     if options.output:
-        Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in found.items() if key not in ("machine", "versions")}))
-    if any(found["left"].values()):
+        Path(options.output).write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in record.items() if key not in ("machine", "versions")}))
+    if any(record["left"].values()):
         sys.exit("something was left behind")
-    if found["has_grown"]:
+    if record["has_grown"]:
         sys.exit(f"memory grew by more than {GROWTH} bytes a request")
 
 

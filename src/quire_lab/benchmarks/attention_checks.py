@@ -85,7 +85,7 @@ def label(tuning: Tuning) -> str:
 def make_case(
     heads: Heads, contexts: list[int], queries: list[int], layers: int = 1, poison: bool = False
 ) -> AttentionCase:
-    """Random requests over shuffled blocks; with `poison`, slots that nobody may read hold not-a-numbers."""
+    """Random requests over shuffled blocks; with `poison`, slots that no kernel may read hold NaN."""
     counts = [-(-context // heads.block_size) for context in contexts]
     order = torch.randperm(sum(counts), device=DEVICE, dtype=torch.int32) + 1
     tables = torch.zeros(len(contexts), max(counts), dtype=torch.int32, device=DEVICE)
@@ -202,11 +202,11 @@ def check_trees(shapes: list[Heads], contexts: list[int]) -> None:
         exact = [part.float() for part in (q, *where[:2])]
         expected = plain.paged_attention(*exact, *where[2:], 0, None, *masks).double()
         for name in ("default", "deterministic"):
-            found = attention.paged_attention(
+            output = attention.paged_attention(
                 *case.arguments(0), 0, None, *masks, torch.tensor(positions, dtype=torch.int32, device=DEVICE),
                 deterministic=name == "deterministic",
             )  # fmt: skip
-            _note(case, name, error(found, expected), trees=len(contexts))
+            _note(case, name, error(output, expected), trees=len(contexts))
 
 
 def _note(case: AttentionCase, variant: str, found: float, **more: int) -> None:

@@ -109,7 +109,7 @@ def time_amid(case: AttentionCase, weights: list[list[torch.Tensor]], tuning: Tu
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
-    kernel = next(one for one in seen.key_averages() if "_decode_kernel" in one.key)
+    kernel = next(event for event in seen.key_averages() if "_decode_kernel" in event.key)
     return kernel.device_time_total / kernel.count / 1e6, step
 
 
@@ -186,11 +186,11 @@ def check_fresh(lengths: list[int]) -> None:
     expected = reference(case)
     out = torch.full_like(expected, float("nan"), dtype=case.heads.dtype)
     padded = [(first, end, -(-(end - first) // 128) * 128) for first, end in spans]
-    found = error(
+    worst = error(
         contiguous_attention(heads, case.heads.num_heads, padded, case.arguments(0)[-1], out), expected
     )
-    ok = found < LIMITS[case.heads.dtype]
-    record("check", what=f"fresh {lengths}", variant="library", error=found, ok=ok)
+    ok = worst < LIMITS[case.heads.dtype]
+    record("check", what=f"fresh {lengths}", variant="library", error=worst, ok=ok)
 
 
 def check_graph() -> None:

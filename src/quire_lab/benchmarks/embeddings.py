@@ -52,7 +52,7 @@ def transformers_system(folder: str, threads: int) -> EmbeddingSystem:
     @torch.inference_mode()
     def embed(texts: list[str]) -> numpy.ndarray:
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        found = numpy.empty((len(texts), model.config.hidden_size), dtype=numpy.float32)
+        vectors = numpy.empty((len(texts), model.config.hidden_size), dtype=numpy.float32)
         for first in range(0, len(order), BATCH):
             places = order[first : first + BATCH]
             inputs = tokenizer(
@@ -65,8 +65,8 @@ def transformers_system(folder: str, threads: int) -> EmbeddingSystem:
             mask = inputs["attention_mask"].unsqueeze(-1)
             hidden = model(**inputs).last_hidden_state
             means = (hidden * mask).sum(1) / mask.sum(1)
-            found[places] = torch.nn.functional.normalize(means).numpy()
-        return found
+            vectors[places] = torch.nn.functional.normalize(means).numpy()
+        return vectors
 
     return EmbeddingSystem("transformers", embed, threads)
 
@@ -114,32 +114,33 @@ def measure(
     for system in systems:
         timed(system, pieces[0])  # threads and memory are there from now on
     for number in range(num_rounds):
-        for at, one in enumerate(pieces):
+        for at, part in enumerate(pieces):
             for system in systems:
-                taken, found = timed(system, one)
+                taken, embedded = timed(system, part)
                 seconds[system.name][at].append(taken)
                 if number == 0:
-                    vectors[system.name].append(found)
+                    vectors[system.name].append(embedded)
     return {name: EmbeddingTimes(seconds[name], numpy.concatenate(vectors[name])) for name in seconds}
 
 
-def summary(found: dict[str, dict[str, EmbeddingTimes]], own: list[int]) -> dict[str, Any]:
+def summary(by_texts: dict[str, dict[str, EmbeddingTimes]], own: list[int]) -> dict[str, Any]:
     """Rates are from each piece's least time: on a machine that others use, that is the one nearest the truth."""
     result: dict[str, Any] = {}
-    for system in found["questions"]:
-        of = {workload: measured[system] for workload, measured in found.items()}
-        exact = {workload: measured["transformers"].vectors for workload, measured in found.items()}
+    for system in by_texts["questions"]:
+        of = {workload: measured[system] for workload, measured in by_texts.items()}
+        exact = {workload: measured["transformers"].vectors for workload, measured in by_texts.items()}
         nearest = (of["questions"].vectors @ of["paragraphs"].vectors.T).argmax(axis=1)
         result[system] = {
             "texts_per_second": {
-                name: len(one.vectors) / sum(min(times) for times in one.seconds) for name, one in of.items()
+                name: len(taken.vectors) / sum(min(times) for times in taken.seconds)
+                for name, taken in of.items()
             },
             "median_texts_per_second": {
-                name: len(one.vectors) / sum(statistics.median(times) for times in one.seconds)
-                for name, one in of.items()
+                name: len(taken.vectors) / sum(statistics.median(times) for times in taken.seconds)
+                for name, taken in of.items()
             },
             "least_cosine": {
-                name: float((one.vectors * exact[name]).sum(axis=1).min()) for name, one in of.items()
+                name: float((taken.vectors * exact[name]).sum(axis=1).min()) for name, taken in of.items()
             },
             "own_paragraph_nearest": float((nearest == numpy.array(own)).mean()),
         }
@@ -161,9 +162,9 @@ def main() -> None:
         quire_system("quire fp32", "none", threads),
         transformers_system(folder, threads),
     ]
-    systems += [one for one in [sentence_transformers_system(folder, threads)] if one is not None]
+    systems += [system for system in [sentence_transformers_system(folder, threads)] if system is not None]
     load_before = os.getloadavg()[0]
-    found = {
+    times = {
         name: measure(systems, texts, piece, arguments.rounds)
         for name, texts, piece in (("questions", questions, 8 * BATCH), ("paragraphs", paragraphs, 2 * BATCH))
     }
@@ -177,11 +178,11 @@ def main() -> None:
         "batch_of_the_others": BATCH,
         "threads": threads,
         "load_average_before": load_before,
-        "systems": summary(found, own),
+        "systems": summary(times, own),
     }
     arguments.output.write_text(json.dumps(result, indent=2) + "\n")
-    for name, one in result["systems"].items():
-        print(f"{name:<22}", json.dumps(one))
+    for name, summed in result["systems"].items():
+        print(f"{name:<22}", json.dumps(summed))
 
 
 if __name__ == "__main__":

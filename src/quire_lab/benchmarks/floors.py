@@ -95,8 +95,8 @@ def main() -> None:
     rows = [floor(shape, case) for shape, cases in workloads.ROWS.items() for case in cases]
     measured: dict[tuple[str, str], dict[str, Any]] = {}
     if options.beside:
-        found = json.loads(Path(options.beside).read_text())
-        measured = {(row["shape"], row["case"]): row for row in found}
+        beside = json.loads(Path(options.beside).read_text())
+        measured = {(row["shape"], row["case"]): row for row in beside}
     for row in rows:
         kind = "prompt_tok_s" if row["case"] == "prefill" else "out_tok_s"
         ours = measured.get((row["shape"], row["case"]))

@@ -52,7 +52,7 @@ def longest_waits(llm: LLM, prompts: list[list[int]], samplings: list[SamplingPa
 def counted() -> Iterator[list[str]]:
     """A list that grows with every wait."""
     waits: list[str] = []
-    with warnings.catch_warnings(record=True) as found, ExitStack() as stack:
+    with warnings.catch_warnings(record=True) as warned, ExitStack() as stack:
         warnings.simplefilter("always")
         for owner, name in CALLS:
             stack.enter_context(patch.object(owner, name, _noting(getattr(owner, name), waits, name)))
@@ -60,7 +60,7 @@ def counted() -> Iterator[list[str]]:
             stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("warn")
         yield waits
-    waits += [f"{one.filename}:{one.lineno}" for one in found if SAID in str(one.message)]
+    waits += [f"{warning.filename}:{warning.lineno}" for warning in warned if SAID in str(warning.message)]
 
 
 def _noting(call: Callable[..., Any], waits: list[str], name: str) -> Callable[..., Any]:
@@ -211,23 +211,23 @@ class Checker:
 
     def _logits(self, folder: str, dtype: str) -> torch.Tensor:
         """[prompts, vocabulary], as the model gives them to the sampler."""
-        found: list[torch.Tensor] = []
+        per_prompt: list[torch.Tensor] = []
         with self.engine(folder=folder, dtype=dtype) as llm:
             model: Any = llm.engine._runner._model  # type: ignore[attr-defined]
             logits = model.logits
 
             def noted(*given: Any) -> torch.Tensor:
-                found.append(logits(*given).float())
-                return found[-1].clone()  # sampling uses its own up
+                per_prompt.append(logits(*given).float())
+                return per_prompt[-1].clone()  # sampling uses its own up
 
             model.logits = noted
             llm.generate(requests()[0], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
-        return torch.cat(found)
+        return torch.cat(per_prompt)
 
 
 @contextmanager
 def at_most(slack: int) -> Iterator[None]:
-    """This process may take so many bytes more of the GPU, as if others had the rest."""
+    """This process may allocate `slack` more bytes of the GPU, as if other processes had the rest."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -240,7 +240,7 @@ def at_most(slack: int) -> Iterator[None]:
 
 
 def served(llm: LLM) -> tuple[dict[int, list[list[int]]], dict[int, str]]:
-    """All requests at once, step by step: answers, and the errors of those that were shed."""
+    """All requests at once, step by step: answers, and the errors of requests that were shed."""
     for number, (prompt, sampling) in enumerate(zip(*requests(), strict=True)):
         llm.engine.add(str(number), prompt, sampling)
     answers: dict[int, dict[int, list[int]]] = {}
@@ -284,15 +284,15 @@ def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Check]:
         wanted = checker.answers("cpu")
         beams = checker.beams("cpu")
         adapted = checker.with_adapters("cpu") if is_llama else []
-    found: dict[str, Check] = {
+    all_checks: dict[str, Check] = {
         name: lambda settings=settings: (checker.answers(**settings), wanted)
         for name, settings in WAYS.items()
     }
-    found["beams"] = lambda: (checker.beams(), beams)
-    found["evicted prompts come back"] = lambda: (checker.found_again(), wanted)
+    all_checks["beams"] = lambda: (checker.beams(), beams)
+    all_checks["evicted prompts come back"] = lambda: (checker.found_again(), wanted)
     if is_llama:
-        found["adapters"] = lambda: (checker.with_adapters(), adapted)
-        found["adapters from files"] = lambda: (checker.with_adapter_files(), adapted)
+        all_checks["adapters"] = lambda: (checker.with_adapters(), adapted)
+        all_checks["adapters from files"] = lambda: (checker.with_adapter_files(), adapted)
     plain: list[Answers] = []
 
     def drafts_do_not_show(config: str) -> tuple[Answers, Answers]:
@@ -300,23 +300,23 @@ def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Check]:
             plain.append(checker.answers(deterministic=True))
         return checker.answers(deterministic=True, speculative_config=config), plain[0]
 
-    found["deterministic, drafted chains"] = lambda: drafts_do_not_show(CHAINS)
-    found["deterministic, drafted trees"] = lambda: drafts_do_not_show(TREES)
+    all_checks["deterministic, drafted chains"] = lambda: drafts_do_not_show(CHAINS)
+    all_checks["deterministic, drafted trees"] = lambda: drafts_do_not_show(TREES)
     if device == "cuda":
-        found["memory runs out"] = lambda: checker.memory_runs_out(wanted)
-    found["one synchronisation per step"] = checker.waits
-    found["one synchronisation per step, every kind of sampling"] = lambda: checker.waits(
+        all_checks["memory runs out"] = lambda: checker.memory_runs_out(wanted)
+    all_checks["one synchronisation per step"] = checker.waits
+    all_checks["one synchronisation per step, every kind of sampling"] = lambda: checker.waits(
         logprobs=2, presence_penalty=0.5, repetition_penalty=1.1, min_tokens=4, logit_bias={11: 2.0}, top_k=40
     )
-    found[f"bf16 logits within {BF16_ERROR:.0%} of fp32's"] = checker.half_precision
+    all_checks[f"bf16 logits within {BF16_ERROR:.0%} of fp32's"] = checker.half_precision
     if device == "cuda" and is_llama:
-        found["CUDA_VISIBLE_DEVICES by UUID"] = seen_by_uuid
-    return found
+        all_checks["CUDA_VISIBLE_DEVICES by UUID"] = seen_by_uuid
+    return all_checks
 
 
 @contextmanager
 def plain_kernels(device: str) -> Iterator[None]:
-    """The CPU's answers from plain torch: beside a GPU nobody should wait for a compiler."""
+    """The CPU's answers from plain torch: a GPU machine need not compile the native kernels."""
     if device == "cuda":
         os.environ["QUIRE_KERNELS"] = "reference"
     yield
@@ -340,15 +340,15 @@ def seen_by_uuid() -> tuple[Answers, Answers]:
     return [[[done.returncode]]], [[[0]]]
 
 
-def difference(found: Answers, wanted: Answers) -> str | None:
+def difference(answers: Answers, wanted: Answers) -> str | None:
     """Where two sets of answers part first; None if they do not."""
-    if len(found) != len(wanted):
-        return f"{len(found)} answers, not {len(wanted)}"
-    for request, (some, others) in enumerate(zip(found, wanted, strict=True)):
+    if len(answers) != len(wanted):
+        return f"{len(answers)} answers, not {len(wanted)}"
+    for request, (some, others) in enumerate(zip(answers, wanted, strict=True)):
         for sample, (mine, right) in enumerate(zip(some, others, strict=False)):
-            for place, (token, other) in enumerate(zip(mine, right, strict=False)):
+            for index, (token, other) in enumerate(zip(mine, right, strict=False)):
                 if token != other:
-                    return f"request {request}, sample {sample}, token {place}: {token}, not {other}"
+                    return f"request {request}, sample {sample}, token {index}: {token}, not {other}"
         if list(map(len, some)) != list(map(len, others)):
             return (
                 f"request {request}: answers of {list(map(len, some))} tokens, not {list(map(len, others))}"

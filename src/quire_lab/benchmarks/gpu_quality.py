@@ -100,14 +100,14 @@ def _measure_format(
     with LLM(
         options.model, use_tqdm=False, max_num_seqs=64, kv_cache_memory_bytes=2 << 30, **settings
     ) as llm:
-        prompts = [{"prompt_token_ids": one} for one in reference["prompts"]]
+        prompts = [{"prompt_token_ids": asked} for asked in reference["prompts"]]
         together = llm.generate(prompts, GREEDY, use_tqdm=False)
         alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in prompts]
         token_ids = llm.tokenizer.encode(read_text(options.text), add_special_tokens=False)
         pieces = [token_ids[i : i + WINDOW] for i in range(0, len(token_ids) - WINDOW, WINDOW)]
         scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         results = llm.generate(
-            [{"prompt_token_ids": one} for one in pieces[: options.windows]], scored, use_tqdm=False
+            [{"prompt_token_ids": piece} for piece in pieces[: options.windows]], scored, use_tqdm=False
         )
         logprobs = [
             position[token_id].logprob
@@ -120,7 +120,7 @@ def _measure_format(
         began = time.perf_counter()
         llm.generate(prompts * 8, long, use_tqdm=False)
         seconds = time.perf_counter() - began
-    answers = [list(one.outputs[0].token_ids) for one in together]
+    answers = [list(output.outputs[0].token_ids) for output in together]
     return {
         "format": name,
         "answers_equal_to_cpu": sum(a == b for a, b in zip(answers, reference["answers"], strict=True)),

@@ -294,17 +294,17 @@ def walk(library: Library, schema: Any, token_ids: Sequence[int], rounds: int) -
     for _ in range(rounds):
         started = time.perf_counter()
         try:
-            place = library.compile(text)
+            state = library.compile(text)
         except Exception as error:
             return {"refused": " ".join(str(error).split())[:160]}
         compile_seconds.append(time.perf_counter() - started)
         for position, token_id in enumerate(token_ids):
             started = time.perf_counter()
-            place.fill()
+            state.fill()
             (mask_seconds if position else first_seconds).append(time.perf_counter() - started)
-            if not place.advance(token_id):
+            if not state.advance(token_id):
                 return {"rejected": f"its own example, at token {position} of {len(token_ids)}"}
-        assert place.may_end()
+        assert state.may_end()
     return {
         "compile_ms": round(1e3 * float(np.median(compile_seconds)), 2),
         "first_mask_ms": round(1e3 * float(np.median(first_seconds)), 3),
@@ -330,7 +330,7 @@ def main() -> None:
     tokenizer = load_tokenizer(open_source(None))
     assert tokenizer is not None
     vocabulary = Vocabulary(
-        tokens=[tokenizer.token_bytes(one) for one in range(tokenizer.vocab_size)],
+        tokens=[tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)],
         special_ids=tokenizer.special_ids,
         end_ids=(2,),
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),

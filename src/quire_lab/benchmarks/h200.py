@@ -38,7 +38,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=",".join(workloads.SHAPES))
-    parser.add_argument("--cases", help="of every shape; default: those that are compared")
+    parser.add_argument("--cases", help="of every shape; default: the compared ones")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--output", help="JSON file")
     parser.add_argument("--settings", default="{}", help="JSON, passed to LLM")
@@ -150,7 +150,7 @@ def _run_case(llm: Any, shape: str, case: str, profile: str | None) -> dict[str,
     began = time.perf_counter()
     outputs = llm.generate(prompts, samplings, use_tqdm=False)
     seconds = time.perf_counter() - began
-    num_output = sum(len(one.outputs[0].token_ids) for one in outputs)
+    num_output = sum(len(completion.outputs[0].token_ids) for completion in outputs)
     assert num_output == sum(output for _, output in sizes), "an answer is not as long as it was asked to be"
     num_steps = stats.num_steps - before[0]
     longest = max(output for _, output in sizes)

@@ -139,8 +139,8 @@ def _run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(workloads.SHAPES[options.shape]))
         llm = LLM(folder, load_format="dummy", served_model_name=options.shape, use_tqdm=False, **settings)
-        one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        llm.generate([[11, 12, 13]], one, use_tqdm=False)
+        single_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        llm.generate([[11, 12, 13]], single_token, use_tqdm=False)
         start_s = time.time() - options.began
         print(*llm.report.lines(), f"first token after {start_s:.1f} s", sep="\n", flush=True)
         rows = []
@@ -161,7 +161,7 @@ def _draw(case: str, requests: int) -> list[str | None]:
     if not case.endswith("skewed"):
         return [f"adapter-{rng.randrange(count)}" for _ in range(requests)]
     some = rng.sample(range(count), min(count, TOUCHED))
-    weights = [1 / (place + 1) for place in range(len(some))]
+    weights = [1 / (index + 1) for index in range(len(some))]
     return [f"adapter-{chosen}" for chosen in rng.choices(some, weights, k=requests)]
 
 
@@ -184,8 +184,8 @@ def _run_case(llm: Any, options: argparse.Namespace, case: str) -> dict[str, Any
     began = time.perf_counter()
     outputs = llm.generate(prompts, samplings, use_tqdm=False, adapter=names)
     seconds = time.perf_counter() - began
-    num_output = sum(len(one.outputs[0].token_ids) for one in outputs)
-    firsts = sorted(one.metrics.first_token for one in outputs)
+    num_output = sum(len(completion.outputs[0].token_ids) for completion in outputs)
+    firsts = sorted(completion.metrics.first_token for completion in outputs)
     after = _figures(engine)
     return {
         "case": case,

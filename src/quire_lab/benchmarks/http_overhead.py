@@ -11,7 +11,7 @@ How it is measured:
 - Served time is from the first request sent to the last stream's end, less the load generator's own CPU time in that
   span (its getrusage): on a machine of its own it would cost the server nothing.
 - The overhead is the median of the rounds' ratios; both medians are given as well. `cores_used_by_others` is CPU time
-  that processes outside this benchmark took meanwhile: above 0.1 the figures are doubtful, and a warning says so.
+  that processes outside this benchmark took meanwhile: above 0.1 the results are doubtful, and a warning says so.
 """
 
 import argparse
@@ -60,12 +60,13 @@ def offline_worker(count: int, threads: int) -> None:
     with LLM(num_threads=threads, kv_cache_memory_bytes=512 << 20, use_tqdm=False) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         for line in sys.stdin:
-            prompts = [{"prompt_token_ids": one} for one in prompts_of(count, int(line))]
+            prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of(count, int(line))]
             begin = time.perf_counter()
-            found = llm.generate(prompts, greedy, use_tqdm=False)
+            outputs = llm.generate(prompts, greedy, use_tqdm=False)
             seconds = time.perf_counter() - begin
             print(
-                json.dumps({"seconds": seconds, "texts": [one.outputs[0].text for one in found]}), file=result
+                json.dumps({"seconds": seconds, "texts": [output.outputs[0].text for output in outputs]}),
+                file=result,
             )
             result.flush()
 
@@ -99,7 +100,7 @@ class Offline:
 # ---------------------------------------------------------------------- served
 
 
-class ServedEngine:
+class Served:
     def __init__(self, count: int, threads: int) -> None:
         self._count = count
         command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--num-threads", str(threads)]
@@ -165,7 +166,7 @@ def cpu_seconds_of_all() -> float:
     return (user + nice + system + irq + softirq + steal) / TICKS
 
 
-def measured(one: Offline | ServedEngine, seed: int) -> dict[str, Any]:
+def measured(one: Offline | Served, seed: int) -> dict[str, Any]:
     """A run, with what it and everyone else took of the CPU."""
     before, all_before, here = [cpu_seconds_of(p) for p in one.pids], cpu_seconds_of_all(), cpu_seconds_here()
     begin = time.perf_counter()
@@ -179,26 +180,26 @@ def measured(one: Offline | ServedEngine, seed: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------- rounds
 
 
-def run_rounds(offline: Offline, served: ServedEngine, rounds: int) -> list[dict[str, Any]]:
+def run_rounds(offline: Offline, served: Served, rounds: int) -> list[dict[str, Any]]:
     for seed in (0, 1):  # kernels are chosen, memory is touched, passes are recorded
         offline.run(seed)
         served.run(seed)
-    found = []
+    rounds_done = []
     for number in range(rounds):
         pair = (offline, served) if number % 2 == 0 else (served, offline)
-        results = {type(one).__name__.lower(): measured(one, 100 + number) for one in pair}
+        results = {type(each).__name__.lower(): measured(each, 100 + number) for each in pair}
         off, on = results["offline"], results["served"]
         if off.pop("texts") != on.pop("texts"):
             raise SystemExit("the server's answers are not the offline engine's")
         on["seconds_without_generator"] = on["seconds"] - on["generator_cpu"]
-        found.append({**results, "ratio": on["seconds_without_generator"] / off["seconds"]})
+        rounds_done.append({**results, "ratio": on["seconds_without_generator"] / off["seconds"]})
         print(
             f"round {number + 1}: offline {off['seconds']:.2f} s, served {on['seconds']:.2f} s "
             f"(generator {on['generator_cpu']:.2f} s, HTTP side {on['cpu_seconds'][0]:.2f} s of CPU): "
-            f"{found[-1]['ratio'] - 1:+.1%}",
+            f"{rounds_done[-1]['ratio'] - 1:+.1%}",
             file=sys.stderr,
         )
-    return found
+    return rounds_done
 
 
 def main() -> None:
@@ -214,7 +215,7 @@ def main() -> None:
     if arguments.offline_worker:
         offline_worker(arguments.n, arguments.threads)
         return
-    offline, served = Offline(arguments.n, arguments.threads), ServedEngine(arguments.n, arguments.threads)
+    offline, served = Offline(arguments.n, arguments.threads), Served(arguments.n, arguments.threads)
     try:
         rounds = run_rounds(offline, served, arguments.rounds)
     finally:
@@ -224,16 +225,16 @@ def main() -> None:
 
 
 def report(arguments: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
-    ratio = statistics.median(one["ratio"] for one in rounds)
-    offline = statistics.median(one["offline"]["seconds"] for one in rounds)
-    served = statistics.median(one["served"]["seconds_without_generator"] for one in rounds)
-    others = max(one[side]["cores_used_by_others"] for one in rounds for side in ("offline", "served"))
+    ratio = statistics.median(each["ratio"] for each in rounds)
+    offline = statistics.median(each["offline"]["seconds"] for each in rounds)
+    served = statistics.median(each["served"]["seconds_without_generator"] for each in rounds)
+    others = max(each[side]["cores_used_by_others"] for each in rounds for side in ("offline", "served"))
     print(
         f"n = {arguments.n}, {PROMPT_TOKENS} in, {OUTPUT_TOKENS} out, {arguments.threads} engine threads: offline "
         f"{offline:.2f} s, served {served:.2f} s, overhead {ratio - 1:+.1%} (goal: at most {GOAL - 1:.0%})"
     )
     if others > 0.1:
-        print(f"warning: others used up to {others:.2f} cores meanwhile: the figures are doubtful")
+        print(f"warning: others used up to {others:.2f} cores meanwhile: the results are doubtful")
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),

@@ -4,9 +4,9 @@ usage: python -m quire_lab.benchmarks.leaks [--requests N] [--tiny] [--output FI
 
 The real runner and kernels, on the built-in model, or with `--tiny` on a small one with random weights. A fixed number
 of requests is open at any time: single answers, two samples, and beams; one in ten is aborted on its way. Each mode has
-a process of its own. Whatever is not aborted must get the tokens of a pool that is large enough; at the end every block
-must be free, here and in host memory, the books must agree, and the process's own memory must not have grown from the
-run's third quarter to its last by more than GROWTH bytes a request (`own_memory.py`). It is noted twenty times, when
+a process of its own. A request that is not aborted must get the tokens of a large pool; at the end every block must be
+free, here and in host memory, the books must agree, and the process's own memory must not have grown from the
+run's third quarter to its last by more than GROWTH bytes a request. It is noted twenty times, when
 all requests so far are over, and after a warm-up with as many sequences as the engine runs at once.
 """
 
@@ -142,7 +142,7 @@ class Traffic:
         self.num_aborted = 0
 
     def run_until(self, num_sent: int) -> None:
-        """Until so many were sent, and all of them are over."""
+        """Runs until `num_sent` requests were sent and all have finished."""
         while self._sent < num_sent or self._open:
             while self._sent < num_sent and len(self._open) < OPEN:
                 self._send()
@@ -225,16 +225,16 @@ def measure(mode: str, num_requests: int, model: str | None) -> dict[str, Any]:
         }
 
 
-def faults(name: str, found: dict[str, Any], large: Sequence[int]) -> list[str]:
+def faults(name: str, record: dict[str, Any], large: Sequence[int]) -> list[str]:
     """What is wrong with a mode, in words."""
-    pairs = zip(found["told"], large, strict=True)
+    pairs = zip(record["told"], large, strict=True)
     other = [number for number, (here, there) in enumerate(pairs) if min(here, there) >= 0 and here != there]
     words = [
         (bool(other), f"{len(other)} requests got other tokens than in a large pool, {other[:3]} among them"),
-        (found["free_blocks_at_end"] != found["pool_blocks"], "blocks of the pool are not free at the end"),
-        (found["swap_blocks_at_end"] != 0, "blocks of host memory are not free at the end"),
-        (found["has_grown"], f"memory grew by more than {GROWTH} bytes a request"),
-        (name != LARGE and not found["preemptions"], "nobody was preempted: this shows nothing"),
+        (record["free_blocks_at_end"] != record["pool_blocks"], "blocks of the pool are not free at the end"),
+        (record["swap_blocks_at_end"] != 0, "blocks of host memory are not free at the end"),
+        (record["has_grown"], f"memory grew by more than {GROWTH} bytes a request"),
+        (name != LARGE and not record["preemptions"], "no request was preempted: the run shows nothing"),
     ]
     return [text for wrong, text in words if wrong]
 
@@ -256,9 +256,9 @@ def main() -> None:
                     measure, mode, options.requests, folder if options.tiny else None
                 ).result()
     large = modes[MODES[0]]["told"]
-    wrong = {name: faults(name, found, large) for name, found in modes.items()}
-    for found in modes.values():
-        found["compared"] = sum(min(pair) >= 0 for pair in zip(found.pop("told"), large, strict=True))
+    wrong = {name: faults(name, record, large) for name, record in modes.items()}
+    for record in modes.values():
+        record["compared"] = sum(min(pair) >= 0 for pair in zip(record.pop("told"), large, strict=True))
     result = {
         **describe_origin(),
         "model": "tiny, random weights" if options.tiny else "built-in",

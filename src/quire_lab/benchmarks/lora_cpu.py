@@ -76,8 +76,8 @@ def write_adapters(folder: Path, count: int, num_files: int) -> None:
             continue
         tensors = {}
         for layer in range(LAYERS):
-            for place, (part, (num_in, num_out)) in enumerate(WIDTHS.items()):
-                first = 4 * (index * LAYERS + layer) + place
+            for position, (part, (num_in, num_out)) in enumerate(WIDTHS.items()):
+                first = 4 * (index * LAYERS + layer) + position
                 name = f"base_model.model.model.layers.{layer}.self_attn.{part}_proj"
                 a, b = noise[first : first + rank * num_in], noise[first + 4 : first + 4 + num_out * rank]
                 tensors[f"{name}.lora_A.weight"] = (a * num_in**-0.5).view(rank, num_in)
@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine = llm.engine
     engine.check_integrity()
     figures, pages = engine.adapters.figures(), engine.memory.adapter_pages
-    found = {
+    record = {
         "adapters": options.adapters,
         "files": min(options.files, options.adapters),
         "distinct": len(set(drawn)),
@@ -137,7 +137,7 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "pool_blocks": {"adapters": pages.num_blocks, "all": engine.memory.num_blocks},
     }
     llm.close()
-    return found
+    return record
 
 
 def _case(llm: Any, options: argparse.Namespace, prompts: list[list[int]], names: list[str | None]) -> float:

@@ -61,9 +61,9 @@ def fitted() -> tuple[dict[str, float], dict[str, Any]]:
     ideal, seconds = samples()
     factors = fit(ideal, seconds)
     held_out = []
-    for place in range(len(seconds)):
-        others = np.arange(len(seconds)) != place
-        held_out.append(errors(ideal[place], seconds[place], fit(ideal[others], seconds[others])).item())
+    for index in range(len(seconds)):
+        others = np.arange(len(seconds)) != index
+        held_out.append(errors(ideal[index], seconds[index], fit(ideal[others], seconds[others])).item())
     within = sorted(errors(ideal, seconds, factors).tolist())
     summary = {
         "on": "NVIDIA H200",
@@ -74,7 +74,9 @@ def fitted() -> tuple[dict[str, float], dict[str, Any]]:
         "held_out_median_error": round(percentile(sorted(held_out), 50), 4),
         "held_out_p90_error": round(percentile(sorted(held_out), 90), 4),
     }
-    return {name: float(f"{one:.5g}") for name, one in zip(LORA_FACTOR_NAMES, factors, strict=True)}, summary
+    return {
+        name: float(f"{factor:.5g}") for name, factor in zip(LORA_FACTOR_NAMES, factors, strict=True)
+    }, summary
 
 
 def simulated_run(num_adapters: int, resident: bool) -> float:
@@ -109,7 +111,7 @@ def main() -> None:
     if options.save:
         record = json.loads(options.save.read_text())
         options.save.write_text(json.dumps({**record, "lora": factors, "lora_fit": summary}, indent=1) + "\n")
-    found = {"factors": factors, "fit": summary}
+    fit = {"factors": factors, "fit": summary}
     runs = json.loads((RESULTS / "h200_lora.json").read_text())["runs"][1]["rows"]
     measured = {
         "base, first run": runs[0]["out_tok_s"],
@@ -118,15 +120,15 @@ def main() -> None:
     }
     charged = dict.fromkeys(list(measured)[:2], simulated_run(0, resident=False))
     charged["100 adapters, in pages"] = simulated_run(100, resident=True)
-    found["checks"] = {
+    fit["checks"] = {
         what: {
-            "measured_tok_s": round(one),
+            "measured_tok_s": round(rate),
             "charged_tok_s": round(charged[what]),
-            "error": round(charged[what] / one - 1, 3),
+            "error": round(charged[what] / rate - 1, 3),
         }
-        for what, one in measured.items()
+        for what, rate in measured.items()
     }
-    print(json.dumps(found, indent=1))
+    print(json.dumps(fit, indent=1))
 
 
 if __name__ == "__main__":

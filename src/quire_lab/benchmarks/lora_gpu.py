@@ -131,7 +131,7 @@ def make_tables(
 def make_segments(
     line_slots: np.ndarray, max_lines: int, num_slots: int, device: torch.device
 ) -> LoraSegments:
-    """As a server has them: as many segments as so many lines could need."""
+    """As a server has them: as many segments as that number of rows could need."""
     grouped = group_lines(line_slots.astype(np.int32), max_lines)
     missing = max_segments(len(line_slots), num_slots, max_lines) - len(grouped.slots)
     slots = np.append(grouped.slots, np.full(missing, -1)).astype(np.int32)
@@ -162,7 +162,7 @@ def check_mixes(report: LoraReport) -> None:
                     segments = make_segments(line_slots, max_lines, 6, device)
                     for wide in (
                         (False, True) if inputs == shapes[0][0] else (False,)
-                    ):  # logits are float32 whatever x is
+                    ):  # logits are float32 for every dtype of x
                         zeros = torch.zeros(num_lines, bounds[-1], device=device)
                         y = zeros.clone() if wide else zeros.to(dtype)
                         kernel.add(x, y, tables, segments, 0, bounds)
@@ -183,7 +183,7 @@ def check_embedded(
 
 
 class LoraCase:
-    """Layers of q, k, v and o with so many adapters, and so many lines that use them."""
+    """Layers of q, k, v and o with a number of adapters, and a number of rows that use them."""
 
     def __init__(
         self, report: LoraReport, shape: Shape, line_slots: np.ndarray, num_adapters: int, max_lines: int
@@ -342,10 +342,10 @@ def main() -> int:
     print(f"{report.checks} checks, {len(report.failures)} failed", flush=True)
     bench_shapes(report, shape)
     bench_tunings(report, shape)
-    found = {"checks": report.checks, "failures": report.failures, "rows": report.rows}
+    record = {"checks": report.checks, "failures": report.failures, "rows": report.rows}
     if options.output:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps({key: found[key] for key in ("checks", "failures")}))
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({key: record[key] for key in ("checks", "failures")}))
     return 1 if report.failures else 0
 
 

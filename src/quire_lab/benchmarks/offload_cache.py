@@ -4,7 +4,7 @@ usage: python -m quire_lab.benchmarks.offload_cache [--shape llama8b] [--rounds 
 
 Milliseconds to an answer of one token, for prompts that the pool has evicted since: computed again, from host memory,
 and from the disk after a restart. All must give the same tokens on a CPU. `--shape` is for a GPU: random weights of a
-shape of `workloads.py` and longer prompts; there a rounding may turn a token, and those that are the same are counted.
+shape of `workloads.py` and longer prompts; there a rounding may turn a token, and equal answers are counted.
 """
 
 import argparse
@@ -74,12 +74,12 @@ def measure(rounds: int, size: int, settings: dict[str, Any], is_exact: bool) ->
             counts["host_hit_blocks"] = home.engine.memory.home.stats.host_hits
         for _ in range(rounds):
             with LLM(**settings, **offload) as again:
-                ask(again, [_prompt(chosen, size)])  # kernels are loaded by one that nobody has seen
+                ask(again, [_prompt(chosen, size)])  # a new prompt loads the kernels
                 seconds, tokens = ask(again, prompts)
                 times["from the disk"] += seconds
                 same.count("from the disk", tokens)
                 counts["disk_hit_blocks"] = again.engine.memory.home.stats.disk_hits
-    medians = {name: round(1e3 * statistics.median(found), 1) for name, found in times.items()}
+    medians = {name: round(1e3 * statistics.median(durations), 1) for name, durations in times.items()}
     return {
         "prompts": NUM_PROMPTS,
         "prompt_tokens": size,
@@ -101,11 +101,11 @@ def main() -> None:
         if arguments.shape:
             Path(folder, "config.json").write_text(json.dumps(workloads.SHAPES[arguments.shape]))
             settings = {"model": folder, "load_format": "dummy"}
-        found = measure(arguments.rounds, 3840 if arguments.shape else 480, settings, not arguments.shape)
+        record = measure(arguments.rounds, 3840 if arguments.shape else 480, settings, not arguments.shape)
     result = {
         **describe_origin(),
         "shape": arguments.shape or "built-in",
-        **found,
+        **record,
     }
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")

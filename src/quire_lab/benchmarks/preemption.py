@@ -50,7 +50,7 @@ def run(llm: LLM, prompts: list[dict[str, Any]], sampling: list[SamplingParams])
         "swaps": stats.num_swaps_out - before[1],
         "blocks_moved": swapped.blocks_out + swapped.blocks_in - before[2],
         "computed_tokens": llm.engine.stats.num_computed_tokens - computed,
-        "tokens": [tuple(one.outputs[0].token_ids) for one in outputs],
+        "tokens": [tuple(output.outputs[0].token_ids) for output in outputs],
     }
 
 
@@ -63,16 +63,16 @@ def measure(rounds: int, num_requests: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     for number in range(rounds + 1):  # the first warms up
         for mode in MODES[number % 3 :] + MODES[: number % 3]:
-            one = run(engines[mode], prompts, sampling)
-            if one.pop("tokens") != wanted["tokens"]:
+            result = run(engines[mode], prompts, sampling)
+            if result.pop("tokens") != wanted["tokens"]:
                 raise SystemExit(f"{mode}: other tokens than in a pool that is large enough")
             if number:
-                runs[mode].append(one)
-                print(f"round {number} {mode:10}", json.dumps(one), flush=True)
-    line = [one for one in engines["auto"].report.lines() if one.startswith("swap")]
+                runs[mode].append(result)
+                print(f"round {number} {mode:10}", json.dumps(result), flush=True)
+    line = [text for text in engines["auto"].report.lines() if text.startswith("swap")]
     for llm in engines.values():
         llm.close()
-    medians = {mode: statistics.median(one["seconds"] for one in runs[mode]) for mode in MODES}
+    medians = {mode: statistics.median(each["seconds"] for each in runs[mode]) for mode in MODES}
     return {
         "requests": num_requests,
         "demand_blocks": demand,

@@ -92,7 +92,7 @@ def weights_of(kind: Kind) -> list[tuple[Tensor, Tensor | None]]:
 def measure(kind: Kind, pairs: list[tuple[Tensor, Tensor | None]], num_tokens: int) -> dict:
     plan = Product(kind, num_tokens, DEVICE)
     began = time.perf_counter()
-    place = fastest(plan, pairs)
+    choice = fastest(plan, pairs)
     searched = time.perf_counter() - began
     x = torch.randn(num_tokens, kind.num_columns, device=DEVICE, dtype=kind.dtype)
     out = torch.zeros(num_tokens, kind.num_rows, device=DEVICE, dtype=kind.out_dtype)
@@ -101,9 +101,9 @@ def measure(kind: Kind, pairs: list[tuple[Tensor, Tensor | None]], num_tokens: i
         return product(x, weight, bias, out if kind.residual else None, kind.relu, kind.widened)
 
     def chosen(weight: Tensor, bias: Tensor | None) -> Tensor:
-        if place == PYTORCHS:
+        if choice == PYTORCHS:
             return pytorchs(weight, bias)
-        plan.run(candidates[place], x, weight, bias, out)
+        plan.run(candidates[choice], x, weight, bias, out)
         return out
 
     candidates = plan.candidates
@@ -111,7 +111,7 @@ def measure(kind: Kind, pairs: list[tuple[Tensor, Tensor | None]], num_tokens: i
         (of, _microseconds(of, pairs)) for of in (pytorchs, chosen, chosen, pytorchs)
     ]  # the chip gets warmer
     default_us, chosen_us = (
-        statistics.mean(us for one, us in turns if one is of) for of in (pytorchs, chosen)
+        statistics.mean(us for algorithm, us in turns if algorithm is of) for of in (pytorchs, chosen)
     )
     exact = x.float() @ pairs[0][0].float().t()
     exact = exact if pairs[0][1] is None else exact + pairs[0][1].float()
@@ -127,7 +127,7 @@ def measure(kind: Kind, pairs: list[tuple[Tensor, Tensor | None]], num_tokens: i
         "pytorch_us": round(default_us, 2),
         "chosen_us": round(chosen_us, 2),
         "floor_us": round(max(reading, multiplying), 2),
-        "place": place,
+        "place": choice,
         "candidates": len(candidates),
         "pytorch_error": errors[0],
         "chosen_error": errors[1],

@@ -161,13 +161,13 @@ def is_neighbour(kept: KeptTokens, number: float, expected: int, found: int, par
 def explained(draw: Draw, row: int, expected: int, params: SamplingParams) -> str:
     """All there is to know of a wrong row."""
     logits = draw.logits[row].float().cpu().numpy()
-    found, number = int(draw.tokens[row]), float(draw.numbers()[row])
+    drawn, number = int(draw.tokens[row]), float(draw.numbers()[row])
     lines = [f"row {row}: {params}", f"  number {number!r}, finite {bool(draw.finite[row])}"]
     if params.temperature > 0:
         kept = kept_of(logits, params)
         lines.append(f"  kept {int((kept.weights > 0).sum())} of {len(logits)}, smallest kept logit "
                      f"{logits[kept.weights > 0].min()!r}, largest logit {logits.max()!r}")  # fmt: skip
-    for name, token in (("expected", expected), ("found", found)):
+    for name, token in (("expected", expected), ("found", drawn)):
         if not 0 <= token < len(logits):
             lines.append(f"  {name} {token}: not a token")
             continue
@@ -200,11 +200,11 @@ def check_case(check: Check, label: str, logits: Tensor, seed: int) -> int:
     check(label, not marked, f"finite rows {marked} were marked")
     near, wrong = 0, []
     for row in (draw.tokens != expected).nonzero().flatten().tolist():
-        wanted, found = int(expected[row]), int(draw.tokens[row])
+        wanted, token = int(expected[row]), int(draw.tokens[row])
         fine = False
         if params[row].temperature > 0 and bool(draw.finite[row]):
             kept = kept_of(logits[row].float().cpu().numpy(), params[row])
-            fine = is_neighbour(kept, float(draw.numbers()[row]), wanted, found, params[row])
+            fine = is_neighbour(kept, float(draw.numbers()[row]), wanted, token, params[row])
         near += fine
         wrong += [] if fine else [row]
     if wrong:

@@ -61,15 +61,15 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("PyTorch sees no GPU here: run it on one")
-    found = measure(options.shape, options.requests)
-    for row in found["slow"]:
+    record = measure(options.shape, options.requests)
+    for row in record["slow"]:
         print(json.dumps(row))
     print(
-        f"{found['num_steps']} steps in {found['seconds']:.1f} s, {found['charged_seconds']:.1f} s charged; "
-        f"{len(found['slow'])} slow ones took {found['lost_seconds']:.1f} s more than they should"
+        f"{record['num_steps']} steps in {record['seconds']:.1f} s, {record['charged_seconds']:.1f} s charged; "
+        f"{len(record['slow'])} slow ones took {record['lost_seconds']:.1f} s more than they should"
     )
     if options.output:
-        options.output.write_text(json.dumps({**describe_origin(), **found}, indent=1) + "\n")
+        options.output.write_text(json.dumps({**describe_origin(), **record}, indent=1) + "\n")
 
 
 def measure(shape: str, num_requests: int, device: str = "cuda") -> dict[str, Any]:

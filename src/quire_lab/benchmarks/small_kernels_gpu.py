@@ -127,12 +127,12 @@ def bench_norm(report: KernelReport) -> None:
                 )
                 error = relative_error(actual, expected)
                 report.check(f"{name} {label}", error < 5e-3, f"error {error:.2e}")
-                one, two = residual.clone(), residual.clone()
-                actual = getattr(kernel, f"add_{name}")(x, one, weight, *extra, 1e-5)
-                expected = getattr(reference, f"add_{name}")(x, two, weight, *extra, 1e-5)
+                first, second = residual.clone(), residual.clone()
+                actual = getattr(kernel, f"add_{name}")(x, first, weight, *extra, 1e-5)
+                expected = getattr(reference, f"add_{name}")(x, second, weight, *extra, 1e-5)
                 error = relative_error(actual, expected)
                 report.check(
-                    f"add_{name} {label}", error < 5e-3 and torch.equal(one, two), f"error {error:.2e}"
+                    f"add_{name} {label}", error < 5e-3 and torch.equal(first, second), f"error {error:.2e}"
                 )
             out, small = torch.empty_like(x), randn(tokens, width, scale=1e-3)
             size = 2 * tokens * width
@@ -355,8 +355,8 @@ def main() -> None:
     folder = os.environ.get("OUT")
     output = options.output or (Path(folder) / "small_kernels.json" if folder else None)
     if output is not None:
-        found = {**describe_origin(), "rows": report.rows, "failures": report.failures}
-        output.write_text(json.dumps(found, indent=1) + "\n")
+        record = {**describe_origin(), "rows": report.rows, "failures": report.failures}
+        output.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{len(report.rows)} timed, {len(report.failures)} failed, {time.perf_counter() - started:.0f} s")
     for failure in report.failures:
         print(f"FAILED {failure}")

@@ -2,7 +2,7 @@
 
 Random weights, prefix cache off, greedy, 128 tokens in, `--tokens` out. A draft's agreement is set by hand: a logit
 bias makes the target choose one known token everywhere, and the synthetic draft proposes it as often as it is told to,
-at no cost of its own. So the figures are of verification: what a draft of this agreement would gain if it cost nothing.
+at no cost of its own. So the numbers are of verification: what a draft of this agreement would gain if it cost nothing.
 Rows are tokens per second, plain and with chains and trees, then beams and `n` samples beside as many plain sequences,
 at every batch size; each is a median of runs after a warm one.
 Kernels for trees are checked first, against the reference and by tokens of a small model in full precision; then, bit
@@ -37,16 +37,16 @@ TOKENS = 40
 def check_deterministic(device: str) -> dict[str, Any]:
     """What was compared, and under `failures` a line for everything that differs."""
     failures: list[str] = []
-    found: dict[str, Any] = {"failures": failures}
+    record: dict[str, Any] = {"failures": failures}
     if device == "cuda":
-        found["queries"] = sum(
+        record["queries"] = sum(
             check_queries(device, dtype, base, window, failures)
             for dtype in ("bfloat16", "float16", "float32")
             for base, window in ((1, 0), (60, 0), (505, 0), (700, 0), (700, 100), (2040, 0))
         )
     dtypes = ("bfloat16", "float32") if device == "cuda" else ("auto",)
-    found["tokens"] = {dtype: _check_fixed_tokens(device, dtype, failures) for dtype in dtypes}
-    return found
+    record["tokens"] = {dtype: _check_fixed_tokens(device, dtype, failures) for dtype in dtypes}
+    return record
 
 
 def _check_fixed_tokens(device: str, dtype: str, failures: list[str]) -> int:
@@ -81,14 +81,14 @@ def _check_fixed_tokens(device: str, dtype: str, failures: list[str]) -> int:
             drafted = _answers(llm, prompts, sampling, batch)
             if speculation.stats.num_accepted_tokens == before:
                 failures.append(f"{dtype}, {shape}: nothing was accepted")
-            for i, (one, other) in enumerate(zip(plain, drafted, strict=True)):
-                for what, mine, others in zip(("token", "logprobs"), one, other, strict=True):
+            for i, (expected, other) in enumerate(zip(plain, drafted, strict=True)):
+                for what, mine, others in zip(("token", "logprobs"), expected, other, strict=True):
                     places = [
                         j for j, pair in enumerate(zip(mine, others, strict=True)) if pair[0] != pair[1]
                     ]
                     if places:
                         failures.append(f"{dtype}, {shape}, prompt {i}: another {what} from {places[0]} on")
-                compared += len(one[0])
+                compared += len(expected[0])
         llm.close()
     return compared
 
@@ -139,7 +139,7 @@ def check_queries(
     seen = [0, *ancestors(parents)]
     positions = [base - 1, *(base + depth for depth in depths(parents))]
     masks = integers([base] * len(q)), integers(seen, torch.int64), integers(positions)
-    found = attend(q, context, table, *masks)
+    output = attend(q, context, table, *masks)
     compared = 0
     for leaf in range(len(parents)):
         nodes = [node for node in range(len(parents)) if seen[1 + leaf] >> node & 1]
@@ -150,8 +150,8 @@ def check_queries(
         asked = [0, *(1 + node for node in nodes)]
         for count in (1, len(asked)):  # the leaf as a decode, then its path as a chain
             plain = attend(q[asked[-count:]], len(sources), own)
-            if not torch.equal(plain, found[asked[-count:]]):
-                most = float((plain.float() - found[asked[-count:]].float()).abs().max())
+            if not torch.equal(plain, output[asked[-count:]]):
+                most = float((plain.float() - output[asked[-count:]].float()).abs().max())
                 failures.append(
                     f"{dtype}, base {base}, window {window}, node {leaf}, {count} queries: {most:.2e} apart"
                 )
@@ -303,7 +303,9 @@ def _case(
     outputs, timed = _timed(llm, prompts, sampling, prepare)
     accepted = speculation.stats.num_accepted_tokens - before[0]
     drafts = speculation.stats.num_drafts - before[1]
-    assert all(list(one.outputs[0].token_ids) == [WORD] * tokens for one in outputs), "an answer changed"
+    assert all(list(output.outputs[0].token_ids) == [WORD] * tokens for output in outputs), (
+        "an answer changed"
+    )
     return {
         "batch": batch,
         "name": name,
@@ -343,7 +345,7 @@ def _timed(
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds.append(time.perf_counter() - began)
     num_steps = llm.engine.stats.num_steps - steps
-    num_tokens = sum(len(answer.token_ids) for one in outputs for answer in one.outputs)
+    num_tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     median = statistics.median(seconds[1:])
     return outputs, {
         "out_tok_s": num_tokens / median,
@@ -390,7 +392,7 @@ def _check_tokens(device: str) -> float:
             }
             llm.engine.speculation.propose_with(SyntheticProposer(known, TINY["vocab_size"], 0.4, 0.8), shape)
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
-            answers.append([list(one.outputs[0].token_ids) for one in outputs])
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
         accepted = llm.engine.speculation.stats.num_accepted_tokens
         llm.close()
     same = sum(a == b for a, b in zip(*answers, strict=True)) / len(prompts)

@@ -84,10 +84,10 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
         EngineConfig.of(model=options.child, load_format="dummy", device=options.device, **settings)
     )
     print(*built.report.lines(), sep="\n", file=sys.stderr)
-    pairs = [*((*one, 1) for one in PROMPTS), *((*one, 12) for one in CELLS)]
+    pairs = [*((*prompt, 1) for prompt in PROMPTS), *((*chosen, 12) for chosen in CELLS)]
     if options.small:
-        pairs = [one for one in pairs if one[0] * one[1] <= 256]
-    cells = [StepCell(*one) for one in pairs]
+        pairs = [pair for pair in pairs if pair[0] * pair[1] <= 256]
+    cells = [StepCell(*pair) for pair in pairs]
 
     def said(cell: StepCell) -> None:
         now = time.perf_counter() - began
@@ -97,7 +97,7 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
         steps = measure_grid(Bench(built), cells, options.repeats, said)
     finally:
         built.engine.close()
-    return {"model": options.child, "settings": settings, "steps": [one.as_dict() for one in steps]}
+    return {"model": options.child, "settings": settings, "steps": [step.as_dict() for step in steps]}
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def bandwidth(device: torch.device, num_blocks: int) -> dict[str, Any]:
     pinned_s = time.perf_counter() - started
     size = num_blocks * LLAMA8B.block_bytes
     chosen = random.Random(0)
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "block_bytes": LLAMA8B.block_bytes,
         "blocks": num_blocks,
         "pinning_s": round(pinned_s, 2),
@@ -86,14 +86,14 @@ def bandwidth(device: torch.device, num_blocks: int) -> dict[str, Any]:
         in_s = min(timed(device, lambda p=pairs: mover.move(moving_step([], p))) for _ in range(3))
         if content.sum(dtype=torch.int64).item() != wanted[0] or not content[:, ::4097].equal(wanted[1]):
             raise SystemExit(f"{order}: what came back is not what left")
-        found[f"out, {order}, GB/s"] = round(size / out_s / 1e9, 1)
-        found[f"back, {order}, GB/s"] = round(size / in_s / 1e9, 1)
-    slowest = min(value for key, value in found.items() if key.endswith("GB/s"))
-    found["share of the link"] = round(slowest / LINK_GB_PER_S, 3)
-    found["moved_block_us"] = round(1e6 * mover.block_seconds(), 1)
+        record[f"out, {order}, GB/s"] = round(size / out_s / 1e9, 1)
+        record[f"back, {order}, GB/s"] = round(size / in_s / 1e9, 1)
+    slowest = min(value for key, value in record.items() if key.endswith("GB/s"))
+    record["share of the link"] = round(slowest / LINK_GB_PER_S, 3)
+    record["moved_block_us"] = round(1e6 * mover.block_seconds(), 1)
     if device.type == "cuda":
-        found["overlap"] = overlap(device, mover, pairs)
-    return found
+        record["overlap"] = overlap(device, mover, pairs)
+    return record
 
 
 def overlap(device: torch.device, mover: TransferEngine, pairs: list[tuple[int, int]]) -> dict[str, float]:
@@ -124,7 +124,7 @@ def same_tokens(device: torch.device) -> dict[str, Any]:
         for i in range(len(prompts))
     ]
     demand = sum(-(-(n + 96) // 16) for n in lengths)
-    found: dict[str, Any] = {}
+    by_mode: dict[str, Any] = {}
     wanted = None
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SMALL))
@@ -142,14 +142,14 @@ def same_tokens(device: torch.device) -> dict[str, Any]:
                 seconds = time.perf_counter() - started
                 llm.engine.check_integrity()
                 stats = llm.engine.scheduler.stats
-                tokens = [[list(one.token_ids) for one in result.outputs] for result in results]
+                tokens = [[list(output.token_ids) for output in result.outputs] for result in results]
             wanted = tokens if wanted is None else wanted
-            found[name] = {
+            by_mode[name] = {
                 "same": tokens == wanted, "seconds": round(seconds, 3), "preemptions": stats.num_preemptions,
                 "swaps": stats.num_swaps_out, "blocks": num_blocks,
             }  # fmt: skip
-            print(name, json.dumps(found[name]), flush=True)
-    return found
+            print(name, json.dumps(by_mode[name]), flush=True)
+    return by_mode
 
 
 def main() -> None:
@@ -170,7 +170,7 @@ def main() -> None:
     result["tokens"] = same_tokens(device)
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
-    if not all(one["same"] for one in result["tokens"].values()):
+    if not all(mode["same"] for mode in result["tokens"].values()):
         raise SystemExit("some mode gave other tokens")
 
 

@@ -53,18 +53,18 @@ def main() -> None:
     if not options.tiny and not torch.cuda.is_available():
         parser.error("PyTorch sees no GPU here: run it on one, or try the script itself with --tiny")
     began = time.perf_counter()
-    found: dict[str, Any] = describe_origin()
-    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    record: dict[str, Any] = describe_origin()
+    record["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        found["same_tokens"] = check_tokens(Path(folder), options.tiny)
-        found["link_gb_s"] = None if options.tiny else link_rate()
-        found["half"] = time_steps(Path(folder), options)
-    found["seconds"] = time.perf_counter() - began
-    text = json.dumps(found, indent=1)
+        record["same_tokens"] = check_tokens(Path(folder), options.tiny)
+        record["link_gb_s"] = None if options.tiny else link_rate()
+        record["half"] = time_steps(Path(folder), options)
+    record["seconds"] = time.perf_counter() - began
+    text = json.dumps(record, indent=1)
     print(text)
     if options.output:
         Path(options.output).write_text(text + "\n")
-    assert all(found["same_tokens"].values()), "tokens differ"
+    assert all(record["same_tokens"].values()), "tokens differ"
 
 
 def check_tokens(folder: Path, tiny: bool) -> dict[str, bool]:
@@ -95,7 +95,9 @@ def small_tokens(folder: Path, shape: dict[str, Any], settings: dict[str, Any]) 
         print(*llm.report.lines(), sep="\n", flush=True)
         prompts = workloads.prompts([(5 + 7 * i, 24) for i in range(12)], shape["vocab_size"])
         sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        tokens = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, sampling, use_tqdm=False)]
+        tokens = [
+            list(output.outputs[0].token_ids) for output in llm.generate(prompts, sampling, use_tqdm=False)
+        ]
     forget(llm)
     return tokens
 
@@ -144,7 +146,7 @@ def time_steps(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "measured_at_start_gb_s": streaming.bytes_per_second / 1e9,
         "batch": options.batch,
         "ms_per_step": 1e3 * step,
-        "ms_of_each": [round(1e3 * one, 2) for one in decodes],
+        "ms_of_each": [round(1e3 * seconds_each, 2) for seconds_each in decodes],
         "gb_s": rate / 1e9,
         "floor_ms_at_55.4_gb_s": 1e3 * streaming.step_bytes / 55.4e9,
         "over_floor": step / (streaming.step_bytes / 55.4e9),
@@ -162,15 +164,15 @@ def decode_seconds(llm: LLM, options: argparse.Namespace, vocab_size: int) -> li
     sampling = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt if isinstance(prompt, list) else prompt["prompt_token_ids"], sampling)
-    found = []
+    times = []
     last = time.perf_counter()
     while engine.has_work:
         updates = engine.step()
         now = time.perf_counter()
         if len(updates) == options.batch:
-            found.append(now - last)
+            times.append(now - last)
         last = now
-    return found[2:]
+    return times[2:]
 
 
 def forget(llm: LLM) -> None:

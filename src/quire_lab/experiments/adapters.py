@@ -36,9 +36,9 @@ def write_adapters(folder: Path, engine: Engine, count: int, ranks: tuple[int, .
     sites = [site for site in engine.adapters.library.sites if site.part in ATTENTION]
     names = [f"{name}-{index}" for index in range(count)]
     generator = torch.Generator().manual_seed(0)
-    for index, one in enumerate(names):
+    for index, adapter in enumerate(names):
         rank = ranks[index % len(ranks)]
-        target = folder / one
+        target = folder / adapter
         target.mkdir()
         settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
         settings["target_modules"] = sorted({site.part for site in sites})
@@ -80,7 +80,7 @@ class Fitted:
 def compare_memories(seed: int) -> tuple[Fitted, list[Fitted]]:
     """Unified, and with an eighth, a quarter and half of the blocks for adapters alone.
 
-    Full all the time: whoever ends makes room for the next, drawn by a power law.
+    Full all the time: a request that ends makes room for the next, drawn by a power law.
     """
     return _fill(0, seed), [_fill(POOL // part, seed) for part in (8, 4, 2)]
 
@@ -90,10 +90,10 @@ def _fill(num_separate: int, seed: int) -> Fitted:
     memory = PagedMemory(POOL - num_separate, 1)
     if num_separate:
         memory.adapter_pages = SeparatePages(memory.num_blocks + 1, num_separate)
-    pages, weights = memory.adapter_pages, [1 / (place + 1) for place in range(ADAPTERS)]
+    pages, weights = memory.adapter_pages, [1 / (number + 1) for number in range(ADAPTERS)]
     running: list[tuple[str, list[int]]] = []
     counts, gaps = [], []
-    following: int | None = None  # who waits first: nobody may pass
+    following: int | None = None  # the head of the queue: no request may pass it
     for _ in range(ROUNDS):
         while True:
             index = drawn.choices(range(ADAPTERS), weights)[0] if following is None else following
@@ -128,7 +128,7 @@ def _admit(memory: PagedMemory, pages: AdapterPages, key: str, size: int) -> lis
 
 MIXED = (4, 8, 16, 32, 64)
 SHORT, LONG = 24, 16  # tokens in and out
-PATIENCE = 10.0  # the service level: a first token within so many times what it takes alone
+PATIENCE = 10.0  # the service level: a first token within this multiple of its time alone
 LOAD = 0.7  # of what the base serves at its fastest: how often requests come
 
 
@@ -180,12 +180,15 @@ def _measured(setup: Setup) -> Finding:
     cases += [AdapterCase("batched", num_adapters=counts[-1], ranks=ranks) for ranks in ((8,), (64,))]
     cases += [AdapterCase("batched", "separate", counts[-1])]
     cases += [AdapterCase("merge", num_adapters=count) for count in counts]
-    with setup.progress(len(cases) * num_requests, "requests") as bar, tempfile.TemporaryDirectory() as place:
+    with (
+        setup.progress(len(cases) * num_requests, "requests") as bar,
+        tempfile.TemporaryDirectory() as directory,
+    ):
         served: list[AdapterRun] = []
         rate, limit = 0.0, 0.0
         for case in cases:
             bar.note(_named(case))
-            folder = Path(place, f"case-{len(served)}")
+            folder = Path(directory, f"case-{len(served)}")
             folder.mkdir()
             with opened(setup, **_settings(setup, case, folder)) as bench:
                 warm_up(bench)
@@ -232,7 +235,7 @@ def _serve(
     limit: float,
     seed: int,
 ) -> AdapterRun:
-    """Requests come at random, on average at this rate, whatever the engine makes of them."""
+    """Requests arrive at random, on average at this rate, independent of the engine's speed."""
     engine, drawn = bench.engine, random.Random(seed)
     arrivals, moment = [], 0.0
     for _ in requests:
@@ -248,8 +251,8 @@ def _serve(
     while came < len(requests) or engine.has_work:
         now = engine.clock() - started
         while came < len(requests) and arrivals[came] <= now:
-            one = requests[came]
-            engine.add(f"{came}", one.prompt_token_ids, one.sampling, adapter=names[came])
+            request = requests[came]
+            engine.add(f"{came}", request.prompt_token_ids, request.sampling, adapter=names[came])
             came += 1
         for update in engine.step():
             num_tokens += len(update.token_ids)
@@ -286,9 +289,9 @@ def _finding(
 ) -> Finding:
     base = served[0]
     batched = [
-        one for one in served if one.case == AdapterCase("batched", num_adapters=one.case.num_adapters)
+        run for run in served if run.case == AdapterCase("batched", num_adapters=run.case.num_adapters)
     ]
-    merged = [one for one in served if one.case.mode == "merge"]
+    merged = [run for run in served if run.case.mode == "merge"]
     unified, apart = compare_memories(setup.seed)
     most, least = batched[-1], merged[-1]
     take_away = (
@@ -309,10 +312,10 @@ def _finding(
         [_table(served), _memory_table([unified, *apart])],
         [picture],
         {
-            "served": [_record(one) for one in served],
+            "served": [_record(run) for run in served],
             "rate": rate,
             "first_token_limit_seconds": limit,
-            "memory": [asdict(one) for one in (unified, *apart)],
+            "memory": [asdict(memory) for memory in (unified, *apart)],
         },
         {"seed": setup.seed, "num_requests": count, "tokens_in": SHORT, "tokens_out": LONG, "model": words},
         [
@@ -328,10 +331,14 @@ def _finding(
                 "unified memory has no external fragmentation, memory of its own has, and holds fewer requests",
                 f"{unified.mean_running:.1f} requests at once; "
                 + ", ".join(
-                    f"{one.mean_running:.1f} with {one.fragmentation:.0%} fragmented" for one in apart
+                    f"{memory.mean_running:.1f} with {memory.fragmentation:.0%} fragmented"
+                    for memory in apart
                 ),
                 unified.fragmentation == 0.0
-                and all(one.fragmentation > 0.0 and one.mean_running < unified.mean_running for one in apart),
+                and all(
+                    memory.fragmentation > 0.0 and memory.mean_running < unified.mean_running
+                    for memory in apart
+                ),
             ),
         ],
         (
@@ -355,15 +362,15 @@ def _record(one: AdapterRun) -> dict[str, Any]:
 def _table(served: list[AdapterRun]) -> Table:
     rows = [
         [
-            _named(one.case),
-            f"{one.tokens_per_second:,.1f}",
-            f"{1e3 * one.first_token:,.0f}",
-            f"{one.attained:.0%}",
-            f"{one.mean_running:.1f}",
-            str(one.loads),
-            f"{one.fragmentation:.0%}",
+            _named(run.case),
+            f"{run.tokens_per_second:,.1f}",
+            f"{1e3 * run.first_token:,.0f}",
+            f"{run.attained:.0%}",
+            f"{run.mean_running:.1f}",
+            str(run.loads),
+            f"{run.fragmentation:.0%}",
         ]
-        for one in served
+        for run in served
     ]
     head = ["case", "tok/s", "first token, ms", "in time", "running", "loads", "fragmented"]
     return Table("Adapters", head, rows)
@@ -380,15 +387,15 @@ def _memory_table(fitted: list[Fitted]) -> Table:
 def _draw(figure: Any, base: AdapterRun, batched: list[AdapterRun], merged: list[AdapterRun]) -> None:
     panels = figure.subplots(1, 3)
     values = (
-        ("tokens a second", lambda one: one.tokens_per_second),
-        ("first token, ms (median)", lambda one: 1e3 * one.first_token),
-        ("first tokens in time, %", lambda one: 100 * one.attained),
+        ("tokens a second", lambda run: run.tokens_per_second),
+        ("first token, ms (median)", lambda run: 1e3 * run.first_token),
+        ("first tokens in time, %", lambda run: 100 * run.attained),
     )
     for panel, (label, value) in zip(panels, values, strict=True):
         for series, (name, line) in enumerate((("batched", batched), ("merged", merged))):
             panel.plot(
-                [one.case.num_adapters for one in line],
-                [value(one) for one in line],
+                [run.case.num_adapters for run in line],
+                [value(run) for run in line],
                 label=name,
                 **line_style(series),
             )

@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 MERGING = ("merge", "merge, static")
 COUNTS = (5, 100, 1000, 2000)
-FEW = (5, 100)  # adapters that PEFT's published figures have
+FEW = (5, 100)  # adapters of PEFT's published numbers
 ONE_RANK, MIXED = (8,), (64, 32, 16, 8)
 RATE = 10.0  # requests per second
 IN_TIME = 6.0  # seconds to a first token
@@ -129,7 +129,7 @@ def simulate(job: SimulatedJob) -> Simulated:
         engine.adapters.add(name, {}, {"r": rank, "target_modules": TARGETS})
     replayed = Replay(built, _arrivals(case, names, job.num_requests, job.seed)).run()
     engine.check_integrity()
-    waits = [one.time_to_first for one in replayed.served]
+    waits = [request.time_to_first for request in replayed.served]
     stats = engine.memory.adapter_pages.stats
     return Simulated(
         case,
@@ -163,17 +163,17 @@ def draw(names: list[str], count: int, exponent: float, seed: int) -> list[str]:
 # What the simulated part of `adapters` found: tables, a picture, ratios beside the published ones.
 
 SimulatedByCase = Mapping[SimulatedCase, Simulated]
-COUNTERPART = {"unified": "S-LoRA", "merge, static": "PEFT"}  # whose published figures stand beside whose
+COUNTERPART = {"unified": "S-LoRA", "merge, static": "PEFT"}  # the published system beside each mode
 FLAT = 0.8  # of the throughput with few adapters: what is called flat here
 
 
 def simulated_finding(
     setup: Setup, simulated: Sequence[Simulated], settings: Mapping[str, Any], num_requests: tuple[int, int]
 ) -> Finding:
-    found = {one.case: one for one in simulated}
-    counts = sorted({case.num_adapters for case in found if case.rate == RATE})
-    few, many = (found[SimulatedCase("unified", count, MIXED)] for count in (counts[0], counts[-1]))
-    merged = found[SimulatedCase("merge", counts[-1], MIXED)]
+    by_case = {run.case: run for run in simulated}
+    counts = sorted({case.num_adapters for case in by_case if case.rate == RATE})
+    few, many = (by_case[SimulatedCase("unified", count, MIXED)] for count in (counts[0], counts[-1]))
+    merged = by_case[SimulatedCase("merge", counts[-1], MIXED)]
     flat = many.requests_per_second / few.requests_per_second
     times = many.requests_per_second / merged.requests_per_second
     where = f"{settings['model']} on {find_device(str(settings['device'])).title}, simulated"
@@ -184,9 +184,9 @@ def simulated_finding(
     )
     return Finding(
         take_away,
-        [_at_rate(found), _at_once(found), _ratios(found, counts), *_skew(found)],
-        [_picture(found, counts, where)],
-        {"runs": [one.as_dict() for one in simulated]},
+        [_at_rate(by_case), _at_once(by_case), _ratios(by_case, counts), *_skew(by_case)],
+        [_picture(by_case, counts, where)],
+        {"runs": [run.as_dict() for run in simulated]},
         {"seed": setup.seed, "engine": dict(settings), "num_requests": num_requests},
         [
             Check(
@@ -199,9 +199,9 @@ def simulated_finding(
                 "simulated: batched adapters serve more than merged ones, however many there are",
                 f"{times:.0f} × with {counts[-1]:,}",
                 all(
-                    one.requests_per_second
-                    > found[SimulatedCase("merge", case.num_adapters, case.ranks)].requests_per_second
-                    for case, one in found.items()
+                    run.requests_per_second
+                    > by_case[SimulatedCase("merge", case.num_adapters, case.ranks)].requests_per_second
+                    for case, run in by_case.items()
                     if case == SimulatedCase("unified", case.num_adapters, case.ranks)
                 ),
             ),
@@ -242,21 +242,21 @@ def _published(case: SimulatedCase) -> str:
     return "" if value is None else f"{name} {value:.2f}"
 
 
-def _at_rate(found: SimulatedByCase) -> Table:
+def _at_rate(by_case: SimulatedByCase) -> Table:
     rows = [
         [
             _ranks(case.ranks),
             f"{case.num_adapters:,}",
             case.mode,
-            f"{one.requests_per_second:.2f}",
+            f"{run.requests_per_second:.2f}",
             _published(case),
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.first_token:,.2f}",
-            f"{one.attained:.0%}",
-            f"{one.mean_running:.0f}",
-            f"{one.loads:,}",
+            f"{run.tokens_per_second:,.0f}",
+            f"{run.first_token:,.2f}",
+            f"{run.attained:.0%}",
+            f"{run.mean_running:.0f}",
+            f"{run.loads:,}",
         ]
-        for case, one in found.items()
+        for case, run in by_case.items()
         if case.rate == RATE and case.exponent == 1.0
     ]
     head = ["ranks", "adapters", "adapters are", "requests/s", "published", "tokens/s"]
@@ -264,21 +264,21 @@ def _at_rate(found: SimulatedByCase) -> Table:
     return Table(f"Simulated: {RATE:g} requests a second", head, rows, left=3)
 
 
-def _at_once(found: SimulatedByCase) -> Table:
+def _at_once(by_case: SimulatedByCase) -> Table:
     rows = [
         [
             (case.device or "").removeprefix("simulated:"),
             _ranks(case.ranks),
             f"{case.num_adapters:,}",
             case.mode,
-            f"{one.requests_per_second:.2f}",
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.mean_running:.0f}",
-            f"{one.loads:,}",
-            f"{one.evictions:,}",
-            f"{one.num_preemptions:,}",
+            f"{run.requests_per_second:.2f}",
+            f"{run.tokens_per_second:,.0f}",
+            f"{run.mean_running:.0f}",
+            f"{run.loads:,}",
+            f"{run.evictions:,}",
+            f"{run.num_preemptions:,}",
         ]
-        for case, one in found.items()
+        for case, run in by_case.items()
         if math.isinf(case.rate)
     ]
     head = ["other device", "ranks", "adapters", "adapters are", "requests/s", "tokens/s"]
@@ -286,22 +286,22 @@ def _at_once(found: SimulatedByCase) -> Table:
     return Table("Simulated: all at once, what the device can do", head, rows, left=4)
 
 
-def _ratios(found: SimulatedByCase, counts: Sequence[int]) -> Table:
+def _ratios(by_case: SimulatedByCase, counts: Sequence[int]) -> Table:
     """Throughputs, beside those of the paper wherever it has both."""
     rows = []
-    for ranks in dict.fromkeys(case.ranks for case in found):
+    for ranks in dict.fromkeys(case.ranks for case in by_case):
         published = PUBLISHED["S-LoRA"].get(ranks, {})
-        few, many = (found[SimulatedCase("unified", count, ranks)] for count in (counts[0], counts[-1]))
+        few, many = (by_case[SimulatedCase("unified", count, ranks)] for count in (counts[0], counts[-1]))
         ours = many.requests_per_second / few.requests_per_second
         theirs = f"{published[counts[-1]] / published[counts[0]]:.2f}"
         rows.append([_ranks(ranks), f"{counts[-1]:,} adapters ÷ {counts[0]}", f"{ours:.2f}", theirs])
         for mode in MERGING:
             for count in counts:
-                other = found.get(SimulatedCase(mode, count, ranks))
+                other = by_case.get(SimulatedCase(mode, count, ranks))
                 if other is None:
                     continue
                 ours = (
-                    found[SimulatedCase("unified", count, ranks)].requests_per_second
+                    by_case[SimulatedCase("unified", count, ranks)].requests_per_second
                     / other.requests_per_second
                 )
                 peft = PUBLISHED["PEFT"][ranks].get(count) if mode == "merge, static" else None
@@ -311,24 +311,24 @@ def _ratios(found: SimulatedByCase, counts: Sequence[int]) -> Table:
     return Table("Simulated: ratios of throughput", ["ranks", "ratio", "here", "published"], rows, left=2)
 
 
-def _skew(found: SimulatedByCase) -> list[Table]:
-    cases = [case for case in found if case.rate == RATE and case.mode in ("unified", "separate")]
+def _skew(by_case: SimulatedByCase) -> list[Table]:
+    cases = [case for case in by_case if case.rate == RATE and case.mode in ("unified", "separate")]
     exponents = sorted({case.exponent for case in cases})
     if len(exponents) == 1:
         return []
     rows = []
     for exponent in exponents:
         for mode in ("unified", "separate"):
-            one = found[SimulatedCase(mode, COUNTS[-1], MIXED, exponent=exponent)]
+            run = by_case[SimulatedCase(mode, COUNTS[-1], MIXED, exponent=exponent)]
             rows.append(
                 [
                     f"i^-{exponent:g}",
                     mode,
-                    f"{one.requests_per_second:.2f}",
-                    f"{one.first_token:.2f}",
-                    f"{one.attained:.0%}",
-                    f"{one.loads:,}",
-                    f"{one.evictions:,}",
+                    f"{run.requests_per_second:.2f}",
+                    f"{run.first_token:.2f}",
+                    f"{run.attained:.0%}",
+                    f"{run.loads:,}",
+                    f"{run.evictions:,}",
                 ]
             )
     head = ["drawn by", "adapters are", "requests/s", "first token, s", "in time", "loads", "evictions"]
@@ -348,18 +348,20 @@ def _picture(found: SimulatedByCase, counts: Sequence[int], where: str) -> Pictu
     )
 
 
-def _draw(figure: Any, found: SimulatedByCase, counts: Sequence[int]) -> None:
+def _draw(figure: Any, by_case: SimulatedByCase, counts: Sequence[int]) -> None:
     panels = figure.subplots(1, 3)
     values = (
-        ("requests per second", lambda one: one.requests_per_second),
-        ("first token, s (mean)", lambda one: one.first_token),
-        ("first tokens in time, %", lambda one: 100 * one.attained),
+        ("requests per second", lambda run: run.requests_per_second),
+        ("first token, s (mean)", lambda run: run.first_token),
+        ("first tokens in time, %", lambda run: 100 * run.attained),
     )
     for panel, (label, value) in zip(panels, values, strict=True):
         for series, mode in enumerate(MODES):
-            line = [found[case] for count in counts if (case := SimulatedCase(mode, count, MIXED)) in found]
-            at = [one.case.num_adapters for one in line]
-            panel.plot(at, [value(one) for one in line], label=mode, **line_style(series))
+            line = [
+                by_case[case] for count in counts if (case := SimulatedCase(mode, count, MIXED)) in by_case
+            ]
+            at = [run.case.num_adapters for run in line]
+            panel.plot(at, [value(run) for run in line], label=mode, **line_style(series))
         panel.set(xlabel="adapters", ylabel=label)
         plain_log(panel, "x")
     for name, marker in (("S-LoRA", "*"), ("PEFT", "x")):

@@ -44,13 +44,13 @@ class TimelineRun:
     moments: list[Moment]
     seconds: float  # until the last answer was complete
     mean_latency: float
-    busy_share: float  # of slots × time: spent on somebody's tokens
+    busy_share: float  # of slots × time: spent on tokens of a request
     ended_share: float  # spent on rows whose answer was over
 
 
 def draw_timelines(setup: Setup, step: float | None = None) -> list[TimelineRun]:
     """The same requests under each policy; one step's time is measured first and sets the pace of arrivals."""
-    found = []
+    runs = []
     for policy in POLICIES:
         window = 1e3 * WINDOW * (step or 0.02)
         with opened(
@@ -68,8 +68,8 @@ def draw_timelines(setup: Setup, step: float | None = None) -> list[TimelineRun]
                 return draw_timelines(setup, step)
             for _ in range(2):
                 bench.serve(bench.requests([Lengths(PROMPT_TOKENS, 4)] * SLOTS))
-            found.append(_run(bench, policy, step))
-    return found
+            runs.append(_run(bench, policy, step))
+    return runs
 
 
 def _run(bench: Bench, policy: str, step: float) -> TimelineRun:
@@ -83,11 +83,12 @@ def _run(bench: Bench, policy: str, step: float) -> TimelineRun:
         if len(timeline.steps) > len(ends):
             ends.append(engine.clock() - started)
 
-    names = [f"S{place}" for place in range(1, len(ANSWERS) + 1)]
+    names = [f"S{index}" for index in range(1, len(ANSWERS) + 1)]
     loaded = serve_at(engine, requests, [step * at for at in ARRIVALS], on_step=note, names=names)
     timeline.close()
     moments = [
-        Moment(one.moment - started, end, one.rows) for one, end in zip(timeline.steps, ends, strict=True)
+        Moment(moment.moment - started, end, moment.rows)
+        for moment, end in zip(timeline.steps, ends, strict=True)
     ]
     total = SLOTS * loaded.seconds
     return TimelineRun(
@@ -105,13 +106,13 @@ def _held(moments: list[Moment], kinds: Sequence[str]) -> float:
 
 
 def draw_figure(figure: Any, drawn: list[TimelineRun]) -> None:
-    """A lane per slot, a colour and a name per request; hatched where a slot computes for nobody."""
+    """A lane per slot, a colour and a name per request; hatched where a slot computes for no request."""
     from matplotlib.patches import Patch
 
     axes = figure.subplots(len(drawn), 1, sharex=True)
-    for axis, one in zip(axes, drawn, strict=True):
+    for axis, run in zip(axes, drawn, strict=True):
         for row in range(SLOTS):
-            for name, kind, begins, ends in _spans(one.moments, row):
+            for name, kind, begins, ends in _spans(run.moments, row):
                 number = int(name[1:]) - 1
                 color = COLORS[number % len(COLORS)]
                 style: dict[str, Any] = {"facecolor": color, "edgecolor": "white"}
@@ -126,15 +127,15 @@ def draw_figure(figure: Any, drawn: list[TimelineRun]) -> None:
                         1e3 * (begins + ends) / 2, row, name, ha="center", va="center", fontsize=8,
                         color="white" if dark else "black",
                     )  # fmt: skip
-        axis.axvline(1e3 * one.seconds, color="black", linewidth=1, linestyle=":")
+        axis.axvline(1e3 * run.seconds, color="black", linewidth=1, linestyle=":")
         axis.set_yticks(range(SLOTS), [str(i + 1) for i in range(SLOTS)])
         axis.set_ylim(SLOTS - 0.5, -0.5)
         axis.set_xlim(left=0)
         axis.grid(visible=False)
         axis.set_ylabel("slot")
         axis.set_title(
-            f"{one.policy}: done after {1e3 * one.seconds:.0f} ms, {100 * one.busy_share:.0f} % of slot time used, "
-            f"mean latency {1e3 * one.mean_latency:.0f} ms",
+            f"{run.policy}: done after {1e3 * run.seconds:.0f} ms, {100 * run.busy_share:.0f} % of slot time used, "
+            f"mean latency {1e3 * run.mean_latency:.0f} ms",
             loc="left",
             fontsize=9,
         )
@@ -158,19 +159,19 @@ def draw_figure(figure: Any, drawn: list[TimelineRun]) -> None:
 def _spans(moments: list[Moment], row: int) -> list[tuple[str, str, float, float]]:
     """A slot's steps joined where the same request goes on with the same."""
     spans: list[tuple[str, str, float, float]] = []
-    for one in moments:
-        found = next((held for held in one.rows if held.row == row), None)
-        if found is None:
+    for moment in moments:
+        occupied = next((held for held in moment.rows if held.row == row), None)
+        if occupied is None:
             continue
-        begins = one.begins
+        begins = moment.begins
         if spans:
             name, kind, first, last = spans[-1]
-            if begins - last < _MERGED * (one.ends - one.begins):
+            if begins - last < _MERGED * (moment.ends - moment.begins):
                 begins = last
-                if (name, kind) == (found.request_id, found.kind):
-                    spans[-1] = (name, kind, first, one.ends)
+                if (name, kind) == (occupied.request_id, occupied.kind):
+                    spans[-1] = (name, kind, first, moment.ends)
                     continue
-        spans.append((found.request_id, found.kind, begins, one.ends))
+        spans.append((occupied.request_id, occupied.kind, begins, moment.ends))
     return spans
 
 
@@ -208,7 +209,7 @@ def simulated_points(
 ) -> list[LoadPoint]:
     """The real scheduler and memory over a cost model of the GPU; the clock is virtual."""
     plain = {name: value for name, value in setup.engine.items() if name not in _OWN}
-    found = []
+    points = []
     for workload in WORKLOADS:
         lengths = lengths_of(workload, count, MEAN_ANSWER, MEAN_ANSWER, setup.seed)
         for policy in POLICIES:
@@ -216,8 +217,8 @@ def simulated_points(
                 settings = {"model": MODEL, "device": DEVICE, "max_num_seqs": slots}
                 changes = {**_of(policy, slots), **settings, "enable_prefix_caching": False}
                 with opened(_with(setup, plain), **changes) as bench:
-                    found.append(_point(bench, workload, policy, rate, lengths, setup.seed, bar))
-    return found
+                    points.append(_point(bench, workload, policy, rate, lengths, setup.seed, bar))
+    return points
 
 
 def points_here(
@@ -233,10 +234,10 @@ def points_here(
             for workload in WORKLOADS:
                 lengths = lengths_of(workload, count, 16, answer, setup.seed)
                 for policy, bench in benches.items():
-                    found = _point(bench, workload, policy, float("inf"), lengths, setup.seed, bar)
+                    point = _point(bench, workload, policy, float("inf"), lengths, setup.seed, bar)
                     known = best.get((workload, policy))
-                    if known is None or found.tokens_per_second > known.tokens_per_second:
-                        best[workload, policy] = found
+                    if known is None or point.tokens_per_second > known.tokens_per_second:
+                        best[workload, policy] = point
     return list(best.values())
 
 
@@ -285,23 +286,23 @@ def _point(
 
 def draw_load(figure: Any, points: list[LoadPoint]) -> None:
     axes = figure.subplots(2, 2, sharex=True)
-    finite = [one for one in points if one.rate != float("inf")]
+    finite = [point for point in points if point.rate != float("inf")]
     for column, (workload, words) in enumerate(WORKLOADS.items()):
         top, bottom = axes[0][column], axes[1][column]
         for policy in POLICIES:
-            found = [one for one in finite if (one.workload, one.policy) == (workload, policy)]
-            rates = [one.rate for one in found]
-            top.plot(rates, [one.tokens_per_second for one in found], label=policy, **line_style(policy))
+            curve = [point for point in finite if (point.workload, point.policy) == (workload, policy)]
+            rates = [point.rate for point in curve]
+            top.plot(rates, [point.tokens_per_second for point in curve], label=policy, **line_style(policy))
             bottom.plot(
-                rates, [1e3 * one.normalised_latency for one in found], label=policy, **line_style(policy)
+                rates, [1e3 * point.normalised_latency for point in curve], label=policy, **line_style(policy)
             )
         top.set_title(f"{workload}: {words}")
         plain_log(bottom, "x")
         plain_log(bottom, "y")
         bottom.set_xlabel("requests arriving per second")
         bottom.set_xticks(
-            sorted({one.rate for one in finite}),
-            [f"{rate:g}" for rate in sorted({one.rate for one in finite})],
+            sorted({point.rate for point in finite}),
+            [f"{rate:g}" for rate in sorted({point.rate for point in finite})],
         )
         bottom.minorticks_off()
     axes[0][0].set_ylabel("output tokens per second")
@@ -364,7 +365,7 @@ def _finding(
         ],
         _pictures(drawn, points, gain),
         {
-            "timelines": [_timeline(one) for one in drawn],
+            "timelines": [_timeline(run) for run in drawn],
             "here": list(map(_record, offline)),
             "simulated": list(map(_record, points)),
         },
@@ -390,14 +391,14 @@ def _finding(
             f"simulated: scheduler and memory are real, a step's time comes from a cost model of the H200; {count} "
             f"requests, {MEAN_ANSWER} tokens in and on average out, {slots} slots, Poisson arrivals, window "
             f"{WINDOW_MS:.0f} ms",
-            "static: a batch starts with whoever waits and ends with its longest answer; rows that ended keep their "
-            "slot and their computation until then",
+            "static: a batch starts with the requests that wait and ends with its longest answer; rows that ended "
+            "keep their slot and their computation until then",
         ),
     )
 
 
 def _pictures(drawn: list[TimelineRun], points: list[LoadPoint], gain: dict[str, float]) -> list[Picture]:
-    by_policy = {one.policy: one for one in drawn}
+    by_policy = {run.policy: run for run in drawn}
     return [
         Picture(
             "batching",
@@ -419,7 +420,7 @@ def _pictures(drawn: list[TimelineRun], points: list[LoadPoint], gain: dict[str,
 
 
 def _checks(drawn: list[TimelineRun], gain: dict[str, float], gain_here: dict[str, float]) -> list[Check]:
-    by_policy = {one.policy: one for one in drawn}
+    by_policy = {run.policy: run for run in drawn}
     return [
         Check(
             "offline, static batches do well on uniform lengths: within 25 % of continuous",
@@ -453,14 +454,14 @@ def _gain(points: list[LoadPoint], workload: str) -> float:
 def _drawn_table(drawn: list[TimelineRun]) -> Table:
     rows = [
         [
-            one.policy,
-            f"{1e3 * one.seconds:.0f}",
-            f"{1e3 * one.mean_latency:.0f}",
-            f"{100 * one.busy_share:.0f}",
-            f"{100 * one.ended_share:.0f}",
-            str(len(one.moments)),
+            run.policy,
+            f"{1e3 * run.seconds:.0f}",
+            f"{1e3 * run.mean_latency:.0f}",
+            f"{100 * run.busy_share:.0f}",
+            f"{100 * run.ended_share:.0f}",
+            str(len(run.moments)),
         ]
-        for one in drawn
+        for run in drawn
     ]
     head = [
         "policy",
@@ -476,33 +477,33 @@ def _drawn_table(drawn: list[TimelineRun]) -> Table:
 def _load_table(title: str, points: list[LoadPoint]) -> Table:
     rows = [
         [
-            one.workload,
-            one.policy,
-            "all at once" if one.rate == OFFLINE else f"{one.rate:g}",
-            f"{one.tokens_per_second:,.0f}",
-            f"{1e3 * one.normalised_latency:.1f}",
-            f"{one.mean_latency:.2f}",
+            point.workload,
+            point.policy,
+            "all at once" if point.rate == OFFLINE else f"{point.rate:g}",
+            f"{point.tokens_per_second:,.0f}",
+            f"{1e3 * point.normalised_latency:.1f}",
+            f"{point.mean_latency:.2f}",
         ]
-        for one in points
+        for point in points
     ]
     head = ["lengths", "policy", "requests/s", "tokens/s", "ms per token", "mean latency, s"]
     return Table(title, head, rows, left=2)
 
 
-def _timeline(one: TimelineRun) -> dict[str, Any]:
+def _timeline(run: TimelineRun) -> dict[str, Any]:
     return {
-        "policy": one.policy,
-        "seconds": one.seconds,
-        "mean_latency_seconds": one.mean_latency,
-        "busy_share": one.busy_share,
-        "ended_share": one.ended_share,
+        "policy": run.policy,
+        "seconds": run.seconds,
+        "mean_latency_seconds": run.mean_latency,
+        "busy_share": run.busy_share,
+        "ended_share": run.ended_share,
         "steps": [
             {
                 "begins": moment.begins,
                 "ends": moment.ends,
                 "rows": [(row.row, row.request_id, row.kind) for row in moment.rows],
             }
-            for moment in one.moments
+            for moment in run.moments
         ],
     }
 

@@ -99,13 +99,13 @@ def run(setup: Setup) -> Finding:
         words, model, numbers = in_words(bench), bench.built.model, bench.built.report.numbers
     shape = DecodeShape(setup.pick(2, 4, 32), CONTEXT)
     lengths = _lengths(count, setup.seed)
-    found = [BlockSizeResult(size) for size in sizes]
+    results = [BlockSizeResult(size) for size in sizes]
     with setup.progress(len(sizes) * rounds * (1 + count), "steps and requests") as bar:
         steps = [AttentionStep(model, numbers, size, shape, setup.seed) for size in sizes]
         for _ in range(rounds):  # all sizes in turn, so that a disturbance hits none of them alone
-            for one, step in zip(found, steps, strict=True):
-                bar.note(f"attention, blocks of {one.block_size}")
-                one.attention = min(one.attention, step.least_seconds(each))
+            for result, step in zip(results, steps, strict=True):
+                bar.note(f"attention, blocks of {result.block_size}")
+                result.attention = min(result.attention, step.least_seconds(each))
                 bar()
         del steps, step  # their pools are large
         with ExitStack() as stack:
@@ -113,10 +113,10 @@ def run(setup: Setup) -> Finding:
             for bench in benches:
                 warm_up(bench)
             for _ in range(rounds):
-                for one, bench in zip(found, benches, strict=True):
-                    bar.note(f"requests, blocks of {one.block_size}")
-                    _serve(bench, lengths, one, bar)
-    return _finding(setup, found, shape, count, rounds, words)
+                for result, bench in zip(results, benches, strict=True):
+                    bar.note(f"requests, blocks of {result.block_size}")
+                    _serve(bench, lengths, result, bar)
+    return _finding(setup, results, shape, count, rounds, words)
 
 
 def _settings(block_size: int) -> dict[str, Any]:
@@ -143,22 +143,22 @@ def _serve(bench: Bench, lengths: list[Lengths], one: BlockSizeResult, bar: Call
 
 
 def _finding(
-    setup: Setup, found: list[BlockSizeResult], shape: DecodeShape, count: int, rounds: int, words: str
+    setup: Setup, measured: list[BlockSizeResult], shape: DecodeShape, count: int, rounds: int, words: str
 ) -> Finding:
-    by_size = {one.block_size: one for one in found}
-    usual, one, large = by_size[16], by_size[1], by_size[256]
-    best = min(found, key=lambda each: each.latency)
+    by_size = {result.block_size: result for result in measured}
+    usual, smallest, large = by_size[16], by_size[1], by_size[256]
+    best = min(measured, key=lambda each: each.latency)
     take_away = (
-        f"With blocks of 1 token attention takes {one.attention / usual.attention:.2f} times as long as with 16; those "
-        f"of 256 leave {large.mean_running:.1f} requests running where 16 has {usual.mean_running:.1f}, and requests "
-        f"take {large.latency / usual.latency:.2f} times as long. Best here: {best.block_size}."
+        f"With blocks of 1 token attention takes {smallest.attention / usual.attention:.2f} times as long as with 16; "
+        f"blocks of 256 leave {large.mean_running:.1f} requests running where 16 has {usual.mean_running:.1f}, "
+        f"and requests take {large.latency / usual.latency:.2f} times as long. Best here: {best.block_size}."
     )
     picture = Picture(
         "blocksize",
         "Block size: attention against waste",
-        f"Small blocks cost attention time ({one.attention / usual.attention:.1f} × at 1), large ones memory, so that "
+        f"Small blocks cost attention time ({smallest.attention / usual.attention:.1f} × at 1), large ones memory: "
         f"fewer requests run ({large.mean_running:.1f} instead of {usual.mean_running:.1f}).",
-        lambda figure: _draw(figure, found),
+        lambda figure: _draw(figure, measured),
         height=3.9,
     )
     results = {
@@ -172,7 +172,7 @@ def _finding(
                 "preemptions": each.preemptions,
                 "steps": each.steps,
             }
-            for each in found
+            for each in measured
         ]
     }
     checks = [
@@ -189,7 +189,7 @@ def _finding(
     ]
     return Finding(
         take_away,
-        [_table(found)],
+        [_table(measured)],
         [picture],
         results,
         {
@@ -210,32 +210,32 @@ def _finding(
     )
 
 
-def _table(found: list[BlockSizeResult]) -> Table:
+def _table(results: list[BlockSizeResult]) -> Table:
     rows = [
         [
-            str(one.block_size),
-            f"{1e3 * one.attention:.2f}",
-            f"{1e3 * one.latency:.1f}",
-            f"{one.seconds:.2f}",
-            f"{one.mean_running:.1f}",
-            str(one.preemptions),
-            str(one.steps),
+            str(result.block_size),
+            f"{1e3 * result.attention:.2f}",
+            f"{1e3 * result.latency:.1f}",
+            f"{result.seconds:.2f}",
+            f"{result.mean_running:.1f}",
+            str(result.preemptions),
+            str(result.steps),
         ]
-        for one in found
+        for result in results
     ]
     head = ["block size", "attention, ms", "ms per token", "all requests, s", "running", "preempted", "steps"]
     return Table("Block sizes", head, rows, left=0)
 
 
-def _draw(figure: Any, found: list[BlockSizeResult]) -> None:
+def _draw(figure: Any, results: list[BlockSizeResult]) -> None:
     left, middle, right = figure.subplots(1, 3)
-    places = range(len(found))
-    names = [str(one.block_size) for one in found]
-    left.plot(places, [1e3 * one.attention for one in found], **line_style(0))
+    places = range(len(results))
+    names = [str(result.block_size) for result in results]
+    left.plot(places, [1e3 * result.attention for result in results], **line_style(0))
     left.set(title="attention in one step", ylabel="milliseconds, all layers")
-    middle.bar(places, [one.mean_running for one in found], 0.7, **bar_style(2))
+    middle.bar(places, [result.mean_running for result in results], 0.7, **bar_style(2))
     middle.set(title="requests running", ylabel="mean over steps")
-    right.plot(places, [1e3 * one.latency for one in found], **line_style(1))
+    right.plot(places, [1e3 * result.latency for result in results], **line_style(1))
     right.set(title="latency, end to end", ylabel="ms per output token")
     for axis in (left, middle, right):
         axis.set_xticks(list(places), names)

@@ -92,8 +92,8 @@ def cells(size: Size, settings: Mapping[str, Any]) -> Iterator[GridCell]:
     )
     everything = size is Size.THOROUGH
     yield from (
-        GridCell("devices", one, where, batching, num_outputs, rate)
-        for one in MODELS[:: 2 if size is Size.QUICK else 1]
+        GridCell("devices", model_name, where, batching, num_outputs, rate)
+        for model_name in MODELS[:: 2 if size is Size.QUICK else 1]
         for where in DEVICES
         for num_outputs in ((128,) if size is Size.QUICK else OUTPUTS)
         for rate in (RATES if everything else (math.inf,))
@@ -149,19 +149,19 @@ def measure(job: GridJob) -> GridResult:
     try:
         if cell.batching == "none":
             return _alone(cell, settings, lengths, job.seed)
-        found = replayed(Run(settings, lengths, cell.rate, job.seed))
+        replay = replayed(Run(settings, lengths, cell.rate, job.seed))
     except ConfigError as fault:  # a model that no such device holds
         return GridResult(cell, fault=str(fault))
-    served = found.served
+    served = replay.served
     if not served:
         return GridResult(cell, fault="no request fits the pool")
     return GridResult(
         cell,
-        found.output_rate,
-        found.normalised,
-        sum(one.per_token for one in served) / len(served),
-        found.waiting.mean or found.arriving.mean,
-        found.num_preemptions,
+        replay.output_rate,
+        replay.normalised,
+        sum(request.per_token for request in served) / len(served),
+        replay.waiting.mean or replay.arriving.mean,
+        replay.num_preemptions,
     )
 
 
@@ -174,7 +174,7 @@ def _alone(cell: GridCell, settings: Mapping[str, Any], lengths: list[Lengths], 
         now = max(now, arrival) + each
         delays += now - arrival
         busy += each
-    per_token = sum(one.per_token for one in few.served) / len(few.served)
+    per_token = sum(request.per_token for request in few.served) / len(few.served)
     return GridResult(
         cell,
         len(lengths) * cell.num_outputs / now,
@@ -195,25 +195,25 @@ def tables(found: Sequence[GridResult], devices: Sequence[str]) -> list[Table]:
     return [_gains(found), _grid(found), _devices(found, devices), _blocks(found)]
 
 
-def pictures(found: Sequence[GridResult], model: str) -> list[Picture]:
+def pictures(results: Sequence[GridResult], model: str) -> list[Picture]:
     return [
         Picture(
             "characterize",
             f"Throughput by batching, {model}",
             "The longer the answers and the higher the load, the more it matters who may join a batch, and when.",
-            lambda figure: _draw_grid(figure, found),
+            lambda figure: _draw_grid(figure, results),
             width=11.0,
         ),
         Picture(
             "characterize-blocks",
             f"Throughput and latency against the number of blocks, {model}",
             "More memory means larger batches, until the device's arithmetic is what is left.",
-            lambda figure: _draw_blocks(figure, found),
+            lambda figure: _draw_blocks(figure, results),
         ),
     ]
 
 
-def _gains(found: Sequence[GridResult]) -> Table:
+def _gains(results: Sequence[GridResult]) -> Table:
     """Where paging pays most, and what bounds it: how many more requests the same memory holds."""
     rows = [
         [
@@ -225,7 +225,7 @@ def _gains(found: Sequence[GridResult]) -> Table:
             f"{gain.other.mean_running:.1f}",
             f"{POSITIONS / (INPUT + gain.paged.cell.num_outputs):.1f}",
         ]
-        for gain in gains(found, "unpaged")[:MOST]
+        for gain in gains(results, "unpaged")[:MOST]
     ]
     head = [
         "where",
@@ -243,18 +243,18 @@ def _part(found: Sequence[GridResult], part: str) -> list[GridResult]:
     return [one for one in found if one.cell.part == part]
 
 
-def _grid(found: Sequence[GridResult]) -> Table:
+def _grid(results: Sequence[GridResult]) -> Table:
     rows = [
         [
-            f"{one.cell.num_outputs}",
-            in_rate(one.cell.rate),
-            WORDS[one.cell.batching],
-            f"{one.output_rate:,.0f}",
-            f"{1e3 * one.normalised:,.1f}",
-            f"{1e3 * one.per_token:.1f}",
-            f"{one.mean_running:.1f}",
+            f"{result.cell.num_outputs}",
+            in_rate(result.cell.rate),
+            WORDS[result.cell.batching],
+            f"{result.output_rate:,.0f}",
+            f"{1e3 * result.normalised:,.1f}",
+            f"{1e3 * result.per_token:.1f}",
+            f"{result.mean_running:.1f}",
         ]
-        for one in _part(found, "grid")
+        for result in _part(results, "grid")
     ]
     head = [
         "outputs",
@@ -268,25 +268,25 @@ def _grid(found: Sequence[GridResult]) -> Table:
     return Table("Batching, output lengths and rates", head, rows, left=3)
 
 
-def _devices(found: Sequence[GridResult], devices: Sequence[str]) -> Table:
+def _devices(results: Sequence[GridResult], devices: Sequence[str]) -> Table:
     cells = {
-        (one.cell.model, one.cell.device, one.cell.batching): one
-        for one in _part(found, "devices")
-        if one.cell.num_outputs == 128 and math.isinf(one.cell.rate)
+        (result.cell.model, result.cell.device, result.cell.batching): result
+        for result in _part(results, "devices")
+        if result.cell.num_outputs == 128 and math.isinf(result.cell.rate)
     }
     models = list(dict.fromkeys(model for model, _, _ in cells))
     rows = []
     for model in models:
-        ones = {
+        of_part = {
             batching: [cells[model, device, batching] for device in devices]
             for batching in ("paged", "unpaged")
         }
-        for batching, line in ones.items():
-            shown = ["does not fit" if one.fault else f"{one.output_rate:,.0f}" for one in line]
+        for batching, line in of_part.items():
+            shown = ["does not fit" if result.fault else f"{result.output_rate:,.0f}" for result in line]
             rows.append([model, WORDS[batching], *shown])
         ratios = [
             "" if paged.fault or other.fault else f"{paged.output_rate / other.output_rate:.2f}"
-            for paged, other in zip(ones["paged"], ones["unpaged"], strict=True)
+            for paged, other in zip(of_part["paged"], of_part["unpaged"], strict=True)
         ]
         rows.append([model, "ratio", *ratios])
     names = [device.removeprefix("simulated:") for device in devices]
@@ -298,24 +298,24 @@ def _devices(found: Sequence[GridResult], devices: Sequence[str]) -> Table:
     )
 
 
-def _blocks(found: Sequence[GridResult]) -> Table:
+def _blocks(results: Sequence[GridResult]) -> Table:
     rows = [
         [
-            f"{one.cell.num_blocks:,}",
-            WORDS[one.cell.batching],
+            f"{result.cell.num_blocks:,}",
+            WORDS[result.cell.batching],
             *(
                 ("no request fits", "", "", "", "")
-                if one.fault
+                if result.fault
                 else (
-                    f"{one.output_rate:,.0f}",
-                    f"{1e3 * one.normalised:,.1f}",
-                    f"{1e3 * one.per_token:.1f}",
-                    f"{one.mean_running:.1f}",
-                    f"{one.num_preemptions:,}",
+                    f"{result.output_rate:,.0f}",
+                    f"{1e3 * result.normalised:,.1f}",
+                    f"{1e3 * result.per_token:.1f}",
+                    f"{result.mean_running:.1f}",
+                    f"{result.num_preemptions:,}",
                 )
             ),
         ]
-        for one in _part(found, "blocks")
+        for result in _part(results, "blocks")
     ]
     head = ["blocks of 16", "batching", "tokens/s", "latency, ms per token", "between tokens, ms", "running"]
     return Table(
@@ -323,23 +323,25 @@ def _blocks(found: Sequence[GridResult]) -> Table:
     )
 
 
-def _draw_grid(figure: Any, found: Sequence[GridResult]) -> None:
-    ones = _part(found, "grid")
-    rates = list(dict.fromkeys(one.cell.rate for one in ones))
-    outputs = list(dict.fromkeys(one.cell.num_outputs for one in ones))
+def _draw_grid(figure: Any, results: Sequence[GridResult]) -> None:
+    of_part = _part(results, "grid")
+    rates = list(dict.fromkeys(result.cell.rate for result in of_part))
+    outputs = list(dict.fromkeys(result.cell.num_outputs for result in of_part))
     for axis, rate in zip(figure.subplots(1, len(rates), sharey=True), rates, strict=True):
-        for place, batching in enumerate(WORDS):
+        for index, batching in enumerate(WORDS):
             values = [
-                one.output_rate for one in ones if one.cell.rate == rate and one.cell.batching == batching
+                result.output_rate
+                for result in of_part
+                if result.cell.rate == rate and result.cell.batching == batching
             ]
             axis.bar(
-                [x + 0.2 * (place - 1.5) for x in range(len(outputs))],
+                [x + 0.2 * (index - 1.5) for x in range(len(outputs))],
                 values,
                 0.19,
                 label=WORDS[batching],
                 **bar_style(LOOKS[batching]),
             )
-        axis.set_xticks(range(len(outputs)), [str(one) for one in outputs])
+        axis.set_xticks(range(len(outputs)), [str(num_outputs) for num_outputs in outputs])
         title = "all at once" if math.isinf(rate) else f"{rate:g} requests per second"
         axis.set(title=title, xlabel="output tokens")
         plain_log(axis, "y")
@@ -350,19 +352,23 @@ def _draw_grid(figure: Any, found: Sequence[GridResult]) -> None:
             figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
 
-def _draw_blocks(figure: Any, found: Sequence[GridResult]) -> None:
+def _draw_blocks(figure: Any, results: Sequence[GridResult]) -> None:
     left, right = figure.subplots(1, 2)
     series = {
-        batching: [one for one in _part(found, "blocks") if one.cell.batching == batching and not one.fault]
+        batching: [
+            result
+            for result in _part(results, "blocks")
+            if result.cell.batching == batching and not result.fault
+        ]
         for batching in ("paged", "unpaged")
     }
-    for batching, ones in series.items():
-        blocks = [one.cell.num_blocks for one in ones]
+    for batching, of_part in series.items():
+        blocks = [result.cell.num_blocks for result in of_part]
         look = line_style(LOOKS[batching])
-        left.plot(blocks, [one.output_rate for one in ones], label=WORDS[batching], **look)
-        arrived = [1e3 * one.normalised for one in ones]
+        left.plot(blocks, [result.output_rate for result in of_part], label=WORDS[batching], **look)
+        arrived = [1e3 * result.normalised for result in of_part]
         right.plot(blocks, arrived, label=f"from arrival, {batching}", **look)
-        between = [1e3 * one.per_token for one in ones]
+        between = [1e3 * result.per_token for result in of_part]
         right.plot(blocks, between, label=f"between tokens, {batching}", **look, alpha=0.45)
     left.set(title="throughput", xlabel="blocks of 16 tokens", ylabel="tokens per second")
     right.set(title="latency", xlabel="blocks of 16 tokens", ylabel="ms per token")
@@ -370,8 +376,8 @@ def _draw_blocks(figure: Any, found: Sequence[GridResult]) -> None:
     for axis in (left, right):
         axis.set_xscale("log", base=2)
         axis.set_xticks(
-            [one.cell.num_blocks for one in series["paged"]],
-            [f"{one.cell.num_blocks:,}" for one in series["paged"]],
+            [result.cell.num_blocks for result in series["paged"]],
+            [f"{result.cell.num_blocks:,}" for result in series["paged"]],
         )
     left.legend(loc="upper left")
     right.legend(loc="upper right")
@@ -417,20 +423,20 @@ def _first(found: list[GridResult], over: str) -> Gain | None:
 
 
 def _finding(
-    setup: Setup, settings: Mapping[str, Any], found: list[GridResult], num_requests: int
+    setup: Setup, settings: Mapping[str, Any], results: list[GridResult], num_requests: int
 ) -> Finding:
     grid = {
-        (one.cell.num_outputs, one.cell.rate, one.cell.batching): one
-        for one in found
-        if one.cell.part == "grid"
+        (result.cell.num_outputs, result.cell.rate, result.cell.batching): result
+        for result in results
+        if result.cell.part == "grid"
     }
     longest = max(outputs for outputs, _, _ in grid)
     at_once = {name: grid[longest, math.inf, name] for name in BATCHING}
-    rates = {name: one.output_rate for name, one in at_once.items()}
+    rates = {name: result.output_rate for name, result in at_once.items()}
     take_away = (
         f"{num_requests} requests of {INPUT} in, {longest} out, all at once: {rates['paged']:,.0f} tokens/s with "
         f"paging, {rates['unpaged']:,.0f} without, {rates['dynamic']:,.0f} in dynamic batches and "
-        f"{rates['none']:,.0f} one by one: paging gives {rates['paged'] / rates['unpaged']:.1f} ×. {_largest(found)}"
+        f"{rates['none']:,.0f} one by one: paging gives {rates['paged'] / rates['unpaged']:.1f} ×. {_largest(results)}"
     )
     ordered = (
         rates["none"] < rates["dynamic"] <= rates["unpaged"] * 1.02 and rates["unpaged"] < rates["paged"]
@@ -442,14 +448,14 @@ def _finding(
     )
     return Finding(
         take_away,
-        tables(found, DEVICES),
-        pictures(found, str(settings["model"])),
+        tables(results, DEVICES),
+        pictures(results, str(settings["model"])),
         {
-            "runs": [one.as_dict() for one in found],
+            "runs": [result.as_dict() for result in results],
             "largest": [
                 {"over": over, "ratio": gain.ratio, "where": gain.in_words}
                 for over in BATCHING
-                if (gain := _first(found, over)) is not None and over != "paged"
+                if (gain := _first(results, over)) is not None and over != "paged"
             ],
         },
         {"seed": setup.seed, "engine": dict(settings), "num_requests": num_requests, "input": INPUT},
@@ -459,7 +465,7 @@ def _finding(
             "without paging: memory reserved to the model's 2,048 positions; dynamic: batches of 16 over it and a "
             "window of 50 ms; none: one request at a time",
             BOUND,
-            *(f"{find_device(one).in_words}" for one in DEVICES),
+            *(f"{find_device(device).in_words}" for device in DEVICES),
             "several devices: weights, KV and products split evenly; two ring all-reduces per layer at the link's data "
             "sheet rate and 10 µs each, which is an assumption",
         ],

@@ -43,7 +43,7 @@ class ChatTrace:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Every hash becomes so many tokens; turns that then have more than `max_tokens` are left out."""
+    """Every hash becomes `tokens_per_hash` tokens; turns that then have more than `max_tokens` are left out."""
 
     tokens_per_hash: int
     max_tokens: int
@@ -91,10 +91,10 @@ def _turns(
         while known < len(row.prefix_ids) and row.prefix_ids[known] in pieces:
             known += 1
         num_repeated += min(known * size, (lengths.num_prompt_tokens - 1) // size * size)
-        for one in row.prefix_ids[known:]:
-            if one not in pieces:
-                pieces[one] = maker.choices(token_ids, k=size)
-        prompt = [token for one in row.prefix_ids for token in pieces[one]]
+        for block in row.prefix_ids[known:]:
+            if block not in pieces:
+                pieces[block] = maker.choices(token_ids, k=size)
+        prompt = [token for block in row.prefix_ids for token in pieces[block]]
         turns.append(ChatTurn(prompt[: lengths.num_prompt_tokens], lengths.num_output_tokens))
     total = sum(len(turn.prompt_token_ids) for turn in turns)
     return turns, num_repeated / max(1, total)
@@ -186,7 +186,7 @@ def run(setup: Setup) -> Finding:
             scale = Scale(BLOCK_SIZE, plan.longest_turn)
             turns = chat_trace(setup.data, plan.num_turns, scale, tokens, setup.seed, only_returning=True)
             requests = [
-                BenchRequest(one.prompt_token_ids, greedy(one.num_output_tokens)) for one in turns.turns
+                BenchRequest(turn.prompt_token_ids, greedy(turn.num_output_tokens)) for turn in turns.turns
             ]
             chats = _served(bench, requests, True, bar), _served(bench, requests, False, bar)
             bar.note("chats and the pool's size")
@@ -259,10 +259,10 @@ def _served(
     started = time.perf_counter()
     while todo or engine.has_work:
         while todo and len(begun) < at_once:
-            index, one = todo.pop(0)
+            index, turn = todo.pop(0)
             request_id = f"prefix-{name}-{index}"
             salt = "" if cached else request_id
-            engine.add(request_id, one.prompt_token_ids, one.sampling, cache_salt=salt)
+            engine.add(request_id, turn.prompt_token_ids, turn.sampling, cache_salt=salt)
             begun[request_id] = (time.perf_counter(), False)
         for update in engine.step():
             since, seen = begun[update.request_id]
@@ -273,9 +273,9 @@ def _served(
                 del begun[update.request_id]
                 bar()
     seconds = time.perf_counter() - started
-    found, asked = memory.stats.prefix_hits - hits, memory.stats.prefix_queries - queries
+    num_hits, asked = memory.stats.prefix_hits - hits, memory.stats.prefix_queries - queries
     computed = engine.stats.num_computed_tokens - computed
-    return PrefixRun(seconds, found / max(1, asked), sum(firsts) / max(1, len(firsts)), computed)
+    return PrefixRun(seconds, num_hits / max(1, asked), sum(firsts) / max(1, len(firsts)), computed)
 
 
 def _kept(turns: Sequence[ChatTurn], num_blocks: int, bar: Callable[[], None]) -> CacheResult:
@@ -284,10 +284,10 @@ def _kept(turns: Sequence[ChatTurn], num_blocks: int, bar: Callable[[], None]) -
     limits = Limits(VOCABULARY, CHAT_CONTEXT + 1, 1, ())
     config = SchedulerConfig(1, 8192, steps_in_flight=0)
     engine = Engine(config, limits, memory, CountingRunner(VOCABULARY, SHARES, 0), 0)
-    for index, one in enumerate(turns):
-        if memory.blocks_for(len(one.prompt_token_ids) + one.num_output_tokens) <= num_blocks:
+    for index, turn in enumerate(turns):
+        if memory.blocks_for(len(turn.prompt_token_ids) + turn.num_output_tokens) <= num_blocks:
             submit(
-                engine, [BenchRequest(one.prompt_token_ids, greedy(one.num_output_tokens))], f"turn-{index}"
+                engine, [BenchRequest(turn.prompt_token_ids, greedy(turn.num_output_tokens))], f"turn-{index}"
             )
             while engine.has_work:
                 engine.step()
@@ -323,12 +323,12 @@ def _finding(
     results = {
         "systems": [
             {
-                "system_tokens": one.num_tokens,
-                "speedup": one.speedup,
-                "on": _record(one.on),
-                "off": _record(one.off),
+                "system_tokens": run.num_tokens,
+                "speedup": run.speedup,
+                "on": _record(run.on),
+                "off": _record(run.off),
             }
-            for one in systems
+            for run in systems
         ],
         "chats": {
             "num_turns": len(turns.turns),
@@ -339,13 +339,13 @@ def _finding(
         "replay": {
             "num_turns": len(replay.turns),
             "repeated_share": replay.repeated_share,
-            "pools": [{"num_blocks": one.num_blocks, "hit_rate": one.hit_rate} for one in kept],
+            "pools": [{"num_blocks": result.num_blocks, "hit_rate": result.hit_rate} for result in kept],
         },
     }
     checks = [
         Check(
             "the longer the shared prompt, the fewer of all tokens are computed",
-            ", ".join(f"{one.num_tokens}: {100 * one.computed_share:.0f} %" for one in systems),
+            ", ".join(f"{run.num_tokens}: {100 * run.computed_share:.0f} %" for run in systems),
             systems[-1].computed_share <= systems[0].computed_share,
         ),
         Check(
@@ -390,7 +390,7 @@ def _system_table(
     systems: list[SystemPromptRun], num_turns: int, chats: tuple[PrefixRun, PrefixRun]
 ) -> Table:
     on, off = chats
-    lines = [(f"system prompt of {one.num_tokens} tokens", one.on, one.off) for one in systems]
+    lines = [(f"system prompt of {run.num_tokens} tokens", run.on, run.off) for run in systems]
     lines.append((f"{num_turns} turns of chats", on, off))
     rows = [
         [
@@ -431,25 +431,28 @@ def _pool_table(kept: list[CacheResult]) -> Table:
 def _draw(figure: Any, systems: list[SystemPromptRun], kept: list[CacheResult], replay: ChatTrace) -> None:
     left, middle, right = figure.subplots(1, 3)
     places = range(len(systems))
-    names = [str(one.num_tokens) for one in systems]
+    names = [str(run.num_tokens) for run in systems]
     for series, (words, times) in enumerate(
         (
-            ("cache on", [1e3 * one.on.first_token for one in systems]),
-            ("cache off", [1e3 * one.off.first_token for one in systems]),
+            ("cache on", [1e3 * run.on.first_token for run in systems]),
+            ("cache off", [1e3 * run.off.first_token for run in systems]),
         )
     ):
         left.bar([i + 0.4 * series for i in places], times, 0.38, label=words, **bar_style(series))
     left.set_xticks([i + 0.2 for i in places], names)
     left.set(title="time to first token", xlabel="tokens of system prompt", ylabel="milliseconds")
     left.legend(loc="best")
-    middle.bar(places, [one.speedup for one in systems], 0.6, **bar_style(2))
+    middle.bar(places, [run.speedup for run in systems], 0.6, **bar_style(2))
     middle.set_xticks(list(places), names)
     middle.axhline(1, color=GREY, linewidth=0.9)
     middle.set(title="speed-up of whole requests", xlabel="tokens of system prompt", ylabel="times as fast")
     for axis in (left, middle):
         axis.grid(axis="x", visible=False)
     right.plot(
-        [one.num_blocks for one in kept], [100 * one.hit_rate for one in kept], label="found", **line_style(0)
+        [result.num_blocks for result in kept],
+        [100 * result.hit_rate for result in kept],
+        label="found",
+        **line_style(0),
     )
     right.axhline(
         100 * replay.repeated_share, color=GREY, linewidth=1, linestyle="--", label="repeats in the trace"

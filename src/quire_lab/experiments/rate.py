@@ -22,7 +22,7 @@ from quire_lab.measure.simulated_runs import (
 )
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
-# Curves of latency against request rate, around what each policy serves when there is always somebody waiting.
+# Curves of latency against request rate, around the rate that each policy sustains while requests wait.
 
 FRACTIONS = (0.6, 0.9, 1.15)  # of the sustained rate
 
@@ -60,8 +60,12 @@ class Curve:
             "sustained_rate": self.sustained,
             "running_when_full": self.at_once.mean_full,
             "points": [
-                {"rate": one.rate, "normalised_latency": one.normalised, "mean_running": one.mean_running}
-                for one in self.points
+                {
+                    "rate": point.rate,
+                    "normalised_latency": point.normalised,
+                    "mean_running": point.mean_running,
+                }
+                for point in self.points
             ],
         }
 
@@ -110,7 +114,7 @@ def pictures(plain: dict[str, Curves], wide: Wide) -> list[Picture]:
         Picture(
             "rate",
             "Normalised latency against request rate",
-            f"Whoever holds more requests at once serves a higher rate: up to {best:.1f} × on ShareGPT lengths.",
+            f"A policy that holds more requests at once serves a higher rate: up to {best:.1f} × on ShareGPT lengths.",
             lambda figure: _draw_panels(figure, plain),
             width=11.0,
             height=4.6,
@@ -137,15 +141,15 @@ def pictures(plain: dict[str, Curves], wide: Wide) -> list[Picture]:
 def sustained_table(plain: dict[str, Curves]) -> Table:
     rows = []
     for name, curves in plain.items():
-        for policy, one in curves.items():
+        for policy, curve in curves.items():
             rows.append(
                 [
                     name,
                     LABELS[policy],
-                    f"{one.sustained:.2f}",
-                    f"{one.at_once.mean_full:.1f}",
-                    f"{1e3 * one.points[0].normalised:.0f}",
-                    f"{curves['paged'].sustained / one.sustained:.2f}",
+                    f"{curve.sustained:.2f}",
+                    f"{curve.at_once.mean_full:.1f}",
+                    f"{1e3 * curve.points[0].normalised:.0f}",
+                    f"{curves['paged'].sustained / curve.sustained:.2f}",
                 ]
             )
     head = [
@@ -185,17 +189,17 @@ def _draw_beams(figure: Any, plain: dict[str, Curves], wide: Wide) -> None:
 def _draw_panels(figure: Any, panels: dict[str, Curves]) -> None:
     axes = figure.subplots(1, len(panels), sharey=True)
     for axis, (name, curves) in zip(axes, panels.items(), strict=True):
-        for policy, one in curves.items():
-            rates = [point.rate for point in one.points]
+        for policy, curve in curves.items():
+            rates = [point.rate for point in curve.points]
             style = line_style(LOOKS.get(policy, policy))
             if policy == "static":  # under heavy load dynamic batches are the same ones, and lie on it
                 style = {**style, "linewidth": 5.0, "markersize": 11.0, "alpha": 0.6}
-            axis.plot(rates, [point.normalised for point in one.points], label=LABELS[policy], **style)
-            axis.axvline(one.sustained, color=style["color"], linewidth=0.7, alpha=0.6)
+            axis.plot(rates, [point.normalised for point in curve.points], label=LABELS[policy], **style)
+            axis.axvline(curve.sustained, color=style["color"], linewidth=0.7, alpha=0.6)
         axis.set(title=name, xlabel="requests per second", xscale="log")
         plain_log(axis, "y")
-        shown = [one for one in TICKS if axis.get_xlim()[0] <= one <= axis.get_xlim()[1]]
-        axis.set_xticks(shown, [f"{one:g}" for one in shown])
+        shown = [tick for tick in TICKS if axis.get_xlim()[0] <= tick <= axis.get_xlim()[1]]
+        axis.set_xticks(shown, [f"{tick:g}" for tick in shown])
         axis.set_xticks([], minor=True)
     axes[0].set_ylabel("normalised latency, s per token")
     axes[0].plot([], [], color=GREY, linewidth=0.7, label="sustained at most")
@@ -207,10 +211,10 @@ def _draw_wide(figure: Any, plain: dict[str, Curves], wide: Wide) -> None:
     axis = figure.subplots()
     widths = sorted({width for _, width in wide})
     axis.bar(0, ratio(plain["alpaca"], "pow2"), 0.36, **bar_style(0))
-    for place, (method, words) in enumerate((("parallel", "samples"), ("beam", "beams"))):
+    for index, (method, words) in enumerate((("parallel", "samples"), ("beam", "beams"))):
         values = [ratio(wide[method, width], "pow2") for width in widths]
-        middle = [x + 1 + 0.38 * (place - 0.5) for x in range(len(widths))]
-        axis.bar(middle, values, 0.36, label=words, **bar_style(place + 1))
+        middle = [x + 1 + 0.38 * (index - 0.5) for x in range(len(widths))]
+        axis.bar(middle, values, 0.36, label=words, **bar_style(index + 1))
     published = [PUBLISHED_BEAMS[1], *(PUBLISHED_BEAMS[width] for width in widths)]
     axis.hlines(
         published,
@@ -244,24 +248,25 @@ def run(setup: Setup) -> Finding:
     workloads = [workload(name, setup.data, count, setup.seed) for name, count in counts.items()]
     jobs = [
         CurveJob(
-            one.name,
+            each.name,
             policy,
-            Run({**settings, **POLICIES[policy]}, one.lengths, 1.0, setup.seed),
+            Run({**settings, **POLICIES[policy]}, each.lengths, 1.0, setup.seed),
             _fractions(setup),
         )
-        for one in workloads
+        for each in workloads
         for policy in LABELS
     ]
     jobs += _wide_jobs(setup, settings, workloads[1])
     with setup.progress(len(jobs), "curves") as bar:
         curves = side_by_side(setup, trace_curve, jobs, bar)
     plain = {
-        name: {one.policy: one for one in curves if one.workload == name and one.width == 1} for name in NAMES
+        name: {curve.policy: curve for curve in curves if curve.workload == name and curve.width == 1}
+        for name in NAMES
     }
     wide: Wide = {}
-    for one in curves:
-        if one.width > 1:
-            wide.setdefault((one.method, one.width), {})[one.policy] = one
+    for curve in curves:
+        if curve.width > 1:
+            wide.setdefault((curve.method, curve.width), {})[curve.policy] = curve
     return _finding(setup, settings, workloads, plain, wide)
 
 
@@ -306,25 +311,25 @@ def _finding(
         [sustained_table(plain), compared_table(plain, wide)],
         pictures(plain, wide),
         {
-            "curves": [one.as_dict() for curves in plain.values() for one in curves.values()],
-            "several_sequences": [one.as_dict() for curves in wide.values() for one in curves.values()],
+            "curves": [curve.as_dict() for curves in plain.values() for curve in curves.values()],
+            "several_sequences": [curve.as_dict() for curves in wide.values() for curve in curves.values()],
             "published": {f"{name}: paged over {over}": both for (name, over), both in PUBLISHED.items()},
             "published_beams_over_pow2": PUBLISHED_BEAMS,
         },
         {
             "seed": setup.seed,
             "engine": dict(settings),
-            "num_requests": {one.name: len(one.lengths) for one in workloads},
+            "num_requests": {workload.name: len(workload.lengths) for workload in workloads},
             "batch_size": BATCH_SIZE,
         },
         _checks(plain, wide),
         [
             *basis(settings),
-            *(one.in_words for one in workloads),
+            *(workload.in_words for workload in workloads),
             "sustained: requests that are served per second while the queue is never empty; at a higher rate it grows "
             "without end, so this is where each curve's wall stands",
             "Poisson arrivals; beyond the wall latency depends on how long the run is: --size thorough is steeper",
-            "published: figures 12, 14 and 17 of the PagedAttention paper, whose ShareGPT requests have 161 tokens in "
+            "published: fig. 12, 14 and 17 of the PagedAttention paper, whose ShareGPT requests have 161 tokens in "
             "and 338 out",
         ],
     )
@@ -343,7 +348,7 @@ def _checks(plain: dict[str, Curves], wide: Wide) -> list[Check]:
     checks.append(
         Check(
             "alpaca: the more beams, the more paging gains over Pow2 in sustained rate",
-            " < ".join(f"{one:.2f} × ({width})" for width, one in zip(widths, beams, strict=True)),
+            " < ".join(f"{beam:.2f} × ({width})" for width, beam in zip(widths, beams, strict=True)),
             all(low < high for low, high in pairwise(beams)),
         )
     )

@@ -93,34 +93,34 @@ def load_trace(data: DataFolder, count: int, seed: int) -> Trace:
 
 
 def hold(job: TraceJob) -> Level:
-    arrivals = [Arrival(one.at / job.speed, one.lengths) for one in job.arrivals]
-    found = Replay(build_simulated(job.settings), arrivals).run()
-    total = max(1, len(found.served) + found.num_refused)
+    arrivals = [Arrival(arrival.at / job.speed, arrival.lengths) for arrival in job.arrivals]
+    replay = Replay(build_simulated(job.settings), arrivals).run()
+    total = max(1, len(replay.served) + replay.num_refused)
 
     def share(good: Sequence[ReplayedRequest]) -> float:
         return len(good) / total
 
-    in_time = [one for one in found.served if one.time_to_first <= FIRST_TOKEN]
-    fluent = [one for one in found.served if one.per_token <= PER_TOKEN]
+    in_time = [request for request in replay.served if request.time_to_first <= FIRST_TOKEN]
+    fluent = [request for request in replay.served if request.per_token <= PER_TOKEN]
     return Level(
         speed=job.speed,
         rate=len(arrivals) / max(arrivals[-1].at, 1e-9),
-        first_median=found.percentile(lambda one: one.time_to_first, 50),
-        first_p99=found.percentile(lambda one: one.time_to_first, 99),
-        per_token_median=found.percentile(lambda one: one.per_token, 50),
-        per_token_p99=found.percentile(lambda one: one.per_token, 99),
+        first_median=replay.percentile(lambda request: request.time_to_first, 50),
+        first_p99=replay.percentile(lambda request: request.time_to_first, 99),
+        per_token_median=replay.percentile(lambda request: request.per_token, 50),
+        per_token_p99=replay.percentile(lambda request: request.per_token, 99),
         first_held=share(in_time),
         per_token_held=share(fluent),
-        held=share([one for one in in_time if one.per_token <= PER_TOKEN]),
-        output_rate=found.output_rate,
-        num_preemptions=found.num_preemptions,
-        num_refused=found.num_refused,
+        held=share([request for request in in_time if request.per_token <= PER_TOKEN]),
+        output_rate=replay.output_rate,
+        num_preemptions=replay.num_preemptions,
+        num_refused=replay.num_refused,
     )
 
 
 def _finding(setup: Setup, settings: Mapping[str, Any], trace: Trace, levels: list[Level]) -> Finding:
-    good = [one for one in levels if one.held >= WANTED]
-    best = max(good, key=lambda one: one.speed, default=None)
+    good = [level for level in levels if level.held >= WANTED]
+    best = max(good, key=lambda level: level.speed, default=None)
     name = str(settings["model"])
     what = f"a first token within {FIRST_TOKEN:g} s and {1e3 * PER_TOKEN:g} ms per token"
     if best is None:
@@ -146,7 +146,7 @@ def _finding(setup: Setup, settings: Mapping[str, Any], trace: Trace, levels: li
             )
         ],
         {
-            "levels": [asdict(one) for one in levels],
+            "levels": [asdict(level) for level in levels],
             "targets": {"first_token": FIRST_TOKEN, "per_token": PER_TOKEN, "share": WANTED},
             "is_real_trace": trace.is_real,
         },
@@ -154,7 +154,7 @@ def _finding(setup: Setup, settings: Mapping[str, Any], trace: Trace, levels: li
         [
             Check(
                 "the faster the trace, the fewer are served in time",
-                " ≥ ".join(f"{one.held:.0%}" for one in levels),
+                " ≥ ".join(f"{level.held:.0%}" for level in levels),
                 falling,
             )
         ],
@@ -170,18 +170,18 @@ def _finding(setup: Setup, settings: Mapping[str, Any], trace: Trace, levels: li
 def _table(levels: list[Level]) -> Table:
     rows = [
         [
-            f"{one.speed:g} ×",
-            f"{one.rate:.1f}",
-            f"{one.first_median:.2f}",
-            f"{one.first_p99:.2f}",
-            f"{1e3 * one.per_token_median:.1f}",
-            f"{1e3 * one.per_token_p99:.1f}",
-            f"{one.held:.1%}",
-            f"{one.output_rate:,.0f}",
-            f"{one.num_preemptions:,}",
-            f"{one.num_refused:,}",
+            f"{level.speed:g} ×",
+            f"{level.rate:.1f}",
+            f"{level.first_median:.2f}",
+            f"{level.first_p99:.2f}",
+            f"{1e3 * level.per_token_median:.1f}",
+            f"{1e3 * level.per_token_p99:.1f}",
+            f"{level.held:.1%}",
+            f"{level.output_rate:,.0f}",
+            f"{level.num_preemptions:,}",
+            f"{level.num_refused:,}",
         ]
-        for one in levels
+        for level in levels
     ]
     head = [
         *("speed", "requests/s", "first token, s", "p99", "per token, ms", "p99", "held", "tokens/s"),
@@ -192,20 +192,20 @@ def _table(levels: list[Level]) -> Table:
 
 def _draw(figure: Any, levels: list[Level]) -> None:
     left, right = figure.subplots(1, 2)
-    speeds = [one.speed for one in levels]
-    for place, (words, values) in enumerate(
+    speeds = [level.speed for level in levels]
+    for index, (words, values) in enumerate(
         (
-            ("both targets", [one.held for one in levels]),
-            ("first token", [one.first_held for one in levels]),
-            ("per token", [one.per_token_held for one in levels]),
+            ("both targets", [level.held for level in levels]),
+            ("first token", [level.first_held for level in levels]),
+            ("per token", [level.per_token_held for level in levels]),
         )
     ):
-        left.plot(speeds, [100 * value for value in values], label=words, **line_style(place))
+        left.plot(speeds, [100 * value for value in values], label=words, **line_style(index))
     left.axhline(100 * WANTED, color=GREY, linewidth=0.8, linestyle=":")
     left.set(title="served in time", xlabel="speed of the trace, ×", ylabel="% of requests", ylim=(0, 103))
     left.legend(loc="best")
-    right.plot(speeds, [one.first_p99 for one in levels], label="first token, p99", **line_style(1))
-    right.plot(speeds, [one.first_median for one in levels], label="first token, median", **line_style(0))
+    right.plot(speeds, [level.first_p99 for level in levels], label="first token, p99", **line_style(1))
+    right.plot(speeds, [level.first_median for level in levels], label="first token, median", **line_style(0))
     right.axhline(FIRST_TOKEN, color=GREY, linewidth=0.8, linestyle=":")
     right.set(title="time to the first token", xlabel="speed of the trace, ×", ylabel="seconds")
     plain_log(right, "y")

@@ -28,7 +28,7 @@ from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
 # What memory is spent on while requests of given lengths go through scheduler and memory, without a model.
 
-POOL_TOKENS = 15_700  # what OPT-13B has on a GPU of 40 GB: the setting of the published figures
+POOL_TOKENS = 15_700  # what OPT-13B has on a GPU of 40 GB: the setting of the published numbers
 CONTEXT = 2048
 ROWS = 512
 EVERY = 3  # steps: looking costs more than a step without a model
@@ -39,7 +39,7 @@ KINDS = ("tokens", "reserved", "internal", "external", "free")  # of Spending; n
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Of one way to give memory, over the steps in which somebody waited, if anybody did: there memory is the limit."""
+    """Of one way to allocate memory, over the steps in which requests waited, if any did: there memory is the limit."""
 
     workload: str
     way: str
@@ -76,7 +76,10 @@ def spend(
     scheduler = SchedulerConfig(ROWS, 8192, steps_in_flight=0)
     runner = CountingRunner(VOCABULARY, SHARES, 0)
     engine = Engine(scheduler, Limits(VOCABULARY, CONTEXT, ROWS, ()), memory, runner)
-    requests = [BenchRequest([2] * one.num_prompt_tokens, greedy(one.num_output_tokens)) for one in held]
+    requests = [
+        BenchRequest([2] * sequence.num_prompt_tokens, greedy(sequence.num_output_tokens))
+        for sequence in held
+    ]
     submit(engine, requests, way)
     sampler, before = MemoryUsageSampler(memory), MemoryUsageSampler(memory)
     running: list[int] = []
@@ -88,7 +91,7 @@ def spend(
         if engine.stats.num_steps % EVERY:
             continue
         if isinstance(memory, PagedMemory):
-            slack = max((slack, *(_slack(memory, one) for one in engine.scheduler.running)))
+            slack = max((slack, *(_slack(memory, group) for group in engine.scheduler.running)))
         first = engine.scheduler.waiting.peek()
         if first is not None:
             running.append(len(engine.scheduler.running))
@@ -96,7 +99,7 @@ def spend(
         elif not running:
             before.sample(float(engine.stats.num_steps), engine.scheduler.running)
     engine.check_integrity()
-    sampler = sampler if running else before  # nobody ever waited: then all steps count
+    sampler = sampler if running else before  # no request ever waited: then all steps count
     shares = sampler.mean_shares() or dict.fromkeys((*KINDS, "ended"), 0.0)
     return Spent(
         workload,
@@ -169,7 +172,7 @@ class _SpeakingRunner:
 def table_stages() -> list[Stage]:
     """From a run of scheduler and PagedMemory; blocks were used before, so that they come in no order."""
     vocabulary = sorted({word for prompt, answer in TEXTS.values() for word in f"{prompt} {answer}".split()})
-    ids = {word: place + 1 for place, word in enumerate(vocabulary)}
+    ids = {word: index + 1 for index, word in enumerate(vocabulary)}
     lines = {
         name: [ids[word] for word in f"{prompt} {answer}".split()] for name, (prompt, answer) in TEXTS.items()
     }
@@ -240,12 +243,14 @@ def _request(axis: Any, stage: Stage, name: str, left: float, series: int) -> No
         axis.text(left + 0.7, index + 0.5, str(index), ha="right", va="center", fontsize=8)
     top = 4.7
     axis.text(left, top - 0.2, "block table", fontsize=8, fontweight="bold", color=color)
-    for place, word in enumerate(("block", "physical", "# filled")):
-        axis.text(left + 1.2 + 2.6 * place, top + 0.6, word, ha="center", va="center", fontsize=7, color=GREY)
+    for column, word in enumerate(("block", "physical", "# filled")):
+        axis.text(
+            left + 1.2 + 2.6 * column, top + 0.6, word, ha="center", va="center", fontsize=7, color=GREY
+        )
     for index, entry in enumerate(entries):
-        for place, number in enumerate((index, entry.physical, entry.filled)):
+        for column, number in enumerate((index, entry.physical, entry.filled)):
             axis.text(
-                left + 1.2 + 2.6 * place,
+                left + 1.2 + 2.6 * column,
                 top + 1.4 + 0.8 * index,
                 str(number),
                 ha="center",
@@ -272,13 +277,13 @@ def _physical(axis: Any, stage: Stage, left: float) -> None:
 def _cells(axis: Any, left: float, top: float, words: list[str], color: str) -> None:
     from matplotlib.patches import Rectangle
 
-    for place in range(BLOCK_SIZE):
-        box = (left + place * CELL, top + 0.06)
+    for index in range(BLOCK_SIZE):
+        box = (left + index * CELL, top + 0.06)
         axis.add_patch(Rectangle(box, CELL, 0.88, facecolor="white", edgecolor=color, linewidth=1))
-        if place < len(words):
+        if index < len(words):
             axis.text(
-                box[0] + CELL / 2, top + 0.5, words[place], ha="center", va="center",
-                fontsize=6.0 if len(words[place]) > 9 else 7.4,
+                box[0] + CELL / 2, top + 0.5, words[index], ha="center", va="center",
+                fontsize=6.0 if len(words[index]) > 9 else 7.4,
             )  # fmt: skip
 
 
@@ -313,10 +318,10 @@ def run(setup: Setup) -> Finding:
     pool = setup.pick(CONTEXT + 512, POOL_TOKENS, POOL_TOKENS)
     spent: list[Spent] = []
     with setup.progress(sum(counts.values()) * len(WAYS) + count * len(OTHER_SIZES), "req") as bar:
-        for name, one in drawn.items():
+        for name, lengths in drawn.items():
             for way in WAYS:
                 bar.note(f"{name}, {way}")
-                spent.append(spend(name, one.lengths, way, on_finish=bar, pool_tokens=pool))
+                spent.append(spend(name, lengths.lengths, way, on_finish=bar, pool_tokens=pool))
         sizes = []
         for size in OTHER_SIZES:
             bar.note(f"blocks of {size}")
@@ -327,8 +332,8 @@ def run(setup: Setup) -> Finding:
 def _finding(
     setup: Setup, drawn: dict[str, SampledLengths], spent: list[Spent], sizes: list[Spent], pool: int
 ) -> Finding:
-    found = {(one.workload, one.way): one for one in spent}
-    paged, largest = found["sharegpt", "paged"], found["sharegpt", "max"]
+    by_way = {(usage.workload, usage.way): usage for usage in spent}
+    paged, largest = by_way["sharegpt", "paged"], by_way["sharegpt", "max"]
     take_away = (
         f"Paging wastes {100 * paged.held_waste:.1f} % of the memory it holds (ShareGPT lengths, blocks of 16) and "
         f"keeps {paged.mean_running:.0f} requests running; reserving the maximum uses {_percent(largest, 'tokens')} % "
@@ -340,15 +345,15 @@ def _finding(
             "waste",
             "What KV memory is spent on",
             f"While requests wait, paging fills {_percent(paged, 'tokens')} % of the pool with tokens, the three "
-            f"reservations {_percent(largest, 'tokens')} to {_percent(found['sharegpt', 'oracle'], 'tokens')} %.",
-            lambda figure: _draw_shares(figure, found),
+            f"reservations {_percent(largest, 'tokens')} to {_percent(by_way['sharegpt', 'oracle'], 'tokens')} %.",
+            lambda figure: _draw_shares(figure, by_way),
             height=4.4,
         ),
         Picture(
             "waste-time",
             f"KV memory over time: ShareGPT lengths, {pool:,} tokens of pool",
             "Reservations hold memory long before it is written, or for nothing; paging takes a block at a time.",
-            lambda figure: _draw_time(figure, found),
+            lambda figure: _draw_time(figure, by_way),
             height=5.2,
         ),
         Picture(
@@ -382,11 +387,11 @@ def _finding(
             "seed": setup.seed,
             "pool_tokens": pool,
             "context": CONTEXT,
-            "num_requests": {name: len(one.lengths) for name, one in drawn.items()},
+            "num_requests": {name: len(sampled.lengths) for name, sampled in drawn.items()},
         },
-        _checks(found, sizes),
+        _checks(by_way, sizes),
         (
-            *(one.source for one in drawn.values()),
+            *(sampled.source for sampled in drawn.values()),
             f"scheduler and memory are the engine's own, no model; all requests at once, {pool:,} tokens of "
             "pool; shares are means over the steps in which a request waited",
             "waste of paging: positions in blocks that hold no token, over all positions that are held",
@@ -403,11 +408,11 @@ def _percent(one: Spent, kind: str) -> str:
     return f"{100 * one.shares[kind]:.0f}"
 
 
-def _checks(found: dict[tuple[str, str], Spent], sizes: list[Spent]) -> list[Check]:
-    paged = found["sharegpt", "paged"]
-    all_paged = [*(found[name, "paged"] for name in NAMES), *sizes]
-    slack = ", ".join(f"{one.max_slack} of {one.block_size}" for one in all_paged)
-    tokens = [found["sharegpt", way].shares["tokens"] for way in ("max", "pow2", "oracle", "paged")]
+def _checks(by_way: dict[tuple[str, str], Spent], sizes: list[Spent]) -> list[Check]:
+    paged = by_way["sharegpt", "paged"]
+    all_paged = [*(by_way[name, "paged"] for name in NAMES), *sizes]
+    slack = ", ".join(f"{usage.max_slack} of {usage.block_size}" for usage in all_paged)
+    tokens = [by_way["sharegpt", way].shares["tokens"] for way in ("max", "pow2", "oracle", "paged")]
     return [
         Check(
             "paging wastes less than 4 % at block size 16 on ShareGPT lengths",
@@ -417,21 +422,21 @@ def _checks(found: dict[tuple[str, str], Spent], sizes: list[Spent]) -> list[Che
         Check(
             "a sequence never wastes a whole block, on any lengths and block sizes",
             f"at most {slack}",
-            all(one.max_slack < one.block_size for one in all_paged),
+            all(usage.max_slack < usage.block_size for usage in all_paged),
         ),
         Check(
             "paging has no external fragmentation",
-            f"{max(one.shares['external'] for one in all_paged):g}",
-            all(one.shares["external"] == 0 for one in all_paged),
+            f"{max(usage.shares['external'] for usage in all_paged):g}",
+            all(usage.shares["external"] == 0 for usage in all_paged),
         ),
         Check(
             "reserving the maximum uses less than 40 % of memory",
-            f"{100 * found['sharegpt', 'max'].shares['tokens']:.1f} %",
-            found["sharegpt", "max"].shares["tokens"] < 0.4,
+            f"{100 * by_way['sharegpt', 'max'].shares['tokens']:.1f} %",
+            by_way["sharegpt", "max"].shares["tokens"] < 0.4,
         ),
         Check(
             "tokens' share: max < pow2 < oracle < paged",
-            " < ".join(f"{100 * one:.0f}" for one in tokens) + " %",
+            " < ".join(f"{100 * share:.0f}" for share in tokens) + " %",
             tokens == sorted(tokens),
         ),
     ]
@@ -440,14 +445,14 @@ def _checks(found: dict[tuple[str, str], Spent], sizes: list[Spent]) -> list[Che
 def _table(spent: list[Spent]) -> Table:
     rows = [
         [
-            one.workload,
-            one.way,
-            *(f"{100 * one.shares[kind]:.1f}" for kind in KINDS),
-            f"{100 * one.held_waste:.1f}",
-            f"{one.mean_running:.1f}",
-            f"{PUBLISHED[one.way]:.1f}",
+            usage.workload,
+            usage.way,
+            *(f"{100 * usage.shares[kind]:.1f}" for kind in KINDS),
+            f"{100 * usage.held_waste:.1f}",
+            f"{usage.mean_running:.1f}",
+            f"{PUBLISHED[usage.way]:.1f}",
         ]
-        for one in spent
+        for usage in spent
     ]
     head = [
         "lengths",
@@ -463,28 +468,28 @@ def _table(spent: list[Spent]) -> Table:
 def _size_table(sizes: list[Spent]) -> Table:
     rows = [
         [
-            str(one.block_size),
-            f"{100 * one.held_waste:.2f}",
-            f"{one.max_slack}",
-            f"{one.mean_running:.1f}",
+            str(usage.block_size),
+            f"{100 * usage.held_waste:.2f}",
+            f"{usage.max_slack}",
+            f"{usage.mean_running:.1f}",
         ]
-        for one in sorted(sizes, key=lambda one: one.block_size)
+        for usage in sorted(sizes, key=lambda usage: usage.block_size)
     ]
     head = ["block size", "waste of held memory, %", "most in one sequence, tokens", "running"]
     return Table("Paging by block size, ShareGPT lengths", head, rows, left=0)
 
 
-def _draw_shares(figure: Any, found: dict[tuple[str, str], Spent]) -> None:
+def _draw_shares(figure: Any, by_way: dict[tuple[str, str], Spent]) -> None:
     from matplotlib.patches import Patch
 
     axes = figure.subplots(1, len(NAMES), sharey=True)
     for axis, name in zip(axes, NAMES, strict=True):
-        for place, way in enumerate(WAYS):
-            one, left = found[name, way], 0.0
+        for index, way in enumerate(WAYS):
+            usage, left = by_way[name, way], 0.0
             for kind in KINDS:
-                width = 100 * one.shares[kind]
+                width = 100 * usage.shares[kind]
                 axis.barh(
-                    place,
+                    index,
                     width,
                     0.7,
                     left=left,
@@ -495,7 +500,7 @@ def _draw_shares(figure: Any, found: dict[tuple[str, str], Spent]) -> None:
                 )
                 if width >= 7:
                     axis.text(
-                        left + width / 2, place, f"{width:.0f}", ha="center", va="center", fontsize=8,
+                        left + width / 2, index, f"{width:.0f}", ha="center", va="center", fontsize=8,
                         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.85},
                     )  # fmt: skip
                 left += width
@@ -513,12 +518,12 @@ def _draw_shares(figure: Any, found: dict[tuple[str, str], Spent]) -> None:
     )
 
 
-def _draw_time(figure: Any, found: dict[tuple[str, str], Spent]) -> None:
+def _draw_time(figure: Any, by_way: dict[tuple[str, str], Spent]) -> None:
     from matplotlib.patches import Patch
 
     axes = figure.subplots(2, 2, sharex=True, sharey=True)
     for axis, way in zip([*axes[0], *axes[1]], WAYS, strict=True):
-        samples = found["sharegpt", way].samples
+        samples = by_way["sharegpt", way].samples
         stride = max(1, len(samples) // 400)
         samples = samples[::stride]
         steps = [sample.moment for sample in samples]
@@ -541,22 +546,22 @@ def _draw_time(figure: Any, found: dict[tuple[str, str], Spent]) -> None:
     )
 
 
-def _record(one: Spent) -> dict[str, Any]:
+def _record(usage: Spent) -> dict[str, Any]:
     return {
-        "workload": one.workload,
-        "memory": one.way,
-        "block_size": one.block_size,
-        "shares_of_pool": one.shares,
-        "waste_of_held": one.held_waste,
-        "mean_running": one.mean_running,
-        "max_unwritten_positions_of_a_sequence": one.max_slack,
-        "num_requests": one.num_requests,
+        "workload": usage.workload,
+        "memory": usage.way,
+        "block_size": usage.block_size,
+        "shares_of_pool": usage.shares,
+        "waste_of_held": usage.held_waste,
+        "mean_running": usage.mean_running,
+        "max_unwritten_positions_of_a_sequence": usage.max_slack,
+        "num_requests": usage.num_requests,
     }
 
 
 EXPERIMENT = Experiment(
     "waste",
     "What KV memory is spent on",
-    "Nobody knows how long an answer will be. What does reserving for the longest cost, and what if memory is paged?",
+    "An answer's length is not known in advance. What does reserving for the longest cost, and what does paging?",
     run,
 )

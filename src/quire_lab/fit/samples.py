@@ -71,20 +71,20 @@ def _of_steps(record: Mapping[str, Any], path: str, base: str) -> MeasuredSample
 
 def _joined(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[StepCounts], float]]:
     """Steps that compute one batch's prompts, where a file has them one by one, count together: see MeasuredSteps."""
-    found: list[tuple[str, list[StepCounts], float]] = []
+    joined: list[tuple[str, list[StepCounts], float]] = []
     for step in steps:
         if not isinstance(step["counts"], Mapping):
-            found.append((step["what"], [StepCounts(**one) for one in step["counts"]], step["seconds"]))
+            joined.append((step["what"], [StepCounts(**count) for count in step["counts"]], step["seconds"]))
             continue
         counts = StepCounts(**step["counts"])
         is_decode = counts.num_tokens == counts.num_rows
         # Where nothing was computed before a batch begins.
         if is_decode or counts.context_tokens == counts.num_tokens:
-            found.append((step["what"], [counts], step["seconds"]))
+            joined.append((step["what"], [counts], step["seconds"]))
         else:
-            what, before, seconds = found[-1]
-            found[-1] = (what, [*before, counts], seconds + step["seconds"])
-    return found
+            what, before, seconds = joined[-1]
+            joined[-1] = (what, [*before, counts], seconds + step["seconds"])
+    return joined
 
 
 def _of_runs(
@@ -96,9 +96,9 @@ def _of_runs(
         name = SHAPE_NAMES[row["shape"]]
         built = build(_config(name, base, **row["settings"]))
         watched = built.engine.watch(WatchedRunner)
-        for index, one in enumerate(CASES[row["case"]]()):
-            sampling = SamplingParams(max_tokens=one.num_output_tokens, ignore_eos=True)
-            built.engine.add(str(index), [index % 97 + 2] * one.num_prompt_tokens, sampling)
+        for index, request in enumerate(CASES[row["case"]]()):
+            sampling = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
+            built.engine.add(str(index), [index % 97 + 2] * request.num_prompt_tokens, sampling)
         while built.engine.has_work:
             built.engine.step()
         counts = [counts for counts, _ in watched.seen]

@@ -20,7 +20,7 @@ SETTLING = 3  # decode steps before the measured ones: the last prompts, the fir
 
 @dataclass(frozen=True, slots=True)
 class StepCell:
-    """So many sequences of the same context, which decode so many steps together."""
+    """Sequences of equal context that decode a number of steps together."""
 
     num_sequences: int
     context: int
@@ -118,7 +118,7 @@ def _prompts(cell: StepCell, runs: Sequence[Seen]) -> list[MeasuredSteps]:
 
 
 def _decodes(cell: StepCell, runs: Sequence[Seen]) -> list[MeasuredSteps]:
-    found = []
+    steps = []
     for seen in runs:
         full = [
             (counts, seconds)
@@ -128,5 +128,5 @@ def _decodes(cell: StepCell, runs: Sequence[Seen]) -> list[MeasuredSteps]:
         if full:
             middle = full[len(full) // 2][0]
             what = f"{cell.num_sequences} decodes at {cell.context}"
-            found.append(MeasuredSteps(what, [middle], statistics.median(seconds for _, seconds in full)))
-    return sorted(found, key=lambda one: one.seconds)[:1]
+            steps.append(MeasuredSteps(what, [middle], statistics.median(seconds for _, seconds in full)))
+    return sorted(steps, key=lambda step: step.seconds)[:1]

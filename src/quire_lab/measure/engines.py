@@ -16,7 +16,7 @@ from quire_lab.report.experiment import Setup
 
 @contextmanager
 def opened(setup: Setup, **changes: Any) -> Iterator[Bench]:
-    """An engine with the user's settings, but for those that the experiment is about."""
+    """An engine with the user's settings, except the settings that the experiment is about."""
     built = build(EngineConfig.of(**{**setup.engine, **changes}))
     try:
         yield Bench(built, setup.seed)
@@ -75,7 +75,7 @@ def submit(engine: Engine, requests: Sequence[BenchRequest], name: str) -> list[
 
 
 def greedy(num_tokens: int) -> SamplingParams:
-    """That many tokens, whatever the model says."""
+    """Exactly that many tokens: end-of-sequence is ignored."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 

@@ -48,17 +48,17 @@ def serve_at(
     names: Sequence[str] | None = None,
 ) -> Loaded:
     """Each request at its time, in seconds from now; times are in order. Latency counts from the time, kept or not."""
-    started, loaded, place = engine.clock(), Loaded(), 0
+    started, loaded, next_index = engine.clock(), Loaded(), 0
     names = names or [f"load-{time.monotonic_ns()}-{index}" for index in range(len(requests))]
     opened: dict[str, _Open] = {}
-    while place < len(requests) or engine.has_work:
-        while place < len(requests) and started + times[place] <= engine.clock():
-            one = requests[place]
-            engine.add(names[place], one.prompt_token_ids, one.sampling)
-            opened[names[place]] = _Open(started + times[place])
-            place += 1
+    while next_index < len(requests) or engine.has_work:
+        while next_index < len(requests) and started + times[next_index] <= engine.clock():
+            request = requests[next_index]
+            engine.add(names[next_index], request.prompt_token_ids, request.sampling)
+            opened[names[next_index]] = _Open(started + times[next_index])
+            next_index += 1
         if not engine.has_work:
-            _wait_until(engine, started + times[place])
+            _wait_until(engine, started + times[next_index])
             continue
         for update in engine.step():
             if update.error is not None:

@@ -64,7 +64,7 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """When, after the last arrival, nobody waited any more, and what had been done until then."""
+    """When the queue became empty after the last arrival, and what had been done until then."""
 
     seconds: float
     num_tokens: int  # of one sequence of each request, ended or not
@@ -79,8 +79,8 @@ class Replayed:
     num_preemptions: int = 0
     num_output_tokens: int = 0  # of all sequences
     arriving: Average = field(default_factory=Average)  # running requests, until the last one came
-    waiting: Average = field(default_factory=Average)  # the same, while somebody waited for a place
-    drained: Drained | None = None  # None: somebody waited to the end, or nobody ever did
+    waiting: Average = field(default_factory=Average)  # the same, while the queue was not empty
+    drained: Drained | None = None  # None: the queue was never empty to the end, or always
 
     @property
     def normalised(self) -> float:
@@ -130,10 +130,10 @@ class Replay:
         self._next = 0
         self._open: dict[str, _Open] = {}
         self._several = sampling(1 << 10).num_sequences > 1
-        self.found = Replayed()
+        self.result = Replayed()
 
     def run(self) -> Replayed:
-        engine, clock, found = self._engine, self._clock, self.found
+        engine, clock, result = self._engine, self._clock, self.result
         preemptions, steps, started = engine.scheduler.stats.num_preemptions, engine.stats.num_steps, clock()
         self._start = started
         while self._next < len(self._arrivals) or engine.has_work:
@@ -144,58 +144,60 @@ class Replay:
             updates = engine.step()
             self._average(clock() - before)
             self._take(updates, clock())
-        found.seconds = clock() - started
-        found.num_steps = engine.stats.num_steps - steps
-        found.num_preemptions = engine.scheduler.stats.num_preemptions - preemptions
-        return found
+        result.seconds = clock() - started
+        result.num_steps = engine.stats.num_steps - steps
+        result.num_preemptions = engine.scheduler.stats.num_preemptions - preemptions
+        return result
 
     def _admit(self, now: float) -> None:
         """Everyone who has come by now. One who arrived during a step waited from his own moment on."""
         arrivals = self._arrivals
         while self._next < len(arrivals) and arrivals[self._next].at <= now:
-            one = arrivals[self._next]
+            arrival = arrivals[self._next]
             request_id = str(self._next)
             self._next += 1
-            sampling = self._sampling(one.lengths.num_output_tokens)
+            sampling = self._sampling(arrival.lengths.num_output_tokens)
             try:
-                prompt = [TOKEN] * one.lengths.num_prompt_tokens
-                self._engine.add(request_id, prompt, sampling, adapter=one.adapter)
+                prompt = [TOKEN] * arrival.lengths.num_prompt_tokens
+                self._engine.add(request_id, prompt, sampling, adapter=arrival.adapter)
             except InvalidRequest:
-                self.found.num_refused += 1
+                self.result.num_refused += 1
                 self._on_finish()
                 continue
-            self._open[request_id] = _Open(self._start + one.at, sampling.num_answers)
+            self._open[request_id] = _Open(self._start + arrival.at, sampling.num_answers)
 
     def _average(self, seconds: float) -> None:
         scheduler = self._engine.scheduler
         running = scheduler.running
         count = len({id(s.request) for s in running}) if self._several else len(running)
         if self._next < len(self._arrivals):
-            self.found.arriving.add(count, seconds)
+            self.result.arriving.add(count, seconds)
         if len(scheduler.waiting):
-            self.found.waiting.add(count, seconds)
-        elif self._next == len(self._arrivals) and self.found.drained is None and self.found.waiting.seconds:
+            self.result.waiting.add(count, seconds)
+        elif (
+            self._next == len(self._arrivals) and self.result.drained is None and self.result.waiting.seconds
+        ):
             begun = {s.request.request_id: s.num_outputs for s in running}
-            done = sum(one.num_output_tokens for one in self.found.served) + sum(begun.values())
-            self.found.drained = Drained(self._clock() - self._start, done)
+            done = sum(request.num_output_tokens for request in self.result.served) + sum(begun.values())
+            self.result.drained = Drained(self._clock() - self._start, done)
 
     def _take(self, updates: Iterable[SequenceUpdate], now: float) -> None:
-        found = self.found
+        result = self.result
         for update in updates:
-            one = self._open[update.request_id]
+            request = self._open[update.request_id]
             count = len(update.token_ids)
-            found.num_output_tokens += count
-            if count and one.first_token is None:
-                one.first_token = now
+            result.num_output_tokens += count
+            if count and request.first_token is None:
+                request.first_token = now
             if update.index == 0:
-                one.num_tokens += count
+                request.num_tokens += count
             if update.finish_reason is None:
                 continue
-            one.num_left -= 1
-            if not one.num_left:
+            request.num_left -= 1
+            if not request.num_left:
                 del self._open[update.request_id]
-                first = one.first_token if one.first_token is not None else now
-                found.served.append(ReplayedRequest(one.arrival, first, now, max(1, one.num_tokens)))
+                first = request.first_token if request.first_token is not None else now
+                result.served.append(ReplayedRequest(request.arrival, first, now, max(1, request.num_tokens)))
                 self._on_finish()
 
 

@@ -79,9 +79,9 @@ def measure_saving(
     held, num_too_long = within(workload.lengths, CONTEXT)
     engine = _engine(seed)
     prompts = random.Random(seed)
-    for index, one in enumerate(held):
-        prompt = [prompts.randrange(2, VOCABULARY) for _ in range(one.num_prompt_tokens)]
-        engine.add(str(index), prompt, sampling_for(method, width, one.num_output_tokens))
+    for index, request in enumerate(held):
+        prompt = [prompts.randrange(2, VOCABULARY) for _ in range(request.num_prompt_tokens)]
+        engine.add(str(index), prompt, sampling_for(method, width, request.num_output_tokens))
     memory, shared, unshared = engine.memory, 0, 0
     while engine.has_work:
         finished = {update.request_id for update in engine.step() if update.finish_reason}
@@ -154,7 +154,7 @@ def measure_rates(
     shared: Built, unshared: Built, prompts: Sequence[Sequence[int]], rounds: int, note: Callable[[str], None]
 ) -> list[BeamRate]:
     """Both engines take turns, so that a busy machine slows them alike."""
-    found = []
+    rates = []
     for engine in (shared.engine, unshared.engine):
         _run(engine, prompts[:2], WIDTHS[0])  # memory is touched once
     for width in WIDTHS:
@@ -163,21 +163,21 @@ def measure_rates(
             (_run(shared.engine, prompts, width), _run(unshared.engine, prompts, width))
             for _ in range(rounds)
         ]
-        found.append(
+        rates.append(
             BeamRate(
                 width,
-                median(one.rate for one, _ in pairs),
+                median(shared_run.rate for shared_run, _ in pairs),
                 median(other.rate for _, other in pairs),
-                median(one.rate / other.rate for one, other in pairs),
+                median(shared_run.rate / other.rate for shared_run, other in pairs),
                 pairs[0][0].saved_percent,
                 pairs[0][0].copies,
                 pairs[0][1].copies,
                 pairs[0][0].preemptions,
                 pairs[0][1].preemptions,
-                tuple((one.rate, other.rate) for one, other in pairs),
+                tuple((shared_run.rate, other.rate) for shared_run, other in pairs),
             )
         )
-    return found
+    return rates
 
 
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], width: int) -> _Round:

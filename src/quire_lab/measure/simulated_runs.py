@@ -83,17 +83,17 @@ def workload(name: str, data: DataFolder, count: int, seed: int) -> Workload:
 
 def _conversations(turns: Sequence[Lengths], seed: int) -> list[Lengths]:
     chance = random.Random(f"turns {seed}")
-    found: list[Lengths] = []
+    conversations: list[Lengths] = []
     history = num_left = 0
     for turn in turns:
         if not num_left:
             history, num_left = 0, chance.randint(1, CHAT_TURNS)
         prompt = min(CHAT_PROMPT, history + turn.num_prompt_tokens)
-        found.append(Lengths(prompt, min(turn.num_output_tokens, CHAT_PROMPT)))
+        conversations.append(Lengths(prompt, min(turn.num_output_tokens, CHAT_PROMPT)))
         history += turn.total
         num_left -= 1
-    chance.shuffle(found)  # conversations run beside each other
-    return found
+    chance.shuffle(conversations)  # conversations run beside each other
+    return conversations
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class Point:
     rate: float
     normalised: float  # mean seconds per output token, from arrival to the last
     mean_running: float  # requests, until the last one came
-    mean_full: float  # the same while somebody waited, so that memory or rows set the batch
-    capacity: float  # requests per second that are served while somebody waits
+    mean_full: float  # the same while requests waited, so that memory or rows set the batch
+    capacity: float  # requests per second that are served while requests wait
     output_rate: float  # tokens per second
     num_preemptions: int
     num_refused: int
@@ -126,18 +126,18 @@ class Point:
 
 def simulate(run: Run) -> Point:
     """The same run gives the same point."""
-    found = replayed(run)
+    replay = replayed(run)
     return Point(
         rate=run.rate,
-        normalised=found.normalised,
-        mean_running=found.arriving.mean,
-        mean_full=found.waiting.mean,
-        capacity=found.capacity,
-        output_rate=found.output_rate,
-        num_preemptions=found.num_preemptions,
-        num_refused=found.num_refused,
-        num_steps=found.num_steps,
-        seconds=found.seconds,
+        normalised=replay.normalised,
+        mean_running=replay.arriving.mean,
+        mean_full=replay.waiting.mean,
+        capacity=replay.capacity,
+        output_rate=replay.output_rate,
+        num_preemptions=replay.num_preemptions,
+        num_refused=replay.num_refused,
+        num_steps=replay.num_steps,
+        seconds=replay.seconds,
     )
 
 
@@ -163,13 +163,13 @@ def side_by_side(setup: Setup, work: Callable[[J], R], jobs: Sequence[J], bar: B
     num_workers = min(os.cpu_count() or 1, len(jobs))
     if setup.size is Size.QUICK or num_workers == 1:
         return list(_in_turn(work, jobs, bar))
-    found: dict[int, R] = {}
+    results: dict[int, R] = {}
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(work, job): place for place, job in enumerate(jobs)}
+        futures = {pool.submit(work, job): index for index, job in enumerate(jobs)}
         for future in as_completed(futures):
-            found[futures[future]] = future.result()
+            results[futures[future]] = future.result()
             bar()
-    return [found[place] for place in range(len(jobs))]
+    return [results[index] for index in range(len(jobs))]
 
 
 def _in_turn(work: Callable[[J], R], jobs: Sequence[J], bar: Bar) -> Iterator[R]:

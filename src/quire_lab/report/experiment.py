@@ -61,7 +61,7 @@ class Table:
     title: str
     head: Sequence[str]  # with units
     rows: Sequence[Sequence[str]]
-    left: int = 1  # so many leading columns hold words; the others hold numbers, flush right
+    left: int = 1  # leading columns that hold words; the others hold numbers, flush right
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Finding:
     tables: Sequence[Table]
     pictures: Sequence[Picture]
     results: Mapping[str, Any]  # for programs
-    settings: Mapping[str, Any]  # what would have to be repeated for the same figures
+    settings: Mapping[str, Any]  # what has to be repeated for the same results
     checks: Sequence[Check] = field(default_factory=tuple)
     notes: Sequence[str] = field(default_factory=tuple)  # where numbers come from, what is left out
 

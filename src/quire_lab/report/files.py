@@ -36,7 +36,7 @@ def write_finding(
     experiment: Experiment, finding: Finding, seconds: float, folder: Path, load: float = 0.0
 ) -> Done:
     """`NAME.json`, `NAME.txt` and a PNG for each picture. `load`: the machine's when it began."""
-    pictures = [write_picture(one, folder) for one in finding.pictures]
+    pictures = [write_picture(picture, folder) for picture in finding.pictures]
     record = json.loads(_report(experiment, finding, seconds).as_json())
     record["results"]["load_average_before"] = round(load, 2)
     write_text(folder / f"{experiment.name}.json", json.dumps(record, indent=2) + "\n")
@@ -111,12 +111,12 @@ def _report(experiment: Experiment, finding: Finding, seconds: float) -> BenchRe
     results = {
         "take_away": finding.take_away,
         "checks": [
-            {"claim": one.claim, "measured": one.measured, "held": one.held} for one in finding.checks
+            {"claim": check.claim, "measured": check.measured, "held": check.held} for check in finding.checks
         ],
         **finding.results,
         "tables": [
-            {"title": one.title, "head": list(one.head), "rows": [list(row) for row in one.rows]}
-            for one in finding.tables
+            {"title": table.title, "head": list(table.head), "rows": [list(row) for row in table.rows]}
+            for table in finding.tables
         ],
         "notes": list(finding.notes),
         "seconds_taken": round(seconds, 2),

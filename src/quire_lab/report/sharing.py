@@ -1,4 +1,4 @@
-"""What `bench sharing` found, as a table beside the paper's figures, as JSON and as a picture."""
+"""The results of `bench sharing`: a table beside the paper's numbers, JSON and a picture."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,9 +30,11 @@ def sharing_report(
         mean_in, mean_out = _means(workload)
         rows.append((workload.name, f"{workload.source}: {mean_in:.0f} in, {mean_out:.0f} out on average"))
         for method, words in METHODS.items():
-            found = [one for one in savings if (one.workload, one.method) == (workload.name, method)]
+            of_method = [
+                saving for saving in savings if (saving.workload, saving.method) == (workload.name, method)
+            ]
             low, high = PAPER[workload.name, method]
-            shown = ", ".join(f"{one.width}: {one.percent:.1f} %" for one in found)
+            shown = ", ".join(f"{saving.width}: {saving.percent:.1f} %" for saving in of_method)
             rows.append((f"  {words}", f"{shown}  (paper: {low:.0f}–{high:.0f} %)"))
     for rate in rates:
         rows.append((
@@ -42,12 +44,12 @@ def sharing_report(
             f"{rate.preemptions_shared} preemptions instead of {rate.preemptions_unshared}",
         ))  # fmt: skip
     results = {
-        "savings": [_saving(one) for one in savings],
-        "rates": [_rate(one) for one in rates],
+        "savings": [_saving(saving) for saving in savings],
+        "rates": [_rate(each) for each in rates],
     }
     settings = {
         **settings,
-        "workloads": {one.name: one.source for one in workloads},
+        "workloads": {each.name: each.source for each in workloads},
         "block_size": BLOCK_SIZE,
         "context": CONTEXT,
         "shares": SHARES,
@@ -64,16 +66,18 @@ def plot_sharing(savings: Sequence[Saving], path: str) -> None:
     """Bars for what was found, a band behind each panel for the paper's range."""
     from matplotlib import pyplot
 
-    names = list(dict.fromkeys(one.workload for one in savings))
+    names = list(dict.fromkeys(saving.workload for saving in savings))
     figure, axes = pyplot.subplots(1, len(METHODS), figsize=(9, 4), sharey=True, layout="constrained")
     for axis, (method, words) in zip(axes, METHODS.items(), strict=True):
-        for place, name in enumerate(names):
-            found = [one for one in savings if (one.workload, one.method) == (name, method)]
+        for index, name in enumerate(names):
+            of_method = [saving for saving in savings if (saving.workload, saving.method) == (name, method)]
             low, high = PAPER[name, method]
-            colour = f"C{place}"
+            colour = f"C{index}"
             axis.axhspan(low, high, color=colour, alpha=0.15, zorder=0, label=f"{name}, the paper's range")
-            places = [WIDTHS.index(one.width) + 0.36 * place for one in found]
-            bars = axis.bar(places, [one.percent for one in found], 0.34, color=colour, label=f"{name}, here")
+            places = [WIDTHS.index(saving.width) + 0.36 * index for saving in of_method]
+            bars = axis.bar(
+                places, [saving.percent for saving in of_method], 0.34, color=colour, label=f"{name}, here"
+            )
             axis.bar_label(bars, fmt="%.0f", fontsize=8)
         axis.set_xticks([i + 0.18 * (len(names) - 1) for i in range(len(WIDTHS))], [str(w) for w in WIDTHS])
         axis.set(title=words, xlabel="sequences" if method == "parallel" else "beam width")
@@ -107,33 +111,33 @@ def _means(workload: SharingWorkload) -> tuple[float, float]:
     )
 
 
-def _saving(one: Saving) -> dict[str, Any]:
-    low, high = PAPER[one.workload, one.method]
+def _saving(saving: Saving) -> dict[str, Any]:
+    low, high = PAPER[saving.workload, saving.method]
     return {
-        "workload": one.workload,
-        "method": one.method,
-        "width": one.width,
-        "saved_percent": one.percent,
+        "workload": saving.workload,
+        "method": saving.method,
+        "width": saving.width,
+        "saved_percent": saving.percent,
         "paper_percent": [low, high],
-        "num_requests": one.num_requests,
-        "num_too_long": one.num_too_long,
-        "num_steps": one.num_steps,
-        "blocks_shared": one.blocks_shared,
-        "blocks_unshared": one.blocks_unshared,
-        "copies": one.copies,
+        "num_requests": saving.num_requests,
+        "num_too_long": saving.num_too_long,
+        "num_steps": saving.num_steps,
+        "blocks_shared": saving.blocks_shared,
+        "blocks_unshared": saving.blocks_unshared,
+        "copies": saving.copies,
     }
 
 
-def _rate(one: BeamRate) -> dict[str, Any]:
+def _rate(rate: BeamRate) -> dict[str, Any]:
     return {
-        "width": one.width,
-        "tokens_per_second": one.shared,
-        "tokens_per_second_without_sharing": one.unshared,
-        "ratio": one.ratio,
-        "rounds": [list(pair) for pair in one.rounds],
-        "saved_percent": one.saved_percent,
-        "copies": one.copies_shared,
-        "copies_without_sharing": one.copies_unshared,
-        "preemptions": one.preemptions_shared,
-        "preemptions_without_sharing": one.preemptions_unshared,
+        "width": rate.width,
+        "tokens_per_second": rate.shared,
+        "tokens_per_second_without_sharing": rate.unshared,
+        "ratio": rate.ratio,
+        "rounds": [list(pair) for pair in rate.rounds],
+        "saved_percent": rate.saved_percent,
+        "copies": rate.copies_shared,
+        "copies_without_sharing": rate.copies_unshared,
+        "preemptions": rate.preemptions_shared,
+        "preemptions_without_sharing": rate.preemptions_unshared,
     }

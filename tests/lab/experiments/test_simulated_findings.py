@@ -144,8 +144,8 @@ def test_adapters_set_their_ratios_beside_the_published_ones(setup, tmp_path, mo
 
 
 def test_a_simulated_run_with_adapters_serves_all_and_says_how():
-    case = adapters_simulated.Case("unified", 100, adapters_simulated.MIXED)
-    one = adapters_simulated.simulate(adapters_simulated.Job(case, adapters_simulated.BASE, 12, 0))
+    case = adapters_simulated.SimulatedCase("unified", 100, adapters_simulated.MIXED)
+    one = adapters_simulated.simulate(adapters_simulated.SimulatedJob(case, adapters_simulated.BASE, 12, 0))
     assert one.attained == 1.0
     assert one.loads > 1
     assert one.requests_per_second > 0.0

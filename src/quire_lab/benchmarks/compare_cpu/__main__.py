@@ -14,8 +14,8 @@ How it is measured, the same way for every engine (harness.py):
   the process's own, at its end. Both include Python and the model file's mapped pages.
 - wall1 and wall64 are the fastest of `--repeats` runs each, with new prompts each, after a warm-up batch.
 - A round measures each engine at each n, each time in a fresh process and never two at once; the order of the
-  engines turns from round to round. The figures printed are medians over the rounds.
-- `cores_used_by_others` is CPU time that other processes took meanwhile. Above 0.1 the figures are doubtful,
+  engines turns from round to round. The numbers printed are medians over the rounds.
+- `cores_used_by_others` is CPU time that other processes took meanwhile. Above 0.1 the results are doubtful,
   all the more since engines that spin between threads lose far more than their share: a warning says so.
 
 Each engine's settings and the reasons for them stand at the head of its worker, beside this file.
@@ -47,7 +47,7 @@ ENGINES = ("quire", "openvino", "llamacpp")
 NUM_REQUESTS = (1, 8, 32)
 BUSY_CORES = 0.1  # more than this taken by others, and a figure says more about them than about the engine
 # name, heading, whether higher is better
-FIGURES = (
+COLUMNS = (
     ("prefill_tok_s", "prefill tok/s", True),
     ("decode_tok_s", "decode tok/s", True),
     ("e2e_tok_s", "end to end tok/s", True),
@@ -71,10 +71,10 @@ def find_model(given: Path | None) -> Path:
             sys.exit(f"no model file at {given}")
         return given.resolve()
     cache = Path(os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire").expanduser()
-    found = sorted(cache.rglob(MODEL_FILE))
-    if not found:
+    files = sorted(cache.rglob(MODEL_FILE))
+    if not files:
         sys.exit(f"{MODEL_FILE} is nowhere under {cache}: run `make setup`, or name a GGUF with --model")
-    return found[0].resolve()
+    return files[0].resolve()
 
 
 def cpu_fields() -> Iterator[dict[str, str]]:
@@ -100,7 +100,7 @@ def physical_cores() -> int:
 
 
 def describe_machine(cores: int) -> dict[str, Any]:
-    """What a reader needs to judge the figures; nothing that names the machine or its user."""
+    """What a reader needs to judge the results; nothing that names the machine or its user."""
     cpu = next(cpu_fields(), {})
     flags = cpu.get("flags", cpu.get("Features", "")).split()
     vector = ("sse4", "avx", "amx", "fma", "f16c", "asimd", "sve", "i8mm", "bf16")
@@ -115,7 +115,7 @@ def describe_machine(cores: int) -> dict[str, Any]:
 
 
 def describe_model(path: Path) -> dict[str, Any]:
-    """The file by name and content, since where it lies is nobody's business."""
+    """The file by name and content; its path stays private."""
     with path.open("rb") as file:
         return {
             "file": path.name,
@@ -200,7 +200,7 @@ def in_short(result: dict[str, Any]) -> str:
     """One measurement, as a line of progress."""
     if "error" in result:
         return f"FAILED: {result['error']}"
-    text = ", ".join(f"{heading} {number(result[name])}" for name, heading, _ in FIGURES)
+    text = ", ".join(f"{heading} {number(result[name])}" for name, heading, _ in COLUMNS)
     others = result["cores_used_by_others"]
     return text + (
         f"  (others used {others:.1f} cores)" if others is not None and others > BUSY_CORES else ""
@@ -213,7 +213,7 @@ def in_short(result: dict[str, Any]) -> str:
 def medians(records: list[dict[str, Any]], engine: str, num_requests: int) -> dict[str, float]:
     """The median of each figure over the rounds that gave one."""
     mine = [record for record in records if record["engine"] == engine and record["n"] == num_requests]
-    values = {name: [r[name] for r in mine if r.get(name) is not None] for name, _, _ in FIGURES}
+    values = {name: [r[name] for r in mine if r.get(name) is not None] for name, _, _ in COLUMNS}
     return {name: statistics.median(found) for name, found in values.items() if found}
 
 
@@ -223,8 +223,12 @@ def summarise(records: list[dict[str, Any]], args: argparse.Namespace) -> list[d
     for num_requests in args.n:
         engines = {engine: medians(records, engine, num_requests) for engine in args.engines}
         ratios = {}
-        for name, _, higher_is_better in FIGURES:
-            peers = [found[name] for engine, found in engines.items() if engine != "quire" and name in found]
+        for name, _, higher_is_better in COLUMNS:
+            peers = [
+                medians_of[name]
+                for engine, medians_of in engines.items()
+                if engine != "quire" and name in medians_of
+            ]
             if peers and name in engines.get("quire", {}):
                 best = max(peers) if higher_is_better else min(peers)
                 ratios[name] = engines["quire"][name] / best
@@ -245,18 +249,18 @@ def print_table(summary: list[dict[str, Any]], args: argparse.Namespace) -> None
         f"\n{args.prompt_tokens} tokens in, {args.output_tokens} out, greedy; medians of {args.rounds} round(s)"
     )
     for block in summary:
-        say(f"\n{'n = ' + str(block['n']):<20}" + "".join(f"{heading:>18}" for _, heading, _ in FIGURES))
-        for engine, found in block["engines"].items():
-            say(f"  {engine:<18}" + "".join(f"{number(found.get(name)):>18}" for name, _, _ in FIGURES))
+        say(f"\n{'n = ' + str(block['n']):<20}" + "".join(f"{heading:>18}" for _, heading, _ in COLUMNS))
+        for engine, medians_of in block["engines"].items():
+            say(f"  {engine:<18}" + "".join(f"{number(medians_of.get(name)):>18}" for name, _, _ in COLUMNS))
         ratios = block["quire_to_best_peer"]
         if ratios:
-            cells = (f"{ratios[name]:.2f}×" if name in ratios else "–" for name, _, _ in FIGURES)
+            cells = (f"{ratios[name]:.2f}×" if name in ratios else "–" for name, _, _ in COLUMNS)
             say(f"  {'quire / best peer':<18}" + "".join(f"{cell:>18}" for cell in cells))
     say("\nStart and peak RSS: less is better, so a ratio under 1 is Quire's.")
 
 
 def warn_if_disturbed(records: list[dict[str, Any]]) -> None:
-    """Says so when other processes had a part in the figures."""
+    """Warns if other processes used the CPU meanwhile."""
     disturbed = [r for r in records if (r.get("cores_used_by_others") or 0) > BUSY_CORES]
     if disturbed:
         say(f"WARNING: other processes used the CPU during {len(disturbed)} of {len(records)} measurements;")
@@ -310,7 +314,7 @@ def parse_args() -> argparse.Namespace:
         parser.error("--output-tokens must be at least 2, every other number at least 1")
     if args.peers_only:
         args.engines = [engine for engine in args.engines if engine != "quire"]
-    # A partial run must not silently replace the published figures.
+    # A partial run must not silently replace the published record.
     if args.output is None and set(args.engines) == set(ENGINES) and set(args.n) >= set(NUM_REQUESTS):
         args.output = RESULTS
     args.model = find_model(args.model)

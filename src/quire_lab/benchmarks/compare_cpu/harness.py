@@ -98,7 +98,7 @@ def measure(engine: Engine, job: WorkerJob) -> dict[str, Any]:
     others = None
     if all_before is not None and all_after is not None:
         others = max(0.0, (all_after - all_before) - (own_after - own_before)) / elapsed
-    # The fastest of each: whatever disturbs a run makes it slower, never faster.
+    # The fastest of each: a disturbance makes a run slower, never faster.
     first, whole, count = min(one_token), min(full), job.num_requests
     later = count * (job.output_tokens - 1)
     return {

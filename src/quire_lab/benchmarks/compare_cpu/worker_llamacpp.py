@@ -66,7 +66,7 @@ class LlamaCpp:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
             answer = json.load(response)
         answers = answer if isinstance(answer, list) else [answer]
-        return [one["tokens_predicted"] for one in answers]
+        return [reply["tokens_predicted"] for reply in answers]
 
 
 if __name__ == "__main__":
