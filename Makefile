@@ -8,6 +8,9 @@ INSTALL_ARGS ?=
 EXTRAS ?= dev
 ARGS ?=
 
+# The laboratory is a distribution of its own, in the same folder: pip must be given both.
+comma := ,
+LABORATORY := $(if $(filter dev lab,$(subst $(comma), ,$(EXTRAS))),-e src/quire_lab)
 CONSTRAINTS := requirements/constraints.txt
 CACHE := $(or $(QUIRE_CACHE),$(HOME)/.cache/quire)
 PY := $(VENV)/bin/python
@@ -70,7 +73,7 @@ site: $(STAMPS)/packages ## build the documentation site into site/
 	@PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 compare-cpu: setup ## measure Quire, OpenVINO GenAI and llama.cpp on this CPU, one after the other
-	@$(PY) benchmarks/compare_cpu.py $(ARGS)
+	@$(PY) -m quire_lab.benchmarks.compare_cpu $(ARGS)
 
 bench: setup ## measure this machine: startup, latency, throughput
 	@for kind in startup latency throughput; do echo "== $$kind"; $(VENV)/bin/quire bench $$kind || exit 1; done
@@ -97,13 +100,13 @@ $(STAMPS)/venv:
 
 # torch comes first and shows its progress: it is nearly all of the download. It is installed without
 # build isolation and under the constraints, so that nothing can bring a second, larger build of it.
-$(STAMPS)/packages: $(STAMPS)/venv pyproject.toml $(CONSTRAINTS)
+$(STAMPS)/packages: $(STAMPS)/venv pyproject.toml src/quire_lab/pyproject.toml $(CONSTRAINTS)
 	@echo "== 2/4 packages, as $(CONSTRAINTS) pins them (the first time some minutes: torch is large)"
 	@grep -qx "torch==$$($(PY) -c 'import importlib.metadata as m; print(m.version("torch").split("+")[0])' \
 	  2>/dev/null)" $(CONSTRAINTS) || $(PIP) install $(INSTALL_ARGS) -c $(CONSTRAINTS) torch setuptools
 	@echo "   the engine's other packages and those of $(EXTRAS), quietly"
 	@$(PIP) install $(INSTALL_ARGS) --quiet -c $(CONSTRAINTS) setuptools
-	@$(PIP) install $(INSTALL_ARGS) --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@$(PIP) install $(INSTALL_ARGS) --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[$(EXTRAS)]' $(LABORATORY)
 	@touch $@
 
 $(CACHED).model: $(STAMPS)/packages

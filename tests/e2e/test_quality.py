@@ -6,7 +6,7 @@ import math
 from quire import LLM, SamplingParams
 
 WINDOW = 512
-NUM_WINDOWS = 16  # benchmarks/perplexity.py runs all of them
+NUM_WINDOWS = 16  # quire_lab.benchmarks.perplexity runs all of them
 
 
 def windows(llm: LLM, shared) -> list[list[int]]:

@@ -10,10 +10,10 @@ from quire.bench.drive import Bench
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import build
-from quire_lab.fit import Sample, charged_errors, fit_factors, nonnegative_least_squares
-from quire_lab.fit_samples import read_samples
+from quire_lab.fit.factors import Sample, charged_errors, fit_factors, nonnegative_least_squares
+from quire_lab.fit.samples import read_samples
+from quire_lab.fit.step_grid import StepCell, measure_grid
 from quire_lab.simulate.cost_model import CostModel, Factors, ModelNumbers, Rates, StepCounts
-from quire_lab.step_grid import Cell, measure_grid
 
 RATES = Rates(bandwidth=1e12, flops=1e14)
 TRUE = Factors(2e-4, 1e-5, 3e-6, 2e-5, 1.2, 1.6, 1.4, 2.5, 20.0, 3.0)
@@ -81,7 +81,7 @@ def test_too_few_samples_are_refused():
 
 def test_a_file_of_steps_is_fitted_as_well_as_what_was_measured(tmp_path):
     built = build(EngineConfig.of(model="opt-125m", device="simulated:h200", enable_prefix_caching=False))
-    cells = [Cell(n, context, 4) for n in (1, 8, 32) for context in (16, 300)] + [Cell(4, 100_000)]
+    cells = [StepCell(n, context, 4) for n in (1, 8, 32) for context in (16, 300)] + [StepCell(4, 100_000)]
     measured = measure_grid(Bench(built), cells)
     assert (
         len({one.what for one in measured}) >= 10

@@ -6,10 +6,12 @@ import pytest
 
 from quire.bench.lengths import Lengths, named
 from quire.core.errors import ConfigError
-from quire_lab.experiments.characterize_grid import BATCHING, Cell, Job, measure
-from quire_lab.experiments.data import DataFolder
-from quire_lab.experiments.rate_curves import CurveJob, trace_curve
-from quire_lab.experiments.simulated import (
+from quire_lab.experiments.characterize import BATCHING, GridCell, GridJob, measure
+from quire_lab.experiments.rate import CurveJob, trace_curve
+from quire_lab.experiments.trace import TraceJob, hold, load_trace
+from quire_lab.measure.replay import Arrival, Replay
+from quire_lab.measure.sharing import sampling_for
+from quire_lab.measure.simulated_runs import (
     PAPER,
     POLICIES,
     RESERVATIONS,
@@ -20,10 +22,7 @@ from quire_lab.experiments.simulated import (
     simulate,
     workload,
 )
-from quire_lab.experiments.trace import Job as TraceJob
-from quire_lab.experiments.trace import hold, load_trace
-from quire_lab.replay import Arrival, Replay
-from quire_lab.sharing import sampling_for
+from quire_lab.report.data import DataFolder
 
 NOWHERE = DataFolder(None)
 SMALL = {**PAPER, "model": "opt-125m", "kv_cache_memory_bytes": 64 << 20}  # quick steps, 113 blocks
@@ -107,19 +106,19 @@ def test_latency_grows_with_the_rate():
 
 
 def test_a_queue_of_equal_requests_served_alone_is_worked_out_exactly():
-    cell = Cell("grid", "opt-125m", PAPER["device"], "none", 8, 10.0)
+    cell = GridCell("grid", "opt-125m", PAPER["device"], "none", 8, 10.0)
     settings = {**SMALL, "max_model_len": 1024}
-    worked_out = measure(Job(cell, settings, 12, 0))
+    worked_out = measure(GridJob(cell, settings, 12, 0))
     real = replayed(Run({**settings, **BATCHING["none"]}, [Lengths(512, 8)] * 12, 10.0, 0))
     assert worked_out.normalised == pytest.approx(real.normalised, rel=0.02)
     assert worked_out.output_rate == pytest.approx(real.output_rate, rel=0.02)
 
 
 def test_a_model_that_no_such_device_holds_says_so():
-    cell = Cell("devices", "opt-66b", "simulated:v100", "paged", 32, math.inf)
+    cell = GridCell("devices", "opt-66b", "simulated:v100", "paged", 32, math.inf)
     assert (
-        "larger" in measure(Job(cell, SMALL, 2, 0)).fault
-        or "weights" in measure(Job(cell, SMALL, 2, 0)).fault
+        "larger" in measure(GridJob(cell, SMALL, 2, 0)).fault
+        or "weights" in measure(GridJob(cell, SMALL, 2, 0)).fault
     )
 
 

@@ -7,13 +7,15 @@ import pytest
 
 from quire.bench.lengths import Lengths
 from quire.cli.main import main
-from quire_lab.sharing import BLOCK_SIZE, Workload, measure_saving
-from quire_lab.sharing_report import METHODS, take_away
+from quire_lab.measure.sharing import BLOCK_SIZE, SharingWorkload, measure_saving
+from quire_lab.report.sharing import METHODS, take_away
 
 
 def test_parallel_samples_share_the_full_blocks_of_their_prompt() -> None:
     prompt, output, width = 40, 30, 4
-    saving = measure_saving(Workload("alpaca", "test", [Lengths(prompt, output)] * 3), "parallel", width, 0)
+    saving = measure_saving(
+        SharingWorkload("alpaca", "test", [Lengths(prompt, output)] * 3), "parallel", width, 0
+    )
     # samples part with their second token: from then on all but the prompt's two full blocks are their own
     lengths = range(prompt + 1, prompt + output)
     unshared = sum(width * -(-length // BLOCK_SIZE) for length in lengths) * 3
@@ -23,7 +25,7 @@ def test_parallel_samples_share_the_full_blocks_of_their_prompt() -> None:
 
 
 def test_beams_save_more_and_never_all() -> None:
-    workload = Workload("alpaca", "test", [Lengths(20, 60)] * 6)
+    workload = SharingWorkload("alpaca", "test", [Lengths(20, 60)] * 6)
     for width in (2, 4):
         beams = measure_saving(workload, "beam", width, 0)
         assert (
@@ -45,7 +47,7 @@ def test_the_command_prints_draws_and_records(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_picture_says_in_one_line_what_it_shows() -> None:
-    workload = Workload("alpaca", "test", [Lengths(20, 30)] * 3)
+    workload = SharingWorkload("alpaca", "test", [Lengths(20, 30)] * 3)
     savings = [measure_saving(workload, method, 2, 0) for method in METHODS]
     low, high = (f"{one.percent:.0f}" for one in savings)
     assert f"parallel sampling saves {low}–{low} %, beam search saves {high}–{high} %" in take_away(savings)

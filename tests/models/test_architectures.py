@@ -60,7 +60,7 @@ def test_bfloat16_stays_near_transformers_in_bfloat16(
 def test_bfloat16_logits_stay_within_five_percent_of_float32(
     config: PreTrainedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tolerance that docs/performance.md states and benchmarks/gpu_check.py holds a GPU to."""
+    """The tolerance that docs/performance.md states and quire_lab.benchmarks.gpu_check holds a GPU to."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     save(tmp_path, config)
     texts = prompts(23, 9)

@@ -58,10 +58,12 @@ _ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 def add_arguments(parser: Parser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="|".join(_ADD), required=True)
     for name, add in _ADD.items():
-        kind = kinds.add_parser(name, help=HELP[name], description=HELP[name])
         if name in LABORATORY and not laboratory.is_installed():
-            kind.description = f"{HELP[name]} (not installed: {laboratory.INSTALL})"
+            # No prefix is an option's: any arguments are taken, and `run` says how to install the laboratory.
+            missing = kinds.add_parser(name, help=HELP[name], add_help=False, prefix_chars="\0")
+            missing.add_argument("arguments", nargs="*")
             continue
+        kind = kinds.add_parser(name, help=HELP[name], description=HELP[name])
         add(kind)
         if name == "lab":  # writes its records beside its pictures
             add_engine_flags(kind)

@@ -20,8 +20,8 @@ from quire.cli.start import announce_compiling
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import build
-from quire_lab.fit import Fit, Sample, charged_errors, fit_factors
-from quire_lab.fit_samples import CPU_CELLS, Measured, measure_here, read_samples
+from quire_lab.fit.factors import Fit, Sample, charged_errors, fit_factors
+from quire_lab.fit.samples import CPU_CELLS, MeasuredSamples, measure_here, read_samples
 from quire_lab.simulate.cost_model import FACTOR_NAMES, Rates
 from quire_lab.simulate.devices import DEFAULT_DEVICE, device_names, find_device
 
@@ -61,9 +61,9 @@ def fit(arguments: argparse.Namespace) -> BenchReport:
         raise ConfigError(f"--save {arguments.save}: give a name that ends in .json")
     record, measured = _from_files(arguments) if arguments.samples else _from_here(arguments)
     rates = Rates(*(float(record.get(name, 0.0)) for name in ("bandwidth", "flops")))
-    found = fit_factors(rates, measured.samples, by_data_sheet=bool(arguments.samples))
-    record["factors"] = {name: float(f"{value:.5g}") for name, value in found.factors.as_dict().items()}
-    errors = {name: round(value, 4) for name, value in found.summary().items()}
+    fitted = fit_factors(rates, measured.samples, by_data_sheet=bool(arguments.samples))
+    record["factors"] = {name: float(f"{value:.5g}") for name, value in fitted.factors.as_dict().items()}
+    errors = {name: round(value, 4) for name, value in fitted.summary().items()}
     record["fit"] = {
         "on": measured.on,
         "measured": measured.date,
@@ -71,13 +71,13 @@ def fit(arguments: argparse.Namespace) -> BenchReport:
         "sources": list(measured.sources),
         **errors,
     }
-    checks = _checked(arguments, rates, found) if arguments.check else []
+    checks = _checked(arguments, rates, fitted) if arguments.check else []
     if checks:
         record["fit"]["checked_on"] = [Path(path).name for path in arguments.check]
-        record["fit"]["checked_median_error"] = round(statistics.median(abs(one) for _, one in checks), 4)
+        record["fit"]["checked_median_error"] = round(statistics.median(abs(error) for _, error in checks), 4)
     if arguments.save is not None:
         _save(record, arguments.save)
-    return _report(record, found, checks)
+    return _report(record, fitted, checks)
 
 
 def _checked(arguments: argparse.Namespace, rates: Rates, found: Fit) -> list[tuple[str, float]]:
@@ -87,7 +87,7 @@ def _checked(arguments: argparse.Namespace, rates: Rates, found: Fit) -> list[tu
     return [(one.what, error) for one, error in zip(samples, errors, strict=True)]
 
 
-def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]:
+def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], MeasuredSamples]:
     base = find_device(f"simulated:{arguments.base}")
     with tqdm(disable=not sys.stderr.isatty(), unit="run", leave=False) as bar:
         several = [
@@ -95,9 +95,9 @@ def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured
         ]
     measured = replace(
         several[0],
-        samples=[sample for one in several for sample in one.samples],
-        sources=[source for one in several for source in one.sources],
-        date=max(one.date for one in several),
+        samples=[sample for measured_file in several for sample in measured_file.samples],
+        sources=[source for measured_file in several for source in measured_file.sources],
+        date=max(measured_file.date for measured_file in several),
     )
     rates = base.rates
     record = {
@@ -111,16 +111,16 @@ def _from_files(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured
         "host_link": rates.host_link,
         "source": base.source,
     }
-    if base.lora_fit and not base.derived_from:  # benchmarks/lora_fit.py measured adapters apart
+    if base.lora_fit and not base.derived_from:  # quire_lab.benchmarks.lora_fit measured adapters apart
         record |= {"lora": base.lora.as_dict(), "lora_fit": dict(base.lora_fit)}
     return record, measured
 
 
-def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]:
+def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], MeasuredSamples]:
     settings = {"device": "cpu", "enable_prefix_caching": False, **engine_settings(arguments)}
     if settings["device"] != "cpu":
         raise ConfigError(
-            "a GPU is fitted from files: run benchmarks/step_times_gpu.py there and give its output to --samples"
+            "a GPU is fitted from files: run quire_lab.benchmarks.step_times_gpu there and give its output to --samples"
         )
     record = {
         "title": f"{cpu_name()}",
@@ -145,7 +145,7 @@ def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], Measured]
         built.engine.close()
     report = built.report
     on = f"{cpu_name()}, {report.num_threads} threads, {report.model} in {report.precision.format_name}"
-    return record, Measured(samples, on, datetime.now(UTC).date().isoformat(), ("this machine",))
+    return record, MeasuredSamples(samples, on, datetime.now(UTC).date().isoformat(), ("this machine",))
 
 
 def _save(record: dict[str, Any], path: str) -> None:
@@ -155,32 +155,36 @@ def _save(record: dict[str, Any], path: str) -> None:
         raise ConfigError(f"--save {path}: cannot be written ({error})") from error
 
 
-def _report(record: dict[str, Any], found: Fit, checks: Sequence[tuple[str, float]]) -> BenchReport:
-    samples = found.samples
+def _report(record: dict[str, Any], fitted: Fit, checks: Sequence[tuple[str, float]]) -> BenchReport:
+    samples = fitted.samples
     units = dict.fromkeys(("step", "layer", "row", "start"), "µs")
     rows = [("device", record["title"]), ("fitted on", record["fit"]["on"])]
     for name in FACTOR_NAMES:
-        value = getattr(found.factors, name)
+        value = getattr(fitted.factors, name)
         rows.append((name, f"{1e6 * value:.1f} µs" if name in units else f"{value:.2f} × the ideal"))
-    summary = found.summary()
+    summary = fitted.summary()
     rows.append(("samples", f"{summary['num_samples']:.0f}"))
     for name in ("", "held_out_"):
         what = "error, held out" if name else "error"
         rows.append(
             (what, f"median {summary[f'{name}median_error']:.1%}, p90 {summary[f'{name}p90_error']:.1%}")
         )
-    worst = sorted(zip(found.held_out, samples, strict=True), key=lambda pair: -pair[0])[:3]
-    notes = ["worst held out: " + "; ".join(f"{_what(one)} {error:.0%}" for error, one in worst)]
-    if found.left_out:
-        notes.append("left out, disturbed: " + "; ".join(map(_what, found.left_out)))
+    worst = sorted(zip(fitted.held_out, samples, strict=True), key=lambda pair: -pair[0])[:3]
+    notes = ["worst held out: " + "; ".join(f"{_what(sample)} {error:.0%}" for error, sample in worst)]
+    if fitted.left_out:
+        notes.append("left out, disturbed: " + "; ".join(map(_what, fitted.left_out)))
     if checks:
         notes.append("foretold, not fitted: " + "; ".join(f"{what} {error:+.0%}" for what, error in checks))
     each = [
-        {"what": one.what, "seconds": one.seconds, "error": error, "held_out_error": held_out}
-        for one, error, held_out in zip(samples, found.errors, found.held_out, strict=True)
+        {"what": sample.what, "seconds": sample.seconds, "error": error, "held_out_error": held_out}
+        for sample, error, held_out in zip(samples, fitted.errors, fitted.held_out, strict=True)
     ]
     return BenchReport(
-        "fit", {}, {"device": record, "samples": each, "checked": [list(one) for one in checks]}, rows, notes
+        "fit",
+        {},
+        {"device": record, "samples": each, "checked": [list(check) for check in checks]},
+        rows,
+        notes,
     )
 
 

@@ -17,11 +17,10 @@ from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling
 from quire.core.errors import ConfigError
-from quire_lab.experiments.data import USUAL_FOLDERS, DataFolder
-from quire_lab.experiments.experiment import Bar, Setup, Size
-from quire_lab.experiments.page import as_page
 from quire_lab.experiments.registry import EXPERIMENTS, find
-from quire_lab.experiments.report import (
+from quire_lab.report.data import USUAL_FOLDERS, DataFolder
+from quire_lab.report.experiment import Bar, Setup, Size
+from quire_lab.report.files import (
     Done,
     Failed,
     as_text,
@@ -30,6 +29,7 @@ from quire_lab.experiments.report import (
     write_finding,
     write_text,
 )
+from quire_lab.report.page import as_page
 
 OUTPUT_DIR = "quire-lab"
 PAGE = "report.html"
@@ -62,7 +62,7 @@ def add_lab(parser: Parser) -> None:
 
 def lab(arguments: argparse.Namespace) -> int:
     if arguments.name == "list":
-        print(aligned([[name, one.about] for name, one in EXPERIMENTS.items()]))
+        print(aligned([[name, listed.about] for name, listed in EXPERIMENTS.items()]))
         return 0
     if arguments.price_per_hour <= 0:
         raise ConfigError(f"--price-per-hour is {arguments.price_per_hour:g}: give more than 0")
@@ -98,17 +98,17 @@ def _all(setup: Setup, folder: Path, command: str) -> int:
     done: list[Done] = []
     failed: list[Failed] = []
     names = list(EXPERIMENTS)
-    for place, name in enumerate(names):
-        _say(f"{name} ({place + 1} of {len(names)}): {EXPERIMENTS[name].about}")
+    for index, name in enumerate(names):
+        _say(f"{name} ({index + 1} of {len(names)}): {EXPERIMENTS[name].about}")
         try:
             done.append(_one(name, setup, folder))
             _say(f"  {in_seconds(done[-1].seconds)}: {done[-1].finding.take_away}")
-        except Exception as error:  # whatever it is, the others' figures are worth having
+        except Exception as error:  # any failure: the other experiments still run
             if os.environ.get("QUIRE_LOG_LEVEL", "").lower() == "debug":
                 traceback.print_exc()
             failed.append(Failed(name, " ".join(f"{type(error).__name__}: {error}".split())))
             _say(f"  did not run: {failed[-1].reason}")
-        _write_page(done, failed, names[place + 1 :], folder / PAGE, command)
+        _write_page(done, failed, names[index + 1 :], folder / PAGE, command)
     print(f"{folder / PAGE}: {len(done)} experiments" + (f", {len(failed)} did not run" if failed else ""))
     return FAULT if failed else 0
 

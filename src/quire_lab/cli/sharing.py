@@ -16,9 +16,17 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import build
 from quire.text.load import load_tokenizer
-from quire_lab.sharing import WIDTHS, Saving, Workload, measure_saving
-from quire_lab.sharing_report import METHODS, plot_sharing, sharing_report
-from quire_lab.sharing_throughput import TEXTS, BeamRate, measure_rates
+from quire_lab.measure.sharing import (
+    METHODS,
+    TEXTS,
+    WIDTHS,
+    BeamRate,
+    Saving,
+    SharingWorkload,
+    measure_rates,
+    measure_saving,
+)
+from quire_lab.report.sharing import plot_sharing, sharing_report
 
 NAMES = ("alpaca", "sharegpt")
 # the model's pool: so small that memory limits beams, the more so the less they share
@@ -62,14 +70,14 @@ def sharing(arguments: argparse.Namespace) -> BenchReport:
     return sharing_report(workloads, savings, rates, settings)
 
 
-def _workload(name: str, arguments: argparse.Namespace, seed: int) -> Workload:
+def _workload(name: str, arguments: argparse.Namespace, seed: int) -> SharingWorkload:
     path = getattr(arguments, f"{name}_csv")
     if path is None:
-        return Workload(name, "drawn", named(name, arguments.num_prompts, seed))
-    return Workload(name, path.rsplit("/", 1)[-1], from_csv(path, arguments.num_prompts, seed))
+        return SharingWorkload(name, "drawn", named(name, arguments.num_prompts, seed))
+    return SharingWorkload(name, path.rsplit("/", 1)[-1], from_csv(path, arguments.num_prompts, seed))
 
 
-def _savings(workloads: list[Workload], seed: int) -> list[Saving]:
+def _savings(workloads: list[SharingWorkload], seed: int) -> list[Saving]:
     total = sum(len(one.lengths) for one in workloads) * len(METHODS) * len(WIDTHS)
     with tqdm(total=total, disable=not sys.stderr.isatty(), unit="req", leave=False) as bar:
         return [

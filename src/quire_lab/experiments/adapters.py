@@ -1,5 +1,7 @@
 """`adapters`: thousands of adapters over one model, batched together against merging one after another."""
 
+import json
+import os
 import random
 import tempfile
 from collections.abc import Sequence
@@ -8,27 +10,131 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from quire.bench.drive import Bench, BenchRequest
 from quire.bench.figure import Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire.core.request import Request
 from quire.engine.build.resolve import is_simulated
-from quire_lab.baselines.separate_pages import fragmentation
-from quire_lab.experiments.adapter_files import draw, write_adapters
-from quire_lab.experiments.adapter_memory import ADAPTERS, POOL, REQUEST, SIZES, Fitted, compare_memories
-from quire_lab.experiments.adapters_report import simulated_finding
-from quire_lab.experiments.adapters_simulated import simulate_adapters
-from quire_lab.experiments.engines import in_words, opened, warm_up
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
+from quire.engine.engine import Engine
+from quire.memory.adapter_pages import AdapterPages
+from quire.memory.paged import PagedMemory
+from quire_lab.baselines.separate_pages import SeparatePages, fragmentation
+from quire_lab.experiments.adapters_simulated import draw, simulate_adapters, simulated_finding
+from quire_lab.measure.engines import in_words, opened, warm_up
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+
+# Random adapters on disk for an experiment: a few files, and hard links to them under thousands of names.
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "c_attn")
+
+
+def write_adapters(folder: Path, engine: Engine, count: int, ranks: tuple[int, ...], name: str) -> list[str]:
+    """Adapters of these ranks in turn on the projections of attention; their names."""
+    assert engine.adapters is not None
+    sites = [site for site in engine.adapters.library.sites if site.part in ATTENTION]
+    names = [f"{name}-{index}" for index in range(count)]
+    generator = torch.Generator().manual_seed(0)
+    for index, adapter in enumerate(names):
+        rank = ranks[index % len(ranks)]
+        target = folder / adapter
+        target.mkdir()
+        settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+        settings["target_modules"] = sorted({site.part for site in sites})
+        (target / "adapter_config.json").write_text(json.dumps(settings))
+        if index >= len(ranks):
+            os.link(
+                folder / names[index % len(ranks)] / "adapter_model.safetensors",
+                target / "adapter_model.safetensors",
+            )
+            continue
+        tensors = {}
+        for site in sites:
+            prefix = f"base_model.model.{site.name}"
+            a = torch.randn(rank, site.num_in, generator=generator) * site.num_in**-0.5
+            tensors[f"{prefix}.lora_A.weight"] = a.to(torch.bfloat16)
+            b = torch.randn(site.num_out, rank, generator=generator) * 0.01
+            tensors[f"{prefix}.lora_B.weight"] = b.to(torch.bfloat16)
+        save_file(tensors, target / "adapter_model.safetensors")
+    return names
+
+
+# The same requests with adapters in one pool of pages, or in memory of their own: what fits, counted in blocks.
+
+SIZES = (2, 4, 8, 16, 32)  # blocks of adapters, in proportion to their ranks
+POOL = 400  # blocks in all
+REQUEST = 6  # blocks of K and V of a request
+ADAPTERS = 100
+ROUNDS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    memory: str
+    mean_running: float
+    fragmentation: float  # of adapters' free memory, mean
+    loads: int
+
+
+def compare_memories(seed: int) -> tuple[Fitted, list[Fitted]]:
+    """Unified, and with an eighth, a quarter and half of the blocks for adapters alone.
+
+    Full all the time: a request that ends makes room for the next, drawn by a power law.
+    """
+    return _fill(0, seed), [_fill(POOL // part, seed) for part in (8, 4, 2)]
+
+
+def _fill(num_separate: int, seed: int) -> Fitted:
+    drawn = random.Random(seed)
+    num_blocks = POOL - num_separate
+    separate = SeparatePages(num_blocks + 1, num_separate) if num_separate else None
+    memory = PagedMemory(num_blocks, 1, adapter_pages=separate)
+    pages, weights = memory.adapter_pages, [1 / (number + 1) for number in range(ADAPTERS)]
+    running: list[tuple[str, list[int]]] = []
+    counts, gaps = [], []
+    following: int | None = None  # the head of the queue: no request may pass it
+    for _ in range(ROUNDS):
+        while True:
+            index = drawn.choices(range(ADAPTERS), weights)[0] if following is None else following
+            held = _admit(memory, pages, f"{index}", SIZES[index % len(SIZES)])
+            following = index if held is None else None
+            if held is None:
+                break
+            running.append((f"{index}", held))
+        counts.append(len(running))
+        gaps.append(fragmentation(pages))
+        if running:
+            key, blocks = running.pop(drawn.randrange(len(running)))
+            pages.release(key)
+            for block in blocks:
+                memory.pool.release(block)
+    kind = f"separate, {num_separate} blocks" if num_separate else "unified"
+    return Fitted(kind, sum(counts) / ROUNDS, sum(gaps) / ROUNDS, pages.stats.num_loads)
+
+
+def _admit(memory: PagedMemory, pages: AdapterPages, key: str, size: int) -> list[int] | None:
+    """The request's blocks, its adapter being held; None if both do not fit."""
+    if not pages.is_resident(key):
+        if not pages.has_room(size, REQUEST):
+            return None
+        pages.load(key, size, key)
+    pages.acquire(key)
+    if memory.num_free < REQUEST:
+        pages.release(key)
+        return None
+    return [memory._take() for _ in range(REQUEST)]
+
 
 MIXED = (4, 8, 16, 32, 64)
 SHORT, LONG = 24, 16  # tokens in and out
-PATIENCE = 10.0  # the service level: a first token within so many times what it takes alone
+PATIENCE = 10.0  # the service level: a first token within this multiple of its time alone
 LOAD = 0.7  # of what the base serves at its fastest: how often requests come
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AdapterCase:
     mode: str  # base | batched | merge
     memory: str = "unified"
     num_adapters: int = 0
@@ -37,8 +143,8 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    case: Case
+class AdapterRun:
+    case: AdapterCase
     requests_per_second: float
     tokens_per_second: float
     first_token: float  # seconds, median
@@ -69,18 +175,21 @@ def run(setup: Setup) -> Finding:
 def _measured(setup: Setup) -> Finding:
     counts = setup.pick((2, 6), (5, 100, 1000), (5, 100, 1000, 2000))
     num_requests = setup.pick(6, 48, 240)
-    cases = [Case("base")]
-    cases += [Case("batched", num_adapters=count) for count in counts]
-    cases += [Case("batched", num_adapters=counts[-1], exponent=exponent) for exponent in (0.0, 2.0)]
-    cases += [Case("batched", num_adapters=counts[-1], ranks=ranks) for ranks in ((8,), (64,))]
-    cases += [Case("batched", "separate", counts[-1])]
-    cases += [Case("merge", num_adapters=count) for count in counts]
-    with setup.progress(len(cases) * num_requests, "requests") as bar, tempfile.TemporaryDirectory() as place:
-        served: list[Served] = []
+    cases = [AdapterCase("base")]
+    cases += [AdapterCase("batched", num_adapters=count) for count in counts]
+    cases += [AdapterCase("batched", num_adapters=counts[-1], exponent=exponent) for exponent in (0.0, 2.0)]
+    cases += [AdapterCase("batched", num_adapters=counts[-1], ranks=ranks) for ranks in ((8,), (64,))]
+    cases += [AdapterCase("batched", "separate", counts[-1])]
+    cases += [AdapterCase("merge", num_adapters=count) for count in counts]
+    with (
+        setup.progress(len(cases) * num_requests, "requests") as bar,
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        served: list[AdapterRun] = []
         rate, limit = 0.0, 0.0
         for case in cases:
             bar.note(_named(case))
-            folder = Path(place, f"case-{len(served)}")
+            folder = Path(directory, f"case-{len(served)}")
             folder.mkdir()
             with opened(setup, **_settings(setup, case, folder)) as bench:
                 warm_up(bench)
@@ -94,7 +203,7 @@ def _measured(setup: Setup) -> Finding:
     return _finding(setup, served, rate, limit, words, num_requests)
 
 
-def _settings(setup: Setup, case: Case, folder: Path) -> dict[str, Any]:
+def _settings(setup: Setup, case: AdapterCase, folder: Path) -> dict[str, Any]:
     """Merging needs weights in full precision, so all cases have them."""
     pool = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": setup.pick(4, 16, 32)}
     plain = {"enable_prefix_caching": False, "quantization": "none", "max_model_len": 256}
@@ -104,7 +213,7 @@ def _settings(setup: Setup, case: Case, folder: Path) -> dict[str, Any]:
     return {**plain, **pool, **mode}
 
 
-def _names(setup: Setup, bench: Bench, case: Case, folder: Path, count: int) -> list[str | None]:
+def _names(setup: Setup, bench: Bench, case: AdapterCase, folder: Path, count: int) -> list[str | None]:
     if case.mode == "base":
         return [None] * count
     written = write_adapters(folder, bench.engine, case.num_adapters, case.ranks, "adapter")
@@ -122,12 +231,12 @@ def _serve(
     bench: Bench,
     requests: Sequence[BenchRequest],
     names: Sequence[str | None],
-    case: Case,
+    case: AdapterCase,
     rate: float,
     limit: float,
     seed: int,
-) -> Served:
-    """Requests come at random, on average at this rate, whatever the engine makes of them."""
+) -> AdapterRun:
+    """Requests arrive at random, on average at this rate, independent of the engine's speed."""
     engine, drawn = bench.engine, random.Random(seed)
     arrivals, moment = [], 0.0
     for _ in requests:
@@ -143,8 +252,8 @@ def _serve(
     while came < len(requests) or engine.has_work:
         now = engine.clock() - started
         while came < len(requests) and arrivals[came] <= now:
-            one = requests[came]
-            engine.add(Request(f"{came}", one.prompt_token_ids, one.sampling, adapter=names[came]))
+            request = requests[came]
+            engine.add(Request(f"{came}", request.prompt_token_ids, request.sampling, adapter=names[came]))
             came += 1
         for update in engine.step():
             num_tokens += len(update.token_ids)
@@ -156,7 +265,7 @@ def _serve(
     engine.check_integrity()
     waits = [first[f"{index}"] - arrivals[index] for index in range(len(requests))]
     busy = [count for count in running if count] or [0]
-    return Served(
+    return AdapterRun(
         case,
         len(requests) / seconds,
         num_tokens / seconds,
@@ -169,7 +278,7 @@ def _serve(
     )
 
 
-def _named(case: Case) -> str:
+def _named(case: AdapterCase) -> str:
     if case.mode == "base":
         return "base"
     ranks = "mixed ranks" if case.ranks == MIXED else f"rank {case.ranks[0]}"
@@ -177,11 +286,13 @@ def _named(case: Case) -> str:
 
 
 def _finding(
-    setup: Setup, served: list[Served], rate: float, limit: float, words: str, count: int
+    setup: Setup, served: list[AdapterRun], rate: float, limit: float, words: str, count: int
 ) -> Finding:
     base = served[0]
-    batched = [one for one in served if one.case == Case("batched", num_adapters=one.case.num_adapters)]
-    merged = [one for one in served if one.case.mode == "merge"]
+    batched = [
+        run for run in served if run.case == AdapterCase("batched", num_adapters=run.case.num_adapters)
+    ]
+    merged = [run for run in served if run.case.mode == "merge"]
     unified, apart = compare_memories(setup.seed)
     most, least = batched[-1], merged[-1]
     take_away = (
@@ -202,10 +313,10 @@ def _finding(
         [_table(served), _memory_table([unified, *apart])],
         [picture],
         {
-            "served": [_record(one) for one in served],
+            "served": [_record(run) for run in served],
             "rate": rate,
             "first_token_limit_seconds": limit,
-            "memory": [asdict(one) for one in (unified, *apart)],
+            "memory": [asdict(memory) for memory in (unified, *apart)],
         },
         {"seed": setup.seed, "num_requests": count, "tokens_in": SHORT, "tokens_out": LONG, "model": words},
         [
@@ -221,10 +332,14 @@ def _finding(
                 "unified memory has no external fragmentation, memory of its own has, and holds fewer requests",
                 f"{unified.mean_running:.1f} requests at once; "
                 + ", ".join(
-                    f"{one.mean_running:.1f} with {one.fragmentation:.0%} fragmented" for one in apart
+                    f"{memory.mean_running:.1f} with {memory.fragmentation:.0%} fragmented"
+                    for memory in apart
                 ),
                 unified.fragmentation == 0.0
-                and all(one.fragmentation > 0.0 and one.mean_running < unified.mean_running for one in apart),
+                and all(
+                    memory.fragmentation > 0.0 and memory.mean_running < unified.mean_running
+                    for memory in apart
+                ),
             ),
         ],
         (
@@ -238,22 +353,25 @@ def _finding(
     )
 
 
-def _record(one: Served) -> dict[str, Any]:
-    return {**asdict(one.case), **{name: getattr(one, name) for name in Served.__slots__ if name != "case"}}
+def _record(one: AdapterRun) -> dict[str, Any]:
+    return {
+        **asdict(one.case),
+        **{name: getattr(one, name) for name in AdapterRun.__slots__ if name != "case"},
+    }
 
 
-def _table(served: list[Served]) -> Table:
+def _table(served: list[AdapterRun]) -> Table:
     rows = [
         [
-            _named(one.case),
-            f"{one.tokens_per_second:,.1f}",
-            f"{1e3 * one.first_token:,.0f}",
-            f"{one.attained:.0%}",
-            f"{one.mean_running:.1f}",
-            str(one.loads),
-            f"{one.fragmentation:.0%}",
+            _named(run.case),
+            f"{run.tokens_per_second:,.1f}",
+            f"{1e3 * run.first_token:,.0f}",
+            f"{run.attained:.0%}",
+            f"{run.mean_running:.1f}",
+            str(run.loads),
+            f"{run.fragmentation:.0%}",
         ]
-        for one in served
+        for run in served
     ]
     head = ["case", "tok/s", "first token, ms", "in time", "running", "loads", "fragmented"]
     return Table("Adapters", head, rows)
@@ -267,18 +385,18 @@ def _memory_table(fitted: list[Fitted]) -> Table:
     return Table("A full pool, counted", ["memory", "requests at once", "fragmented", "loads"], rows)
 
 
-def _draw(figure: Any, base: Served, batched: list[Served], merged: list[Served]) -> None:
+def _draw(figure: Any, base: AdapterRun, batched: list[AdapterRun], merged: list[AdapterRun]) -> None:
     panels = figure.subplots(1, 3)
     values = (
-        ("tokens a second", lambda one: one.tokens_per_second),
-        ("first token, ms (median)", lambda one: 1e3 * one.first_token),
-        ("first tokens in time, %", lambda one: 100 * one.attained),
+        ("tokens a second", lambda run: run.tokens_per_second),
+        ("first token, ms (median)", lambda run: 1e3 * run.first_token),
+        ("first tokens in time, %", lambda run: 100 * run.attained),
     )
     for panel, (label, value) in zip(panels, values, strict=True):
         for series, (name, line) in enumerate((("batched", batched), ("merged", merged))):
             panel.plot(
-                [one.case.num_adapters for one in line],
-                [value(one) for one in line],
+                [run.case.num_adapters for run in line],
+                [value(run) for run in line],
                 label=name,
                 **line_style(series),
             )

@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from quire.bench.figure import GREY, Picture, bar_style
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.experiments.simulated import (
+from quire_lab.measure.simulated_runs import (
     PAPER,
     POLICIES,
     RESERVATIONS,
@@ -21,6 +20,7 @@ from quire_lab.experiments.simulated import (
     simulated_settings,
     workload,
 )
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
 # Figure 13 of the PagedAttention paper: OPT-13B, requests in the batch at (requests per second)
 PUBLISHED_RATE = {"sharegpt": 2.0, "alpaca": 30.0}
@@ -36,22 +36,22 @@ def run(setup: Setup) -> Finding:
     settings = simulated_settings(setup, PAPER)
     counts = {"sharegpt": setup.pick(120, 500, 4000), "alpaca": setup.pick(500, 2000, 20000)}
     workloads = [workload(name, setup.data, count, setup.seed) for name, count in counts.items()]
-    cells = [(one, policy, full) for full in (False, True) for one in workloads for policy in RESERVATIONS]
+    cells = [(each, policy, full) for full in (False, True) for each in workloads for policy in RESERVATIONS]
     jobs = [
         Run(
             {**settings, **POLICIES[policy]},
-            one.lengths,
-            math.inf if full else PUBLISHED_RATE[one.name],
+            cell_workload.lengths,
+            math.inf if full else PUBLISHED_RATE[cell_workload.name],
             setup.seed,
         )
-        for one, policy, full in cells
+        for cell_workload, policy, full in cells
     ]
     with setup.progress(len(jobs), "runs") as bar:
         points = side_by_side(setup, simulate, jobs, bar)
-    at_rate: Found = {one.name: {} for one in workloads}
-    overloaded: Found = {one.name: {} for one in workloads}
-    for (one, policy, full), point in zip(cells, points, strict=True):
-        (overloaded if full else at_rate)[one.name][policy] = point
+    at_rate: Found = {each.name: {} for each in workloads}
+    overloaded: Found = {each.name: {} for each in workloads}
+    for (cell_workload, policy, full), point in zip(cells, points, strict=True):
+        (overloaded if full else at_rate)[cell_workload.name][policy] = point
     return _finding(setup, settings, workloads, at_rate, overloaded)
 
 
@@ -69,14 +69,14 @@ def _finding(
     checks = [
         Check(
             f"{name}, overloaded: Max < Pow2 < Oracle < paged",
-            " < ".join(f"{found[policy].mean_full:.1f}" for policy in RESERVATIONS),
-            _in_order([found[policy].mean_full for policy in RESERVATIONS]),
+            " < ".join(f"{by_policy[policy].mean_full:.1f}" for policy in RESERVATIONS),
+            _in_order([by_policy[policy].mean_full for policy in RESERVATIONS]),
         )
-        for name, found in overloaded.items()
+        for name, by_policy in overloaded.items()
     ]
     return Finding(
         take_away,
-        [_table(one.name, at_rate[one.name], overloaded[one.name]) for one in workloads],
+        [_table(workload.name, at_rate[workload.name], overloaded[workload.name]) for workload in workloads],
         [
             Picture(
                 "batched",
@@ -94,12 +94,12 @@ def _finding(
             "seed": setup.seed,
             "engine": dict(settings),
             "rates": PUBLISHED_RATE,
-            "num_requests": {one.name: len(one.lengths) for one in workloads},
+            "num_requests": {workload.name: len(workload.lengths) for workload in workloads},
         },
         checks,
         [
             *basis(settings),
-            *(one.in_words for one in workloads),
+            *(workload.in_words for workload in workloads),
             "at a rate: mean over the time in which requests come; overloaded: all come at once, mean while some wait",
             "published: figure 13 of the PagedAttention paper. Its rate was at its system's limit, which the simulated "
             "engine's shorter steps do not reach: compare it with ours overloaded",
@@ -141,12 +141,12 @@ def _table(name: str, at_rate: dict[str, Point], overloaded: dict[str, Point]) -
 
 def _draw(figure: Any, overloaded: Found) -> None:
     axes = figure.subplots(1, len(overloaded))
-    for axis, (name, found) in zip(axes, overloaded.items(), strict=True):
-        for place, policy in enumerate(RESERVATIONS):
-            value, published = found[policy].mean_full, PUBLISHED[name][policy]
-            axis.bar(place, value, 0.7, **bar_style(policy))
-            axis.text(place, value, f"{value:.1f}", ha="center", va="bottom", fontsize=8)
-            axis.hlines(published, place - 0.42, place + 0.42, color=GREY, linestyle="--")
+    for axis, (name, by_policy) in zip(axes, overloaded.items(), strict=True):
+        for index, policy in enumerate(RESERVATIONS):
+            value, published = by_policy[policy].mean_full, PUBLISHED[name][policy]
+            axis.bar(index, value, 0.7, **bar_style(policy))
+            axis.text(index, value, f"{value:.1f}", ha="center", va="bottom", fontsize=8)
+            axis.hlines(published, index - 0.42, index + 0.42, color=GREY, linestyle="--")
         axis.plot([], [], color=GREY, linestyle="--", label="published")
         axis.set_xticks(range(len(RESERVATIONS)), [LABELS[policy] for policy in RESERVATIONS])
         axis.set(title=f"{name}, overloaded", ylabel="running requests, mean")

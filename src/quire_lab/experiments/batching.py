@@ -1,32 +1,319 @@
 """`batching`: static, dynamic and continuous batches: who occupies which slot when, and what that costs under load."""
 
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from quire.bench.figure import Picture
-from quire_lab.experiments.batching_load import (
-    DEVICE,
-    MEAN_ANSWER,
-    MODEL,
-    SLOTS_HERE,
-    WINDOW_MS,
-    WORKLOADS,
-    Point,
-    draw_load,
-    points_here,
-    simulated_points,
+from quire.bench.arrivals import arrival_times
+from quire.bench.drive import Bench
+from quire.bench.figure import GREY, LOOKS, Picture, line_style, plain_log
+from quire.bench.lengths import Lengths
+from quire_lab.baselines.timeline import DECODE, ENDED, PROMPT, Occupied, Timeline
+from quire_lab.measure.engines import in_words, opened, step_seconds, warm_up
+from quire_lab.measure.load import serve_at
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+
+# Who occupies which slot when: one small workload under each batching policy, on the real engine.
+
+POLICIES = ("static", "dynamic", "continuous")
+SLOTS = 4
+PROMPT_TOKENS = 6
+# answers' lengths and arrivals, in steps: three are there at once, the others come one by one
+ANSWERS = (8, 15, 5, 10, 12, 6, 9, 7)
+ARRIVALS = (0, 0, 0, 2, 5, 7, 9, 11)
+WINDOW = 5  # of dynamic batching, in steps
+COLORS = tuple("#808080" if one.color == "#000000" else one.color for one in LOOKS)  # an outline must show
+_MERGED = 0.3  # gaps below this share of a step are the host's, not idleness
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One step as it ran: seconds from the first request's arrival, and who was in it."""
+
+    begins: float
+    ends: float
+    rows: Sequence[Occupied]
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRun:
+    policy: str
+    moments: list[Moment]
+    seconds: float  # until the last answer was complete
+    mean_latency: float
+    busy_share: float  # of slots × time: spent on tokens of a request
+    ended_share: float  # spent on rows whose answer was over
+
+
+def draw_timelines(setup: Setup, step: float | None = None) -> list[TimelineRun]:
+    """The same requests under each policy; one step's time is measured first and sets the pace of arrivals."""
+    runs = []
+    for policy in POLICIES:
+        window = 1e3 * WINDOW * (step or 0.02)
+        with opened(
+            setup,
+            batching=policy,
+            batch_size=SLOTS,
+            max_num_seqs=SLOTS,
+            batch_window_ms=window,
+            steps_in_flight=0,
+        ) as bench:
+            if step is None:
+                with opened(setup, max_num_seqs=SLOTS, steps_in_flight=0) as pace:
+                    warm_up(pace)
+                    step = statistics.median(step_seconds(pace, SLOTS, 16, 12))
+                return draw_timelines(setup, step)
+            for _ in range(2):
+                bench.serve(bench.requests([Lengths(PROMPT_TOKENS, 4)] * SLOTS))
+            runs.append(_run(bench, policy, step))
+    return runs
+
+
+def _run(bench: Bench, policy: str, step: float) -> TimelineRun:
+    engine = bench.engine
+    requests = bench.requests([Lengths(PROMPT_TOKENS, count) for count in ANSWERS])
+    timeline = Timeline.watch(engine)
+    ends: list[float] = []
+    started = engine.clock()
+
+    def note() -> None:
+        if len(timeline.steps) > len(ends):
+            ends.append(engine.clock() - started)
+
+    names = [f"S{index}" for index in range(1, len(ANSWERS) + 1)]
+    loaded = serve_at(engine, requests, [step * at for at in ARRIVALS], on_step=note, names=names)
+    timeline.stop()
+    moments = [
+        Moment(moment.moment - started, end, moment.rows)
+        for moment, end in zip(timeline.steps, ends, strict=True)
+    ]
+    total = SLOTS * loaded.seconds
+    return TimelineRun(
+        policy,
+        moments,
+        loaded.seconds,
+        loaded.mean_latency,
+        _held(moments, (PROMPT, DECODE)) / total,
+        _held(moments, (ENDED,)) / total,
+    )
+
+
+def _held(moments: list[Moment], kinds: Sequence[str]) -> float:
+    return sum((one.ends - one.begins) * sum(row.kind in kinds for row in one.rows) for one in moments)
+
+
+def draw_figure(figure: Any, drawn: list[TimelineRun]) -> None:
+    """A lane per slot, a colour and a name per request; hatched where a slot computes for no request."""
+    from matplotlib.patches import Patch
+
+    axes = figure.subplots(len(drawn), 1, sharex=True)
+    for axis, run in zip(axes, drawn, strict=True):
+        for row in range(SLOTS):
+            for name, kind, begins, ends in _spans(run.moments, row):
+                number = int(name[1:]) - 1
+                color = COLORS[number % len(COLORS)]
+                style: dict[str, Any] = {"facecolor": color, "edgecolor": "white"}
+                if kind == PROMPT:
+                    style = {"facecolor": color, "edgecolor": "black", "linewidth": 1.2}
+                if kind == ENDED:
+                    style = {"facecolor": "white", "edgecolor": GREY, "hatch": "////", "linewidth": 0.5}
+                axis.broken_barh([(1e3 * begins, 1e3 * (ends - begins))], (row - 0.4, 0.8), **style)
+                if kind == DECODE:
+                    dark = number % len(COLORS) in (0, 1, 2, 6)
+                    axis.text(
+                        1e3 * (begins + ends) / 2, row, name, ha="center", va="center", fontsize=8,
+                        color="white" if dark else "black",
+                    )  # fmt: skip
+        axis.axvline(1e3 * run.seconds, color="black", linewidth=1, linestyle=":")
+        axis.set_yticks(range(SLOTS), [str(i + 1) for i in range(SLOTS)])
+        axis.set_ylim(SLOTS - 0.5, -0.5)
+        axis.set_xlim(left=0)
+        axis.grid(visible=False)
+        axis.set_ylabel("slot")
+        axis.set_title(
+            f"{run.policy}: done after {1e3 * run.seconds:.0f} ms, {100 * run.busy_share:.0f} % of slot time used, "
+            f"mean latency {1e3 * run.mean_latency:.0f} ms",
+            loc="left",
+            fontsize=9,
+        )
+    axes[-1].set_xlabel("milliseconds since the first request")
+    figure.legend(
+        handles=[
+            Patch(facecolor="white", edgecolor="black", linewidth=1.2, label="outlined: computes the prompt"),
+            Patch(facecolor=LOOKS[0].color, label="filled: generates"),
+            Patch(
+                facecolor="white",
+                edgecolor=GREY,
+                hatch="////",
+                label="hatched: answer is over, slot still taken",
+            ),
+        ],
+        loc="outside lower center",
+        ncols=3,
+    )
+
+
+def _spans(moments: list[Moment], row: int) -> list[tuple[str, str, float, float]]:
+    """A slot's steps joined where the same request goes on with the same."""
+    spans: list[tuple[str, str, float, float]] = []
+    for moment in moments:
+        occupied = next((held for held in moment.rows if held.row == row), None)
+        if occupied is None:
+            continue
+        begins = moment.begins
+        if spans:
+            name, kind, first, last = spans[-1]
+            if begins - last < _MERGED * (moment.ends - moment.begins):
+                begins = last
+                if (name, kind) == (occupied.request_id, occupied.kind):
+                    spans[-1] = (name, kind, first, moment.ends)
+                    continue
+        spans.append((occupied.request_id, occupied.kind, begins, moment.ends))
+    return spans
+
+
+# Throughput and latency under each batching policy: offline on this machine, over arrival rates on a simulated GPU.
+
+WORKLOADS = {"uniform": "all answers equally long", "varied": "answers of all lengths"}
+MODEL, DEVICE = "llama-8b", "simulated:h200"
+SLOTS_HERE = 8
+WINDOW_MS = 50.0
+MEAN_ANSWER = 128  # tokens on the simulated device
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    workload: str
+    policy: str
+    rate: float  # requests a second that arrive; inf: all at once
+    tokens_per_second: float
+    normalised_latency: float  # seconds per token
+    mean_latency: float
+
+
+def lengths_of(workload: str, count: int, prompt: int, answer: int, seed: int) -> list[Lengths]:
+    """Varied answers are log-uniform from an eighth to over twice the mean, and have the same mean."""
+    if workload == "uniform":
+        return [Lengths(prompt, answer)] * count
+    source = random.Random(seed)
+    drawn = [answer * 2 ** source.uniform(-3, 1.7) for _ in range(count)]
+    scale = answer * count / sum(drawn)
+    return [Lengths(prompt, max(1, round(one * scale))) for one in drawn]
+
+
+def simulated_points(
+    setup: Setup, rates: Sequence[float], count: int, slots: int, bar: Callable[[], None]
+) -> list[LoadPoint]:
+    """The real scheduler and memory over a cost model of the GPU; the clock is virtual."""
+    plain = {name: value for name, value in setup.engine.items() if name not in _OWN}
+    points = []
+    for workload in WORKLOADS:
+        lengths = lengths_of(workload, count, MEAN_ANSWER, MEAN_ANSWER, setup.seed)
+        for policy in POLICIES:
+            for rate in rates:
+                settings = {"model": MODEL, "device": DEVICE, "max_num_seqs": slots}
+                changes = {**_of(policy, slots), **settings, "enable_prefix_caching": False}
+                with opened(_with(setup, plain), **changes) as bench:
+                    points.append(_point(bench, workload, policy, rate, lengths, setup.seed, bar))
+    return points
+
+
+def points_here(
+    setup: Setup, count: int, answer: int, rounds: int, bar: Callable[[], None]
+) -> list[LoadPoint]:
+    """All requests at once on this machine's model; the best of the rounds, in which the policies take turns."""
+    best: dict[tuple[str, str], LoadPoint] = {}
+    with ExitStack() as stack:
+        benches = {policy: stack.enter_context(_here(setup, policy)) for policy in POLICIES}
+        for bench in benches.values():
+            warm_up(bench)
+        for _ in range(rounds):
+            for workload in WORKLOADS:
+                lengths = lengths_of(workload, count, 16, answer, setup.seed)
+                for policy, bench in benches.items():
+                    point = _point(bench, workload, policy, float("inf"), lengths, setup.seed, bar)
+                    known = best.get((workload, policy))
+                    if known is None or point.tokens_per_second > known.tokens_per_second:
+                        best[workload, policy] = point
+    return list(best.values())
+
+
+def _here(setup: Setup, policy: str) -> AbstractContextManager[Bench]:
+    changes = {**_of(policy, SLOTS_HERE), "max_num_seqs": SLOTS_HERE, "enable_prefix_caching": False}
+    return opened(setup, **changes)
+
+
+_OWN = (
+    "model",
+    "device",
+    "load_format",
+    "num_blocks",
+    "quantization",
+    "dtype",
+    "max_num_seqs",
+    "max_model_len",
 )
-from quire_lab.experiments.batching_timeline import (
-    ANSWERS,
-    POLICIES,
-    PROMPT_TOKENS,
-    SLOTS,
-    WINDOW,
-    Drawn,
-    draw_figure,
-    draw_timelines,
-)
-from quire_lab.experiments.engines import in_words, opened
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
+
+
+def _with(setup: Setup, engine: dict[str, Any]) -> Setup:
+    return Setup(
+        setup.size, setup.seed, engine, setup.data, setup.progress, setup.price_per_hour, setup.currency
+    )
+
+
+def _of(policy: str, slots: int) -> dict[str, Any]:
+    return {"batching": policy, "batch_size": slots, "batch_window_ms": WINDOW_MS}
+
+
+def _point(
+    bench: Bench,
+    workload: str,
+    policy: str,
+    rate: float,
+    lengths: list[Lengths],
+    seed: int,
+    bar: Callable[[], None],
+) -> LoadPoint:
+    times = arrival_times(len(lengths), rate, 1.0, random.Random(seed))
+    loaded = serve_at(bench.engine, bench.requests(lengths), times, bar)
+    return LoadPoint(
+        workload, policy, rate, loaded.tokens_per_second, loaded.normalised_latency, loaded.mean_latency
+    )
+
+
+def draw_load(figure: Any, points: list[LoadPoint]) -> None:
+    axes = figure.subplots(2, 2, sharex=True)
+    finite = [point for point in points if point.rate != float("inf")]
+    for column, (workload, words) in enumerate(WORKLOADS.items()):
+        top, bottom = axes[0][column], axes[1][column]
+        for policy in POLICIES:
+            curve = [point for point in finite if (point.workload, point.policy) == (workload, policy)]
+            rates = [point.rate for point in curve]
+            top.plot(rates, [point.tokens_per_second for point in curve], label=policy, **line_style(policy))
+            bottom.plot(
+                rates, [1e3 * point.normalised_latency for point in curve], label=policy, **line_style(policy)
+            )
+        top.set_title(f"{workload}: {words}")
+        plain_log(bottom, "x")
+        plain_log(bottom, "y")
+        bottom.set_xlabel("requests arriving per second")
+        bottom.set_xticks(
+            sorted({point.rate for point in finite}),
+            [f"{rate:g}" for rate in sorted({point.rate for point in finite})],
+        )
+        bottom.minorticks_off()
+    axes[0][0].set_ylabel("output tokens per second")
+    axes[1][0].set_ylabel("ms per token, arrival to end")
+    for row in axes:
+        top_limit = max(axis.get_ylim()[1] for axis in row)
+        low = min(axis.get_ylim()[0] for axis in row)
+        for axis in row:
+            axis.set_ylim(0 if row is axes[0] else low, top_limit)
+    axes[0][0].legend(loc="upper left")
+
 
 OFFLINE = float("inf")
 
@@ -54,9 +341,9 @@ def run(setup: Setup) -> Finding:
 
 def _finding(
     setup: Setup,
-    drawn: list[Drawn],
-    offline: list[Point],
-    points: list[Point],
+    drawn: list[TimelineRun],
+    offline: list[LoadPoint],
+    points: list[LoadPoint],
     words: str,
     sizes: tuple[int, int, int, int],
 ) -> Finding:
@@ -78,7 +365,7 @@ def _finding(
         ],
         _pictures(drawn, points, gain),
         {
-            "timelines": [_timeline(one) for one in drawn],
+            "timelines": [_timeline(run) for run in drawn],
             "here": list(map(_record, offline)),
             "simulated": list(map(_record, points)),
         },
@@ -104,14 +391,14 @@ def _finding(
             f"simulated: scheduler and memory are real, a step's time comes from a cost model of the H200; {count} "
             f"requests, {MEAN_ANSWER} tokens in and on average out, {slots} slots, Poisson arrivals, window "
             f"{WINDOW_MS:.0f} ms",
-            "static: a batch starts with whoever waits and ends with its longest answer; rows that ended keep their "
-            "slot and their computation until then",
+            "static: a batch starts with the requests that wait and ends with its longest answer; rows that ended "
+            "keep their slot and their computation until then",
         ),
     )
 
 
-def _pictures(drawn: list[Drawn], points: list[Point], gain: dict[str, float]) -> list[Picture]:
-    by_policy = {one.policy: one for one in drawn}
+def _pictures(drawn: list[TimelineRun], points: list[LoadPoint], gain: dict[str, float]) -> list[Picture]:
+    by_policy = {run.policy: run for run in drawn}
     return [
         Picture(
             "batching",
@@ -132,8 +419,8 @@ def _pictures(drawn: list[Drawn], points: list[Point], gain: dict[str, float]) -
     ]
 
 
-def _checks(drawn: list[Drawn], gain: dict[str, float], gain_here: dict[str, float]) -> list[Check]:
-    by_policy = {one.policy: one for one in drawn}
+def _checks(drawn: list[TimelineRun], gain: dict[str, float], gain_here: dict[str, float]) -> list[Check]:
+    by_policy = {run.policy: run for run in drawn}
     return [
         Check(
             "offline, static batches do well on uniform lengths: within 25 % of continuous",
@@ -154,7 +441,7 @@ def _checks(drawn: list[Drawn], gain: dict[str, float], gain_here: dict[str, flo
     ]
 
 
-def _gain(points: list[Point], workload: str) -> float:
+def _gain(points: list[LoadPoint], workload: str) -> float:
     """Continuous over static in tokens a second, all requests at once."""
     rate = {
         one.policy: one.tokens_per_second
@@ -164,17 +451,17 @@ def _gain(points: list[Point], workload: str) -> float:
     return rate["continuous"] / rate["static"]
 
 
-def _drawn_table(drawn: list[Drawn]) -> Table:
+def _drawn_table(drawn: list[TimelineRun]) -> Table:
     rows = [
         [
-            one.policy,
-            f"{1e3 * one.seconds:.0f}",
-            f"{1e3 * one.mean_latency:.0f}",
-            f"{100 * one.busy_share:.0f}",
-            f"{100 * one.ended_share:.0f}",
-            str(len(one.moments)),
+            run.policy,
+            f"{1e3 * run.seconds:.0f}",
+            f"{1e3 * run.mean_latency:.0f}",
+            f"{100 * run.busy_share:.0f}",
+            f"{100 * run.ended_share:.0f}",
+            str(len(run.moments)),
         ]
-        for one in drawn
+        for run in drawn
     ]
     head = [
         "policy",
@@ -187,41 +474,41 @@ def _drawn_table(drawn: list[Drawn]) -> Table:
     return Table("The small workload", head, rows)
 
 
-def _load_table(title: str, points: list[Point]) -> Table:
+def _load_table(title: str, points: list[LoadPoint]) -> Table:
     rows = [
         [
-            one.workload,
-            one.policy,
-            "all at once" if one.rate == OFFLINE else f"{one.rate:g}",
-            f"{one.tokens_per_second:,.0f}",
-            f"{1e3 * one.normalised_latency:.1f}",
-            f"{one.mean_latency:.2f}",
+            point.workload,
+            point.policy,
+            "all at once" if point.rate == OFFLINE else f"{point.rate:g}",
+            f"{point.tokens_per_second:,.0f}",
+            f"{1e3 * point.normalised_latency:.1f}",
+            f"{point.mean_latency:.2f}",
         ]
-        for one in points
+        for point in points
     ]
     head = ["lengths", "policy", "requests/s", "tokens/s", "ms per token", "mean latency, s"]
     return Table(title, head, rows, left=2)
 
 
-def _timeline(one: Drawn) -> dict[str, Any]:
+def _timeline(run: TimelineRun) -> dict[str, Any]:
     return {
-        "policy": one.policy,
-        "seconds": one.seconds,
-        "mean_latency_seconds": one.mean_latency,
-        "busy_share": one.busy_share,
-        "ended_share": one.ended_share,
+        "policy": run.policy,
+        "seconds": run.seconds,
+        "mean_latency_seconds": run.mean_latency,
+        "busy_share": run.busy_share,
+        "ended_share": run.ended_share,
         "steps": [
             {
                 "begins": moment.begins,
                 "ends": moment.ends,
                 "rows": [(row.row, row.request_id, row.kind) for row in moment.rows],
             }
-            for moment in one.moments
+            for moment in run.moments
         ],
     }
 
 
-def _record(one: Point) -> dict[str, Any]:
+def _record(one: LoadPoint) -> dict[str, Any]:
     return {
         "workload": one.workload,
         "policy": one.policy,

@@ -11,9 +11,9 @@ from quire.bench.drive import Bench
 from quire.bench.figure import GREY, Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire.core.request import Request
-from quire_lab.experiments.engines import greedy, in_words, opened, prompt_rate, warm_up
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.experiments.fits import Power, fit_power
+from quire_lab.measure.engines import greedy, in_words, opened, prompt_rate, warm_up
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.regression import Power, fit_power
 
 PROMPT = 2  # tokens: short, so that length is what was generated
 REPEATS = 2  # a token's time is the least of its repeats: others were disturbed
@@ -51,7 +51,7 @@ def _least(repeats: list[Generated]) -> Generated:
 
 
 def _length(setup: Setup, bench: Bench) -> int:
-    """So many tokens that computing all prefixes, half the length's square, takes the size's share of time."""
+    """Tokens for which computing all prefixes, half the length's square, takes the size's share of time."""
     report = bench.built.report
     longest = min(report.max_model_len, report.pool.num_tokens) - PROMPT - 1
     half_square = setup.pick(2.0, 30.0, 200.0) * prompt_rate(bench) / REPEATS
@@ -60,42 +60,46 @@ def _length(setup: Setup, bench: Bench) -> int:
 
 
 def _with_cache(bench: Bench, prompt: list[int], length: int, bar: Callable[[], None]) -> Generated:
-    engine, found = bench.engine, Generated([], [], [])
+    engine, generated = bench.engine, Generated([], [], [])
     engine.add(Request(f"cached-{time.monotonic_ns()}", prompt, greedy(length)))
     last, before = time.perf_counter(), engine.stats.num_computed_tokens
     while engine.has_work:
         for update in engine.step():
             now = time.perf_counter()
-            found.token_ids.extend(update.token_ids)
-            found.seconds.append(now - last)
-            found.computed.append(engine.stats.num_computed_tokens - before)
+            generated.token_ids.extend(update.token_ids)
+            generated.seconds.append(now - last)
+            generated.computed.append(engine.stats.num_computed_tokens - before)
             last = now
             bar()
-    return found
+    return generated
 
 
 def _without_cache(bench: Bench, prompt: list[int], length: int, bar: Callable[[], None]) -> Generated:
     """Each token is a request of its own, whose prompt is all that there is so far."""
-    engine, found = bench.engine, Generated([], [], [])
+    engine, generated = bench.engine, Generated([], [], [])
     before = engine.stats.num_computed_tokens
     for index in range(length):
         started = time.perf_counter()
-        engine.add(Request(f"bare-{index}-{time.monotonic_ns()}", prompt + found.token_ids, greedy(1)))
+        engine.add(Request(f"bare-{index}-{time.monotonic_ns()}", prompt + generated.token_ids, greedy(1)))
         while engine.has_work:
             for update in engine.step():
-                found.token_ids.extend(update.token_ids)
-        found.seconds.append(time.perf_counter() - started)
-        found.computed.append(engine.stats.num_computed_tokens - before)
+                generated.token_ids.extend(update.token_ids)
+        generated.seconds.append(time.perf_counter() - started)
+        generated.computed.append(engine.stats.num_computed_tokens - before)
         bar()
-    return found
+    return generated
 
 
 def _finding(setup: Setup, on: Generated, off: Generated, length: int, words: str) -> Finding:
     first = length // 4  # the curve's beginning is the prompt's and the first steps' doing
     lengths = list(range(1, length + 1))
-    fits = {name: fit_power(lengths[first:], one.until[first:]) for name, one in (("on", on), ("off", off))}
+    fits = {
+        name: fit_power(lengths[first:], generated.until[first:])
+        for name, generated in (("on", on), ("off", off))
+    }
     work = {
-        name: fit_power(lengths[first:], one.computed[first:]) for name, one in (("on", on), ("off", off))
+        name: fit_power(lengths[first:], generated.computed[first:])
+        for name, generated in (("on", on), ("off", off))
     }
     same = on.token_ids == off.token_ids
     times = off.until[-1] / on.until[-1]
@@ -175,7 +179,7 @@ def _table(on: Generated, off: Generated, length: int) -> Table:
         "each, off, ms",
     ]
     return Table(
-        "Time until so many tokens were there, and how many were computed for them", head, rows, left=0
+        "Time until a number of tokens was generated, and how many were computed for them", head, rows, left=0
     )
 
 
@@ -188,15 +192,15 @@ def _draw(figure: Any, on: Generated, off: Generated, fits: dict[str, Power], wo
     left, middle, right = figure.subplots(1, 3)
     lengths = list(range(1, len(on.seconds) + 1))
     marks = {"markevery": max(1, len(lengths) // 8)}
-    for series, (one, key, words) in enumerate(((on, "on", "cache on"), (off, "off", "cache off"))):
+    for series, (generated, key, words) in enumerate(((on, "on", "cache on"), (off, "off", "cache off"))):
         style = {**line_style(series), **marks}
-        left.plot(lengths, one.until, label=f"{words}: power {fits[key].exponent:.2f}", **style)
+        left.plot(lengths, generated.until, label=f"{words}: power {fits[key].exponent:.2f}", **style)
         fitted = lengths[len(lengths) // 4 :]
         left.plot(fitted, [fits[key].at(n) for n in fitted], color=GREY, linewidth=0.9, linestyle=":")
-        middle.plot(lengths, [1e3 * _near(one.seconds, n) for n in lengths], label=words, **style)
-        right.plot(lengths, one.computed, label=f"{words}: power {work[key].exponent:.2f}", **style)
+        middle.plot(lengths, [1e3 * _near(generated.seconds, n) for n in lengths], label=words, **style)
+        right.plot(lengths, generated.computed, label=f"{words}: power {work[key].exponent:.2f}", **style)
     left.plot([], [], color=GREY, linewidth=0.9, linestyle=":", label="fitted power")
-    left.set(title="time for so many tokens", xlabel="tokens generated", ylabel="seconds")
+    left.set(title="time for a number of tokens", xlabel="tokens generated", ylabel="seconds")
     middle.set(title="time of each token", xlabel="tokens generated before it", ylabel="milliseconds")
     right.set(title="work", xlabel="tokens generated", ylabel="tokens computed")
     middle.set_ylim(bottom=0)

@@ -10,8 +10,8 @@ from quire.bench.speculate import PASSAGES, QUESTIONS
 from quire.bench.table import in_bytes
 from quire.engine.build import block_layout
 from quire.models.weight_shape import weight_shape
-from quire_lab.experiments.engines import in_words, opened, prompt_rate, step_seconds, warm_up
-from quire_lab.experiments.experiment import Experiment, Finding, Setup, Table
+from quire_lab.measure.engines import in_words, opened, prompt_rate, step_seconds, warm_up
+from quire_lab.report.experiment import Experiment, Finding, Setup, Table
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXT = 64
@@ -103,22 +103,22 @@ def _memory(bench: Bench) -> Memory:
 def _finding(
     setup: Setup, text: Text | None, memory: Memory, prompt: float, speeds: list[Speed], words: str
 ) -> Finding:
-    one, best = speeds[0], max(speeds, key=lambda speed: speed.tokens_per_second)
-    gain = best.tokens_per_second / one.tokens_per_second
+    single, best = speeds[0], max(speeds, key=lambda speed: speed.tokens_per_second)
+    gain = best.tokens_per_second / single.tokens_per_second
     price, currency = setup.price_per_hour, setup.currency
     per_word = "" if text is None else f"{text.num_tokens / text.num_words:.2f} tokens per word; "
     take_away = (
         f"{per_word}{memory.weights_bytes / memory.num_parameters:.2f} bytes per parameter; "
         f"{in_bytes(memory.kv_bytes_per_token)} of KV per token; a batch of {best.num_sequences} gives {gain:.0f} "
         f"times the tokens of one sequence and cuts a million of them from {currency}"
-        f"{one.cost_per_million(price):.2f} to {currency}{best.cost_per_million(price):.2f}."
+        f"{single.cost_per_million(price):.2f} to {currency}{best.cost_per_million(price):.2f}."
     )
-    rows = _rows(setup, text, memory, prompt, one, best)
+    rows = _rows(setup, text, memory, prompt, single, best)
     picture = Picture(
         "numbers",
         "What tokens cost here",
         f"At {currency}{price:g} an hour, batching takes a million tokens from {currency}"
-        f"{one.cost_per_million(price):.2f} to {currency}{best.cost_per_million(price):.2f}.",
+        f"{single.cost_per_million(price):.2f} to {currency}{best.cost_per_million(price):.2f}.",
         lambda figure: _draw(figure, setup, memory, speeds),
     )
     results = {
@@ -132,7 +132,7 @@ def _finding(
         "decode_tokens_per_second": {speed.num_sequences: speed.tokens_per_second for speed in speeds},
         "gain_from_batching": gain,
         "price_per_hour": price,
-        "cost_per_million_tokens_alone": one.cost_per_million(price),
+        "cost_per_million_tokens_alone": single.cost_per_million(price),
         "cost_per_million_tokens_batched": best.cost_per_million(price),
         "cost_per_million_prompt_tokens": price / 3600 / prompt * 1e6,
     }
@@ -155,7 +155,7 @@ def _finding(
 
 
 def _rows(
-    setup: Setup, text: Text | None, memory: Memory, prompt: float, one: Speed, best: Speed
+    setup: Setup, text: Text | None, memory: Memory, prompt: float, single: Speed, best: Speed
 ) -> list[list[str]]:
     price, currency = setup.price_per_hour, setup.currency
     kv = memory.kv_bytes_per_token
@@ -179,11 +179,15 @@ def _rows(
         ["tokens whose KV weighs as much as the weights", f"{memory.weights_bytes / kv:,.0f}", "–"],
         ["operations per token", f"{2 * memory.num_parameters / 1e6:,.0f} million", "2 per parameter"],
         ["prompt tokens per second", f"{prompt:,.0f}", "–"],
-        ["output tokens per second, one sequence", f"{one.tokens_per_second:,.0f}", "–"],
+        ["output tokens per second, one sequence", f"{single.tokens_per_second:,.0f}", "–"],
         [f"output tokens per second, batch of {best.num_sequences}", f"{best.tokens_per_second:,.0f}", "–"],
-        ["gain from batching", f"{best.tokens_per_second / one.tokens_per_second:.1f} ×", "10 × and more"],
-        ["an output token alone over a prompt token, time", f"{prompt / one.tokens_per_second:.1f} ×", "–"],
-        ["a million output tokens, one sequence", f"{currency}{one.cost_per_million(price):.3f}", "–"],
+        ["gain from batching", f"{best.tokens_per_second / single.tokens_per_second:.1f} ×", "10 × and more"],
+        [
+            "an output token alone over a prompt token, time",
+            f"{prompt / single.tokens_per_second:.1f} ×",
+            "–",
+        ],
+        ["a million output tokens, one sequence", f"{currency}{single.cost_per_million(price):.3f}", "–"],
         [
             f"a million output tokens, batch of {best.num_sequences}",
             f"{currency}{best.cost_per_million(price):.3f}",

@@ -1,17 +1,70 @@
 """`preempt`: when the pool is full, a request leaves it: swapped to host memory, or computed again."""
 
+import random
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from quire.bench.drive import Bench, BenchRequest
 from quire.bench.figure import Picture, bar_style, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire.bench.table import in_bytes
-from quire_lab.experiments.engines import in_words, opened, submit, warm_up
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.experiments.preempt_moves import Return, measure_return
+from quire.core.ints import Ints, ints
+from quire.core.step import HostTransfers, Step
+from quire.engine.build import block_layout
+from quire.layers.pool import Pool
+from quire.runner.transfer import TransferEngine
+from quire_lab.measure.engines import in_words, opened, submit, warm_up
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+
+# What it costs to let a sequence go and bring it back: its blocks moved out and in, or its tokens computed again.
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Of one sequence, seconds: the least of many."""
+
+    block_size: int
+    num_tokens: int
+    swap: float  # out and in
+    recompute: float
+    num_bytes: int  # of its blocks, one way
+
+
+def measure_return(bench: Bench, num_tokens: int, repeats: int, seed: int) -> Return:
+    """A pool of twice its size, its blocks anywhere in it; recomputing is a prompt of that length."""
+    numbers, block_size = bench.built.report.precision, bench.built.report.pool.block_size
+    layout = block_layout(block_size, bench.built.model, numbers)
+    count = -(-num_tokens // block_size)
+    pool = Pool(layout, 2 * count + 1, numbers.device)
+    mover = TransferEngine(pool, count)
+    source = random.Random(seed)
+    blocks = ints(source.sample(range(1, 2 * count + 1), count))
+    hosts = ints(range(1, count + 1))
+    swap = min(_swap(mover, blocks, hosts, numbers.device) for _ in range(repeats + 1))
+    recompute = min(bench.serve(bench.requests([Lengths(num_tokens, 1)])).seconds for _ in range(repeats))
+    return Return(block_size, num_tokens, swap, recompute, count * layout.block_bytes)
+
+
+def _swap(mover: TransferEngine, blocks: Ints, hosts: Ints, device: torch.device) -> float:
+    none = ints()
+    started = time.perf_counter()
+    mover.move(_moving(HostTransfers(blocks, hosts, none, none)))
+    mover.move(_moving(HostTransfers(none, none, hosts, blocks)))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def _moving(moves: HostTransfers) -> Step:
+    """A step in which no row advances."""
+    none = ints()
+    return Step(0, (), none, none, none, none, none, none, none, none, none, none, moves=moves)
+
 
 MODES = ("recompute", "swap", "auto")
 MICRO_SIZES = (1, 4, 16, 64, 256)
@@ -20,7 +73,7 @@ DEMAND_SHARE = 4  # the pool is a quarter of what all requests would hold togeth
 
 
 @dataclass(slots=True)
-class Served:
+class PreemptionRun:
     """All requests under one mode with one block size; the least of the rounds."""
 
     mode: str
@@ -48,7 +101,7 @@ def run(setup: Setup) -> Finding:
         with opened(setup, **_PLAIN) as bench:
             requests, words = bench.requests([Lengths(SHORT, LONG)] * count), in_words(bench)
             bar.note("a pool for all")
-            expected = _run(bench, requests, Served("", 16), bar).token_ids
+            expected = _run(bench, requests, PreemptionRun("", 16), bar).token_ids
         served = _serve_all(setup, requests, sizes, rounds, bar)
     return _finding(setup, returns, served, expected, words, count)
 
@@ -58,34 +111,36 @@ _PLAIN: dict[str, Any] = {"enable_prefix_caching": False}
 
 def _serve_all(
     setup: Setup, requests: list[BenchRequest], sizes: tuple[int, ...], rounds: int, bar: Any
-) -> list[Served]:
+) -> list[PreemptionRun]:
     """Modes take turns, so that a disturbance hits all of them alike."""
-    found = []
+    runs = []
     for size in sizes:
-        each = [Served(mode, size) for mode in MODES]
+        each = [PreemptionRun(mode, size) for mode in MODES]
         num_blocks = max(
             2 * -(-(SHORT + LONG) // size), len(requests) * (SHORT + LONG) // DEMAND_SHARE // size
         )
         with ExitStack() as stack:
             benches = []
-            for one in each:
+            for run in each:
                 changes = {
                     "block_size": size,
                     "num_blocks": num_blocks,
-                    "preemption_mode": one.mode,
+                    "preemption_mode": run.mode,
                     **_PLAIN,
                 }
                 benches.append(stack.enter_context(opened(setup, **changes)))
                 warm_up(benches[-1])
             for _ in range(rounds):
-                for one, bench in zip(each, benches, strict=True):
-                    bar.note(f"{one.mode}, blocks of {size}")
-                    _run(bench, requests, one, bar)
-        found += each
-    return found
+                for run, bench in zip(each, benches, strict=True):
+                    bar.note(f"{run.mode}, blocks of {size}")
+                    _run(bench, requests, run, bar)
+        runs += each
+    return runs
 
 
-def _run(bench: Bench, requests: list[BenchRequest], one: Served, bar: Callable[[], None]) -> Served:
+def _run(
+    bench: Bench, requests: list[BenchRequest], run: PreemptionRun, bar: Callable[[], None]
+) -> PreemptionRun:
     engine = bench.engine
     before, started = engine.scheduler.stats.num_preemptions, engine.clock()
     computed = engine.stats.num_computed_tokens
@@ -99,25 +154,25 @@ def _run(bench: Bench, requests: list[BenchRequest], one: Served, bar: Callable[
                 latencies.append((engine.clock() - started) / len(tokens[update.request_id]))
                 bar()
     engine.check_integrity()
-    one.seconds = min(one.seconds, engine.clock() - started)
-    one.latency = min(one.latency, sum(latencies) / len(latencies))
-    one.preemptions = engine.scheduler.stats.num_preemptions - before
-    one.num_computed = engine.stats.num_computed_tokens - computed
-    one.token_ids = tuple(tuple(tokens[request_id]) for request_id in ids)
-    return one
+    run.seconds = min(run.seconds, engine.clock() - started)
+    run.latency = min(run.latency, sum(latencies) / len(latencies))
+    run.preemptions = engine.scheduler.stats.num_preemptions - before
+    run.num_computed = engine.stats.num_computed_tokens - computed
+    run.token_ids = tuple(tuple(tokens[request_id]) for request_id in ids)
+    return run
 
 
 def _finding(
     setup: Setup,
     returns: list[Return],
-    served: list[Served],
+    served: list[PreemptionRun],
     expected: tuple[tuple[int, ...], ...],
     words: str,
     count: int,
 ) -> Finding:
-    usual = next(one for one in returns if one.block_size == 16)
-    same = all(one.token_ids == expected for one in served)
-    at_16 = {one.mode: one for one in served if one.block_size == 16}
+    usual = next(resumed for resumed in returns if resumed.block_size == 16)
+    same = all(run.token_ids == expected for run in served)
+    at_16 = {run.mode: run for run in served if run.block_size == 16}
     quicker = "Swapping" if usual.swap < usual.recompute else "Computing again"
     ratio = max(usual.swap, usual.recompute) / min(usual.swap, usual.recompute)
     take_away = (
@@ -150,8 +205,8 @@ def _finding(
     )  # fmt: skip
 
 
-def _checks(served: list[Served], same: bool) -> list[Check]:
-    at_16 = {one.mode: one for one in served if one.block_size == 16}
+def _checks(served: list[PreemptionRun], same: bool) -> list[Check]:
+    at_16 = {run.mode: run for run in served if run.block_size == 16}
     best = min(at_16["recompute"].seconds, at_16["swap"].seconds)
     return [
         Check(
@@ -161,8 +216,8 @@ def _checks(served: list[Served], same: bool) -> list[Check]:
         ),
         Check(
             "requests were preempted in every run",
-            f"{min(one.preemptions for one in served)} to {max(one.preemptions for one in served)} times",
-            all(one.preemptions > 0 for one in served),
+            f"{min(run.preemptions for run in served)} to {max(run.preemptions for run in served)} times",
+            all(run.preemptions > 0 for run in served),
         ),
         Check(
             "swapping computes no token twice: fewer tokens than recomputing",
@@ -177,28 +232,28 @@ def _checks(served: list[Served], same: bool) -> list[Check]:
     ]
 
 
-def _record(returns: list[Return], served: list[Served], same: bool) -> dict[str, Any]:
+def _record(returns: list[Return], served: list[PreemptionRun], same: bool) -> dict[str, Any]:
     return {
         "one_sequence": [
             {
-                "block_size": one.block_size,
-                "num_tokens": one.num_tokens,
-                "swap_seconds": one.swap,
-                "recompute_seconds": one.recompute,
-                "bytes_one_way": one.num_bytes,
+                "block_size": resumed.block_size,
+                "num_tokens": resumed.num_tokens,
+                "swap_seconds": resumed.swap,
+                "recompute_seconds": resumed.recompute,
+                "bytes_one_way": resumed.num_bytes,
             }
-            for one in returns
+            for resumed in returns
         ],
         "end_to_end": [
             {
-                "mode": one.mode,
-                "block_size": one.block_size,
-                "seconds": one.seconds,
-                "normalised_latency_seconds": one.latency,
-                "preemptions": one.preemptions,
-                "tokens_computed": one.num_computed,
+                "mode": run.mode,
+                "block_size": run.block_size,
+                "seconds": run.seconds,
+                "normalised_latency_seconds": run.latency,
+                "preemptions": run.preemptions,
+                "tokens_computed": run.num_computed,
             }
-            for one in served
+            for run in served
         ],
         "same_tokens": same,
     }
@@ -207,39 +262,43 @@ def _record(returns: list[Return], served: list[Served], same: bool) -> dict[str
 def _micro_table(returns: list[Return]) -> Table:
     rows = [
         [
-            str(one.block_size),
-            f"{1e3 * one.swap:.2f}",
-            f"{1e3 * one.recompute:.1f}",
-            f"{one.recompute / one.swap:.1f}",
-            f"{in_bytes(2 * one.num_bytes / one.swap)}/s",
+            str(resumed.block_size),
+            f"{1e3 * resumed.swap:.2f}",
+            f"{1e3 * resumed.recompute:.1f}",
+            f"{resumed.recompute / resumed.swap:.1f}",
+            f"{in_bytes(2 * resumed.num_bytes / resumed.swap)}/s",
         ]
-        for one in returns
+        for resumed in returns
     ]
     title = f"One sequence of {returns[0].num_tokens} tokens"
     return Table(title, ["block size", "swap, ms", "recompute, ms", "ratio", "moved at"], rows, left=0)
 
 
-def _served_table(served: list[Served]) -> Table:
+def _served_table(served: list[PreemptionRun]) -> Table:
     rows = [
         [
-            one.mode,
-            str(one.block_size),
-            f"{one.seconds:.2f}",
-            f"{1e3 * one.latency:.1f}",
-            str(one.preemptions),
-            f"{one.num_computed:,}",
+            run.mode,
+            str(run.block_size),
+            f"{run.seconds:.2f}",
+            f"{1e3 * run.latency:.1f}",
+            str(run.preemptions),
+            f"{run.num_computed:,}",
         ]
-        for one in served
+        for run in served
     ]
     head = ["mode", "block size", "all requests, s", "ms per token", "preempted", "tokens computed"]
     return Table("A quarter of the memory, end to end", head, rows)
 
 
-def _draw(figure: Any, returns: list[Return], served: list[Served]) -> None:
+def _draw(figure: Any, returns: list[Return], served: list[PreemptionRun]) -> None:
     left, right = figure.subplots(1, 2)
-    sizes = [one.block_size for one in returns]
-    left.plot(sizes, [1e3 * one.swap for one in returns], label="swap out and in", **line_style("swap"))
-    left.plot(sizes, [1e3 * one.recompute for one in returns], label="recompute", **line_style("recompute"))
+    sizes = [resumed.block_size for resumed in returns]
+    left.plot(
+        sizes, [1e3 * resumed.swap for resumed in returns], label="swap out and in", **line_style("swap")
+    )
+    left.plot(
+        sizes, [1e3 * resumed.recompute for resumed in returns], label="recompute", **line_style("recompute")
+    )
     plain_log(left, "x")
     plain_log(left, "y")
     left.set_xticks(sizes, [str(size) for size in sizes])
@@ -250,12 +309,12 @@ def _draw(figure: Any, returns: list[Return], served: list[Served]) -> None:
         ylabel="milliseconds",
     )
     left.legend(loc="best")
-    each = list(dict.fromkeys(one.block_size for one in served))
-    for place, mode in enumerate(MODES):
-        found = [one for one in served if one.mode == mode]
-        places = [each.index(one.block_size) + 0.27 * (place - 1) for one in found]
-        bars = right.bar(places, [one.seconds for one in found], 0.25, label=mode, **bar_style(mode))
-        right.bar_label(bars, labels=[f"{one.preemptions}" for one in found], fontsize=7)
+    each = list(dict.fromkeys(run.block_size for run in served))
+    for index, mode in enumerate(MODES):
+        runs = [run for run in served if run.mode == mode]
+        places = [each.index(run.block_size) + 0.27 * (index - 1) for run in runs]
+        bars = right.bar(places, [run.seconds for run in runs], 0.25, label=mode, **bar_style(mode))
+        right.bar_label(bars, labels=[f"{run.preemptions}" for run in runs], fontsize=7)
     right.set_xticks(range(len(each)), [str(size) for size in each])
     right.set(
         title="a quarter of the memory (labels: preemptions)",

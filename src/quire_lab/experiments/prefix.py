@@ -6,18 +6,128 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.bench.arrivals import TraceRow, read_trace
 from quire.bench.drive import Bench, BenchRequest, plain_token_ids
 from quire.bench.figure import GREY, Picture, bar_style, line_style, plain_log
+from quire.bench.lengths import Lengths
 from quire.core.config import SchedulerConfig
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
-from quire_lab.counting_runner import CountingRunner
-from quire_lab.experiments.engines import greedy, in_words, opened, prompt_rate, submit, warm_up
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.experiments.prefix_trace import ChatTrace, ChatTurn, Scale, chat_trace
-from quire_lab.sharing import SHARES
+from quire_lab.measure.counting_runner import CountingRunner
+from quire_lab.measure.engines import greedy, in_words, opened, prompt_rate, submit, warm_up
+from quire_lab.measure.sharing import SHARES
+from quire_lab.report.data import FILES, DataFolder
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+
+# Chats as the Mooncake trace has them, scaled to a small model: equal prefix hashes become equal tokens.
+
+TRACE_BLOCK = 512  # tokens that one hash of the trace stands for
+# of the stand-in: chats that come back with all they said before, a few system prompts before them
+_SYSTEMS, _SYSTEM_BLOCKS, _CHATS_SHARE, _TURNS = 8, 4, 0.15, 6
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    prompt_token_ids: list[int]
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTrace:
+    turns: list[ChatTurn]
+    source: str
+    is_real: bool
+    repeated_share: float  # of the prompts' tokens: what an endless cache would find, all turns one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Every hash becomes `tokens_per_hash` tokens; turns that then have more than `max_tokens` are left out."""
+
+    tokens_per_hash: int
+    max_tokens: int
+
+    def of(self, row: TraceRow) -> Lengths:
+        """Only whole pieces have a hash that may be found again: a prompt is cut to its hashes."""
+        prompt = round(row.lengths.num_prompt_tokens * self.tokens_per_hash / TRACE_BLOCK)
+        output = round(row.lengths.num_output_tokens * self.tokens_per_hash / TRACE_BLOCK)
+        return Lengths(max(1, min(prompt, len(row.prefix_ids) * self.tokens_per_hash)), max(1, output))
+
+    def fits(self, row: TraceRow) -> bool:
+        return bool(row.prefix_ids) and self.of(row).total <= self.max_tokens
+
+
+def chat_trace(
+    data: DataFolder,
+    count: int,
+    scale: Scale,
+    token_ids: Sequence[int],
+    seed: int,
+    *,
+    only_returning: bool = False,
+) -> ChatTrace:
+    """`count` turns in the trace's order: the first that fit, or the first chats' that have several."""
+    path = data.path("mooncake")
+    rows = [row for row in (read_trace(path) if path else _stand_in(4 * count, seed)) if scale.fits(row)]
+    rows = _returning(rows, count) if only_returning else rows[:count]
+    which = "turns of the first chats with several turns" if only_returning else "turns"
+    source = f"{FILES['mooncake']}" if path else "a stand-in, drawn chats with growing history"
+    words = f"chats: the first {len(rows):,} {which} that fit of {source}, every 512 tokens as {scale.tokens_per_hash}"
+    turns, repeated_share = _turns(rows, scale, token_ids, seed)
+    return ChatTrace(turns, words, path is not None, repeated_share)
+
+
+def _turns(
+    rows: Sequence[TraceRow], scale: Scale, token_ids: Sequence[int], seed: int
+) -> tuple[list[ChatTurn], float]:
+    maker, size = random.Random(seed), scale.tokens_per_hash
+    pieces: dict[int, list[int]] = {}
+    turns: list[ChatTurn] = []
+    num_repeated = 0
+    for row in rows:
+        lengths = scale.of(row)
+        known = 0
+        while known < len(row.prefix_ids) and row.prefix_ids[known] in pieces:
+            known += 1
+        num_repeated += min(known * size, (lengths.num_prompt_tokens - 1) // size * size)
+        for block in row.prefix_ids[known:]:
+            if block not in pieces:
+                pieces[block] = maker.choices(token_ids, k=size)
+        prompt = [token for block in row.prefix_ids for token in pieces[block]]
+        turns.append(ChatTurn(prompt[: lengths.num_prompt_tokens], lengths.num_output_tokens))
+    total = sum(len(turn.prompt_token_ids) for turn in turns)
+    return turns, num_repeated / max(1, total)
+
+
+def _returning(rows: Sequence[TraceRow], count: int) -> list[TraceRow]:
+    """Two turns are of one chat if they agree behind the piece that all of them begin with."""
+    chats: dict[tuple[int, ...], list[TraceRow]] = {}
+    for row in rows:
+        chats.setdefault(row.prefix_ids[:2], []).append(row)
+    chosen = [row for turns in chats.values() if len(turns) > 2 for row in turns][:count]
+    return sorted(chosen, key=lambda row: row.at or 0.0)
+
+
+def _stand_in(count: int, seed: int) -> list[TraceRow]:
+    """Where there is no trace: chats that grow turn by turn behind one of a few system prompts."""
+    source = random.Random(seed)
+    rows: list[TraceRow] = []
+    histories: list[list[int]] = []
+    next_id = _SYSTEMS * _SYSTEM_BLOCKS
+    for _ in range(count):
+        if not histories or source.random() < _CHATS_SHARE:
+            system = source.randrange(_SYSTEMS)
+            histories.append([system * _SYSTEM_BLOCKS + i for i in range(_SYSTEM_BLOCKS)])
+        history = source.choice(histories[-_TURNS:])
+        grown = source.randint(1, 4)
+        history += range(next_id, next_id + grown)
+        next_id += grown
+        lengths = Lengths(len(history) * TRACE_BLOCK, source.randint(64, 768))
+        rows.append(TraceRow(lengths, float(len(rows)), tuple(history)))
+    return rows
+
 
 BLOCK_SIZE = 16
 QUESTION, ANSWER = 16, 4  # tokens of each request behind the system prompt
@@ -27,7 +137,7 @@ CHATS_AT_ONCE = 4  # on the model: a turn should find its predecessor finished
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class PrefixRun:
     """One run of the same requests, with or without the prefix cache."""
 
     seconds: float
@@ -37,10 +147,10 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class SystemPromptRun:
     num_tokens: int  # of the system prompt
-    on: Served
-    off: Served
+    on: PrefixRun
+    off: PrefixRun
 
     @property
     def speedup(self) -> float:
@@ -53,7 +163,7 @@ class System:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CacheResult:
     """How much a pool of a size finds again."""
 
     num_blocks: int
@@ -77,7 +187,7 @@ def run(setup: Setup) -> Finding:
             scale = Scale(BLOCK_SIZE, plan.longest_turn)
             turns = chat_trace(setup.data, plan.num_turns, scale, tokens, setup.seed, only_returning=True)
             requests = [
-                BenchRequest(one.prompt_token_ids, greedy(one.num_output_tokens)) for one in turns.turns
+                BenchRequest(turn.prompt_token_ids, greedy(turn.num_output_tokens)) for turn in turns.turns
             ]
             chats = _served(bench, requests, True, bar), _served(bench, requests, False, bar)
             bar.note("chats and the pool's size")
@@ -120,14 +230,16 @@ class _Plan:
         )
 
 
-def _system(bench: Bench, num_tokens: int, count: int, seed: int, bar: Callable[[], None]) -> System:
+def _system(bench: Bench, num_tokens: int, count: int, seed: int, bar: Callable[[], None]) -> SystemPromptRun:
     """Requests that share their first tokens, one after the other, so that each may find what the last computed."""
     tokens, maker = plain_token_ids(bench.built, bench.tokenizer), random.Random(seed)
     system = maker.choices(tokens, k=num_tokens)
     requests = [
         BenchRequest([*system, *maker.choices(tokens, k=QUESTION)], greedy(ANSWER)) for _ in range(count)
     ]
-    return System(num_tokens, _served(bench, requests, True, bar, 1), _served(bench, requests, False, bar, 1))
+    return SystemPromptRun(
+        num_tokens, _served(bench, requests, True, bar, 1), _served(bench, requests, False, bar, 1)
+    )
 
 
 def _served(
@@ -136,7 +248,7 @@ def _served(
     cached: bool,
     bar: Callable[[], None],
     at_once: int = CHATS_AT_ONCE,
-) -> Served:
+) -> PrefixRun:
     """`at_once` requests run at any time; without a cache every request has a salt of its own and finds nothing."""
     engine, memory = bench.engine, bench.engine.memory
     memory.reset_prefix_index()
@@ -148,10 +260,10 @@ def _served(
     started = time.perf_counter()
     while todo or engine.has_work:
         while todo and len(begun) < at_once:
-            index, one = todo.pop(0)
+            index, turn = todo.pop(0)
             request_id = f"prefix-{name}-{index}"
             salt = "" if cached else request_id
-            engine.add(Request(request_id, one.prompt_token_ids, one.sampling, cache_salt=salt))
+            engine.add(Request(request_id, turn.prompt_token_ids, turn.sampling, cache_salt=salt))
             begun[request_id] = (time.perf_counter(), False)
         for update in engine.step():
             since, seen = begun[update.request_id]
@@ -162,36 +274,36 @@ def _served(
                 del begun[update.request_id]
                 bar()
     seconds = time.perf_counter() - started
-    found, asked = memory.stats.prefix_hits - hits, memory.stats.prefix_queries - queries
+    num_hits, asked = memory.stats.prefix_hits - hits, memory.stats.prefix_queries - queries
     computed = engine.stats.num_computed_tokens - computed
-    return Served(seconds, found / max(1, asked), sum(firsts) / max(1, len(firsts)), computed)
+    return PrefixRun(seconds, num_hits / max(1, asked), sum(firsts) / max(1, len(firsts)), computed)
 
 
-def _kept(turns: Sequence[ChatTurn], num_blocks: int, bar: Callable[[], None]) -> Kept:
+def _kept(turns: Sequence[ChatTurn], num_blocks: int, bar: Callable[[], None]) -> CacheResult:
     """The trace through scheduler and memory alone, turn by turn: no model, the engine's own prefix index."""
     memory = PagedMemory(num_blocks, BLOCK_SIZE)
     limits = Limits(VOCABULARY, CHAT_CONTEXT + 1, 1, ())
     config = SchedulerConfig(1, 8192, steps_in_flight=0)
     engine = Engine(config, limits, memory, CountingRunner(VOCABULARY, SHARES, 0), 0)
-    for index, one in enumerate(turns):
-        if memory.blocks_for(len(one.prompt_token_ids) + one.num_output_tokens) <= num_blocks:
+    for index, turn in enumerate(turns):
+        if memory.blocks_for(len(turn.prompt_token_ids) + turn.num_output_tokens) <= num_blocks:
             submit(
-                engine, [BenchRequest(one.prompt_token_ids, greedy(one.num_output_tokens))], f"turn-{index}"
+                engine, [BenchRequest(turn.prompt_token_ids, greedy(turn.num_output_tokens))], f"turn-{index}"
             )
             while engine.has_work:
                 engine.step()
         bar()
     engine.check_integrity()
-    return Kept(num_blocks, memory.stats.prefix_hits / max(1, memory.stats.prefix_queries))
+    return CacheResult(num_blocks, memory.stats.prefix_hits / max(1, memory.stats.prefix_queries))
 
 
 def _finding(
     setup: Setup,
-    systems: list[System],
+    systems: list[SystemPromptRun],
     turns: ChatTrace,
-    chats: tuple[Served, Served],
+    chats: tuple[PrefixRun, PrefixRun],
     replay: ChatTrace,
-    kept: list[Kept],
+    kept: list[CacheResult],
     words: str,
 ) -> Finding:
     longest, (on, off) = systems[-1], chats
@@ -212,12 +324,12 @@ def _finding(
     results = {
         "systems": [
             {
-                "system_tokens": one.num_tokens,
-                "speedup": one.speedup,
-                "on": _record(one.on),
-                "off": _record(one.off),
+                "system_tokens": run.num_tokens,
+                "speedup": run.speedup,
+                "on": _record(run.on),
+                "off": _record(run.off),
             }
-            for one in systems
+            for run in systems
         ],
         "chats": {
             "num_turns": len(turns.turns),
@@ -228,13 +340,13 @@ def _finding(
         "replay": {
             "num_turns": len(replay.turns),
             "repeated_share": replay.repeated_share,
-            "pools": [{"num_blocks": one.num_blocks, "hit_rate": one.hit_rate} for one in kept],
+            "pools": [{"num_blocks": result.num_blocks, "hit_rate": result.hit_rate} for result in kept],
         },
     }
     checks = [
         Check(
             "the longer the shared prompt, the fewer of all tokens are computed",
-            ", ".join(f"{one.num_tokens}: {100 * one.computed_share:.0f} %" for one in systems),
+            ", ".join(f"{run.num_tokens}: {100 * run.computed_share:.0f} %" for run in systems),
             systems[-1].computed_share <= systems[0].computed_share,
         ),
         Check(
@@ -262,11 +374,11 @@ def _finding(
     )  # fmt: skip
 
 
-def off_on(system: System) -> float:
+def off_on(system: SystemPromptRun) -> float:
     return system.off.first_token / system.on.first_token
 
 
-def _record(one: Served) -> dict[str, float]:
+def _record(one: PrefixRun) -> dict[str, float]:
     return {
         "seconds": one.seconds,
         "hit_rate": one.hit_rate,
@@ -275,9 +387,11 @@ def _record(one: Served) -> dict[str, float]:
     }
 
 
-def _system_table(systems: list[System], num_turns: int, chats: tuple[Served, Served]) -> Table:
+def _system_table(
+    systems: list[SystemPromptRun], num_turns: int, chats: tuple[PrefixRun, PrefixRun]
+) -> Table:
     on, off = chats
-    lines = [(f"system prompt of {one.num_tokens} tokens", one.on, one.off) for one in systems]
+    lines = [(f"system prompt of {run.num_tokens} tokens", run.on, run.off) for run in systems]
     lines.append((f"{num_turns} turns of chats", on, off))
     rows = [
         [
@@ -307,7 +421,7 @@ def _system_table(systems: list[System], num_turns: int, chats: tuple[Served, Se
     return Table("On the model, prefix cache on and off", head, rows)
 
 
-def _pool_table(kept: list[Kept]) -> Table:
+def _pool_table(kept: list[CacheResult]) -> Table:
     rows = [
         [f"{one.num_blocks:,}", f"{one.num_blocks * BLOCK_SIZE:,}", f"{100 * one.hit_rate:.1f}"]
         for one in kept
@@ -315,28 +429,31 @@ def _pool_table(kept: list[Kept]) -> Table:
     return Table("Chats and the pool's size", ["blocks", "tokens", "found, % of prompt tokens"], rows, left=0)
 
 
-def _draw(figure: Any, systems: list[System], kept: list[Kept], replay: ChatTrace) -> None:
+def _draw(figure: Any, systems: list[SystemPromptRun], kept: list[CacheResult], replay: ChatTrace) -> None:
     left, middle, right = figure.subplots(1, 3)
     places = range(len(systems))
-    names = [str(one.num_tokens) for one in systems]
+    names = [str(run.num_tokens) for run in systems]
     for series, (words, times) in enumerate(
         (
-            ("cache on", [1e3 * one.on.first_token for one in systems]),
-            ("cache off", [1e3 * one.off.first_token for one in systems]),
+            ("cache on", [1e3 * run.on.first_token for run in systems]),
+            ("cache off", [1e3 * run.off.first_token for run in systems]),
         )
     ):
         left.bar([i + 0.4 * series for i in places], times, 0.38, label=words, **bar_style(series))
     left.set_xticks([i + 0.2 for i in places], names)
     left.set(title="time to first token", xlabel="tokens of system prompt", ylabel="milliseconds")
     left.legend(loc="best")
-    middle.bar(places, [one.speedup for one in systems], 0.6, **bar_style(2))
+    middle.bar(places, [run.speedup for run in systems], 0.6, **bar_style(2))
     middle.set_xticks(list(places), names)
     middle.axhline(1, color=GREY, linewidth=0.9)
     middle.set(title="speed-up of whole requests", xlabel="tokens of system prompt", ylabel="times as fast")
     for axis in (left, middle):
         axis.grid(axis="x", visible=False)
     right.plot(
-        [one.num_blocks for one in kept], [100 * one.hit_rate for one in kept], label="found", **line_style(0)
+        [result.num_blocks for result in kept],
+        [100 * result.hit_rate for result in kept],
+        label="found",
+        **line_style(0),
     )
     right.axhline(
         100 * replay.repeated_share, color=GREY, linewidth=1, linestyle="--", label="repeats in the trace"

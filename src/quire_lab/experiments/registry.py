@@ -5,7 +5,7 @@ import importlib
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire_lab.experiments.experiment import Experiment
+from quire_lab.report.experiment import Experiment
 
 
 class Listed(NamedTuple):

@@ -12,9 +12,9 @@ from quire.bench.figure import GREY, Picture, line_style, look, plain_log
 from quire.bench.machine import cpu_read_rate
 from quire.bench.table import in_bytes
 from quire.models.weight_shape import WeightShape, weight_shape
-from quire_lab.experiments.engines import in_words, opened, prompt_rate, step_seconds, warm_up
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.experiments.fits import Line, fit_line
+from quire_lab.measure.engines import in_words, opened, prompt_rate, step_seconds, warm_up
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.regression import Line, fit_line
 
 CONTEXT = 32  # tokens of each sequence: short, so that weights are nearly all that a step reads
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -48,7 +48,7 @@ def run(setup: Setup) -> Finding:
         warm_up(bench)
         report = bench.built.report
         weights = weight_shape(bench.built.model, report.precision.format)
-        # a batch's prompts are computed before it is timed: so many that they take no longer than its steps
+        # a batch's prompts are computed before it is timed: as many as take no longer than its steps
         prompts = prompt_rate(bench) * setup.pick(1.0, 6.0, 20.0) / CONTEXT
         most = min(setup.pick(8, 256, 512), report.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
         batches = [n for n in BATCHES if n <= min(most, max(8, prompts))]
@@ -66,9 +66,9 @@ def run(setup: Setup) -> Finding:
                     times[count] += step_seconds(bench, count, CONTEXT, num_steps)
                     bar()
         machine = Machine(read_rate, compute_rate)
-        found = [Decoded(count, min(seconds)) for count, seconds in times.items()]
+        decoded = [Decoded(count, min(seconds)) for count, seconds in times.items()]
         words = in_words(bench)
-    return _finding(setup, machine, weights, found, words)
+    return _finding(setup, machine, weights, decoded, words)
 
 
 def _read_rate(bench: Bench) -> float:
@@ -109,19 +109,19 @@ def _best(work: Callable[[], object], device: torch.device, seconds: float = 0.4
 
 
 def _finding(
-    setup: Setup, machine: Machine, weights: WeightShape, found: list[Decoded], words: str
+    setup: Setup, machine: Machine, weights: WeightShape, decoded: list[Decoded], words: str
 ) -> Finding:
-    counts = [one.num_sequences for one in found]
-    seconds = [one.seconds for one in found]
+    counts = [point.num_sequences for point in decoded]
+    seconds = [point.seconds for point in decoded]
     line = fit_line(counts, seconds, [1 / value for value in seconds])
     measured_knee = line.intercept / line.slope if line.slope > 0 else None  # None: beyond what was measured
     reading, computing = machine.step_floor(weights, 1)
     ideal_knee = reading / computing
-    best = max(found, key=lambda one: one.tokens_per_second)
+    best = max(decoded, key=lambda point: point.tokens_per_second)
     free, bound = _knee_in_words(measured_knee, counts[-1])
     take_away = (
         f"{bound}: one sequence gets "
-        f"{found[0].tokens_per_second:.0f} tokens/s, {best.num_sequences} together get "
+        f"{decoded[0].tokens_per_second:.0f} tokens/s, {best.num_sequences} together get "
         f"{best.tokens_per_second:,.0f}. From {in_bytes(machine.read_rate)}/s and "
         f"{machine.compute_rate / 1e9:,.0f} GOP/s alone it would be {ideal_knee:.0f}."
     )
@@ -137,35 +137,38 @@ def _finding(
         "fit_r_squared": line.r_squared,
         "steps": [
             {
-                "num_sequences": one.num_sequences,
-                "seconds": one.seconds,
-                "tokens_per_second": one.tokens_per_second,
+                "num_sequences": point.num_sequences,
+                "seconds": point.seconds,
+                "tokens_per_second": point.tokens_per_second,
             }
-            for one in found
+            for point in decoded
         ],
     }
     picture = Picture(
         "roofline",
         "What bounds decoding",
         f"{free} a larger batch is nearly free: its weights are read anyway.",
-        lambda figure: _draw(figure, machine, weights, found, line, measured_knee),
+        lambda figure: _draw(figure, machine, weights, decoded, line, measured_knee),
     )
-    share = reading / found[0].seconds
+    share = reading / decoded[0].seconds
     checks = [
         Check(
             "no step is faster than the machine's own rates allow",
             f"one sequence reaches {100 * share:.0f} % of the reading floor",
-            all(one.seconds > 0.8 * max(machine.step_floor(weights, one.num_sequences)) for one in found),
+            all(
+                point.seconds > 0.8 * max(machine.step_floor(weights, point.num_sequences))
+                for point in decoded
+            ),
         ),
         Check(
             "more sequences give more tokens a second",
-            f"{best.tokens_per_second / found[0].tokens_per_second:.1f} ×",
+            f"{best.tokens_per_second / decoded[0].tokens_per_second:.1f} ×",
             best.num_sequences > 1,
         ),
     ]
     return Finding(
         take_away,
-        [_table(machine, weights, found)],
+        [_table(machine, weights, decoded)],
         [picture],
         results,
         {"seed": setup.seed, "context": CONTEXT, "batches": counts, "model": words},
@@ -195,35 +198,40 @@ def _knee_in_words(knee: float | None, largest: int) -> tuple[str, str]:
     )
 
 
-def _table(machine: Machine, weights: WeightShape, found: list[Decoded]) -> Table:
+def _table(machine: Machine, weights: WeightShape, decoded: list[Decoded]) -> Table:
     rows = []
-    for one in found:
-        reading, computing = machine.step_floor(weights, one.num_sequences)
+    for point in decoded:
+        reading, computing = machine.step_floor(weights, point.num_sequences)
         rows.append([
-            f"{one.num_sequences}",
-            f"{1e3 * one.seconds:.1f}",
+            f"{point.num_sequences}",
+            f"{1e3 * point.seconds:.1f}",
             f"{1e3 * reading:.1f}",
             f"{1e3 * computing:.1f}",
             "reading" if reading > computing else "computing",
-            f"{one.tokens_per_second:,.0f}",
+            f"{point.tokens_per_second:,.0f}",
         ])  # fmt: skip
     head = ["sequences", "a step, ms", "to read, ms", "to compute, ms", "the higher floor", "tokens/s"]
     return Table("Decode steps and their floors", head, rows, left=0)
 
 
 def _draw(
-    figure: Any, machine: Machine, weights: WeightShape, found: list[Decoded], line: Line, knee: float | None
+    figure: Any,
+    machine: Machine,
+    weights: WeightShape,
+    decoded: list[Decoded],
+    line: Line,
+    knee: float | None,
 ) -> None:
     left, right = figure.subplots(1, 2)
-    counts = [one.num_sequences for one in found]
+    counts = [point.num_sequences for point in decoded]
     floors = [machine.step_floor(weights, count) for count in counts]
-    left.plot(counts, [one.tokens_per_second for one in found], label="measured", **line_style(0))
-    for series, place, words in ((1, 0, "bound of reading weights"), (2, 1, "bound of computing")):
+    left.plot(counts, [point.tokens_per_second for point in decoded], label="measured", **line_style(0))
+    for series, column, words in ((1, 0, "bound of reading weights"), (2, 1, "bound of computing")):
         style = {**line_style(series), "marker": ""}
         left.plot(
-            counts, [n / floor[place] for n, floor in zip(counts, floors, strict=True)], label=words, **style
+            counts, [n / floor[column] for n, floor in zip(counts, floors, strict=True)], label=words, **style
         )
-    right.plot(counts, [1e3 * one.seconds for one in found], label="measured", **line_style(0))
+    right.plot(counts, [1e3 * point.seconds for point in decoded], label="measured", **line_style(0))
     right.plot(
         counts,
         [1e3 * line.at(n) for n in counts],

@@ -3,9 +3,18 @@
 from typing import Any
 
 from quire.bench.figure import Picture, bar_style, look
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.sharing import BLOCK_SIZE, CONTEXT, PAPER, SHARES, WIDTHS, Saving, Workload, measure_saving
-from quire_lab.sharing_report import METHODS
+from quire_lab.measure.sharing import (
+    BLOCK_SIZE,
+    CONTEXT,
+    METHODS,
+    PAPER,
+    SHARES,
+    WIDTHS,
+    Saving,
+    SharingWorkload,
+    measure_saving,
+)
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
 NAMES = ("alpaca", "sharegpt")
 
@@ -13,7 +22,7 @@ NAMES = ("alpaca", "sharegpt")
 def run(setup: Setup) -> Finding:
     count = setup.pick(4, 60, 400)
     drawn = {name: setup.data.lengths(name, count, setup.seed) for name in NAMES}
-    workloads = [Workload(name, one.source, one.lengths) for name, one in drawn.items()]
+    workloads = [SharingWorkload(name, sampled.source, sampled.lengths) for name, sampled in drawn.items()]
     savings = []
     with setup.progress(len(NAMES) * count * len(METHODS) * len(WIDTHS), "req") as bar:
         for workload in workloads:
@@ -21,7 +30,7 @@ def run(setup: Setup) -> Finding:
                 for width in WIDTHS:
                     bar.note(f"{workload.name}, {words}, {width}")
                     savings.append(measure_saving(workload, method, width, setup.seed, bar))
-    best = max(savings, key=lambda one: one.percent)
+    best = max(savings, key=lambda saving: saving.percent)
     take_away = (
         f"Sharing saves up to {best.percent:.0f} % of the KV blocks ({METHODS[best.method]} with {best.width} "
         f"sequences on {best.workload} lengths): the more of a request its sequences have in common, the more."
@@ -37,18 +46,18 @@ def run(setup: Setup) -> Finding:
                 lambda figure: _draw(figure, savings),
             )
         ],
-        {"savings": [_record(one) for one in savings]},
+        {"savings": [_record(saving) for saving in savings]},
         {
             "seed": setup.seed,
             "num_requests": count,
             "block_size": BLOCK_SIZE,
             "context": CONTEXT,
             "shares": SHARES,
-            "lengths": {name: one.source for name, one in drawn.items()},
+            "lengths": {name: sampled.source for name, sampled in drawn.items()},
         },
         _checks(savings),
         (
-            *(one.source for one in drawn.values()),
+            *(sampled.source for sampled in drawn.values()),
             "saved: blocks saved by sharing over blocks without it, summed over all steps; scheduler and memory are "
             "the engine's own, tokens are random, beams branch as often as the built-in model's do on prose",
             "the paper's ranges: Figure 15 of “Efficient Memory Management for Large Language Model Serving with "
@@ -72,16 +81,16 @@ def _one_line(savings: list[Saving]) -> str:
 
 def _table(savings: list[Saving]) -> Table:
     rows = []
-    for one in savings:
-        low, high = PAPER[one.workload, one.method]
+    for saving in savings:
+        low, high = PAPER[saving.workload, saving.method]
         rows.append(
             [
-                one.workload,
-                METHODS[one.method],
-                str(one.width),
-                f"{one.percent:.1f}",
+                saving.workload,
+                METHODS[saving.method],
+                str(saving.width),
+                f"{saving.percent:.1f}",
                 f"{low:.0f}–{high:.0f}",
-                str(one.copies),
+                str(saving.copies),
             ]
         )
     head = [
@@ -96,32 +105,38 @@ def _table(savings: list[Saving]) -> Table:
 
 
 def _checks(savings: list[Saving]) -> list[Check]:
-    found = []
+    checks = []
     for (workload, method), (low, high) in PAPER.items():
-        percents = [one.percent for one in savings if (one.workload, one.method) == (workload, method)]
-        found.append(
+        percents = [
+            saving.percent for saving in savings if (saving.workload, saving.method) == (workload, method)
+        ]
+        checks.append(
             Check(
                 f"{METHODS[method]} on {workload}-like lengths is within 10 points of {low:.0f}–{high:.0f} %",
                 f"{min(percents):.1f}–{max(percents):.1f} %",
                 low - 10 <= min(percents) and max(percents) <= high + 10,
             )
         )
-    return found
+    return checks
 
 
 def _draw(figure: Any, savings: list[Saving]) -> None:
     axes = figure.subplots(1, len(METHODS), sharey=True)
-    names = list(dict.fromkeys(one.workload for one in savings))
+    names = list(dict.fromkeys(saving.workload for saving in savings))
     for axis, (method, words) in zip(axes, METHODS.items(), strict=True):
-        for place, name in enumerate(names):
-            found = [one for one in savings if (one.workload, one.method) == (name, method)]
+        for index, name in enumerate(names):
+            of_method = [saving for saving in savings if (saving.workload, saving.method) == (name, method)]
             low, high = PAPER[name, method]
             axis.axhspan(
-                low, high, color=look(place).color, alpha=0.13, zorder=0, label=f"{name}, the paper's range"
+                low, high, color=look(index).color, alpha=0.13, zorder=0, label=f"{name}, the paper's range"
             )
-            places = [WIDTHS.index(one.width) + 0.38 * place for one in found]
+            places = [WIDTHS.index(saving.width) + 0.38 * index for saving in of_method]
             bars = axis.bar(
-                places, [one.percent for one in found], 0.36, label=f"{name}, measured", **bar_style(place)
+                places,
+                [saving.percent for saving in of_method],
+                0.36,
+                label=f"{name}, measured",
+                **bar_style(index),
             )
             axis.bar_label(bars, fmt="%.0f", fontsize=8)
         axis.set_xticks([i + 0.19 * (len(names) - 1) for i in range(len(WIDTHS))], [str(w) for w in WIDTHS])

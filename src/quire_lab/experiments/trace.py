@@ -9,10 +9,10 @@ from typing import Any
 from quire.bench.arrivals import arrival_times, read_trace, replayed
 from quire.bench.figure import GREY, Picture, line_style, plain_log
 from quire.bench.lengths import Lengths, LogNormal
-from quire_lab.experiments.data import DataFolder
-from quire_lab.experiments.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.experiments.simulated import basis, build_simulated, side_by_side, simulated_settings
-from quire_lab.replay import Arrival, Replay, Served
+from quire_lab.measure.replay import Arrival, Replay, ReplayedRequest
+from quire_lab.measure.simulated_runs import basis, build_simulated, side_by_side, simulated_settings
+from quire_lab.report.data import DataFolder
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 
 BASE: dict[str, Any] = {
     "model": "llama-8b",
@@ -35,7 +35,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TraceJob:
     settings: Mapping[str, Any]
     arrivals: Sequence[Arrival]
     speed: float
@@ -63,7 +63,7 @@ def run(setup: Setup) -> Finding:
     settings = simulated_settings(setup, BASE)
     trace = load_trace(setup.data, setup.pick(200, 2000, 20000), setup.seed)
     speeds = setup.pick(SPEEDS[1::3], SPEEDS, SPEEDS)
-    jobs = [Job(settings, trace.arrivals, speed) for speed in speeds]
+    jobs = [TraceJob(settings, trace.arrivals, speed) for speed in speeds]
     with setup.progress(len(jobs), "speeds") as bar:
         levels = side_by_side(setup, hold, jobs, bar)
     return _finding(setup, settings, trace, levels)
@@ -91,35 +91,35 @@ def load_trace(data: DataFolder, count: int, seed: int) -> Trace:
     return Trace(arrivals, words, True)
 
 
-def hold(job: Job) -> Level:
-    arrivals = [Arrival(one.at / job.speed, one.lengths) for one in job.arrivals]
-    found = Replay(build_simulated(job.settings), arrivals).run()
-    total = max(1, len(found.served) + found.num_refused)
+def hold(job: TraceJob) -> Level:
+    arrivals = [Arrival(arrival.at / job.speed, arrival.lengths) for arrival in job.arrivals]
+    replay = Replay(build_simulated(job.settings), arrivals).run()
+    total = max(1, len(replay.served) + replay.num_refused)
 
-    def share(good: Sequence[Served]) -> float:
+    def share(good: Sequence[ReplayedRequest]) -> float:
         return len(good) / total
 
-    in_time = [one for one in found.served if one.time_to_first <= FIRST_TOKEN]
-    fluent = [one for one in found.served if one.per_token <= PER_TOKEN]
+    in_time = [request for request in replay.served if request.time_to_first <= FIRST_TOKEN]
+    fluent = [request for request in replay.served if request.per_token <= PER_TOKEN]
     return Level(
         speed=job.speed,
         rate=len(arrivals) / max(arrivals[-1].at, 1e-9),
-        first_median=found.percentile(lambda one: one.time_to_first, 50),
-        first_p99=found.percentile(lambda one: one.time_to_first, 99),
-        per_token_median=found.percentile(lambda one: one.per_token, 50),
-        per_token_p99=found.percentile(lambda one: one.per_token, 99),
+        first_median=replay.percentile(lambda request: request.time_to_first, 50),
+        first_p99=replay.percentile(lambda request: request.time_to_first, 99),
+        per_token_median=replay.percentile(lambda request: request.per_token, 50),
+        per_token_p99=replay.percentile(lambda request: request.per_token, 99),
         first_held=share(in_time),
         per_token_held=share(fluent),
-        held=share([one for one in in_time if one.per_token <= PER_TOKEN]),
-        output_rate=found.output_rate,
-        num_preemptions=found.num_preemptions,
-        num_refused=found.num_refused,
+        held=share([request for request in in_time if request.per_token <= PER_TOKEN]),
+        output_rate=replay.output_rate,
+        num_preemptions=replay.num_preemptions,
+        num_refused=replay.num_refused,
     )
 
 
 def _finding(setup: Setup, settings: Mapping[str, Any], trace: Trace, levels: list[Level]) -> Finding:
-    good = [one for one in levels if one.held >= WANTED]
-    best = max(good, key=lambda one: one.speed, default=None)
+    good = [level for level in levels if level.held >= WANTED]
+    best = max(good, key=lambda level: level.speed, default=None)
     name = str(settings["model"])
     what = f"a first token within {FIRST_TOKEN:g} s and {1e3 * PER_TOKEN:g} ms per token"
     if best is None:
@@ -145,7 +145,7 @@ def _finding(setup: Setup, settings: Mapping[str, Any], trace: Trace, levels: li
             )
         ],
         {
-            "levels": [asdict(one) for one in levels],
+            "levels": [asdict(level) for level in levels],
             "targets": {"first_token": FIRST_TOKEN, "per_token": PER_TOKEN, "share": WANTED},
             "is_real_trace": trace.is_real,
         },
@@ -153,7 +153,7 @@ def _finding(setup: Setup, settings: Mapping[str, Any], trace: Trace, levels: li
         [
             Check(
                 "the faster the trace, the fewer are served in time",
-                " ≥ ".join(f"{one.held:.0%}" for one in levels),
+                " ≥ ".join(f"{level.held:.0%}" for level in levels),
                 falling,
             )
         ],
@@ -169,18 +169,18 @@ def _finding(setup: Setup, settings: Mapping[str, Any], trace: Trace, levels: li
 def _table(levels: list[Level]) -> Table:
     rows = [
         [
-            f"{one.speed:g} ×",
-            f"{one.rate:.1f}",
-            f"{one.first_median:.2f}",
-            f"{one.first_p99:.2f}",
-            f"{1e3 * one.per_token_median:.1f}",
-            f"{1e3 * one.per_token_p99:.1f}",
-            f"{one.held:.1%}",
-            f"{one.output_rate:,.0f}",
-            f"{one.num_preemptions:,}",
-            f"{one.num_refused:,}",
+            f"{level.speed:g} ×",
+            f"{level.rate:.1f}",
+            f"{level.first_median:.2f}",
+            f"{level.first_p99:.2f}",
+            f"{1e3 * level.per_token_median:.1f}",
+            f"{1e3 * level.per_token_p99:.1f}",
+            f"{level.held:.1%}",
+            f"{level.output_rate:,.0f}",
+            f"{level.num_preemptions:,}",
+            f"{level.num_refused:,}",
         ]
-        for one in levels
+        for level in levels
     ]
     head = [
         *("speed", "requests/s", "first token, s", "p99", "per token, ms", "p99", "held", "tokens/s"),
@@ -191,20 +191,20 @@ def _table(levels: list[Level]) -> Table:
 
 def _draw(figure: Any, levels: list[Level]) -> None:
     left, right = figure.subplots(1, 2)
-    speeds = [one.speed for one in levels]
-    for place, (words, values) in enumerate(
+    speeds = [level.speed for level in levels]
+    for index, (words, values) in enumerate(
         (
-            ("both targets", [one.held for one in levels]),
-            ("first token", [one.first_held for one in levels]),
-            ("per token", [one.per_token_held for one in levels]),
+            ("both targets", [level.held for level in levels]),
+            ("first token", [level.first_held for level in levels]),
+            ("per token", [level.per_token_held for level in levels]),
         )
     ):
-        left.plot(speeds, [100 * value for value in values], label=words, **line_style(place))
+        left.plot(speeds, [100 * value for value in values], label=words, **line_style(index))
     left.axhline(100 * WANTED, color=GREY, linewidth=0.8, linestyle=":")
     left.set(title="served in time", xlabel="speed of the trace, ×", ylabel="% of requests", ylim=(0, 103))
     left.legend(loc="best")
-    right.plot(speeds, [one.first_p99 for one in levels], label="first token, p99", **line_style(1))
-    right.plot(speeds, [one.first_median for one in levels], label="first token, median", **line_style(0))
+    right.plot(speeds, [level.first_p99 for level in levels], label="first token, p99", **line_style(1))
+    right.plot(speeds, [level.first_median for level in levels], label="first token, median", **line_style(0))
     right.axhline(FIRST_TOKEN, color=GREY, linewidth=0.8, linestyle=":")
     right.set(title="time to the first token", xlabel="speed of the trace, ×", ylabel="seconds")
     plain_log(right, "y")

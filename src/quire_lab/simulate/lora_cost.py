@@ -5,7 +5,7 @@
     merged:  nothing for rows; a switch reads and writes the touched weights twice, and waits for A and B over the link
 
 A and B are read once for each different adapter of the step, products and activations counted for each token. The four
-factors are fitted to the kernels alone (benchmarks/lora_fit.py); the other terms are assumed.
+factors are fitted to the kernels alone (quire_lab.benchmarks.lora_fit); the other terms are assumed.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from quire_lab.experiments.data import DataFolder
-from quire_lab.experiments.experiment import Setup, Size
+from quire_lab.report.data import DataFolder
+from quire_lab.report.experiment import Setup, Size
 from tests.cli.conftest import write_model
 from tests.conftest import shared_path
 

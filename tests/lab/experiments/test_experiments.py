@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 
 from quire.bench.lengths import Lengths
-from quire_lab.experiments.batching_timeline import POLICIES, draw_timelines
-from quire_lab.experiments.prefix_trace import Scale, chat_trace
+from quire_lab.experiments.batching import POLICIES, draw_timelines
+from quire_lab.experiments.prefix import Scale, chat_trace
 from quire_lab.experiments.registry import find
-from quire_lab.experiments.report import write_finding
-from quire_lab.experiments.waste_run import spend
-from quire_lab.experiments.waste_tables import table_stages
+from quire_lab.experiments.waste import spend, table_stages
+from quire_lab.report.files import write_finding
 
 pytest.importorskip("matplotlib")
 

@@ -8,11 +8,11 @@ import pytest
 
 from quire.bench.lengths import Lengths
 from quire_lab.experiments import adapters, adapters_simulated, batched, characterize, rate, trace
-from quire_lab.experiments.characterize_grid import INPUT, Cell, Job, Measured, cells, gains, measure
-from quire_lab.experiments.experiment import Size
-from quire_lab.experiments.rate_curves import Curve
-from quire_lab.experiments.report import write_finding
-from quire_lab.experiments.simulated import PAPER, Point, Workload
+from quire_lab.experiments.characterize import INPUT, GridCell, GridJob, GridResult, cells, gains, measure
+from quire_lab.experiments.rate import Curve
+from quire_lab.measure.simulated_runs import PAPER, Point, Workload
+from quire_lab.report.experiment import Size
+from quire_lab.report.files import write_finding
 
 pytest.importorskip("matplotlib")
 WORKLOADS = [
@@ -74,7 +74,7 @@ def test_rate_says_whether_the_order_held(setup, tmp_path, held):
 def test_characterize_names_what_does_not_fit(setup, tmp_path):
     worth = {"paged": 8.0, "unpaged": 4.0, "dynamic": 2.0, "none": 1.0}
     found = [
-        Measured(
+        GridResult(
             cell,
             100 * worth[cell.batching],
             0.1,
@@ -99,8 +99,8 @@ def test_characterize_gives_paged_and_reserved_memory_the_same_bytes():
     """Two requests of 2,048 reserved positions fill 256 blocks of 16, where six of the tokens themselves fit."""
     paged, unpaged = (
         measure(
-            Job(
-                Cell("blocks", "opt-6.7b", "simulated:a100-40g", batching, 64, math.inf, 256),
+            GridJob(
+                GridCell("blocks", "opt-6.7b", "simulated:a100-40g", batching, 64, math.inf, 256),
                 characterize.BASE,
                 12,
                 0,
@@ -144,8 +144,8 @@ def test_adapters_set_their_ratios_beside_the_published_ones(setup, tmp_path, mo
 
 
 def test_a_simulated_run_with_adapters_serves_all_and_says_how():
-    case = adapters_simulated.Case("unified", 100, adapters_simulated.MIXED)
-    one = adapters_simulated.simulate(adapters_simulated.Job(case, adapters_simulated.BASE, 12, 0))
+    case = adapters_simulated.SimulatedCase("unified", 100, adapters_simulated.MIXED)
+    one = adapters_simulated.simulate(adapters_simulated.SimulatedJob(case, adapters_simulated.BASE, 12, 0))
     assert one.attained == 1.0
     assert one.loads > 1
     assert one.requests_per_second > 0.0

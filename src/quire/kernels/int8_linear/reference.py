@@ -23,7 +23,7 @@ def mix(x: Tensor) -> Tensor:
 
     Weights and activations are mixed alike, and the matrix is orthogonal, so dot products do not change. But an
     outlier is spread over its block instead of taking the precision of every other column
-    (benchmarks/perplexity.py shows what is left of it).
+    (quire_lab.benchmarks.perplexity shows what is left of it).
     """
     full = x.shape[1] // MIXED * MIXED
     blocks = x[:, :full].reshape(-1, MIXED)

@@ -1,0 +1,1 @@
+"""Research benchmarks and GPU measurements: `python -m quire_lab.benchmarks.NAME --help`."""

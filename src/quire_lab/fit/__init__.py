@@ -1,0 +1,1 @@
+"""The cost model of simulated devices, fitted to measured steps."""

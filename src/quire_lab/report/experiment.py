@@ -1,0 +1,94 @@
+"""What an experiment is given, and what it hands back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+from quire.bench.figure import Picture
+from quire_lab.report.data import DataFolder
+
+T = TypeVar("T")
+
+
+class Size(Enum):
+    """How much of it: a look, a figure to read, a figure to publish."""
+
+    QUICK = "quick"
+    NORMAL = "normal"
+    THOROUGH = "thorough"
+
+
+class Bar(Protocol):
+    """One experiment's progress; `note` says what is being measured now."""
+
+    def __call__(self, count: int = 1) -> None: ...
+
+    def note(self, what: str) -> None: ...
+
+
+class Progress(Protocol):
+    """Opens a bar that ends at `total` of `unit`."""
+
+    def __call__(self, total: int, unit: str) -> AbstractContextManager[Bar]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that an experiment may depend on besides the machine."""
+
+    size: Size
+    seed: int
+    engine: Mapping[str, Any]  # engine settings that the user gave, as `EngineConfig.of` takes them
+    data: DataFolder
+    progress: Progress
+    price_per_hour: float  # of this machine, in `currency`
+    currency: str = "$"
+
+    def pick(self, quick: T, normal: T, thorough: T) -> T:
+        """What belongs to the size that was asked for."""
+        return {Size.QUICK: quick, Size.NORMAL: normal, Size.THOROUGH: thorough}[self.size]
+
+    def fitted(self, seconds_each: float, low: int, high: int) -> int:
+        """How many things of this duration fit the size's share of time, within [low, high]."""
+        seconds = self.pick(2.0, 30.0, 240.0)
+        return max(low, min(high, int(seconds / max(seconds_each, 1e-9))))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    title: str
+    head: Sequence[str]  # with units
+    rows: Sequence[Sequence[str]]
+    left: int = 1  # leading columns that hold words; the others hold numbers, flush right
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A claim that the experiment puts to the test, and how it came out."""
+
+    claim: str
+    measured: str
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one experiment found here. Every number in it comes from this run."""
+
+    take_away: str  # one or two sentences with the numbers that matter
+    tables: Sequence[Table]
+    pictures: Sequence[Picture]
+    results: Mapping[str, Any]  # for programs
+    settings: Mapping[str, Any]  # what has to be repeated for the same results
+    checks: Sequence[Check] = field(default_factory=tuple)
+    notes: Sequence[str] = field(default_factory=tuple)  # where numbers come from, what is left out
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    name: str
+    title: str
+    question: str  # what it answers, for people who have not met it
+    run: Callable[[Setup], Finding]
