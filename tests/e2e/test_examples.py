@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire.weights.builtin_encoder import builtin_encoder_folder
 
 from quire.core.errors import WeightsError
+from quire.weights.builtin import builtin_encoder_folder
 from tests.server.running import RunningServer
 
 ROOT = Path(__file__).resolve().parents[2]

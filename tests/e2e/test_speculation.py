@@ -85,7 +85,7 @@ def test_answers_are_the_same_bit_for_bit_whichever_branch_is_followed(plain: li
         for (text, _), result in zip(ASKED, plain, strict=True)
         for index, answer in enumerate(result)
     }
-    proposer = SyntheticProposer(answers, 49152, agreement=0.4, rescue=0.9)
+    proposer = SyntheticProposer(answers, 49152, acceptance_rate=0.4, branch_acceptance=0.9)
     speculative = {"method": "ngram", "adaptive": False, "num_speculative_tokens": 4, "tree_width": 3}
     assert _answers(proposer, num_blocks=400, speculative_config=speculative) == plain
 

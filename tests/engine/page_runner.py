@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from quire.core.draft import ROOT, Draft
 from quire.core.errors import DeviceMemoryFull
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.core.step import BeamCandidates, BeamSet, HostTransfers, RowStart, Step, StepResult
 from quire.speculate.acceptance import accepted_nodes
 

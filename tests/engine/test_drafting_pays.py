@@ -2,8 +2,7 @@
 
 import pytest
 
-from quire.core.ints import ints
-from quire.core.request import Request, Sequence
+from quire.core.request import Request, Sequence, ints
 from quire.core.sampling import SamplingParams
 from quire.core.speculation import SpeculativeConfig
 from quire.engine.speculation import Speculation
@@ -23,7 +22,7 @@ def speculation(proposer) -> Speculation:
 
 @pytest.mark.parametrize("num_running", [1, 4, 16])
 def test_a_model_s_drafts_are_waited_for_where_tokens_are_cheap(num_running: int) -> None:
-    drafting = speculation(RandomProposer(agreement=0.7))
+    drafting = speculation(RandomProposer(acceptance_rate=0.7))
     for num_tokens in (1, 4, 16, 96) * 2:
         drafting._costs.note(num_tokens, 1.0)
     running = [sequence(i, list(range(9, 14 + i))) for i in range(num_running)]

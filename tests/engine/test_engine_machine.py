@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.core.clock import VirtualClock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import InvalidRequest, QueueFull
 from quire.core.request import Request
@@ -19,6 +18,7 @@ from quire.engine.validation import Limits
 from quire.memory.offload_cache import OffloadCache
 from quire.memory.paged import PagedMemory
 from quire.memory.transfers import PendingTransfers
+from quire_lab.simulate.clock import VirtualClock
 from tests.engine.beam_oracle import expected_beams, token_scores
 from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
 from tests.engine.page_shelf import PageShelf

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from quire.core import laboratory
-from quire.core.clock import VirtualClock
 from quire.core.config import MemoryConfig, SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.engine.policies import make_adapter_admission, make_admission_policy, make_memory
 from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_admission import AdapterAdmission
 from quire.scheduler.admission_policy import AdmissionPolicy
+from quire_lab.simulate.clock import VirtualClock
 
 
 class _NoCopies:

@@ -12,8 +12,7 @@ import torch
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.core.ints import Ints
-from quire.core.request import Request
+from quire.core.request import Ints, Request
 from quire.core.sampling import SamplingParams
 from quire.core.speculation import parse_speculative
 from quire.engine import build as building
@@ -154,7 +153,9 @@ def test_branches_that_are_not_the_first_are_followed(
         for (request_id, index), (tokens, *_) in expected.items()
     }
     assert engine.speculation is not None
-    engine.speculation.propose_with(SyntheticProposer(answers, 97, agreement=0.3, rescue=0.9))
+    engine.speculation.propose_with(
+        SyntheticProposer(answers, 97, acceptance_rate=0.3, branch_acceptance=0.9)
+    )
     assert _answers(engine) == expected
     stats = engine.draft_stats
     if settings.keys() <= {"block_size", "steps_in_flight"}:  # else there is seldom room for several branches

@@ -9,8 +9,7 @@ import pytest
 
 from quire.core.config import SchedulerConfig
 from quire.core.errors import InvalidRequest
-from quire.core.ints import ints
-from quire.core.request import Request
+from quire.core.request import Request, ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import Step, StepResult
 from quire.core.structured import StructuredOutput

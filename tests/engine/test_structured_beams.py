@@ -9,8 +9,7 @@ import torch
 
 from quire import LLM
 from quire.core.config import SchedulerConfig
-from quire.core.ints import ints
-from quire.core.request import Request
+from quire.core.request import Request, ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import BeamCandidates, BeamSet
 from quire.core.structured import StructuredOutput

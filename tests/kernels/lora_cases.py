@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.lora.records import LoraSegments, LoraTables, scales_offset
 from quire.kernels.lora_pack.records import CODES, Places
-from quire.layers.lora import group_lines
+from quire.layers.lora import group_by_adapter
 
 GAP = 16  # elements of nothing between two tiles
 
@@ -74,7 +74,7 @@ def _numbers(count: int, length: int, dtype: torch.dtype, is_a: bool) -> Tensor:
 
 def lora_segments(line_slots: list[int], max_lines: int = 16, unused: int = 0) -> LoraSegments:
     """Segments of these lines, and `unused` more with nothing in them."""
-    grouped = group_lines(np.array(line_slots, np.int32), max_lines)
+    grouped = group_by_adapter(np.array(line_slots, np.int32), max_lines)
     slots = np.append(grouped.slots, np.full(unused, -1, np.int32)).astype(np.int32)
     starts = np.append(grouped.starts, np.full(unused, grouped.starts[-1])).astype(np.int32)
     return LoraSegments(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import BeamSet
 from quire.kernels import registry

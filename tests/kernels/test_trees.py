@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.core.draft import ROOT, ancestors, depths
-from quire.core.ints import Ints, ints
+from quire.core.request import Ints, ints
 from quire.kernels import registry
 from quire.kernels.attention import reference
 from quire.kernels.trees import reference as settling

@@ -4,17 +4,16 @@ from collections import deque
 
 import pytest
 
-from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, SchedulerConfig
 from quire.core.errors import ConfigError
-from quire.core.ints import ints
-from quire.core.request import Request
+from quire.core.request import Request, ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import StepResult
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
 from quire_lab.baselines.timeline import Timeline
+from quire_lab.simulate.clock import VirtualClock
 
 END = 0
 # name: tokens of the prompt, and where its END stands; as in the drawing that everybody knows

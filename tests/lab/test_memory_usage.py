@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from quire.core.clock import VirtualClock
 from quire.core.config import MemoryConfig, SchedulerConfig
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
@@ -12,6 +11,7 @@ from quire.engine.engine import Engine
 from quire.engine.policies import make_memory
 from quire.engine.validation import Limits
 from quire_lab.baselines.memory_usage import MemoryUsageSampler
+from quire_lab.simulate.clock import VirtualClock
 from tests.engine.page_runner import END, VOCABULARY, PageRunner
 
 POOL = 512  # tokens

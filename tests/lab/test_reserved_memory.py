@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.ints import ints
-from quire.core.request import Request, Sequence
+from quire.core.request import Request, Sequence, ints
 from quire.core.sampling import SamplingParams
 from quire.memory.paged import TableDelta
 from quire_lab.baselines.contiguous_pool import Run, RunPool

@@ -7,12 +7,12 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.bench.drive import Bench
 from quire.bench.lengths import Lengths
-from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
 from quire.core.request import Request
 from quire.core.structured import StructuredOutput
 from quire.engine.build import build
+from quire_lab.simulate.clock import VirtualClock
 from quire_lab.simulate.cost_model import CostModel, Factors, ModelNumbers, Rates, StepCounts
 from quire_lab.simulate.devices import device_names, find_device
 

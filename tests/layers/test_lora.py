@@ -16,7 +16,7 @@ from quire.kernels.lora.reference import matrices
 from quire.kernels.tape import Tape
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
-from quire.layers.lora import LoraBatch, LoraSite, group_lines, install_sites, max_segments
+from quire.layers.lora import LoraBatch, LoraSite, group_by_adapter, install_sites, max_segments
 from quire.models.loading import load
 from quire.models.model import Model
 from quire.models.registry import describe
@@ -58,7 +58,7 @@ def random_adapters(
 
 
 def lora_batch(tables: LoraTables, line_slots: Slots, sites: Sequence[LoraSite]) -> LoraBatch:
-    grouped = group_lines(np.array(line_slots, np.int32), 16)
+    grouped = group_by_adapter(np.array(line_slots, np.int32), 16)
     segments = LoraSegments(*map(torch.from_numpy, (grouped.order, grouped.slots, grouped.starts)), 16)
     present = (tables.ranks > 0).any(0).tolist()
     return LoraBatch(tables, segments, sum({1 << site.kind for site in sites if present[site.index]}))
@@ -184,12 +184,12 @@ def test_a_recorded_pass_reads_adapters_anew(tmp_path: Path) -> None:
 
 def test_grouping_keeps_order_and_cuts_long_runs() -> None:
     slots = np.array([2, -1, 0, 2, 2, -1, 2, 0], np.int32)
-    grouped = group_lines(slots, 3)
+    grouped = group_by_adapter(slots, 3)
     assert grouped.slots.tolist() == [0, 2, 2]
     assert grouped.starts.tolist() == [0, 2, 5, 6]
     assert grouped.order.tolist()[:6] == [2, 7, 0, 3, 4, 6]
     assert sorted(grouped.order.tolist()) == list(range(8))
-    nobody = group_lines(np.full(3, -1, np.int32), 16)
+    nobody = group_by_adapter(np.full(3, -1, np.int32), 16)
     assert (nobody.slots.tolist(), nobody.starts.tolist()) == ([], [0])
 
 
@@ -198,7 +198,7 @@ def test_no_batch_has_more_segments_than_promised(seed: int) -> None:
     draw = np.random.default_rng(seed)
     for num_lines in (1, 5, 40, 130):
         slots = draw.integers(-1, 7, num_lines).astype(np.int32)
-        assert len(group_lines(slots, 16).slots) <= max_segments(num_lines, 7, 16)
+        assert len(group_by_adapter(slots, 16).slots) <= max_segments(num_lines, 7, 16)
 
 
 def test_the_kernel_is_chosen_by_device() -> None:

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from quire.core.ints import ints
-from quire.core.request import Request, Sequence
+from quire.core.request import Request, Sequence, ints
 from quire.core.sampling import SamplingParams
 from quire.memory.paged import PagedMemory, TableDelta
 

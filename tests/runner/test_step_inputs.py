@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import RowStart, Step
 from quire.runner.step_inputs import RowSettings, step_inputs, token_inputs

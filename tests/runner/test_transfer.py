@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.core.ints import ints
 from quire.core.layout import BlockLayout
+from quire.core.request import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import HostTransfers, RowStart, Step
 from quire.layers.pool import Pool

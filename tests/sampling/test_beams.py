@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.core.step import BeamSet
 from quire.sampling.beams import best_candidates, candidate_records, normalise
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from quire.adapters.store import AdapterStore, HostLimits
-from quire.core.clock import VirtualClock
 from quire.core.config import SchedulerConfig
 from quire.core.request import FinishReason, Phase, Request
 from quire.core.sampling import SamplingParams
@@ -18,6 +17,7 @@ from quire.scheduler.plan import ScheduledStep, StepPlan
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.running import Branch
 from quire.scheduler.scheduler import Scheduler
+from quire_lab.simulate.clock import VirtualClock
 
 
 def _request(name: str, prompt: range, n: int, max_tokens: int, adapter: str | None = None) -> Request:

@@ -1,20 +1,20 @@
-"""Draft lengths follow agreement and costs, as plain arithmetic."""
+"""Draft lengths follow acceptance_rate and costs, as plain arithmetic."""
 
 from collections.abc import Callable
 
 import pytest
 
 from quire.core.draft import TokenTree
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.scheduler.drafts import trimmed
 from quire.speculate.acceptance import num_accepted
 from quire.speculate.adapt import (
     Shape,
-    agreement_after,
     best_shape,
-    expected_of_tree,
     expected_tokens,
-    rescue_after,
+    expected_tree_tokens,
+    update_acceptance_rate,
+    update_branch_acceptance,
 )
 from quire.speculate.costs import STALE, StepCosts
 
@@ -29,9 +29,11 @@ def steep(num_running: int, shape: Shape) -> float:
     return float(num_running * (1 + shape.num_tokens))
 
 
-def best_length(agreement: float, num_running: int, most: int, seconds: Callable[[int, Shape], float]) -> int:
+def best_length(
+    acceptance_rate: float, num_running: int, most: int, seconds: Callable[[int, Shape], float]
+) -> int:
     """Of a chain."""
-    return best_shape(agreement, 0.0, num_running, Shape(most), most, seconds).length
+    return best_shape(acceptance_rate, 0.0, num_running, Shape(most), most, seconds).length
 
 
 def test_expected_tokens() -> None:
@@ -41,7 +43,7 @@ def test_expected_tokens() -> None:
 
 
 def test_right_drafts_are_long_and_wrong_ones_are_not_made() -> None:
-    lengths = [best_length(agreement, 1, 8, flat) for agreement in (0.0, 0.2, 0.5, 0.8, 1.0)]
+    lengths = [best_length(acceptance_rate, 1, 8, flat) for acceptance_rate in (0.0, 0.2, 0.5, 0.8, 1.0)]
     assert lengths == sorted(lengths)
     assert lengths[0] == 0
     assert lengths[-1] == 8
@@ -70,29 +72,29 @@ def test_a_tree_is_as_wide_as_its_other_branches_are_worth() -> None:
 
 
 def test_expected_tokens_of_a_tree() -> None:
-    assert expected_of_tree(0.5, 0.3, Shape(3)) == expected_tokens(0.5, 3)
-    assert expected_of_tree(0.5, 0.2, Shape(1, 3)) == pytest.approx(1.0 + 0.5 + 0.5 * 0.4)
-    assert expected_of_tree(0.0, 1.0, Shape(3, 2)) == pytest.approx(2.0)
+    assert expected_tree_tokens(0.5, 0.3, Shape(3)) == expected_tokens(0.5, 3)
+    assert expected_tree_tokens(0.5, 0.2, Shape(1, 3)) == pytest.approx(1.0 + 0.5 + 0.5 * 0.4)
+    assert expected_tree_tokens(0.0, 1.0, Shape(3, 2)) == pytest.approx(2.0)
 
 
 def test_rescue_follows_what_other_branches_do() -> None:
-    rescue = 0.2
+    branch_acceptance = 0.2
     for _ in range(40):
-        rescue = rescue_after(rescue, 2, True)
-    assert rescue == pytest.approx(0.5, abs=0.01)
+        branch_acceptance = update_branch_acceptance(branch_acceptance, 2, True)
+    assert branch_acceptance == pytest.approx(0.5, abs=0.01)
     for _ in range(40):
-        rescue = rescue_after(rescue, 2, False)
-    assert rescue < 0.01
+        branch_acceptance = update_branch_acceptance(branch_acceptance, 2, False)
+    assert branch_acceptance < 0.01
 
 
 def test_agreement_follows_the_newest_tokens() -> None:
-    assert agreement_after(0.5, 0, False) == 0.5
-    assert agreement_after(0.5, 20, False) > 0.98
-    assert agreement_after(0.5, 3, True) < agreement_after(0.5, 3, False)
-    agreement = 1.0
+    assert update_acceptance_rate(0.5, 0, False) == 0.5
+    assert update_acceptance_rate(0.5, 20, False) > 0.98
+    assert update_acceptance_rate(0.5, 3, True) < update_acceptance_rate(0.5, 3, False)
+    acceptance_rate = 1.0
     for _ in range(20):
-        agreement = agreement_after(agreement, 0, True)
-    assert agreement < 0.02
+        acceptance_rate = update_acceptance_rate(acceptance_rate, 0, True)
+    assert acceptance_rate < 0.02
 
 
 def test_a_drafted_token_stays_where_the_target_chose_it() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.speculate.ngram import TRIED, Lookup
 
 

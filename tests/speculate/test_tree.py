@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.draft import MAX_NODES, ROOT, TokenTree, ancestors, depths
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.speculate.acceptance import accepted_nodes, num_accepted
 from quire.speculate.ngram import Lookup
 from quire.speculate.tree import branches, merged

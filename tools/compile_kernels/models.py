@@ -11,7 +11,7 @@ from quire.core.layout import BlockLayout
 from quire.kernels.lora.records import LoraSegments, LoraTables
 from quire.layers.batch import AttentionPlans, Batch, TreeMasks
 from quire.layers.factory import LayerFactory
-from quire.layers.lora import LoraBatch, install_sites, max_segments, segment_lines
+from quire.layers.lora import LoraBatch, install_sites, max_segments, segment_length
 from quire.layers.pool import Pool
 from quire.models.model import Model
 from quire.models.registry import build, describe
@@ -189,7 +189,7 @@ class _Served:
     def _lora(self, num_lines: int) -> LoraBatch | None:
         if self._tables is None:
             return None
-        longest = segment_lines(num_lines, self._setting.deterministic)
+        longest = segment_length(num_lines, self._setting.deterministic)
         count = max_segments(num_lines, MAX_ROWS, longest)
         segments = LoraSegments(ints(num_lines), ints(count), ints(count + 1), longest)
         return LoraBatch(self._tables, segments, self._kinds)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.core.errors import ConfigError
-from quire.core.ints import Ints
+from quire.core.request import Ints
 from quire.core.settings import at_least, one_of, setting
 
 MEMORIES = ("unified", "separate")

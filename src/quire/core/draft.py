@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quire.core.ints import Ints, ints
-from quire.core.request import Sequence
+from quire.core.request import Ints, Sequence, ints
 
 MAX_NODES = 64  # of a tree: its nodes' ancestors are the bits of one integer
 ROOT = -1  # the parent of nodes that follow the sequence's last token

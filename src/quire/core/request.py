@@ -1,11 +1,25 @@
-"""Request: what a client asks for. Sequence: one stream of tokens that answers it. Pooled: an encoder's answer."""
+"""Request: what a client asked for. Sequence: one stream of tokens that answers it. Ints, Clock: their numbers."""
 
+from array import array
 from collections import abc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
-from quire.core.ints import Ints, ints
 from quire.core.sampling import SamplingParams
+
+Clock = Callable[[], float]  # seconds since any fixed moment
+
+if TYPE_CHECKING:
+    Ints = array[int]
+else:
+    Ints = array  # array takes no subscript at run time before Python 3.12
+
+
+def ints(values: Iterable[int] = ()) -> Ints:
+    """A compact int32 array, the form in which ids and counts cross rooms; numpy and torch read it without a copy."""
+    return array("i", values)
 
 
 @dataclass(frozen=True, slots=True)

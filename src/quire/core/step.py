@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from quire.core.adapters import AdapterLoad
 from quire.core.draft import Draft
-from quire.core.ints import Ints, ints
+from quire.core.request import Ints, ints
 from quire.core.sampling import SamplingParams
 
 

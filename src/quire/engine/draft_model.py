@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from quire.core.draft import ROOT, Draft, DraftRoom, TokenTree
 from quire.core.errors import DeviceMemoryFull
-from quire.core.ints import Ints, ints
-from quire.core.request import Sequence
+from quire.core.request import Ints, Sequence, ints
 from quire.core.step import RowStart, Step, StepResult
 from quire.engine.engine import StepRunner
 from quire.engine.speculation import reads_history
@@ -101,7 +100,7 @@ class DraftModel:
     def guess(self, sequence: Sequence) -> int | None:
         return None
 
-    def is_strong(self, sequence: Sequence) -> bool:
+    def is_long_match(self, sequence: Sequence) -> bool:
         return True
 
     def can_draft(self, sequence: Sequence) -> bool:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from quire.core.clock import Clock
 from quire.core.config import SchedulerConfig
 from quire.core.errors import AdapterError, DeviceMemoryFull, InvalidRequest, QueueFull
-from quire.core.request import FinishReason, Request
+from quire.core.request import Clock, FinishReason, Request
 from quire.core.sampling import SamplingParams
 from quire.core.stats import EngineStats, OffloadStats, PoolStats, QueueStats, SpeculationStats, StepStats
 from quire.core.step import SequenceUpdate, Step, StepResult

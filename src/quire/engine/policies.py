@@ -1,8 +1,8 @@
 """Memory and admission policies by their settings. Baselines are part of the laboratory, and are loaded here only."""
 
 from quire.core import laboratory
-from quire.core.clock import Clock
 from quire.core.config import MemoryConfig, SchedulerConfig
+from quire.core.request import Clock
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.interface import Memory
 from quire.memory.offload_cache import OffloadCache

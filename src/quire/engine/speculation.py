@@ -12,15 +12,15 @@ from quire.core.stats import SpeculationStats
 from quire.engine.structured import StructuredOutputs
 from quire.scheduler.plan import ScheduledStep
 from quire.speculate.adapt import (
-    FIRST_AGREEMENT,
-    FIRST_RESCUE,
-    FIRST_STRONG,
+    FIRST_ACCEPTANCE_RATE,
+    FIRST_BRANCH_ACCEPTANCE,
+    FIRST_LONG_MATCH_RATE,
     FORGETTING,
     Shape,
-    agreement_after,
     best_shape,
-    expected_of_tree,
-    rescue_after,
+    expected_tree_tokens,
+    update_acceptance_rate,
+    update_branch_acceptance,
 )
 from quire.speculate.costs import StepCosts
 
@@ -42,7 +42,7 @@ class Proposer(Protocol):
         """The next token, or None if there is no guess, or guesses are expensive."""
         ...
 
-    def is_strong(self, sequence: Sequence) -> bool:
+    def is_long_match(self, sequence: Sequence) -> bool:
         """Whether the last guess or draft came from a long match: long and short matches are judged apart."""
         ...
 
@@ -63,12 +63,14 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class _Estimate:
-    long_match_rate: float = FIRST_STRONG  # acceptance rate of drafts from long matches
-    short_match_rate: float = FIRST_AGREEMENT
+    long_match_rate: float = FIRST_LONG_MATCH_RATE  # acceptance rate of drafts from long matches
+    short_match_rate: float = FIRST_ACCEPTANCE_RATE
     is_long_match: bool = True  # of the next draft
     rate_after_guess: float = FIRST_RATE_AFTER_GUESS  # how often there is a draft after a guessed token
     rate_after_miss: float = FIRST_RATE_AFTER_MISS
-    branch_rate: float = FIRST_RESCUE  # how often another branch of a tree is right if the first is not
+    branch_rate: float = (
+        FIRST_BRANCH_ACCEPTANCE  # how often another branch of a tree is right if the first is not
+    )
     guess: int | None = None  # of the next token, compared when it is known
 
     @property
@@ -91,7 +93,7 @@ class _Estimate:
         self.guess = guess
 
     def note(self, num_right: int, is_wrong: bool) -> None:
-        rate = agreement_after(self.acceptance_rate, num_right, is_wrong)
+        rate = update_acceptance_rate(self.acceptance_rate, num_right, is_wrong)
         if self.is_long_match:
             self.long_match_rate = rate
         else:
@@ -135,7 +137,7 @@ class Speculation:
                 draft_rate = (
                     estimate.draft_rate if self._proposer.guesses else 1.0
                 )  # a model always has a draft
-                expected = expected_of_tree(estimate.acceptance_rate, estimate.branch_rate, shape)
+                expected = expected_tree_tokens(estimate.acceptance_rate, estimate.branch_rate, shape)
                 gained += draft_rate * (expected - 1.0)
                 drafted += draft_rate * shape.num_tokens
         if not self._config.adaptive or not gained:
@@ -210,7 +212,9 @@ class Speculation:
         estimate.note(num_right, num_right < main)
         others = [n for n in range(main, len(tree)) if draft.parents[n] == num_right - 1]
         if others and num_right < main:
-            estimate.branch_rate = rescue_after(estimate.branch_rate, len(others), len(accepted) > num_right)
+            estimate.branch_rate = update_branch_acceptance(
+                estimate.branch_rate, len(others), len(accepted) > num_right
+            )
 
     def committed(self, scheduled: ScheduledStep, seconds: float) -> None:
         """Takes the time of a finished step, and compares its tokens with guesses that were not drafted."""
@@ -232,7 +236,7 @@ class Speculation:
             estimate.note(int(is_right), not is_right)
         if self._proposer.guesses:
             estimate.note_guess(self._proposer.guess(sequence))
-            estimate.is_long_match = self._proposer.is_strong(sequence)
+            estimate.is_long_match = self._proposer.is_long_match(sequence)
 
     def forget(self, request_id: str) -> None:
         self._estimates.pop(request_id, None)
@@ -247,7 +251,7 @@ class Speculation:
         if estimate is None:
             estimate = of_request[sequence.index] = _Estimate()
             if not self._proposer.guesses:  # all drafts are of one kind
-                estimate.long_match_rate = FIRST_AGREEMENT
+                estimate.long_match_rate = FIRST_ACCEPTANCE_RATE
         return estimate
 
 

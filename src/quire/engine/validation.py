@@ -5,9 +5,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from quire.core.clock import Clock
 from quire.core.errors import ContextExceeded, InvalidRequest
-from quire.core.request import EmbedRequest, Request
+from quire.core.request import Clock, EmbedRequest, Request
 from quire.core.sampling import SamplingParams
 from quire.core.stats import gauge
 from quire.memory.interface import Memory

@@ -74,7 +74,7 @@ class Grouped:
     starts: np.ndarray  # [G + 1] int32
 
 
-def segment_lines(num_lines: int, invariant: bool = False) -> int:
+def segment_length(num_lines: int, invariant: bool = False) -> int:
     """The segment length for a batch of this many rows; `invariant`: no row may depend on others."""
     return LONG if num_lines >= MANY_FROM and not invariant else SHORT
 
@@ -84,7 +84,7 @@ def max_segments(num_lines: int, num_slots: int, max_lines: int) -> int:
     return min(num_lines, num_slots + num_lines // max_lines)
 
 
-def group_lines(line_slots: np.ndarray, max_lines: int) -> Grouped:
+def group_by_adapter(line_slots: np.ndarray, max_lines: int) -> Grouped:
     """Groups rows by adapter. line_slots [T]: each row's adapter, -1 for none; rows of one adapter keep their order.
 
     `order` starts with the rows that have an adapter; the rest is not part of any segment.

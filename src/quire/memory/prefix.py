@@ -2,7 +2,7 @@
 
 import hashlib
 
-from quire.core.ints import Ints
+from quire.core.request import Ints
 
 
 class PrefixIndex:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.core.step import HostTransfers
 
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from quire.adapters.packing import MAX_TILES
 from quire.adapters.peft import PackedAdapter
 from quire.core.adapters import AdapterLoad
-from quire.core.ints import Ints
+from quire.core.request import Ints
 from quire.core.step import Step
 from quire.kernels import registry
 from quire.kernels.lora.records import LoraSegments, LoraTables
 from quire.kernels.lora_pack.pieces import COLUMNS, PLACE
 from quire.kernels.lora_pack.records import SOURCES
 from quire.layers.linear import HEAD
-from quire.layers.lora import LoraBatch, LoraSite, group_lines, max_segments, segment_lines
+from quire.layers.lora import LoraBatch, LoraSite, group_by_adapter, max_segments, segment_length
 from quire.layers.pool import Pool
 from quire.runner.staging import PIECES, Staging
 
@@ -64,7 +64,7 @@ class SegmentBuffer:
         self._invariant = invariant
         self._device = device
         self._filled: tuple[bytes, int] | None = None  # what was written last
-        most = max_segments(max_tokens, max_slots, segment_lines(1))
+        most = max_segments(max_tokens, max_slots, segment_length(1))
         self._order = torch.zeros(max_tokens, dtype=torch.int32)
         self._slots = torch.full((most,), -1, dtype=torch.int32)
         self._starts = torch.zeros(most + 1, dtype=torch.int32)
@@ -80,8 +80,8 @@ class SegmentBuffer:
         if content == self._filled:  # decodes: the same rows as in the step before
             return self.view(size)
         self._filled = None  # until all of it is there
-        longest = segment_lines(size, self._invariant)
-        grouped = group_lines(token_slots, longest)
+        longest = segment_length(size, self._invariant)
+        grouped = group_by_adapter(token_slots, longest)
         count = max_segments(size, self._max_slots, longest)
         num_segments = len(grouped.slots)
         packed = np.full(len(token_slots) + 2 * count + 1, -1, np.int32)
@@ -101,7 +101,7 @@ class SegmentBuffer:
 
     def view(self, num_tokens: int) -> LoraSegments:
         """What `fill` writes for `num_tokens`; for a pass that is recorded."""
-        longest = segment_lines(num_tokens, self._invariant)
+        longest = segment_length(num_tokens, self._invariant)
         count = max_segments(num_tokens, self._max_slots, longest)
         return LoraSegments(self._order[:num_tokens], self._slots[:count], self._starts[: count + 1], longest)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.core.draft import ROOT, Draft, ancestors, depths
-from quire.core.ints import Ints, ints
+from quire.core.request import Ints, ints
 from quire.core.step import Step
 from quire.sampling import rejection
 from quire.sampling.random import Purpose

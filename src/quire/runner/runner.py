@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from quire.core.errors import DeviceMemoryFull
-from quire.core.ints import Ints, ints
+from quire.core.request import Ints, ints
 from quire.core.step import Step, StepResult
 from quire.kernels import choose
 from quire.layers.lora import MANY_FROM

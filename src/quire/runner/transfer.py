@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.core.ints import Ints
+from quire.core.request import Ints
 from quire.core.step import HostTransfers, Step
 from quire.kernels import huge_pages
 from quire.layers.pool import Pool

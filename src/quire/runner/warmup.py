@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 
 from quire.core.config import ModelConfig
-from quire.core.ints import ints
 from quire.core.layout import BlockLayout
+from quire.core.request import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import RowStart, Step
 from quire.kernels import choose

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.core.step import BeamCandidates, BeamSet
 from quire.sampling.records import BeamTensors, on_device
 

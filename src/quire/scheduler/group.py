@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire.core.ints import ints
-from quire.core.request import Phase, Request, Sequence
+from quire.core.request import Phase, Request, Sequence, ints
 from quire.memory.interface import Memory
 
 

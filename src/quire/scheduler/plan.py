@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from quire.core.draft import Draft, TokenTree
-from quire.core.ints import ints
-from quire.core.request import Sequence
+from quire.core.request import Sequence, ints
 from quire.core.step import BeamSet, HostTransfers, RowStart, Step
 from quire.memory.paged import TableDelta
 from quire.scheduler.adapter_admission import AdapterAdmission

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 GAIN = 1.05  # the least expected speed-up of a draft: it is an estimate
-FIRST_AGREEMENT = 0.5  # acceptance rate of a new sequence
-FIRST_STRONG = 0.8  # the same, of drafts from long matches
-FIRST_RESCUE = 0.2  # of another branch, where the first is rejected
+FIRST_ACCEPTANCE_RATE = 0.5  # acceptance rate of a new sequence
+FIRST_LONG_MATCH_RATE = 0.8  # the same, of drafts from long matches
+FIRST_BRANCH_ACCEPTANCE = 0.2  # of another branch, where the first is rejected
 FORGETTING = 0.2  # weight of the newest token
 
 
@@ -22,27 +22,27 @@ class Shape:
         return self.length * self.width
 
 
-def expected_tokens(agreement: float, length: int) -> float:
+def expected_tokens(acceptance_rate: float, length: int) -> float:
     """Expected tokens of a step with a draft of `length`, each accepted at this rate if the ones before are."""
-    if agreement >= 1.0:
+    if acceptance_rate >= 1.0:
         return length + 1.0
-    return (1.0 - agreement ** (length + 1)) / (1.0 - agreement)
+    return (1.0 - acceptance_rate ** (length + 1)) / (1.0 - acceptance_rate)
 
 
-def expected_of_tree(agreement: float, rescue: float, shape: Shape) -> float:
+def expected_tree_tokens(acceptance_rate: float, branch_acceptance: float, shape: Shape) -> float:
     """Expected tokens of a step with a tree whose branches part at the root.
 
-    `rescue`: the chance of each other branch to begin right where the first does not.
+    `branch_acceptance`: the chance of each other branch to begin right where the first does not.
     """
     if shape.width == 1 or not shape.length:
-        return expected_tokens(agreement, shape.length)
-    begins = agreement + (1.0 - agreement) * min(1.0, rescue * (shape.width - 1))
-    return 1.0 + begins * expected_tokens(agreement, shape.length - 1)
+        return expected_tokens(acceptance_rate, shape.length)
+    begins = acceptance_rate + (1.0 - acceptance_rate) * min(1.0, branch_acceptance * (shape.width - 1))
+    return 1.0 + begins * expected_tokens(acceptance_rate, shape.length - 1)
 
 
 def best_shape(
-    agreement: float,
-    rescue: float,
+    acceptance_rate: float,
+    branch_acceptance: float,
     num_running: int,
     most: Shape,
     most_tokens: int,
@@ -57,18 +57,22 @@ def best_shape(
     for width in range(1, most.width + 1):
         for length in range(1, min(most.length, most_tokens // width) + 1):
             shape = Shape(length, width)
-            rate = num_running * expected_of_tree(agreement, rescue, shape) / seconds(num_running, shape)
+            rate = (
+                num_running
+                * expected_tree_tokens(acceptance_rate, branch_acceptance, shape)
+                / seconds(num_running, shape)
+            )
             if rate > best_rate:
                 best, best_rate = shape, rate
     return best
 
 
-def rescue_after(rescue: float, num_others: int, is_rescued: bool) -> float:
+def update_branch_acceptance(branch_acceptance: float, num_others: int, is_accepted: bool) -> float:
     """The estimate after the first branch was rejected, beside `num_others` other branches."""
-    return rescue + FORGETTING * (is_rescued / num_others - rescue)
+    return branch_acceptance + FORGETTING * (is_accepted / num_others - branch_acceptance)
 
 
-def agreement_after(agreement: float, num_right: int, is_wrong: bool) -> float:
+def update_acceptance_rate(acceptance_rate: float, num_right: int, is_wrong: bool) -> float:
     """The moving average after `num_right` accepted tokens in a row and perhaps a rejected one."""
-    agreement = 1.0 - (1.0 - agreement) * (1.0 - FORGETTING) ** num_right
-    return agreement * (1.0 - FORGETTING) if is_wrong else agreement
+    acceptance_rate = 1.0 - (1.0 - acceptance_rate) * (1.0 - FORGETTING) ** num_right
+    return acceptance_rate * (1.0 - FORGETTING) if is_wrong else acceptance_rate

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Listed
 
 from quire.core.draft import DraftRoom, TokenTree
-from quire.core.ints import Ints, ints
-from quire.core.request import Sequence
+from quire.core.request import Ints, Sequence, ints
 from quire.speculate.tree import merged
 
 TRIED = 8  # earlier matches that are compared, the latest first
@@ -110,7 +109,7 @@ class NgramProposer:
         following = self._lookup(sequence).find(sequence.token_ids, 1)
         return following[0] if following else None
 
-    def is_strong(self, sequence: Sequence) -> bool:
+    def is_long_match(self, sequence: Sequence) -> bool:
         """Whether the last match was of the longest length: then longer drafts are likely right."""
         return self._lookup(sequence).num_matched >= self._longest
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from quire.core.draft import MAX_NODES, ROOT, TokenTree, straightened
-from quire.core.ints import Ints, ints
+from quire.core.request import Ints, ints
 
 
 def merged(drafts: Iterable[Sequence[int]], most: int = MAX_NODES) -> TokenTree:

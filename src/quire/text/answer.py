@@ -2,8 +2,8 @@
 
 import time
 
-from quire.core.clock import Clock
 from quire.core.errors import InvalidRequest, QuireError
+from quire.core.request import Clock
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, TokenLogprobs
 from quire.text.detokenizer import Detokenizer

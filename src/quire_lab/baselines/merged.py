@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.adapters.peft import PackedAdapter
 from quire.core.adapters import AdapterLoad
 from quire.core.errors import ConfigError
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.core.step import Step
 from quire.layers.lora import LoraBatch
 from quire.models.model import Model

@@ -13,9 +13,9 @@ from quire.speculate.tree import parted
 
 
 class SyntheticProposer:
-    """Each token of a branch is right with the chance `agreement`, as long as those before it were.
+    """Each token of a branch is right with the chance `acceptance_rate`, as long as those before it were.
 
-    Where the first branch begins wrong, one of the others begins right with the chance `rescue`. Wrong tokens are drawn
+    Where the first branch begins wrong, one of the others begins right with the chance `branch_acceptance`. Wrong tokens are drawn
     evenly; branches begin differently.
     """
 
@@ -25,19 +25,19 @@ class SyntheticProposer:
         self,
         answers: Mapping[tuple[tuple[int, ...], int], Listed[int]],  # by prompt and sample index
         vocab_size: int,
-        agreement: float,
-        rescue: float = 0.0,
+        acceptance_rate: float,
+        branch_acceptance: float = 0.0,
         seed: int = 0,
     ) -> None:
         self._answers = answers
         self._vocab_size = vocab_size
-        self._agreement, self._rescue = agreement, rescue
+        self._agreement, self._rescue = acceptance_rate, branch_acceptance
         self._random = random.Random(seed)
 
     def guess(self, sequence: Sequence) -> int | None:
         return None
 
-    def is_strong(self, sequence: Sequence) -> bool:
+    def is_long_match(self, sequence: Sequence) -> bool:
         return True
 
     def can_draft(self, sequence: Sequence) -> bool:

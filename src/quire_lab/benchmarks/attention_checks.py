@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.core.draft import ancestors, depths
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.kernels.attention import reference as plain
 from quire.kernels.attention import triton as attention
 from quire.kernels.attention.triton import AttentionPlanner, AttentionTuning

@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.kernels.lora import reference
 from quire.kernels.lora import triton as kernel
 from quire.kernels.lora.records import LoraSegments, LoraTables
-from quire.layers.lora import group_lines, max_segments
+from quire.layers.lora import group_by_adapter, max_segments
 
 RANKS = (8, 16, 32, 64)
 PARTS = 4  # q, k, v and o
@@ -132,7 +132,7 @@ def make_segments(
     line_slots: np.ndarray, max_lines: int, num_slots: int, device: torch.device
 ) -> LoraSegments:
     """As a server has them: as many segments as that number of rows could need."""
-    grouped = group_lines(line_slots.astype(np.int32), max_lines)
+    grouped = group_by_adapter(line_slots.astype(np.int32), max_lines)
     missing = max_segments(len(line_slots), num_slots, max_lines) - len(grouped.slots)
     slots = np.append(grouped.slots, np.full(missing, -1)).astype(np.int32)
     starts = np.append(grouped.starts, np.full(missing, grouped.starts[-1])).astype(np.int32)

@@ -1,8 +1,8 @@
 """Speculation, beams and parallel samples on one GPU: `python -m quire_lab.benchmarks.speculate_gpu --output FILE`.
 
-Random weights, prefix cache off, greedy, 128 tokens in, `--tokens` out. A draft's agreement is set by hand: a logit
+Random weights, prefix cache off, greedy, 128 tokens in, `--tokens` out. A draft's acceptance_rate is set by hand: a logit
 bias makes the target choose one known token everywhere, and the synthetic draft proposes it as often as it is told to,
-at no cost of its own. So the numbers are of verification: what a draft of this agreement would gain if it cost nothing.
+at no cost of its own. So the numbers are of verification: what a draft of this acceptance_rate would gain if it cost nothing.
 Rows are tokens per second, plain and with chains and trees, then beams and `n` samples beside as many plain sequences,
 at every batch size; each is a median of runs after a warm one.
 Kernels for trees are checked first, against the reference and by tokens of a small model in full precision; then, bit
@@ -115,7 +115,7 @@ def check_queries(
     import torch
 
     from quire.core.draft import ancestors, depths
-    from quire.core.ints import ints
+    from quire.core.request import ints
     from quire.kernels.attention import triton
 
     torch.manual_seed(base)
@@ -235,7 +235,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         "shape": options.shape,
         "prompt_tokens": PROMPT,
         "output_tokens": options.tokens,
-        "rescue": RESCUE,
+        "branch_acceptance": RESCUE,
         **describe_origin(),
     }
 
@@ -265,11 +265,11 @@ def _measure(options: argparse.Namespace, report: SpeculationReport) -> None:
         print(*llm.report.lines(), sep="\n", flush=True)
         rows = report.rows
         for batch in map(int, options.batches.split(",")):
-            for agreement in map(float, options.agreements.split(",")):
+            for acceptance_rate in map(float, options.agreements.split(",")):
                 for name, length, width in SHAPES:
                     if length == 0 and rows and rows[-1]["batch"] == batch:
-                        continue  # plain decoding knows no agreement
-                    report.add(_case(llm, shape, options.tokens, batch, name, length, width, agreement))
+                        continue  # plain decoding knows no acceptance_rate
+                    report.add(_case(llm, shape, options.tokens, batch, name, length, width, acceptance_rate))
         for batch in map(int, options.batches.split(",")):
             for row in _forked(llm, shape, options.tokens, batch):
                 report.add(row)
@@ -284,7 +284,7 @@ def _case(
     name: str,
     length: int,
     width: int,
-    agreement: float,
+    acceptance_rate: float,
 ) -> dict[str, Any]:
     from quire import SamplingParams
     from quire.speculate.adapt import Shape
@@ -296,7 +296,7 @@ def _case(
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logit_bias={WORD: 100.0})
 
     def prepare() -> None:  # the same steps every time
-        proposer = SyntheticProposer(answers, shape["vocab_size"], agreement, RESCUE)
+        proposer = SyntheticProposer(answers, shape["vocab_size"], acceptance_rate, RESCUE)
         speculation.propose_with(proposer, Shape(length, width))
 
     before = speculation.stats.num_accepted_tokens, speculation.stats.num_drafts
@@ -309,7 +309,7 @@ def _case(
     return {
         "batch": batch,
         "name": name,
-        "agreement": agreement if length else None,
+        "acceptance_rate": acceptance_rate if length else None,
         **timed,
         "accepted_per_draft": accepted / drafts if drafts else 0.0,
     }
@@ -358,7 +358,7 @@ def _timed(
 
 def _show(row: dict[str, Any]) -> None:
     print(
-        f"{row['batch']:4} {row['name']:12} {row.get('agreement') or '':5} {row['out_tok_s']:10,.0f} tok/s "
+        f"{row['batch']:4} {row['name']:12} {row.get('acceptance_rate') or '':5} {row['out_tok_s']:10,.0f} tok/s "
         f"{row['ms_per_step']:8.3f} ms/step, {row.get('accepted_per_draft', 0.0):.2f} accepted",
         flush=True,
     )
@@ -406,7 +406,7 @@ def _check_attention(device: str) -> float:
     import torch
 
     from quire.core.draft import ancestors, depths
-    from quire.core.ints import ints
+    from quire.core.request import ints
     from quire.kernels.attention import reference, triton
 
     torch.manual_seed(0)

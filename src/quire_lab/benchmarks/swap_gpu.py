@@ -20,8 +20,8 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
-from quire.core.ints import ints
 from quire.core.layout import BlockLayout
+from quire.core.request import ints
 from quire.core.step import HostTransfers, Step
 from quire.layers.pool import Pool
 from quire.runner.transfer import TransferEngine

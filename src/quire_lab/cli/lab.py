@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from quire.bench.figure import check_matplotlib
 from quire.bench.table import aligned, in_seconds
 from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
@@ -20,6 +19,7 @@ from quire.core.errors import ConfigError
 from quire_lab.experiments.registry import EXPERIMENTS, find
 from quire_lab.report.data import USUAL_FOLDERS, DataFolder
 from quire_lab.report.experiment import Bar, Setup, Size
+from quire_lab.report.figure import check_matplotlib
 from quire_lab.report.files import (
     Done,
     Failed,

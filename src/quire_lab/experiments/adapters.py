@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 from quire.bench.drive import Bench, BenchRequest
-from quire.bench.figure import Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire.core.request import Request
 from quire.engine.build.resolve import is_simulated
@@ -25,6 +24,7 @@ from quire_lab.baselines.separate_pages import SeparatePages, fragmentation
 from quire_lab.experiments.adapters_simulated import draw, simulate_adapters, simulated_finding
 from quire_lab.measure.engines import in_words, opened, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import Picture, line_style, plain_log
 
 # Random adapters on disk for an experiment: a few files, and hard links to them under thousands of names.
 

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire.bench.arrivals import arrival_times
-from quire.bench.figure import GREY, Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire_lab.measure.replay import Arrival, Replay
 from quire_lab.measure.simulated_runs import basis, build_simulated, side_by_side, simulated_settings
 from quire_lab.report.experiment import Check, Finding, Setup, Size, Table
+from quire_lab.report.figure import GREY, Picture, line_style, plain_log
 from quire_lab.simulate.adapters import DISK_BANDWIDTH
 from quire_lab.simulate.devices import find_device
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-from quire.bench.figure import GREY, Picture, bar_style
 from quire_lab.measure.simulated_runs import (
     PAPER,
     POLICIES,
@@ -21,6 +20,7 @@ from quire_lab.measure.simulated_runs import (
     workload,
 )
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import GREY, Picture, bar_style
 
 # Figure 13 of the PagedAttention paper: OPT-13B, requests in the batch at (requests per second)
 PUBLISHED_RATE = {"sharegpt": 2.0, "alpaca": 30.0}

@@ -9,12 +9,12 @@ from typing import Any
 
 from quire.bench.arrivals import arrival_times
 from quire.bench.drive import Bench
-from quire.bench.figure import GREY, LOOKS, Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire_lab.baselines.timeline import DECODE, ENDED, PROMPT, Occupied, Timeline
 from quire_lab.measure.engines import in_words, opened, step_seconds, warm_up
 from quire_lab.measure.load import serve_at
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import GREY, LOOKS, Picture, line_style, plain_log
 
 # Who occupies which slot when: one small workload under each batching policy, on the real engine.
 

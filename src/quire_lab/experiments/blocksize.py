@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from quire.bench.drive import Bench
-from quire.bench.figure import Picture, bar_style, line_style
 from quire.bench.lengths import Lengths
 from quire.core.config import ModelConfig
 from quire.engine.build import block_layout
@@ -19,6 +18,7 @@ from quire.kernels import choose
 from quire.layers.pool import Pool
 from quire_lab.measure.engines import in_words, opened, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import Picture, bar_style, line_style
 
 # How long attention itself takes in a decode step, for pages of any size.
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quire.bench.arrivals import arrival_times
-from quire.bench.figure import Picture, bar_style, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire.core.errors import ConfigError
 from quire_lab.measure.replay import Arrival, Replay
@@ -21,6 +20,7 @@ from quire_lab.measure.simulated_runs import (
     simulated_settings,
 )
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Size, Table
+from quire_lab.report.figure import Picture, bar_style, line_style, plain_log
 from quire_lab.simulate.devices import find_device
 
 # The grid of `characterize`: which runs there are, and one run of it.

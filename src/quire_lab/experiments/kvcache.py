@@ -8,11 +8,11 @@ from itertools import accumulate
 from typing import Any
 
 from quire.bench.drive import Bench
-from quire.bench.figure import GREY, Picture, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire.core.request import Request
 from quire_lab.measure.engines import greedy, in_words, opened, prompt_rate, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import GREY, Picture, line_style, plain_log
 from quire_lab.report.regression import Power, fit_power
 
 PROMPT = 2  # tokens: short, so that length is what was generated

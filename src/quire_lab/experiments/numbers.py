@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.drive import Bench
-from quire.bench.figure import Picture, line_style, look, plain_log
 from quire.bench.speculate import PASSAGES, QUESTIONS
 from quire.bench.table import in_bytes
 from quire.engine.build import block_layout
 from quire.models.weight_shape import weight_shape
 from quire_lab.measure.engines import in_words, opened, prompt_rate, step_seconds, warm_up
 from quire_lab.report.experiment import Experiment, Finding, Setup, Table
+from quire_lab.report.figure import Picture, line_style, look, plain_log
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXT = 64

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from quire.bench.drive import Bench, BenchRequest
-from quire.bench.figure import Picture, bar_style, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire.bench.table import in_bytes
-from quire.core.ints import Ints, ints
+from quire.core.request import Ints, ints
 from quire.core.step import HostTransfers, Step
 from quire.engine.build import block_layout
 from quire.layers.pool import Pool
 from quire.runner.transfer import TransferEngine
 from quire_lab.measure.engines import in_words, opened, submit, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import Picture, bar_style, line_style, plain_log
 
 # What it costs to let a sequence go and bring it back: its blocks moved out and in, or its tokens computed again.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from quire.bench.arrivals import TraceRow, read_trace
 from quire.bench.drive import Bench, BenchRequest, plain_token_ids
-from quire.bench.figure import GREY, Picture, bar_style, line_style, plain_log
 from quire.bench.lengths import Lengths
 from quire.core.config import SchedulerConfig
 from quire.core.request import Request
@@ -20,6 +19,7 @@ from quire_lab.measure.engines import greedy, in_words, opened, prompt_rate, sub
 from quire_lab.measure.sharing import SHARES
 from quire_lab.report.data import FILES, DataFolder
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import GREY, Picture, bar_style, line_style, plain_log
 
 # Chats as the Mooncake trace has them, scaled to a small model: equal prefix hashes become equal tokens.
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from quire.bench.figure import GREY, Picture, bar_style, line_style, plain_log
 from quire_lab.measure.simulated_runs import (
     BATCH_SIZE,
     PAPER,
@@ -21,6 +20,7 @@ from quire_lab.measure.simulated_runs import (
     workload,
 )
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import GREY, Picture, bar_style, line_style, plain_log
 
 # Curves of latency against request rate, around the rate that each policy sustains while requests wait.
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from quire.bench.drive import Bench
-from quire.bench.figure import GREY, Picture, line_style, look, plain_log
 from quire.bench.machine import cpu_read_rate
 from quire.bench.table import in_bytes
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire_lab.measure.engines import in_words, opened, prompt_rate, step_seconds, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import GREY, Picture, line_style, look, plain_log
 from quire_lab.report.regression import Line, fit_line
 
 CONTEXT = 32  # tokens of each sequence: short, so that weights are nearly all that a step reads

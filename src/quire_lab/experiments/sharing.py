@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from quire.bench.figure import Picture, bar_style, look
 from quire_lab.measure.sharing import (
     BLOCK_SIZE,
     CONTEXT,
@@ -15,6 +14,7 @@ from quire_lab.measure.sharing import (
     measure_saving,
 )
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import Picture, bar_style, look
 
 NAMES = ("alpaca", "sharegpt")
 

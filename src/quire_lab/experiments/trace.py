@@ -7,12 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 from quire.bench.arrivals import arrival_times, read_trace, replayed
-from quire.bench.figure import GREY, Picture, line_style, plain_log
 from quire.bench.lengths import Lengths, LogNormal
 from quire_lab.measure.replay import Arrival, Replay, ReplayedRequest
 from quire_lab.measure.simulated_runs import basis, build_simulated, side_by_side, simulated_settings
 from quire_lab.report.data import DataFolder
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import GREY, Picture, line_style, plain_log
 
 BASE: dict[str, Any] = {
     "model": "llama-8b",

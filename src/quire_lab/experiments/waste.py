@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.drive import BenchRequest
-from quire.bench.figure import GREY, LIGHT, LOOKS, Picture, look
 from quire.bench.lengths import Lengths, within
 from quire.core.config import MemoryConfig, SchedulerConfig
-from quire.core.ints import ints
-from quire.core.request import Request, Sequence
+from quire.core.request import Request, Sequence, ints
 from quire.core.step import Step, StepResult
 from quire.engine.build.resolve import resolve_memory
 from quire.engine.engine import Engine
@@ -25,6 +23,7 @@ from quire_lab.measure.engines import greedy, submit
 from quire_lab.measure.sharing import SHARES
 from quire_lab.report.data import SampledLengths
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+from quire_lab.report.figure import GREY, LIGHT, LOOKS, Picture, look
 
 # What memory is spent on while requests of given lengths go through scheduler and memory, without a model.
 

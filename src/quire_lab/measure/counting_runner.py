@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.core.step import Step, StepResult
 from quire.sampling.records import TokenMask
 from quire_lab.simulate.beams import FIRST_TOKEN, draw_candidates

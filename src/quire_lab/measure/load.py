@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.bench.drive import BenchRequest, RequestTimes
-from quire.core.clock import VirtualClock
 from quire.core.errors import QuireError
 from quire.core.request import Request
 from quire.engine.engine import Engine
+from quire_lab.simulate.clock import VirtualClock
 
 
 @dataclass(slots=True)

@@ -6,12 +6,12 @@ from functools import cache
 
 from quire.bench.lengths import Lengths
 from quire.bench.report import percentile
-from quire.core.clock import VirtualClock
 from quire.core.errors import ConfigError, InvalidRequest
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 from quire.engine.build import Built
+from quire_lab.simulate.clock import VirtualClock
 
 TOKEN = 7  # prompts say nothing: no prefix is looked for, and only their length costs
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
-from quire.bench.figure import Picture
 from quire_lab.report.data import DataFolder
+from quire_lab.report.figure import Picture
 
 T = TypeVar("T")
 

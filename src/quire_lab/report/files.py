@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.bench.figure import write_picture
 from quire.bench.report import BenchReport
 from quire.bench.table import aligned
 from quire.core.errors import ConfigError
 from quire_lab.report.experiment import Experiment, Finding, Table
+from quire_lab.report.figure import write_picture
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from quire.bench.figure import Picture
 from quire.bench.table import in_bytes, in_seconds
+from quire_lab.report.figure import Picture
 from quire_lab.report.files import Done, Failed
 
 FOLDER = Path(__file__).parent

@@ -10,7 +10,6 @@ from quire.adapters.packing import ALIGNMENT, BlockShape
 from quire.adapters.peft import PackedAdapter
 from quire.adapters.sites import Site, Sites
 from quire.adapters.store import AdapterStore, HostLimits
-from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
 from quire.engine.adapters import Adapters
@@ -21,6 +20,7 @@ from quire.layers.lora import install_sites
 from quire.memory.interface import Memory
 from quire.models.weight_shape import sized_model
 from quire_lab.baselines.merged import merge_sites
+from quire_lab.simulate.clock import VirtualClock
 from quire_lab.simulate.devices import SimulatedDevice
 from quire_lab.simulate.lora_cost import LoraCost, SiteNumbers
 from quire_lab.simulate.sized_reader import SizedReader

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.core.ints import ints
+from quire.core.request import ints
 from quire.core.step import BeamCandidates, BeamSet
 
 FIRST_TOKEN = 2  # 0 and 1 are kept free, so that nothing ends by chance

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from quire.core.clock import VirtualClock
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.errors import ConfigError, WeightsError
 from quire.core.layout import BlockLayout
@@ -33,6 +32,7 @@ from quire.weights.open import open_source
 from quire.weights.shapes import SHAPES
 from quire.weights.source import Source
 from quire_lab.simulate.adapters import SizedAdapters, size_adapters
+from quire_lab.simulate.clock import VirtualClock
 from quire_lab.simulate.cost_model import CostModel, ModelNumbers
 from quire_lab.simulate.devices import SimulatedDevice, find_device
 from quire_lab.simulate.runner import SimulatedRunner

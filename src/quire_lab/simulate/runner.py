@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.core.clock import VirtualClock
-from quire.core.ints import Ints, ints
+from quire.core.request import Ints, ints
 from quire.core.step import BeamCandidates, BeamSet, Step, StepResult, TokenLogprobs
 from quire.sampling.records import TokenMask
 from quire_lab.simulate.beams import FIRST_TOKEN, SHARES, draw_candidates
+from quire_lab.simulate.clock import VirtualClock
 from quire_lab.simulate.cost_model import CostModel, count_step
 from quire_lab.simulate.lora_cost import LoraCost
 

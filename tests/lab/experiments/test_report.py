@@ -5,12 +5,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from quire.bench.figure import Picture
 from quire.cli.main import main
 from quire.core.errors import QuireError
 from quire_lab.cli import lab as bench_lab
 from quire_lab.experiments import registry
 from quire_lab.report.experiment import Check, Experiment, Finding, Table
+from quire_lab.report.figure import Picture
 from quire_lab.report.files import write_finding
 from quire_lab.report.page import as_page
 from quire_lab.report.regression import fit_line, fit_power

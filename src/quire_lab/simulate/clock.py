@@ -1,8 +1,4 @@
-"""Clocks: wall time, or the virtual time of a simulation."""
-
-from collections.abc import Callable
-
-Clock = Callable[[], float]  # seconds since any fixed moment
+"""VirtualClock: the time of a simulated device."""
 
 
 class VirtualClock:
