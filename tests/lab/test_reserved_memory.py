@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quire.core.request import Request, Sequence, ints
 from quire.core.sampling import SamplingParams
 from quire.memory.paged import TableDelta
-from quire_lab.baselines.contiguous_pool import Run, RunPool
+from quire_lab.baselines.contiguous_pool import BlockRun, ContiguousPool
 from quire_lab.baselines.memory_usage import external_fragmentation
 from quire_lab.baselines.reserved_memory import ReservedMemory
 from tests.memory.test_paged import fork
@@ -22,23 +22,23 @@ def make_sequence(num_prompt_tokens=4, max_tokens=8, **sampling):
 
 
 def test_runs_are_the_first_that_fit_and_neighbours_join_again():
-    pool = RunPool(10)
+    pool = ContiguousPool(10)
     a, b, c = pool.take(3), pool.take(3), pool.take(4)
-    assert [a, b, c] == [Run(1, 3), Run(4, 3), Run(7, 4)]
+    assert [a, b, c] == [BlockRun(1, 3), BlockRun(4, 3), BlockRun(7, 4)]
     assert pool.take(1) is None
     pool.release(a)
     pool.release(c)
     assert pool.take(5) is None  # 7 are free, and no 5 of them together
     assert pool.take(4) == c
     pool.release(b)
-    assert pool.gaps() == [Run(1, 6)]
+    assert pool.gaps() == [BlockRun(1, 6)]
     with pytest.raises(RuntimeError, match="blocks 4 to 6 were released more often than taken"):
         pool.release(b)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60))
 def test_runs_never_overlap_and_nothing_is_lost(steps):
-    pool, held = RunPool(40), []
+    pool, held = ContiguousPool(40), []
     for takes, number in steps:
         if takes:
             largest = max((gap.length for gap in pool.gaps()), default=0)

@@ -18,7 +18,7 @@ from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraBatch, LoraSite, group_by_adapter, install_sites, max_segments
 from quire.models.loading import load
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.models.registry import describe
 from quire.weights.folder import FolderSource
 from tests.models.checkpoints import VARIANTS, llama, prompts, reference_logits, save
@@ -28,7 +28,7 @@ Slots = Sequence[int]
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def open_adaptable(folder: Path, quantization: str) -> tuple[Model, tuple[LoraSite, ...]]:
+def open_adaptable(folder: Path, quantization: str) -> tuple[DecoderModel, tuple[LoraSite, ...]]:
     source = FolderSource(folder)
     factory = LayerFactory.of(describe(source.config), quantization=quantization)
     model = load(source, factory)
@@ -70,7 +70,7 @@ def with_lora(batch: Batch, line_slots: Slots, tables: LoraTables, sites: Sequen
 
 
 def run(
-    model: Model, texts: list[list[int]], slots: Slots, tables: LoraTables, sites: Sequence[LoraSite]
+    model: DecoderModel, texts: list[list[int]], slots: Slots, tables: LoraTables, sites: Sequence[LoraSite]
 ) -> list[Tensor]:
     """Logits of every token: all texts in one batch, then their last tokens once more as decodes."""
     pages = Pages(model, [len(text) for text in texts], 4)

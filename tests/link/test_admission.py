@@ -7,7 +7,7 @@ from quire.core.queue_bounds import QueueBounds
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.stats import QueueStats
-from quire.link.admission import MAX_RETRY_SECONDS, Admission
+from quire.link.admission import MAX_RETRY_SECONDS, QueueAdmission
 
 BUSY = QueueStats(num_running=4, num_waiting=1)
 IDLE = QueueStats()
@@ -18,7 +18,7 @@ def requests(*lengths: int, name: str = "r") -> list[Request]:
 
 
 def test_no_more_requests_wait_than_are_allowed():
-    admission = Admission(QueueBounds(2))
+    admission = QueueAdmission(QueueBounds(2))
     for name in "ab":
         admission.check(requests(5, name=name), BUSY, max_num_seqs=4)
         admission.enter(requests(5, name=name))
@@ -30,7 +30,7 @@ def test_no_more_requests_wait_than_are_allowed():
 
 
 def test_an_idle_engine_takes_a_burst_that_fills_its_rows_and_the_queue():
-    admission = Admission(QueueBounds(2))
+    admission = QueueAdmission(QueueBounds(2))
     for number in range(6):
         admission.check(requests(5, name=str(number)), IDLE, max_num_seqs=4)
         admission.enter(requests(5, name=str(number)))
@@ -39,7 +39,7 @@ def test_an_idle_engine_takes_a_burst_that_fills_its_rows_and_the_queue():
 
 
 def test_no_more_prompt_tokens_wait_than_are_allowed_but_one_prompt_always_may():
-    admission = Admission(QueueBounds(10, max_tokens=100))
+    admission = QueueAdmission(QueueBounds(10, max_tokens=100))
     admission.check(requests(500), BUSY, max_num_seqs=4)
     admission.enter(requests(60, name="a"))
     with pytest.raises(QueueFull, match="60 prompt tokens are waiting and 41 more would pass 100"):
@@ -49,7 +49,7 @@ def test_no_more_prompt_tokens_wait_than_are_allowed_but_one_prompt_always_may()
 
 
 def test_a_batch_is_taken_whole_or_not_at_all():
-    admission = Admission(QueueBounds(3))
+    admission = QueueAdmission(QueueBounds(3))
     admission.enter(requests(1, 1, name="a"))
     with pytest.raises(QueueFull):
         admission.check(requests(1, 1), BUSY, max_num_seqs=4)
@@ -57,13 +57,13 @@ def test_a_batch_is_taken_whole_or_not_at_all():
 
 def test_a_batch_that_could_never_wait_is_the_callers_mistake():
     with pytest.raises(InvalidRequest, match="8 prompts in one request are more than can run and wait"):
-        Admission(QueueBounds(3)).check(requests(*[1] * 8), IDLE, max_num_seqs=4)
+        QueueAdmission(QueueBounds(3)).check(requests(*[1] * 8), IDLE, max_num_seqs=4)
     with pytest.raises(InvalidRequest, match="120 tokens together and 100 may wait"):
-        Admission(QueueBounds(10, max_tokens=100)).check(requests(60, 60), IDLE, max_num_seqs=4)
+        QueueAdmission(QueueBounds(10, max_tokens=100)).check(requests(60, 60), IDLE, max_num_seqs=4)
 
 
 def test_leaving_twice_and_starting_after_the_end_change_nothing():
-    admission = Admission(QueueBounds(3, max_tokens=10))
+    admission = QueueAdmission(QueueBounds(3, max_tokens=10))
     admission.enter(requests(4))
     admission.leave("r0")
     admission.leave("r0")
@@ -73,7 +73,7 @@ def test_leaving_twice_and_starting_after_the_end_change_nothing():
 
 
 def test_retry_after_is_a_sensible_number_of_seconds():
-    admission = Admission(QueueBounds(1000))
+    admission = QueueAdmission(QueueBounds(1000))
     assert admission.retry_seconds() == 1
     admission.enter(requests(*[1] * 900))
     admission._seconds_per_start = 5.0

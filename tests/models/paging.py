@@ -11,7 +11,7 @@ from quire.core.layout import BlockLayout
 from quire.kernels import choose
 from quire.layers.batch import Batch
 from quire.layers.pool import Pool
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 
 only_native = pytest.mark.skipif(
     choose("attention", "cpu").__name__.endswith("reference"),
@@ -23,7 +23,9 @@ POISON = float("nan")  # what a reused page may hold
 class Pages:
     """A pool of poisoned pages and, for each sequence, a table of scattered blocks long enough for it."""
 
-    def __init__(self, model: Model, lengths: Sequence[int], block_size: int, dtype: str = "float32") -> None:
+    def __init__(
+        self, model: DecoderModel, lengths: Sequence[int], block_size: int, dtype: str = "float32"
+    ) -> None:
         config = model.config
         needed = [-(-length // block_size) for length in lengths]
         ids = list(range(1, sum(needed) + 1))
@@ -59,7 +61,7 @@ class Pages:
 
 
 def run_chunked(
-    model: Model,
+    model: DecoderModel,
     prompts: Sequence[Sequence[int]],
     chunks: Sequence[int],
     block_size: int,

@@ -11,14 +11,14 @@ from transformers import PreTrainedConfig
 from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
 from quire.models.loading import load
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.models.registry import architectures, describe
 from quire.weights.folder import FolderSource
 from tests.models.checkpoints import LLAMA3_ROPE, VARIANTS, llama, opt, prompts, reference_logits, save
 from tests.models.paging import Pages, only_native, run_chunked
 
 
-def load_folder(folder: Path, dtype: str = "auto", quantization: str = "none") -> Model:
+def load_folder(folder: Path, dtype: str = "auto", quantization: str = "none") -> DecoderModel:
     source = FolderSource(folder)
     return load(source, LayerFactory.of(describe(source.config), dtype=dtype, quantization=quantization))
 

@@ -14,7 +14,7 @@ from quire.core.errors import WeightsError
 from quire.layers.factory import LayerFactory
 from quire.models import loading
 from quire.models.loading import load
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.models.registry import describe
 from quire.weights.dummy import DummySource
 from quire.weights.folder import FolderSource
@@ -29,11 +29,11 @@ class Untouchable(FolderSource):
         raise AssertionError("the source was read although converted weights are there")
 
 
-def open_model(source: FolderSource, quantization: str = "int8") -> Model:
+def open_model(source: FolderSource, quantization: str = "int8") -> DecoderModel:
     return load(source, LayerFactory.of(describe(source.config), quantization=quantization))
 
 
-def logits_of(model: Model) -> Tensor:
+def logits_of(model: DecoderModel) -> Tensor:
     (text,) = prompts(17)
     return run_chunked(model, [text], [17], 4)[0]
 

@@ -13,7 +13,7 @@ from quire.core.errors import ConfigError, WeightsError
 from quire.layers.factory import LayerFactory
 from quire.models import offload as offloading
 from quire.models.loading import load
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.models.offload import Loaded, Offload, is_streamed, load_offloaded, spread
 from quire.models.registry import describe
 from quire.weights.folder import FolderSource
@@ -36,11 +36,11 @@ def factory_of(source: FolderSource, quantization: str = "none") -> LayerFactory
     return LayerFactory.of(describe(source.config), quantization=quantization)
 
 
-def logits_of(model: Model) -> Tensor:
+def logits_of(model: DecoderModel) -> Tensor:
     return torch.cat(run_chunked(model, prompts(17, 9), [17, 9], 4))
 
 
-def bytes_of(model: Model) -> tuple[int, int]:
+def bytes_of(model: DecoderModel) -> tuple[int, int]:
     """(of one layer, of what is no layer)."""
     sizes = {name: t.nbytes for name, t in model.parameters().items()}
     layer = sum(-(-n // 256) * 256 for name, n in sizes.items() if name.startswith("layers.0."))

@@ -13,7 +13,7 @@ from quire.layers.batch import AttentionPlans, Batch, TreeMasks
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraBatch, install_sites, max_segments, segment_length
 from quire.layers.pool import Pool
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.models.registry import build, describe
 from quire.quant.choice import choose_format
 from tools.compile_kernels.record import Recorder
@@ -136,7 +136,7 @@ class _Served:
         )
         factory = LayerFactory(numbers, META, ROTATED)
         self._dtype = numbers.activation_dtype
-        self._model: Model = build(config, factory)
+        self._model: DecoderModel = build(config, factory)
         for loader in self._model.loaders().values():
             loader(torch.empty(loader.shape, dtype=self._dtype, device=META))
         kv_dtype = setting.kv_dtype or setting.dtype

@@ -178,7 +178,7 @@ class Engine:
         return QueueStats(len(scheduler.running), len(scheduler.waiting) + self.num_compiling)
 
     def started(self, updates: Iterable[SequenceUpdate]) -> set[str]:
-        """Requests that have left the queue: those that run, and those that began and ended in the last step."""
+        """Requests that have left the queue: running ones, and ones that began and ended in the last step."""
         running = {sequence.request.request_id for sequence in self.scheduler.running}
         return running.union(update.request_id for update in updates)
 
@@ -207,7 +207,7 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes but those that are pinned; running requests go on."""
+        """Forgets all cached prefixes except pinned ones; running requests go on."""
         self.memory.reset_prefix_index()
 
     @property

@@ -10,7 +10,7 @@ from quire.layers.lora import LoraBatch, LoraGroup
 from quire.layers.parameters import LayerPart, Loader, check_shape
 
 
-class Embedding:
+class TokenEmbedding:
     """A table [num_rows, width]; results are in the model's activation type.
 
     With `compact` a 16-bit table stays as it is and a 32-bit one becomes float16: it is only read row by row.

@@ -12,7 +12,7 @@ from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
 from quire.layers.activation import activation, gelu_gate
 from quire.layers.attention import Attention
-from quire.layers.embedding import Embedding
+from quire.layers.embedding import TokenEmbedding
 from quire.layers.encoder import FullAttention
 from quire.layers.linear import Linear, OutputHead
 from quire.layers.norm import LayerNorm, RMSNorm
@@ -79,14 +79,14 @@ class LayerFactory:
         """By its name in config.json; None for silu."""
         return gelu_gate(self.kernel("activation"), name)
 
-    def embedding(self, num_rows: int, width: int, first_row: int = 0) -> Embedding:
+    def embedding(self, num_rows: int, width: int, first_row: int = 0) -> TokenEmbedding:
         """A table read by row; `first_row` rows of the checkpoint's table come before it and are left out."""
         compact = self.number_format.compact_tables
-        return Embedding(
+        return TokenEmbedding(
             self.kernel("embedding"), num_rows, width, self.dtype, self.device, compact, first_row
         )
 
-    def output_head(self, vocab_size: int, width: int, tied_to: Embedding | None = None) -> OutputHead:
+    def output_head(self, vocab_size: int, width: int, tied_to: TokenEmbedding | None = None) -> OutputHead:
         """Logits; `tied_to` gives the same weights, shared in memory where the format allows it."""
         matrix = self.number_format.head(vocab_size, width)
         return OutputHead(matrix, tied_to, share=not self.number_format.compact_tables)

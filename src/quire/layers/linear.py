@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from quire.layers.embedding import Embedding
+from quire.layers.embedding import TokenEmbedding
 from quire.layers.lora import LoraBatch, LoraGroup
 from quire.layers.norm import RMSNorm
 from quire.layers.parameters import LayerPart, Loader, Vector, check_shape
@@ -104,7 +104,7 @@ class Linear:
 class OutputHead:
     """Hidden states to logits. A tied head has the embedding's weights, in one memory where `share` is true."""
 
-    def __init__(self, matrix: Matrix, tied_to: Embedding | None = None, share: bool = False) -> None:
+    def __init__(self, matrix: Matrix, tied_to: TokenEmbedding | None = None, share: bool = False) -> None:
         self._matrix = matrix
         self._tied_to = tied_to
         self._share = share and tied_to is not None

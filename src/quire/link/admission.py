@@ -1,4 +1,4 @@
-"""Admission: how much may wait for the engine. Decided on the client's side of the link, so a refusal is immediate."""
+"""QueueAdmission: how much may wait for the engine. Decided on the side of the client, so a refusal is immediate."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from quire.core.stats import QueueStats
 MAX_RETRY_SECONDS = 60
 
 
-class Admission:
+class QueueAdmission:
     """The requests that were submitted and have not started to run, within bounds."""
 
     def __init__(self, bounds: QueueBounds) -> None:

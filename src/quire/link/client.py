@@ -15,7 +15,7 @@ from quire.core.stats import EngineStats, QueueStats
 from quire.core.step import SequenceUpdate
 from quire.engine.streams import OpenStreams, Stream
 from quire.link.adapters import NamedAdapters
-from quire.link.admission import Admission
+from quire.link.admission import QueueAdmission
 from quire.link.channel import Channel
 from quire.link.messages import (
     Abort,
@@ -60,7 +60,7 @@ class EngineClient:
         # The bounds are checked here, before a request is sent: the engine's own queue needs none.
         scheduler = replace(config.scheduler, max_queue_requests=None, max_queue_tokens=None)
         self.ready: Ready | None = None  # of the engine process that started last
-        self.admission = Admission(bounds)
+        self.admission = QueueAdmission(bounds)
         self.adapters = NamedAdapters(config.adapters)
         self.queue = QueueStats()
         self.stats = EngineStats()

@@ -8,7 +8,7 @@ from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
 from quire.models.gpt_decoder import GptConfig, GptDecoder, describe_gpt
 from quire.models.hyperparameters import positive
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 
 
 def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
@@ -24,7 +24,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def build(config: ModelConfig, factory: LayerFactory) -> Model:
+def build(config: ModelConfig, factory: LayerFactory) -> DecoderModel:
     return Gpt2(config, factory)
 
 

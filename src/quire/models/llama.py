@@ -16,7 +16,7 @@ from quire.layers.parameters import Loader, Stateful, collect, distribute
 from quire.layers.pool import Pool
 from quire.layers.rope import position_limit, rope_parameters
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
-from quire.models.model import Layer, Model
+from quire.models.model import DecoderModel, Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def build(config: ModelConfig, factory: LayerFactory) -> Model:
+def build(config: ModelConfig, factory: LayerFactory) -> DecoderModel:
     return Llama(config, factory)
 
 

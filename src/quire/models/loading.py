@@ -9,7 +9,7 @@ from quire.core.errors import WeightsError
 from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
-from quire.models.model import Encoder, Loadable, Model
+from quire.models.model import DecoderModel, Encoder, Loadable
 from quire.models.registry import build, build_encoder, describe, describe_encoder
 from quire.observe.logs import get_logger
 from quire.weights.converted import converted_path, read_converted, write_converted
@@ -24,7 +24,9 @@ PREFIXES = ("model.decoder.", "model.", "decoder.", "transformer.", "bert.", "ro
 NAMED = 4  # tensors that an error names
 
 
-def load(source: Source, factory: LayerFactory, progress: Progress | None = None, seed: int = 0) -> Model:
+def load(
+    source: Source, factory: LayerFactory, progress: Progress | None = None, seed: int = 0
+) -> DecoderModel:
     """A loaded model. Needs the model's own memory plus one tensor; WeightsError names what is missing or wrong.
 
     A source with `random` set has no tensors: parameters are random, by `seed`.

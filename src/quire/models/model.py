@@ -60,7 +60,7 @@ class Encoder(Loadable, Protocol):
         ...
 
 
-class Model(Loadable, Protocol):
+class DecoderModel(Loadable, Protocol):
     """A decoder. Calling it stores the batch's keys and values in the pool."""
 
     recordable: bool  # calling it runs native operations only, so that a tape can replay it

@@ -31,7 +31,7 @@ from quire.layers.streaming import (
     StagedTransfer,
 )
 from quire.models.loading import Progress, feed
-from quire.models.model import Layer, Model
+from quire.models.model import DecoderModel, Layer
 from quire.models.registry import build, describe
 from quire.weights.layer_files import LayerFiles
 from quire.weights.source import Source
@@ -109,14 +109,14 @@ def spread(count: int, num_layers: int) -> tuple[int, ...]:
     return tuple((i + 1) * num_layers // count - 1 for i in range(count))
 
 
-def is_streamed(model: Model) -> bool:
+def is_streamed(model: DecoderModel) -> bool:
     """Whether layers are streamed: recorded or captured passes could not wait for weights."""
     return any(isinstance(layer, StreamedLayer) for layer in model.stack)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    model: Model
+    model: DecoderModel
     streaming: Streaming | None  # None: all layers stay
 
 
@@ -149,7 +149,7 @@ def _key(source: Source, factory: LayerFactory, seed: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _watched(model: Model, skipped: set[int], complete: Callable[[int], None]) -> dict[str, Loader]:
+def _watched(model: DecoderModel, skipped: set[int], complete: Callable[[int], None]) -> dict[str, Loader]:
     """The model's loaders; calls `complete` for each fully loaded layer, and ignores tensors of `skipped` layers."""
     loaders = model.loaders()
     missing: dict[int, set[str]] = {}
@@ -173,7 +173,7 @@ def _watched(model: Model, skipped: set[int], complete: Callable[[int], None]) -
     return {name: watched(name, loader) if name in owner else loader for name, loader in loaders.items()}
 
 
-def _stream(model: Model, layout: LayerLayout, ring: Ring, layers: tuple[int, ...]) -> None:
+def _stream(model: DecoderModel, layout: LayerLayout, ring: Ring, layers: tuple[int, ...]) -> None:
     """Makes these layers read their weights from the ring's buffers."""
     for index in layers:
         layer = model.stack[index]
@@ -181,12 +181,12 @@ def _stream(model: Model, layout: LayerLayout, ring: Ring, layers: tuple[int, ..
         model.stack[index] = StreamedLayer(layer, index, ring)
 
 
-def _kept_bytes(model: Model, layout: LayerLayout, num_kept: int) -> int:
+def _kept_bytes(model: DecoderModel, layout: LayerLayout, num_kept: int) -> int:
     """Bytes of the parameters outside the layers, and of the layers that stay."""
     return sum(t.nbytes for t in _outside(model).values()) + num_kept * layout.num_bytes
 
 
-def _outside(model: Model) -> dict[str, Tensor]:
+def _outside(model: DecoderModel) -> dict[str, Tensor]:
     """All parameters that are in no layer."""
     return {name: t for name, t in model.parameters().items() if not name.startswith(LAYERS)}
 
@@ -205,7 +205,7 @@ class _Pinning:
 
     def __init__(
         self,
-        model: Model,
+        model: DecoderModel,
         device: torch.device,
         offload: Offload,
         make_copies: Callable[[torch.device], CopyStream],
@@ -255,7 +255,7 @@ class _Filing:
 
     def __init__(
         self,
-        model: Model,
+        model: DecoderModel,
         device: torch.device,
         offload: Offload,
         files: LayerFiles,

@@ -8,7 +8,7 @@ from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
 from quire.models.gpt_decoder import GptConfig, GptDecoder, describe_gpt
 from quire.models.hyperparameters import positive
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 
 POSITION_OFFSET = 2  # the first two rows of the position table belong to padding
 
@@ -25,7 +25,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def build(config: ModelConfig, factory: LayerFactory) -> Model:
+def build(config: ModelConfig, factory: LayerFactory) -> DecoderModel:
     return Opt(config, factory)
 
 

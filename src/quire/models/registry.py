@@ -7,10 +7,10 @@ from typing import Any
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
-from quire.models.model import Encoder, Model
+from quire.models.model import DecoderModel, Encoder
 from quire.weights.peek import ENCODERS
 
-# Each file has describe(architecture, hf) -> ModelConfig and build(config, factory) -> Model.
+# Each file has describe(architecture, hf) -> ModelConfig and build(config, factory) -> DecoderModel.
 _FILES = {
     "GPT2LMHeadModel": "gpt2",
     "LlamaForCausalLM": "llama",
@@ -62,9 +62,9 @@ def build_encoder(config: ModelConfig, factory: LayerFactory) -> Encoder:
     return encoder
 
 
-def build(config: ModelConfig, factory: LayerFactory) -> Model:
+def build(config: ModelConfig, factory: LayerFactory) -> DecoderModel:
     """An empty model: load it or adopt parameters before it is called."""
-    model: Model = _module(config.architecture).build(config, factory)
+    model: DecoderModel = _module(config.architecture).build(config, factory)
     return model
 
 

@@ -11,7 +11,7 @@ from quire.core.config import ModelConfig
 from quire.kernels import choose
 from quire.layers.factory import LayerFactory
 from quire.models import registry
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.fp8 import Fp8Matrix
 from quire.quant.full import FullMatrix
@@ -42,7 +42,7 @@ def weight_shape(model: ModelConfig, number_format: NumberFormat) -> WeightShape
     )
 
 
-def sized_model(model: ModelConfig, number_format: NumberFormat) -> Model:
+def sized_model(model: ModelConfig, number_format: NumberFormat) -> DecoderModel:
     """The model as if it were loaded, with shapes and no content."""
     built = registry.build(model, LayerFactory(_Sized(number_format), META, max_position=1))
     checkpoint_dtype = getattr(torch, model.dtype)

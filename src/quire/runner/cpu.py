@@ -16,7 +16,7 @@ from quire.core.step import RowStart, Step
 from quire.kernels.tape import Arena, Tape
 from quire.layers.batch import Batch, TreeMasks
 from quire.layers.pool import Pool
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prompt_scores
 from quire.runner.step_inputs import RowSettings, TokenInputs, step_inputs, token_inputs
@@ -147,7 +147,7 @@ class Tapes:
     rows is read from the batch's tensors, as everything that changes.
     """
 
-    def __init__(self, model: Model, pool: Pool) -> None:
+    def __init__(self, model: DecoderModel, pool: Pool) -> None:
         self._model = model
         self._pool = pool
         self._arena = Arena()  # one pass runs at a time, so all shapes share their memory
@@ -178,7 +178,7 @@ class CpuOps:
 
     def __init__(
         self,
-        model: Model,
+        model: DecoderModel,
         pool: Pool,
         limits: RunnerLimits,
         device: torch.device,

@@ -16,7 +16,7 @@ from quire.kernels import choose
 from quire.kernels.attention import cudnn
 from quire.layers.lora import LoraBatch
 from quire.layers.pool import Pool
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, VerifyInputs
 from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prompt_scores
@@ -52,7 +52,7 @@ class CudaOps:
 
     def __init__(
         self,
-        model: Model,
+        model: DecoderModel,
         pool: Pool,
         limits: RunnerLimits,
         device: torch.device,

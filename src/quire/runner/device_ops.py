@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.core.step import PromptLogprobs, Step
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots
 from quire.runner.step_inputs import ScoredRow, StepInputs
 from quire.sampling.logprobs import prompt_logprobs
@@ -103,7 +103,7 @@ class DeviceOps(Protocol):
 
 
 def prompt_scores(
-    model: Model, hidden: Tensor, inputs: StepInputs, row_tokens: Tensor, adapters: AdapterSlots | None
+    model: DecoderModel, hidden: Tensor, inputs: StepInputs, row_tokens: Tensor, adapters: AdapterSlots | None
 ) -> tuple[PromptLogprobs, ...]:
     """Logprobs of the prompt tokens that were asked for; their hidden states follow those of the samples.
 
@@ -117,7 +117,7 @@ def prompt_scores(
 
 
 def _score(
-    model: Model, hidden: Tensor, scored: ScoredRow, row_tokens: Tensor, adapters: AdapterSlots | None
+    model: DecoderModel, hidden: Tensor, scored: ScoredRow, row_tokens: Tensor, adapters: AdapterSlots | None
 ) -> PromptLogprobs:
     following = row_tokens[scored.row, scored.first + 1 : scored.first + 1 + scored.count].to(hidden.device)
     entries = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.layers.batch import Batch
 from quire.layers.pool import Pool
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.observe.logs import get_logger
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, VERIFY_SIZES, DeviceInputs, VerifyInputs
@@ -64,7 +64,7 @@ class Graphs:
 
     def __init__(
         self,
-        model: Model,
+        model: DecoderModel,
         pool: Pool,
         inputs: DeviceInputs,
         drafts: VerifyInputs,

@@ -18,7 +18,7 @@ from quire.core.step import Step, StepResult
 from quire.kernels import choose
 from quire.layers.lora import MANY_FROM
 from quire.layers.pool import Pool
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots, Fetched
 from quire.runner.cpu import CpuOps
 from quire.runner.cuda import CudaOps
@@ -36,7 +36,7 @@ from quire.sampling.sampler import Sampler
 class MakeOps(Protocol):
     def __call__(
         self,
-        model: Model,
+        model: DecoderModel,
         pool: Pool,
         limits: RunnerLimits,
         device: torch.device,
@@ -79,7 +79,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
+        model: DecoderModel,
         pool: Pool,
         limits: RunnerLimits,
         device: torch.device | str = "cpu",

@@ -15,7 +15,7 @@ from quire.kernels import choose
 from quire.kernels.sample.columns import WORDS
 from quire.layers.batch import Batch
 from quire.layers.pool import Pool
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.observe.logs import get_logger
 from quire.runner.cuda import attention_planner
 from quire.runner.device_ops import RunnerLimits
@@ -142,7 +142,7 @@ def _step(
 
 @torch.inference_mode()
 def activation_bytes(
-    model: Model,
+    model: DecoderModel,
     layout: BlockLayout,
     max_num_seqs: int,
     max_num_batched_tokens: int,

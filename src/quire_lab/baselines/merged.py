@@ -12,7 +12,7 @@ from quire.core.errors import ConfigError
 from quire.core.request import ints
 from quire.core.step import Step
 from quire.layers.lora import LoraBatch
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots, Fetched, HostCopyOf
 
 
@@ -24,7 +24,7 @@ class MergeSite:
     is_embedding: bool
 
 
-def merge_sites(model: Model) -> dict[str, MergeSite]:
+def merge_sites(model: DecoderModel) -> dict[str, MergeSite]:
     """Sites by name, where the weights are the layer's own: a tied head's are the embedding's."""
     sites: dict[str, MergeSite] = {}
     for tensor, loader in model.loaders().items():

@@ -13,7 +13,7 @@ from quire.memory.paged import HeldBlocks, TableDelta
 from quire.memory.prefix import PrefixIndex
 from quire.memory.swap import SwapSpace
 from quire.memory.transfers import PendingTransfers
-from quire_lab.baselines.contiguous_pool import Run, RunPool
+from quire_lab.baselines.contiguous_pool import BlockRun, ContiguousPool
 
 Length = Callable[[Request, int], int]  # (request, max_model_len) → positions of one sequence
 
@@ -41,13 +41,13 @@ LENGTHS: dict[str, Length] = {"max": _max_length, "pow2": _pow2_length, "oracle"
 class _Reserved:
     """A run for each sequence of a request, some of them not forked yet."""
 
-    runs: dict[Sequence, Run] = field(default_factory=dict)
-    spare: list[Run] = field(default_factory=list)  # for forks
-    lent: dict[Sequence, Run] = field(
+    runs: dict[Sequence, BlockRun] = field(default_factory=dict)
+    spare: list[BlockRun] = field(default_factory=list)  # for forks
+    lent: dict[Sequence, BlockRun] = field(
         default_factory=dict
     )  # by child: its parent's run, until it has copied it
     # runs of released sequences, which a child may still read
-    left: list[Run] = field(default_factory=list)
+    left: list[BlockRun] = field(default_factory=list)
 
 
 class ReservedMemory:
@@ -66,7 +66,7 @@ class ReservedMemory:
     offload_cache: OffloadCache | None = None
 
     def __init__(self, num_blocks: int, reservation: str, max_model_len: int) -> None:
-        self.pool = RunPool(num_blocks)
+        self.pool = ContiguousPool(num_blocks)
         self.stats = MemoryStats()
         self.transfers = PendingTransfers()  # always empty: no group is preempted
         nothing = BlockPool(0)
@@ -99,7 +99,7 @@ class ReservedMemory:
     def blocks_at_most(self, request: Request) -> int:
         return self.length(request) * request.sampling.num_sequences
 
-    def run_of(self, sequence: Sequence) -> Run | None:
+    def run_of(self, sequence: Sequence) -> BlockRun | None:
         """The run that is reserved for the sequence."""
         reserved = self._reserved.get(id(sequence.request))
         return None if reserved is None else reserved.runs.get(sequence)
@@ -109,7 +109,7 @@ class ReservedMemory:
     def admit(self, leader: Sequence, num_sequences: int, num_blocks: int = 0, headroom: int = 0) -> bool:
         """Takes a run for the leader and for each sequence that will fork from it, or none."""
         length = self.length(leader.request)
-        runs: list[Run] = []
+        runs: list[BlockRun] = []
         while len(runs) < num_sequences and (run := self.pool.take(length)) is not None:
             runs.append(run)
         if len(runs) < num_sequences:
@@ -203,7 +203,7 @@ class ReservedMemory:
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         living = set(sequences)
-        runs = [Run(0, 1), *self.pool.gaps()]
+        runs = [BlockRun(0, 1), *self.pool.gaps()]
         for reserved in self._reserved.values():
             runs += [*reserved.runs.values(), *reserved.spare, *reserved.left]
             for sequence, run in reserved.runs.items():

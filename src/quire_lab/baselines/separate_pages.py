@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.blocks import BlockPool
-from quire_lab.baselines.contiguous_pool import Run, RunPool
+from quire_lab.baselines.contiguous_pool import BlockRun, ContiguousPool
 
 
 class SeparatePages(AdapterPages):
@@ -16,8 +16,8 @@ class SeparatePages(AdapterPages):
     def __init__(self, first: int, count: int) -> None:
         super().__init__(BlockPool(0), BlockPool(0).take)
         self._first = first
-        self._runs = RunPool(count)
-        self._run_of: OrderedDict[str, Run] = OrderedDict()  # least recently used first
+        self._runs = ContiguousPool(count)
+        self._run_of: OrderedDict[str, BlockRun] = OrderedDict()  # least recently used first
 
     def has_room(self, num_blocks: int, reserved: int) -> bool:
         """Evicts idle adapters until there is a run."""

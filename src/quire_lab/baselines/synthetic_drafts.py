@@ -15,8 +15,8 @@ from quire.speculate.tree import parted
 class SyntheticProposer:
     """Each token of a branch is right with the chance `acceptance_rate`, as long as those before it were.
 
-    Where the first branch begins wrong, one of the others begins right with the chance `branch_acceptance`. Wrong tokens are drawn
-    evenly; branches begin differently.
+    Where the first branch begins wrong, one of the others begins right with the chance `branch_acceptance`. Wrong
+    tokens are drawn evenly; branches begin differently.
     """
 
     guesses = False

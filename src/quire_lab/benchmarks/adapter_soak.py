@@ -111,13 +111,13 @@ def measure(num_requests: int, seed: int) -> dict[str, Any]:
                 "adapters_in_use": pages.num_in_use,
                 "requests": len(engine.adapters.stats().running) + len(engine.adapters.stats().waiting),
             }
-            figures = engine.adapters.stats()
+            stats = engine.adapters.stats()
     return {
         "requests": num_requests,
         "seconds": round(time.perf_counter() - began, 1),
         **soak.counts,
-        "reads": figures.num_reads,
-        "evictions": figures.num_evictions,
+        "reads": stats.num_reads,
+        "evictions": stats.num_evictions,
         "preemptions": engine.scheduler.stats.num_preemptions,
         "left": left,
         **soak.own.record(),

@@ -180,13 +180,13 @@ def _run_case(llm: Any, options: argparse.Namespace, case: str) -> dict[str, Any
     warm = [names[0] and "adapter-0", None]
     llm.generate(prompts[:2], greedy.changed(max_tokens=8), use_tqdm=False, adapter=warm)
     engine = llm.engine
-    steps, before = engine.stats.num_steps, _figures(engine)
+    steps, before = engine.stats.num_steps, _stats(engine)
     began = time.perf_counter()
     outputs = llm.generate(prompts, samplings, use_tqdm=False, adapter=names)
     seconds = time.perf_counter() - began
     num_output = sum(len(completion.outputs[0].token_ids) for completion in outputs)
     firsts = sorted(completion.metrics.first_token for completion in outputs)
-    after = _figures(engine)
+    after = _stats(engine)
     return {
         "case": case,
         "shape": options.shape,
@@ -201,12 +201,12 @@ def _run_case(llm: Any, options: argparse.Namespace, case: str) -> dict[str, Any
     }
 
 
-def _figures(engine: Any) -> dict[str, float]:
+def _stats(engine: Any) -> dict[str, float]:
     if engine.adapters is None:
         return {}
-    figures = engine.adapters.stats()
+    stats = engine.adapters.stats()
     kept = ("num_reads", "num_loads", "num_evictions", "num_uses", "num_failures")
-    return {key: getattr(figures, key) for key in kept}
+    return {key: getattr(stats, key) for key in kept}
 
 
 def _compare(rows: list[dict[str, Any]]) -> None:

@@ -117,7 +117,7 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     base = _case(llm, options, prompts, [None] * len(prompts))
     engine = llm.engine
     engine.check_integrity()
-    figures, pages = engine.adapters.stats(), engine.memory.adapter_pages
+    stats, pages = engine.adapters.stats(), engine.memory.adapter_pages
     record = {
         "adapters": options.adapters,
         "files": min(options.files, options.adapters),
@@ -130,10 +130,10 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "written_s": written,
         "resident_mb": {"before": before, "after": _resident_mb(), "peak": _peak_mb()},
         "limits_mb": {"pool": options.pool_mb, "host": options.host_mb},
-        "reads": figures.num_reads,
-        "loads": figures.num_loads,
-        "evictions": figures.num_evictions,
-        "uses": figures.num_uses,
+        "reads": stats.num_reads,
+        "loads": stats.num_loads,
+        "evictions": stats.num_evictions,
+        "uses": stats.num_uses,
         "pool_blocks": {"adapters": pages.num_blocks, "all": engine.memory.num_blocks},
     }
     llm.close()

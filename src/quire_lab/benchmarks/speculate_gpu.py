@@ -1,8 +1,9 @@
 """Speculation, beams and parallel samples on one GPU: `python -m quire_lab.benchmarks.speculate_gpu --output FILE`.
 
-Random weights, prefix cache off, greedy, 128 tokens in, `--tokens` out. A draft's acceptance_rate is set by hand: a logit
-bias makes the target choose one known token everywhere, and the synthetic draft proposes it as often as it is told to,
-at no cost of its own. So the numbers are of verification: what a draft of this acceptance_rate would gain if it cost nothing.
+Random weights, prefix cache off, greedy, 128 tokens in, `--tokens` out. A draft's acceptance rate is set by hand: a
+logit bias makes the target choose one known token everywhere, and the synthetic draft proposes it as often as it is
+told to, at no cost of its own. So the numbers are of verification: what a draft of this acceptance rate would gain if
+it cost nothing.
 Rows are tokens per second, plain and with chains and trees, then beams and `n` samples beside as many plain sequences,
 at every batch size; each is a median of runs after a warm one.
 Kernels for trees are checked first, against the reference and by tokens of a small model in full precision; then, bit

@@ -21,7 +21,7 @@ from quire.kernels.registry import REFERENCE, alternatives, choose, forces_refer
 from quire.layers.lora import LoraSite, install_sites
 from quire.layers.pool import Pool
 from quire.memory.interface import Memory
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
 from quire.runner.device_ops import RunnerLimits
@@ -79,7 +79,7 @@ def build_adapters(
     return BuiltAdapters(store, slots)
 
 
-def _check(config: EngineConfig, model: Model, pool: Pool) -> None:
+def _check(config: EngineConfig, model: DecoderModel, pool: Pool) -> None:
     if config.memory.reservation != "paged":
         raise ConfigError(f"adapters need pages, not reservation={config.memory.reservation!r}: choose paged")
     if pool.layout.block_bytes % ALIGNMENT:

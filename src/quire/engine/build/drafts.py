@@ -14,7 +14,7 @@ from quire.layers.factory import LayerFactory
 from quire.layers.pool import Pool
 from quire.models import registry
 from quire.models.loading import load
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.runner.drafts import Proposals
 from quire.runner.sizing import PoolSize
 from quire.speculate.ngram import NgramProposer
@@ -27,7 +27,7 @@ SAMPLE = "Two quires, 48 pages: «naïve»\n\tdef f(x): return x ** 2  # 漢字"
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    model: Model
+    model: DecoderModel
     precision: Precision
 
 

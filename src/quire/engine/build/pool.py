@@ -13,7 +13,7 @@ from quire.engine.build.drafts import LoadedDraft
 from quire.engine.build.resolve import BuildPlan, Precision, block_layout, default_limits
 from quire.engine.build.weights import LoadedModels
 from quire.layers.pool import Pool
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import device_bytes
 from quire.runner.device_ops import RunnerLimits
@@ -76,7 +76,9 @@ def make_pool(plan: BuildPlan, models: LoadedModels, warmup: KernelWarmup) -> Bu
     )
 
 
-def _divide_gpu(plan: BuildPlan, model: Model, layout: BlockLayout, warmup: KernelWarmup) -> DeviceMemory:
+def _divide_gpu(
+    plan: BuildPlan, model: DecoderModel, layout: BlockLayout, warmup: KernelWarmup
+) -> DeviceMemory:
     config, precision = plan.config, plan.precision
     max_rows, max_tokens = default_limits(config.scheduler, precision.device)
     measure = partial(
@@ -95,7 +97,7 @@ def _divide_gpu(plan: BuildPlan, model: Model, layout: BlockLayout, warmup: Kern
 
 
 def _tuning(
-    config: EngineConfig, model: Model, precision: Precision, sizes: list[int]
+    config: EngineConfig, model: DecoderModel, precision: Precision, sizes: list[int]
 ) -> AbstractContextManager[None]:
     """Measures the GEMMs that run inside it, where graphs will hold them; before the pool takes all memory."""
     if config.runner.enforce_eager or is_streamed(model):

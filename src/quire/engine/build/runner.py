@@ -7,7 +7,7 @@ import torch
 from quire.core.config import SchedulerConfig
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.layers.pool import Pool
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_ops import RunnerLimits
@@ -25,7 +25,7 @@ class BuiltRunner:
 
 
 def build_runner(
-    model: Model,
+    model: DecoderModel,
     pool: Pool,
     limits: RunnerLimits,
     device: torch.device,
@@ -38,7 +38,7 @@ def build_runner(
 
 
 def runner_limits(
-    plan: BuildPlan, scheduler: SchedulerConfig, model: Model, precision: Precision
+    plan: BuildPlan, scheduler: SchedulerConfig, model: DecoderModel, precision: Precision
 ) -> RunnerLimits:
     max_num_seqs, max_tokens = scheduler.limits
     # a tape needs native operations throughout; a CUDA graph takes all that a model launches

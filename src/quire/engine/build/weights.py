@@ -10,7 +10,7 @@ from quire.engine.build.drafts import LoadedDraft, check_trees, load_draft
 from quire.engine.build.resolve import BuildPlan, Precision, Progress
 from quire.layers.factory import LayerFactory
 from quire.models.loading import load
-from quire.models.model import Model
+from quire.models.model import DecoderModel
 from quire.models.offload import GIB, Loaded, Offload, Streaming, load_offloaded
 from quire.runner.sizing import available_memory
 from quire.weights.cache import offloaded_folder
@@ -18,7 +18,7 @@ from quire.weights.cache import offloaded_folder
 
 @dataclass(frozen=True, slots=True)
 class LoadedModels:
-    model: Model
+    model: DecoderModel
     streaming: Streaming | None  # None: all weights stay
     factory: LayerFactory
     draft: LoadedDraft | None  # None: no draft model
