@@ -225,3 +225,29 @@ def test_a_request_that_a_full_device_sends_back_knows_its_last_token():
             found[update.request_id].extend(update.token_ids)
     assert not engine.has_work
     assert [found["a"], found["b"]] == [expected(prompt, 0, 10) for prompt in prompts.values()]
+
+
+def test_a_prefill_chunk_leaves_the_tokens_that_drafts_need():
+    machine = EngineMachine()
+    machine.start(
+        num_blocks=8,
+        block_size=2,
+        max_num_seqs=4,
+        max_tokens=3,
+        in_flight=0,
+        caching=True,
+        share=False,
+        drafting=0.0,
+        adaptive=True,
+        swap_blocks=100,
+        mode="recompute",
+        after="completed",
+        home_blocks=0,
+        shelf=False,
+        width=1,
+    )
+    machine.crowd(
+        2, 6, n=2
+    )  # a preempted group returns: its leader prefills while its follower verifies a draft
+    machine.drain()
+    machine.whole()

@@ -15,7 +15,7 @@ from quire_lab.measure.simulated_runs import (
     PAPER,
     POLICIES,
     RESERVATIONS,
-    BlockRun,
+    Run,
     basis,
     build_simulated,
     replayed,
@@ -45,7 +45,7 @@ def test_requests_enter_at_their_moments_and_idle_time_is_skipped():
 
 
 def test_the_same_run_gives_the_same_point():
-    run = BlockRun(SMALL, named("alpaca", 60, 0), 50.0, seed=3)
+    run = Run(SMALL, named("alpaca", 60, 0), 50.0, seed=3)
     assert simulate(run) == simulate(run)
 
 
@@ -76,7 +76,7 @@ def test_the_published_order_max_pow2_oracle_paged(name, count, gib):
     settings = {**PAPER, "kv_cache_memory_bytes": gib << 30}
     lengths = workload(name, NOWHERE, count, 0).lengths
     points = [
-        simulate(BlockRun({**settings, **POLICIES[policy]}, lengths, math.inf, 0)) for policy in RESERVATIONS
+        simulate(Run({**settings, **POLICIES[policy]}, lengths, math.inf, 0)) for policy in RESERVATIONS
     ]
     batched = [one.mean_full for one in points]
     rates = [one.capacity for one in points]
@@ -89,7 +89,7 @@ def test_the_published_order_max_pow2_oracle_paged(name, count, gib):
 def test_request_level_batches_sustain_less_than_continuous_ones():
     lengths = named("sharegpt", 50, 0)
     rate = {
-        policy: simulate(BlockRun({**PAPER, **POLICIES[policy]}, lengths, math.inf, 0)).capacity
+        policy: simulate(Run({**PAPER, **POLICIES[policy]}, lengths, math.inf, 0)).capacity
         for policy in ("ft", "max", "dynamic", "paged")
     }
     assert rate["ft"] < rate["max"] < rate["paged"]
@@ -98,7 +98,7 @@ def test_request_level_batches_sustain_less_than_continuous_ones():
 
 def test_latency_grows_with_the_rate():
     job = CurveJob(
-        "alpaca", "pow2", BlockRun({**PAPER, **POLICIES["pow2"]}, named("alpaca", 150, 0), 1.0, 0), (0.3, 1.5)
+        "alpaca", "pow2", Run({**PAPER, **POLICIES["pow2"]}, named("alpaca", 150, 0), 1.0, 0), (0.3, 1.5)
     )
     curve = trace_curve(job)
     assert curve.points[0].normalised < curve.points[1].normalised
@@ -109,7 +109,7 @@ def test_a_queue_of_equal_requests_served_alone_is_worked_out_exactly():
     cell = GridCell("grid", "opt-125m", PAPER["device"], "none", 8, 10.0)
     settings = {**SMALL, "max_model_len": 1024}
     worked_out = measure(GridJob(cell, settings, 12, 0))
-    real = replayed(BlockRun({**settings, **BATCHING["none"]}, [Lengths(512, 8)] * 12, 10.0, 0))
+    real = replayed(Run({**settings, **BATCHING["none"]}, [Lengths(512, 8)] * 12, 10.0, 0))
     assert worked_out.normalised == pytest.approx(real.normalised, rel=0.02)
     assert worked_out.output_rate == pytest.approx(real.output_rate, rel=0.02)
 

@@ -150,7 +150,7 @@ class Scheduler:
     def _advance(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Plans running sequences; returns the tokens left and whether a group was preempted.
 
-        A chunk of a prefill never takes tokens that a decode needs.
+        A chunk of a prefill never takes tokens that a decode or a draft needs.
         """
         running, memory = self.running, self.memory
         decodes_left: int | None = None  # counted only if a prefill competes with them
@@ -162,7 +162,7 @@ class Scheduler:
             sequence = running[position]
             position += 1
             distance = sequence.target - sequence.num_computed
-            draft = drafts.get(sequence.row)
+            draft = drafts.pop(sequence.row, None)
             if draft is not None:
                 plan.verify(sequence, draft)
                 budget -= 1 + len(draft)
@@ -174,7 +174,7 @@ class Scheduler:
             if distance > 1:  # prefill, or the rest of one
                 if decodes_left is None:
                     decodes_left = sum(1 for s in running if s.target - s.num_computed == 1)
-                reserved = max(0, decodes_left - plan.num_decodes)
+                reserved = max(0, decodes_left - plan.num_decodes) + sum(map(len, drafts.values()))
                 distance = min(distance, budget - reserved, self._max_prompt_chunk)
             if distance <= 0:
                 continue
