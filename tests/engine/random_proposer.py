@@ -11,8 +11,8 @@ from tests.engine.page_runner import VOCABULARY, next_token
 class RandomProposer:
     guesses = False
 
-    def __init__(self, agreement: float) -> None:
-        self._agreement = agreement
+    def __init__(self, acceptance_rate: float) -> None:
+        self._agreement = acceptance_rate
         self._random = random.Random(5)
 
     def guess(self, sequence: Sequence) -> int | None:
