@@ -7,9 +7,9 @@ import pytest
 
 from quire.bench.drive import Bench, plain_token_ids
 from quire.bench.latency import LatencyPlan, run_latency
-from quire.bench.lengths import Lengths, fixed
 from quire.bench.report import BenchReport, percentile, summary, write_json
 from quire.bench.throughput import ThroughputPlan, run_throughput
+from quire.bench.workload import Lengths, fixed
 from quire.core.errors import ConfigError
 from quire.text.tokenizer import Tokenizer
 

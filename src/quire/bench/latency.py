@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.drive import Bench, Watched
-from quire.bench.lengths import fixed, within
 from quire.bench.report import BenchReport, engine_record, summary
+from quire.bench.workload import fixed, within
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import Built

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.drive import Bench, Watched
-from quire.bench.lengths import Lengths, fixed, within
 from quire.bench.report import BenchReport, engine_record, summary
+from quire.bench.workload import Lengths, fixed, within
 from quire.core.config import EngineConfig
 from quire.engine.build import Built
 
