@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from quire.bench.drive import SAMPLINGS
-from quire.bench.latency import LatencyPlan, run_latency
+from quire.bench.offline import LatencyPlan, ThroughputPlan, run_latency, run_throughput
 from quire.bench.report import BenchReport, write_json
 from quire.bench.serve import Outcome, ServePlan, run_serve
 from quire.bench.serve_report import (
@@ -26,7 +26,6 @@ from quire.bench.serve_report import (
 )
 from quire.bench.speculate import WORKLOADS, SpeculatePlan, run_speculate
 from quire.bench.startup import StartupPlan, run_startup
-from quire.bench.throughput import ThroughputPlan, run_throughput
 from quire.bench.workload import DATASETS, DISTRIBUTIONS, Lengths, WorkloadPlan, fixed, from_csv, named
 from quire.cli.flags import add_engine_flags, engine_settings
 from quire.cli.parser import FlagGroup, Parser
