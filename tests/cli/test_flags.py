@@ -15,7 +15,7 @@ from quire.cli.flags import (
     parse_gigabytes,
     sampling_from,
 )
-from quire.cli.parser import Collect, Parser, plain_lines
+from quire.cli.parser import Collect, Parser
 from quire.core.config import EngineConfig, option_owners, setting_groups
 from quire.core.errors import ConfigError, InvalidRequest
 from quire.core.sampling import SamplingParams
@@ -236,9 +236,11 @@ def test_a_file_that_is_not_there():
         settings("--config", "nowhere.yaml")
 
 
-def test_plain_lines_know_what_they_cannot_read(tmp_path):
-    with pytest.raises(ConfigError, match="line 2 is no `key: value`: pip install pyyaml"):
-        plain_lines("f", "a: 1\n  b: 2")
+def test_lines_that_are_no_yaml_are_named(tmp_path):
+    path = tmp_path / "flags.yaml"
+    path.write_text("a: 1\n  b: 2")
+    with pytest.raises(ConfigError, match=r"is no valid YAML .*line 2"):
+        settings("--config", str(path))
 
 
 def test_repeated_flags_replace_those_of_a_file(tmp_path):

@@ -150,9 +150,7 @@ def add_sampling_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
     group = parser.group("sampling", "defaults are the model's own, where it recommends any")
     for name, (kind, text) in _NUMBERS.items():
         if name not in without:
-            group.add_argument(
-                f"--{name.replace('_', '-')}", type=kind, help=text, metavar="N" if kind is int else "X"
-            )
+            group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
     for name, (flag, kind, text) in _REPEATED.items():
         metavar = "ID" if kind is int else "TEXT"
         group.add_argument(flag, dest=name, action=Collect, type=kind, help=text, metavar=metavar)

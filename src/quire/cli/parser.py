@@ -7,7 +7,7 @@ of every start, and neither gives one-line errors with the nearest flag or other
 import argparse
 import difflib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +54,9 @@ OTHER_ENGINES = {
 }
 
 
+_METAVARS: dict[Any, str] = {int: "N", float: "X"}  # of flags that name none
+
+
 class FlagGroup:
     """A titled or exclusive group of a parser's flags; they can be set in a config file too."""
 
@@ -62,9 +65,7 @@ class FlagGroup:
         self._flags = flags
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        action: argparse.Action = self._group.add_argument(*names, **settings)
-        self._flags.update(dict.fromkeys(action.option_strings, action))
-        return action
+        return _added(self._flags, self._group.add_argument, names, settings)
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,9 +81,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        action = super().add_argument(*names, **settings)
-        self._flags.update(dict.fromkeys(action.option_strings, action))
-        return action
+        return _added(self._flags, super().add_argument, names, settings)
 
     def add_subparsers(self, **settings: Any) -> Any:
         self._kinds = super().add_subparsers(**settings)
@@ -135,6 +134,20 @@ class Parser(argparse.ArgumentParser):
                 self.set_defaults(**{action.dest: _converted(action, value)})
             except ValueError as error:
                 raise ConfigError(f"{path}: {key}{error}") from error
+
+
+def _added(
+    flags: dict[str, argparse.Action],
+    add: Callable[..., argparse.Action],
+    names: Sequence[str],
+    settings: dict[str, Any],
+) -> argparse.Action:
+    """Adds a flag and notes it in `flags`."""
+    if settings.get("type") in _METAVARS:
+        settings.setdefault("metavar", _METAVARS[settings["type"]])
+    action = add(*names, **settings)
+    flags.update(dict.fromkeys(action.option_strings, action))
+    return action
 
 
 def _converted(action: argparse.Action, value: Any) -> Any:
@@ -200,7 +213,7 @@ def advice(flag: str, known: Collection[str]) -> str | None:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """The top-level mapping of a JSON file, of `key: value` lines, or of any YAML where PyYAML is installed."""
+    """The top-level mapping of a JSON or YAML file."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -219,46 +232,9 @@ def _parsed(path: str, text: str) -> Any:
             return json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{path}: is no valid JSON ({error})") from error
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError:
-        return plain_lines(path, text)
+    import yaml  # type: ignore[import-untyped]
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is no valid YAML ({' '.join(str(error).split())})") from error
-
-
-def plain_lines(path: str, text: str) -> dict[str, Any]:
-    """The YAML that most config files need: one `key: value` per line, # comments. Anything nested needs PyYAML."""
-    values: dict[str, Any] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        bare = line.split(" #", 1)[0].rstrip()
-        if not bare or bare.startswith("#") or bare == "---":
-            continue
-        key, colon, value = bare.partition(":")
-        value = value.strip()
-        if not colon or line[0].isspace() or not value or value[0] in "[{|>&*":
-            raise ConfigError(
-                f"{path}: line {number} is no `key: value`: pip install pyyaml to read more than that"
-            )
-        values[key.strip().strip("\"'")] = _plain_value(value)
-    return values
-
-
-def _plain_value(value: str) -> Any:
-    if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
-        return value[1:-1]
-    for words, meaning in (
-        (("true", "yes", "on"), True),
-        (("false", "no", "off"), False),
-        (("null", "~"), None),
-    ):
-        if value.lower() in words:
-            return meaning
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value

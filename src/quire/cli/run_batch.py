@@ -42,7 +42,6 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--max-concurrency",
         type=int,
-        metavar="N",
         help="requests in flight at once (default: twice --max-num-seqs)",
     )
     parser.add_argument("--quiet", action="store_true", help="print only errors on stderr")

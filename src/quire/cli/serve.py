@@ -94,16 +94,13 @@ def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _add_network(group: FlagGroup) -> None:
     group.add_argument("--host", help=f"address to listen on (default: {DEFAULTS.host}, this machine only)")
-    group.add_argument(
-        "--port", type=int, metavar="N", help=f"port, 0 for any free one (default: {DEFAULTS.port})"
-    )
+    group.add_argument("--port", type=int, help=f"port, 0 for any free one (default: {DEFAULTS.port})")
     group.add_argument("--root-path", metavar="PATH", help="path prefix that a proxy adds")
     group.add_argument("--ssl-certfile", metavar="FILE", help="certificate, to serve HTTPS")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
     group.add_argument(
         "--sse-keep-alive",
         type=float,
-        metavar="X",
         help=f"seconds of silence before a stream gets a comment (default: {DEFAULTS.sse_keep_alive:g}; 0: never)",
     )
     group.add_argument(
@@ -128,14 +125,12 @@ def _add_access(group: FlagGroup) -> None:
     group.add_argument(
         "--max-concurrent-per-key",
         type=int,
-        metavar="N",
         help="requests of one key at a time (default: no limit)",
     )
     for what in ("requests", "tokens"):
         group.add_argument(
             f"--max-{what}-per-minute-per-key",
             type=int,
-            metavar="N",
             help=f"{what} of one key per minute (default: no limit)",
         )
     group.add_argument(
@@ -177,11 +172,9 @@ def _add_embeddings(group: FlagGroup) -> None:
 
 def _add_limits(group: FlagGroup) -> None:
     requests, tokens = DEFAULTS.max_queue_requests, DEFAULTS.max_queue_tokens
+    group.add_argument("--max-queue-requests", type=int, help=f"requests that may wait (default: {requests})")
     group.add_argument(
-        "--max-queue-requests", type=int, metavar="N", help=f"requests that may wait (default: {requests})"
-    )
-    group.add_argument(
-        "--max-queue-tokens", type=int, metavar="N", help=f"prompt tokens that may wait (default: {tokens})"
+        "--max-queue-tokens", type=int, help=f"prompt tokens that may wait (default: {tokens})"
     )
     group.add_argument(
         "--max-body-bytes",
@@ -189,19 +182,15 @@ def _add_limits(group: FlagGroup) -> None:
         metavar="BYTES",
         help="maximum size of a request body (default: 16MiB)",
     )
-    group.add_argument(
-        "--request-timeout", type=float, metavar="X", help="seconds for one request (default: no limit)"
-    )
+    group.add_argument("--request-timeout", type=float, help="seconds for one request (default: no limit)")
     group.add_argument(
         "--engine-timeout",
         type=float,
-        metavar="X",
         help=f"seconds for one engine step; the engine is restarted after that (default: {DEFAULTS.engine_timeout:g})",
     )
     group.add_argument(
         "--max-stored-responses",
         type=int,
-        metavar="N",
         help=f"responses of /v1/responses kept in memory (default: {DEFAULTS.max_stored_responses})",
     )
     group.add_argument(
@@ -213,7 +202,6 @@ def _add_limits(group: FlagGroup) -> None:
     group.add_argument(
         "--shutdown-timeout",
         type=float,
-        metavar="X",
         help=f"seconds to finish running requests after SIGTERM (default: {DEFAULTS.shutdown_timeout:g})",
     )
 
