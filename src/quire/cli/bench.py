@@ -98,11 +98,7 @@ def _add_throughput(parser: Parser) -> None:
 
 def _add_latency(parser: Parser) -> None:
     parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=1,
-        dest="requests_at_once",
-        help="requests at once (default: 1)",
+        "--batch-size", type=int, default=1, dest="requests_at_once", help="requests at once (default: 1)"
     )
     _add_lengths(parser)
     parser.add_argument("--iterations", type=int, default=5, help="measured batches (default: 5)")
@@ -377,10 +373,7 @@ def _add_workload(group: FlagGroup) -> None:
     group.add_argument("--num-prompts", type=int, default=100, help="requests (default: 100)")
     for name, default in (("input", SERVE_DEFAULTS.input_len), ("output", SERVE_DEFAULTS.output_len)):
         group.add_argument(
-            f"--random-{name}-len",
-            type=int,
-            default=default,
-            help="tokens (default: %(default)s)",
+            f"--random-{name}-len", type=int, default=default, help="tokens (default: %(default)s)"
         )
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="0.2: lengths ± 20 %% (default: 0)"

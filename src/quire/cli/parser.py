@@ -7,54 +7,70 @@ of every start, and neither gives one-line errors with the nearest flag or other
 import argparse
 import difflib
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.core.errors import ConfigError
 
-_ONE_DEVICE = "a model runs on one device here: leave it out"
-
 # vLLM's, SGLang's and llama.cpp's flags that have another name here or are not needed
 OTHER_ENGINES = {
-    "--tensor-parallel-size": _ONE_DEVICE,
-    "-tp": _ONE_DEVICE,
-    "--tp": _ONE_DEVICE,
-    "--pipeline-parallel-size": _ONE_DEVICE,
-    "-pp": _ONE_DEVICE,
-    "--data-parallel-size": _ONE_DEVICE,
-    "-dp": _ONE_DEVICE,
-    "--distributed-executor-backend": _ONE_DEVICE,
+    **dict.fromkeys(
+        (
+            "--tensor-parallel-size",
+            "-tp",
+            "--tp",
+            "--pipeline-parallel-size",
+            "-pp",
+            "--data-parallel-size",
+            "-dp",
+        ),
+        "a model runs on one device here: leave it out",
+    ),
+    "--distributed-executor-backend": "a model runs on one device here: leave it out",
     "--enable-chunked-prefill": "it is always so here: leave it out",
     "--async-scheduling": "--steps-in-flight 1, the default, is that",
     "--trust-remote-code": "no code of a model is ever run: leave it out",
     "--scheduling-policy": "use --schedule",
     "--num-gpu-blocks-override": "use --num-blocks",
-    "--context-length": "use --max-model-len",
-    "--ctx-size": "use --max-model-len",
-    "--max-seq-len": "use --max-model-len",
+    **dict.fromkeys(("--context-length", "--ctx-size", "--max-seq-len"), "use --max-model-len"),
     "--mem-fraction-static": "use --gpu-memory-utilization",
     "--max-running-requests": "use --max-num-seqs",
     "--chunked-prefill-size": "use --max-num-batched-tokens",
     "--threads": "use --num-threads",
     "--model-path": "use --model",
-    "--disable-radix-cache": "use --no-enable-prefix-caching",
-    "--no-prefix-caching": "use --no-enable-prefix-caching",
-    "--disable-log-requests": "requests are logged with --log-requests only: leave it out",
-    "--no-enable-log-requests": "requests are logged with --log-requests only: leave it out",
+    **dict.fromkeys(("--disable-radix-cache", "--no-prefix-caching"), "use --no-enable-prefix-caching"),
+    **dict.fromkeys(
+        ("--disable-log-requests", "--no-enable-log-requests"),
+        "requests are logged with --log-requests only: leave it out",
+    ),
     "--enable-log-requests": "use --log-requests",
     "--uvicorn-log-level": "use --log-level",
-    "--speculative-model": "use --speculative-config",
-    "--num-speculative-tokens": "use --speculative-config",
+    **dict.fromkeys(("--speculative-model", "--num-speculative-tokens"), "use --speculative-config"),
     "--guided-decoding-backend": "there is one backend: leave it out",
     "--max-log-len": "requests' text is never logged: leave it out",
     "--download-dir": "set HF_HOME or QUIRE_CACHE in the environment",
-    "--task": "an encoder serves embeddings, a decoder text: leave it out",
-    "--runner": "an encoder serves embeddings, a decoder text: leave it out",
+    **dict.fromkeys(("--task", "--runner"), "an encoder serves embeddings, a decoder text: leave it out"),
 }
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-_METAVARS: dict[Any, str] = {int: "N", float: "X"}  # of flags that name none
+def parse_bytes(text: str) -> int:
+    """Bytes. K, M, G, T and KiB… count in 1024s, KB, MB, GB, TB in 1000s; a plain number is bytes."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b?)\s*", text.lower())
+    try:
+        if match is None or match[3] == "i":
+            raise ValueError
+        base = 1000 if match[2] and match[3] == "b" else 1024
+        return int(float(match[1]) * base ** _POWERS[match[2]])
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: write 2GiB, 512M or a number of bytes"
+        ) from None
+
+
+_METAVARS: dict[Any, str] = {int: "N", float: "X", parse_bytes: "BYTES"}  # of flags that name none
 
 
 class FlagGroup:

@@ -48,9 +48,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--tflops", type=float, help="dense bf16 TFLOP/s of the GPU")
     parser.add_argument(
-        "--price-per-hour",
-        type=float,
-        help="price of the device, to show the cost of a million tokens",
+        "--price-per-hour", type=float, help="price of the device, to show the cost of a million tokens"
     )
     parser.add_argument("--context", type=int, help=f"tokens of each sequence (default: {USUAL_CONTEXT})")
     parser.add_argument("--concurrency", type=int, help="sequences at once (default: a table of several)")
