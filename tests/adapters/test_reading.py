@@ -14,7 +14,7 @@ from quire.adapters.peft import Reader
 from quire.adapters.settings import read_settings
 from quire.adapters.sites import Site, Sites
 from quire.adapters.store import AdapterStore, HostLimits
-from quire.core.adapters import AdapterConfig
+from quire.core.config import AdapterConfig
 from quire.core.errors import AdapterError, ConfigError
 from quire.link.adapters import NamedAdapters
 from tests.adapters.making import WIDTHS, config, random_tensors, write

@@ -6,10 +6,9 @@ import math
 import pytest
 
 from quire.bench.drive import Bench, plain_token_ids
-from quire.bench.latency import LatencyPlan, run_latency
-from quire.bench.lengths import Lengths, fixed
+from quire.bench.offline import LatencyPlan, ThroughputPlan, run_latency, run_throughput
 from quire.bench.report import BenchReport, percentile, summary, write_json
-from quire.bench.throughput import ThroughputPlan, run_throughput
+from quire.bench.workload import Lengths, fixed
 from quire.core.errors import ConfigError
 from quire.text.tokenizer import Tokenizer
 

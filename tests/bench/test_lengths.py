@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from quire.bench.lengths import Lengths, fixed, from_csv, named, within
+from quire.bench.workload import Lengths, fixed, from_csv, named, within
 from quire.core.errors import ConfigError
 
 
@@ -43,8 +43,11 @@ def test_traces_with_the_usual_columns(tmp_path, header):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a,b\n1,2\n", "has the columns a, b, but none of prompt_tokens"),
-        ("prompt_tokens,output_tokens\n1,x\n", "line 2: '1', 'x' are no two numbers"),
+        ("a,b\n1,2\n", "line 2: has a, b, but none of prompt_tokens"),
+        (
+            "prompt_tokens,output_tokens\n1,x\n",
+            r"line 2: cannot be read \(could not convert string to float: 'x'",
+        ),
         ("prompt_tokens,output_tokens\n", "holds no request"),
     ],
 )

@@ -8,9 +8,9 @@ import statistics
 
 import pytest
 
-from quire.bench.arrivals import arrival_times, read_trace, replayed
-from quire.bench.serve import WORDS, Outcome, Round, WorkloadPlan, make_workload
+from quire.bench.serve import Outcome, Round
 from quire.bench.serve_report import parse_goals, parse_percentiles, round_results
+from quire.bench.workload import WORDS, WorkloadPlan, arrival_times, make_workload, read_trace, replayed
 from quire.core.errors import ConfigError
 from quire.text.tokenizer import Tokenizer
 

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from quire.core.config import EngineConfig
+from quire.core.config import EngineConfig, SpeculativeConfig, parse_speculative
 from quire.core.errors import ConfigError
-from quire.core.speculation import SpeculativeConfig, parse_speculative
 
 
 def test_json_and_mappings_are_the_same() -> None:

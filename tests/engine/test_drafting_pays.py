@@ -2,9 +2,9 @@
 
 import pytest
 
+from quire.core.config import SpeculativeConfig
 from quire.core.request import Request, Sequence, ints
 from quire.core.sampling import SamplingParams
-from quire.core.speculation import SpeculativeConfig
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
 from quire.engine.validation import Limits

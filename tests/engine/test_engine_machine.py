@@ -7,11 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.core.config import SchedulerConfig
+from quire.core.config import SchedulerConfig, SpeculativeConfig
 from quire.core.errors import InvalidRequest, QueueFull
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
-from quire.core.speculation import SpeculativeConfig
 from quire.engine.engine import Engine
 from quire.engine.speculation import Speculation
 from quire.engine.validation import Limits

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.core.config import EngineConfig
+from quire.core.config import EngineConfig, parse_speculative
 from quire.core.errors import ConfigError
 from quire.core.request import Ints, Request
 from quire.core.sampling import SamplingParams
-from quire.core.speculation import parse_speculative
 from quire.engine import build as building
 from quire.engine.build.drafts import check_trees
 from quire.engine.engine import Engine

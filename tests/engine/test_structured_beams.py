@@ -17,7 +17,7 @@ from quire.engine.engine import Engine
 from quire.engine.structured import StructuredOutputs
 from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
-from quire.grammar.errors import GrammarError
+from quire.grammar.matcher import GrammarError
 from quire.grammar.vocabulary import Vocabulary
 from quire.memory.paged import PagedMemory
 from quire.runner.runner import Runner

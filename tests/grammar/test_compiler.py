@@ -10,7 +10,7 @@ from quire.core.errors import QueueFull
 from quire.core.structured import StructuredOutput
 from quire.grammar import compiler as module
 from quire.grammar.compiler import Compiler
-from quire.grammar.errors import GrammarError, GrammarFault
+from quire.grammar.matcher import GrammarError, GrammarFault
 from tests.grammar.conftest import LETTERS, allowed
 
 ENDLESS = StructuredOutput.json({"type": "integer", "multipleOf": 9_999_999})  # takes minutes and gigabytes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.core.structured import StructuredOutput
-from quire.grammar.errors import GrammarError
+from quire.grammar.matcher import GrammarError
 from tests.grammar.conftest import LETTERS, allowed, is_complete
 
 SCHEMAS = {

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from quire.bench.lengths import Lengths, named
+from quire.bench.workload import Lengths, named
 from quire.core.errors import ConfigError
 from quire_lab.experiments.characterize import BATCHING, GridCell, GridJob, measure
 from quire_lab.experiments.rate import CurveJob, trace_curve

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths
 from quire.cli.main import main
 from quire_lab.measure.sharing import BLOCK_SIZE, SharingWorkload, measure_saving
 from quire_lab.report.sharing import METHODS, take_away

@@ -6,7 +6,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.bench.drive import Bench
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
 from quire.core.request import Request

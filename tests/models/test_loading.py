@@ -16,8 +16,8 @@ from quire.models import loading
 from quire.models.loading import load
 from quire.models.model import DecoderModel
 from quire.models.registry import describe
-from quire.weights.dummy import DummySource
 from quire.weights.folder import FolderSource
+from quire.weights.source import DummySource
 from tests.models.checkpoints import VARIANTS, gpt2, llama, opt, prompts, save
 from tests.models.paging import run_chunked
 

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from quire.core.errors import ModelError, WeightsError
-from quire.weights.dummy import DummySource
 from quire.weights.folder import FolderSource
+from quire.weights.source import DummySource
 from tests.weights.conftest import TENSORS
 
 

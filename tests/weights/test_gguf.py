@@ -7,8 +7,7 @@ import torch
 import transformers
 
 from quire.core.errors import ModelError, WeightsError
-from quire.weights.gguf import GgufSource
-from quire.weights.gguf_config import llama3_divisors
+from quire.weights.gguf import GgufSource, llama3_divisors
 from quire.weights.gguf_file import TENSOR_TYPES, GgufFile
 from tests.weights.gguf_writing import LLAMA_KEYS, bare_llama, gguf_name, permuted, write
 

@@ -12,9 +12,9 @@ import transformers
 
 from quire.core.errors import ModelError, WeightsError
 from quire.text.tokenizer import Tokenizer
+from quire.weights.architectures import is_encoder
 from quire.weights.builtin import BUILTIN_ENCODER_NAMES
 from quire.weights.folder import FolderSource
-from quire.weights.peek import is_encoder
 from quire.weights.sentence import SentenceFiles, read_sentence_files
 from quire.weights.wheel import WheelFile, fetched
 

@@ -18,7 +18,7 @@ from quire.adapters.adapter_file import TensorEntry, find_tensors, gather, read_
 from quire.adapters.packing import BlockShape, Matrices, Tiles, find_places, plan_tiles
 from quire.adapters.settings import LoraSettings, check_rank, read_settings
 from quire.adapters.sites import Sites
-from quire.core.adapters import CONFIG_FILE
+from quire.core.config import ADAPTER_CONFIG_FILE
 from quire.core.errors import AdapterError
 from quire.kernels import choose, huge_pages
 from quire.kernels.lora_pack.pieces import AdapterPiece, cut, first_wrong
@@ -227,22 +227,26 @@ def read_config(name: str, folder: Path) -> Mapping[str, Any]:
 
 def read_config_text(name: str, folder: Path) -> str:
     try:
-        return (folder / CONFIG_FILE).read_text()
+        return (folder / ADAPTER_CONFIG_FILE).read_text()
     except FileNotFoundError:
         raise AdapterError(
-            f"adapter {name!r}: {folder} has no {CONFIG_FILE}: give the folder that PEFT saved"
+            f"adapter {name!r}: {folder} has no {ADAPTER_CONFIG_FILE}: give the folder that PEFT saved"
         ) from None
     except (OSError, ValueError) as error:
-        raise AdapterError(f"adapter {name!r}: {folder / CONFIG_FILE} cannot be read ({error})") from error
+        raise AdapterError(
+            f"adapter {name!r}: {folder / ADAPTER_CONFIG_FILE} cannot be read ({error})"
+        ) from error
 
 
 def parse_config(name: str, folder: Path, text: str) -> Mapping[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise AdapterError(f"adapter {name!r}: {folder / CONFIG_FILE} cannot be read ({error})") from error
+        raise AdapterError(
+            f"adapter {name!r}: {folder / ADAPTER_CONFIG_FILE} cannot be read ({error})"
+        ) from error
     if not isinstance(config, dict):
-        raise AdapterError(f"adapter {name!r}: {folder / CONFIG_FILE} is not an object")
+        raise AdapterError(f"adapter {name!r}: {folder / ADAPTER_CONFIG_FILE} is not an object")
     return config
 
 

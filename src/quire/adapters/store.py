@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.adapters.peft import WEIGHTS, PackedAdapter, Reader, read_config
 from quire.adapters.settings import read_settings
 from quire.adapters.sites import Sites
-from quire.core.adapters import CONFIG_FILE
+from quire.core.config import ADAPTER_CONFIG_FILE
 from quire.core.errors import AdapterError
 from quire.observe.logs import get_logger
 
@@ -102,7 +102,9 @@ class AdapterStore:
         known = dict.fromkeys(self._names)
         if self._folder is not None:
             with suppress(OSError), os.scandir(self._folder) as entries:  # it may be gone by now
-                inside = sorted(e.name for e in entries if os.path.exists(os.path.join(e.path, CONFIG_FILE)))
+                inside = sorted(
+                    e.name for e in entries if os.path.exists(os.path.join(e.path, ADAPTER_CONFIG_FILE))
+                )
                 known |= dict.fromkeys(inside)
         return list(known)
 
@@ -358,7 +360,7 @@ class AdapterStore:
         """Finds an adapter in the folder, whose entries are registered on first use."""
         if self._folder is not None and name not in (".", "..") and "/" not in name and "\0" not in name:
             folder = self._folder / name
-            if (folder / CONFIG_FILE).is_file() and folder.resolve().is_relative_to(self._folder):
+            if (folder / ADAPTER_CONFIG_FILE).is_file() and folder.resolve().is_relative_to(self._folder):
                 entry = Entry(self._new_key(name), name, folder, _signature(folder))
                 self._set(name, entry)
                 return entry
@@ -377,7 +379,7 @@ class AdapterStore:
 def _signature(folder: Path) -> tuple[int, ...]:
     """Inode, size and time of the files, which change with them; empty if they are missing."""
     signature: list[int] = []
-    for name in (CONFIG_FILE, WEIGHTS):
+    for name in (ADAPTER_CONFIG_FILE, WEIGHTS):
         try:
             status = os.stat(folder / name)
         except OSError:

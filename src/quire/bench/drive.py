@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths
 from quire.core.errors import QuireError
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams

@@ -17,15 +17,8 @@ from quire.kernels import native
 from quire.weights.cache import cache_folder
 
 PACKAGES = (
-    "quire",
-    "torch",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "jinja2",
-    "gguf",
-    "huggingface_hub",
-    "triton",
+    *("quire", "torch", "numpy", "safetensors", "tokenizers"),
+    *("jinja2", "gguf", "huggingface_hub", "triton"),
 )
 # What the kernels and torch choose by; x86 names as Linux spells them, then ARM's.
 NOTED_FLAGS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
@@ -77,32 +70,16 @@ def describe_kernels(*, compiled_only: bool = False) -> dict[str, Any]:
     if compiled_only and not path.exists():
         return {**report, "native": False, "reason": "not compiled yet: the first start does it"}
     if not native.available():
-        return {
-            **report,
-            "native": False,
-            "reason": "does not compile or load: QUIRE_LOG_LEVEL=debug says why",
-        }
-    return {
-        **report,
-        "native": True,
-        "isa": native.isa(),
-        "usable_isas": list(native.usable_isas()),
-        "path": str(path),
-    }
+        reason = "does not compile or load: QUIRE_LOG_LEVEL=debug says why"
+        return {**report, "native": False, "reason": reason}
+    isas = {"isa": native.isa(), "usable_isas": list(native.usable_isas())}
+    return {**report, "native": True, **isas, "path": str(path)}
 
 
 def describe_environment() -> dict[str, str]:
     """Environment variables that change what Quire does; of keys only that they are set."""
-    prefixes = (
-        "QUIRE_",
-        "OMP_",
-        "MKL_",
-        "CUDA_VISIBLE",
-        "HF_HOME",
-        "HF_HUB_OFFLINE",
-        "HF_ENDPOINT",
-        "TORCH_",
-    )
+    hub = ("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT")
+    prefixes = ("QUIRE_", "OMP_", "MKL_", "CUDA_VISIBLE", "TORCH_", *hub)
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
     return {name: "(set)" if "KEY" in name else value for name, value in variables.items()}
 

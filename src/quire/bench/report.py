@@ -61,6 +61,19 @@ def write_json(report: BenchReport, path: str) -> None:
         raise ConfigError(f"--output-json {path}: cannot be written ({error})") from error
 
 
+def check_positive(plan: Any, *names: str) -> None:
+    """ConfigError, naming the flag, for a field of `plan` that is less than 1."""
+    for name in names:
+        if getattr(plan, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(plan, name)}: give at least 1")
+
+
+def model_row(built: Built) -> tuple[str, str]:
+    """The first row of a report on an engine of this process."""
+    report = built.report
+    return "model", f"{report.model}, {report.precision.format_name}, {report.num_threads} threads"
+
+
 def engine_record(config: EngineConfig, built: Built) -> dict[str, Any]:
     """The requested settings, and what the engine decided."""
     decided = built.report
@@ -68,7 +81,7 @@ def engine_record(config: EngineConfig, built: Built) -> dict[str, Any]:
         "asked": asdict(config),
         "decided": {
             "model": decided.model,
-            "format": built.report.precision.format_name,
+            "format": decided.precision.format_name,
             "device": str(decided.precision.device),
             "kv_dtype": decided.precision.kv_dtype,
             "weights_bytes": decided.weights_bytes,

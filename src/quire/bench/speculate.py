@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.drive import Bench, BenchRequest, plain_token_ids
-from quire.bench.report import BenchReport, engine_record
+from quire.bench.report import BenchReport, check_positive, engine_record
 from quire.bench.table import aligned
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -34,9 +34,7 @@ class SpeculatePlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give at least 1")
+        check_positive(self, "num_tokens", "rounds")
 
 
 @dataclass(frozen=True, slots=True)

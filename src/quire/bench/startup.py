@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.bench.report import BenchReport, summary
+from quire.bench.report import BenchReport, check_positive, summary
 from quire.bench.table import in_bytes
-from quire.core.errors import ConfigError, QuireError
+from quire.core.errors import QuireError
 
 CHILD = "quire.bench.first_token"
 PROMPT = "The capital of France is"
@@ -26,9 +26,7 @@ class StartupPlan:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "num_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give at least 1")
+        check_positive(self, "iterations", "num_tokens")
 
 
 def run_startup(plan: StartupPlan) -> BenchReport:

@@ -6,17 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from quire.bench.drive import SAMPLINGS
-from quire.bench.latency import LatencyPlan, run_latency
-from quire.bench.lengths import DISTRIBUTIONS, Lengths, fixed, from_csv, named
+from quire.bench.offline import LatencyPlan, ThroughputPlan, run_latency, run_throughput
 from quire.bench.report import BenchReport, write_json
-from quire.bench.serve import DATASETS, Outcome, ServePlan, WorkloadPlan, run_serve
+from quire.bench.serve import Outcome, Served, ServePlan, run_serve
 from quire.bench.serve_report import (
     GOALS,
     check_plotting,
@@ -27,7 +27,7 @@ from quire.bench.serve_report import (
 )
 from quire.bench.speculate import WORKLOADS, SpeculatePlan, run_speculate
 from quire.bench.startup import StartupPlan, run_startup
-from quire.bench.throughput import ThroughputPlan, run_throughput
+from quire.bench.workload import DATASETS, DISTRIBUTIONS, Lengths, WorkloadPlan, fixed, from_csv, named
 from quire.cli.flags import add_engine_flags, engine_settings
 from quire.cli.parser import FlagGroup, Parser
 from quire.cli.start import announce_compiling
@@ -38,17 +38,6 @@ from quire.engine.build import Built, build
 from quire.llm.progress import load_progress
 from quire.text.template import load_template
 
-HELP = {
-    "throughput": "many requests at once: tokens and requests per second, scheduler time",
-    "latency": "one batch repeatedly: time to first token and per token",
-    "startup": "fresh processes: time to first token, resident memory",
-    "speculate": "plain and speculative decoding in turn: tokens per second, acceptance rate, equality of tokens",
-    "serve": "load on any OpenAI-compatible server: latency, throughput and goodput at one rate or several",
-    "fit": "fit the simulator's cost model to steps measured here, or to a file of measured steps",
-    "sharing": "parallel sampling and beam search: blocks saved by sharing, tokens per second with and without",
-    "lab": "the laboratory: one experiment, or all of them in one HTML report",
-}
-LABORATORY = ("sharing", "fit", "lab")
 STARTUP_POOL_TOKENS = 2048
 DEFAULT_INPUT, DEFAULT_OUTPUT = 128, 64
 SERVE_DEFAULTS = WorkloadPlan()
@@ -56,14 +45,15 @@ _ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 def add_arguments(parser: Parser) -> None:
-    kinds = parser.add_subparsers(dest="kind", metavar="|".join(_ADD), required=True)
-    for name, add in _ADD.items():
-        if name in LABORATORY and not laboratory.is_installed():
+    kinds = parser.add_subparsers(dest="kind", metavar="|".join(_BENCHMARKS), required=True)
+    for name, benchmark in _BENCHMARKS.items():
+        if benchmark.add is None and not laboratory.is_installed():
             # No prefix is an option's: any arguments are taken, and `run` says how to install the laboratory.
-            missing = kinds.add_parser(name, help=HELP[name], add_help=False, prefix_chars="\0")
+            missing = kinds.add_parser(name, help=benchmark.help, add_help=False, prefix_chars="\0")
             missing.add_argument("arguments", nargs="*")
             continue
-        kind = kinds.add_parser(name, help=HELP[name], description=HELP[name])
+        kind = kinds.add_parser(name, help=benchmark.help, description=benchmark.help)
+        add = benchmark.add or getattr(_laboratory(name), f"add_{name}")
         add(kind)
         if name == "lab":  # writes its records beside its pictures
             add_engine_flags(kind)
@@ -82,7 +72,8 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.kind == "lab":
         return int(_laboratory("lab").lab(arguments))
-    report = _RUN[arguments.kind](arguments)
+    measure = _BENCHMARKS[arguments.kind].run or getattr(_laboratory(arguments.kind), arguments.kind)
+    report: BenchReport = measure(arguments)
     if arguments.output_json is not None:
         write_json(report, arguments.output_json)
     print(report.as_json() if arguments.json else report.as_text())
@@ -90,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_throughput(parser: Parser) -> None:
-    parser.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests (default: 100)")
+    parser.add_argument("--num-prompts", type=int, default=100, help="requests (default: 100)")
     lengths = parser.exclusive()
     lengths.add_argument(
         "--lengths", choices=sorted(DISTRIBUTIONS), help="sample lengths from a named distribution"
@@ -107,45 +98,28 @@ def _add_throughput(parser: Parser) -> None:
 
 def _add_latency(parser: Parser) -> None:
     parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=1,
-        dest="requests_at_once",
-        metavar="N",
-        help="requests at once (default: 1)",
+        "--batch-size", type=int, default=1, dest="requests_at_once", help="requests at once (default: 1)"
     )
     _add_lengths(parser)
-    parser.add_argument(
-        "--iterations", type=int, default=5, metavar="N", help="measured batches (default: 5)"
-    )
-    parser.add_argument(
-        "--warm-up", type=int, default=1, metavar="N", help="batches before them (default: 1)"
-    )
+    parser.add_argument("--iterations", type=int, default=5, help="measured batches (default: 5)")
+    parser.add_argument("--warm-up", type=int, default=1, help="batches before them (default: 1)")
     _add_sampling(parser)
 
 
 def _add_startup(parser: Parser) -> None:
-    parser.add_argument("--iterations", type=int, default=3, metavar="N", help="fresh processes (default: 3)")
-    parser.add_argument(
-        "--num-tokens", type=int, default=64, metavar="N", help="tokens to generate (default: 64)"
-    )
+    parser.add_argument("--iterations", type=int, default=3, help="fresh processes (default: 3)")
+    parser.add_argument("--num-tokens", type=int, default=64, help="tokens to generate (default: 64)")
 
 
 def _add_speculate(parser: Parser) -> None:
-    parser.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="measured rounds of each workload (default: 5)"
-    )
-    parser.add_argument(
-        "--num-tokens", type=int, default=128, metavar="N", help="longest answer (default: 128)"
-    )
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each workload (default: 5)")
+    parser.add_argument("--num-tokens", type=int, default=128, help="longest answer (default: 128)")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="default: all")
 
 
 def _add_lengths(parser: Parser) -> None:
     for name, default, what in (("input", DEFAULT_INPUT, "prompt"), ("output", DEFAULT_OUTPUT, "answer")):
-        parser.add_argument(
-            f"--{name}-len", type=int, metavar="N", help=f"tokens of every {what} (default: {default})"
-        )
+        parser.add_argument(f"--{name}-len", type=int, help=f"tokens of every {what} (default: {default})")
 
 
 def _add_sampling(parser: Parser) -> None:
@@ -277,14 +251,39 @@ def _serve(arguments: argparse.Namespace) -> BenchReport:
     plan = _serve_plan(arguments)
     if arguments.plot is not None:
         check_plotting(arguments.plot)
-    with _Progress() as progress:
-        served = asyncio.run(run_serve(plan, progress.begin, progress.count))
+    served = _served(plan)
     report = serve_report(plan, served, percentiles, goals, arguments.save_detailed)
     if arguments.plot is not None:
         plot_serve(served, report.results["rounds"], arguments.plot)
     if not any(rate["num_complete"] for rate in report.results["rounds"]):
         raise QuireError("no request was answered:\n" + report.as_text())
     return report
+
+
+def _served(plan: ServePlan) -> Served:
+    """Runs the plan with a progress bar for each rate, which counts the failed requests."""
+    with ExitStack() as stack:
+        bar: Any = None
+        num_failed = 0
+
+        def begin(rate: float | None, count: int) -> None:
+            nonlocal bar, num_failed
+            stack.close()  # the bar of the rate before
+            name = "trace" if rate is None else f"{rate:g}/s"
+            shown = sys.stderr.isatty()
+            bar = stack.enter_context(
+                tqdm(total=count, desc=name, unit="req", disable=not shown, leave=False)
+            )
+            num_failed = 0
+
+        def count(outcome: Outcome) -> None:
+            nonlocal num_failed
+            if outcome.error is not None:
+                num_failed += 1
+                bar.set_postfix_str(f"{num_failed} failed", refresh=False)
+            bar.update(1)
+
+        return asyncio.run(run_serve(plan, begin, count))
 
 
 def _serve_plan(arguments: argparse.Namespace) -> ServePlan:
@@ -355,7 +354,7 @@ def _add_server(group: FlagGroup) -> None:
         help=f"{' or '.join(_ENDPOINTS.values())} (default: the former)",
     )
     group.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="X", help="seconds for one request (default: 3600)"
+        "--timeout", type=float, default=3600.0, help="seconds for one request (default: 3600)"
     )
 
 
@@ -371,31 +370,23 @@ def _add_workload(group: FlagGroup) -> None:
         help="lengths, and times for a trace, from CSV or JSON lines with columns such as prompt_tokens, "
         "output_tokens, timestamp; Azure's and Mooncake's are understood",
     )
-    group.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests (default: 100)")
+    group.add_argument("--num-prompts", type=int, default=100, help="requests (default: 100)")
     for name, default in (("input", SERVE_DEFAULTS.input_len), ("output", SERVE_DEFAULTS.output_len)):
         group.add_argument(
-            f"--random-{name}-len",
-            type=int,
-            default=default,
-            metavar="N",
-            help="tokens (default: %(default)s)",
+            f"--random-{name}-len", type=int, default=default, help="tokens (default: %(default)s)"
         )
     group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, metavar="X", help="0.2: lengths ± 20 %% (default: 0)"
+        "--random-range-ratio", type=float, default=0.0, help="0.2: lengths ± 20 %% (default: 0)"
     )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)"
-    )
-    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="(default: 0)")
+    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
+    group.add_argument("--temperature", type=float, default=0.0, help="(default: 0)")
     group.add_argument(
         "--no-ignore-eos",
         action="store_true",
         help="let answers end early (for servers that know no ignore_eos)",
     )
     group.add_argument("--extra-body", metavar="JSON", help="additional fields of every request")
-    group.add_argument(
-        "--num-warmups", type=int, default=1, metavar="N", help="short requests before (default: 1)"
-    )
+    group.add_argument("--num-warmups", type=int, default=1, help="short requests before (default: 1)")
 
 
 def _add_arrivals(group: FlagGroup) -> None:
@@ -404,63 +395,40 @@ def _add_arrivals(group: FlagGroup) -> None:
         metavar="R,…",
         help="per second; inf: all at once; several: one run each (default: inf, or the trace's own times)",
     )
+    group.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: bursts; more: even")
+    group.add_argument("--max-concurrency", type=int, help="requests open at once (default: no limit)")
     group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson; less: bursts; more: even"
-    )
-    group.add_argument(
-        "--max-concurrency", type=int, metavar="N", help="requests open at once (default: no limit)"
-    )
-    group.add_argument(
-        "--trace-speed", type=float, default=1.0, metavar="X", help="2: the trace twice as fast (default: 1)"
+        "--trace-speed", type=float, default=1.0, help="2: the trace twice as fast (default: 1)"
     )
 
 
-class _Progress:
-    """A progress bar for each rate, with the number of failed requests."""
+class Benchmark(NamedTuple):
+    """A kind of benchmark. One without functions is in the laboratory, in the module of its name."""
 
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._num_failed = 0
-
-    def begin(self, rate: float | None, count: int) -> None:
-        self.close()
-        self._num_failed = 0
-        name = "trace" if rate is None else f"{rate:g}/s"
-        self._bar = tqdm(total=count, desc=name, unit="req", disable=not sys.stderr.isatty(), leave=False)
-
-    def count(self, outcome: Outcome) -> None:
-        if outcome.error is not None:
-            self._num_failed += 1
-            self._bar.set_postfix_str(f"{self._num_failed} failed", refresh=False)
-        self._bar.update(1)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    help: str
+    add: Callable[[Any], None] | None = None
+    run: Callable[[argparse.Namespace], BenchReport] | None = None
 
 
-_ADD: dict[str, Callable[[Any], None]] = {
-    "throughput": _add_throughput,
-    "latency": _add_latency,
-    "startup": _add_startup,
-    "speculate": _add_speculate,
-    "serve": _add_serve,
-    "sharing": lambda parser: _laboratory("sharing").add_sharing(parser),
-    "fit": lambda parser: _laboratory("fit").add_fit(parser),
-    "lab": lambda parser: _laboratory("lab").add_lab(parser),
-}
-_RUN: dict[str, Callable[[argparse.Namespace], BenchReport]] = {
-    "throughput": _throughput,
-    "latency": _latency,
-    "startup": _startup,
-    "speculate": _speculate,
-    "serve": _serve,
-    "sharing": lambda arguments: _laboratory("sharing").sharing(arguments),
-    "fit": lambda arguments: _laboratory("fit").fit(arguments),
+_BENCHMARKS = {
+    "throughput": Benchmark(
+        "many requests at once: tokens and requests per second, scheduler time", _add_throughput, _throughput
+    ),
+    "latency": Benchmark("one batch repeatedly: time to first token and per token", _add_latency, _latency),
+    "startup": Benchmark("fresh processes: time to first token, resident memory", _add_startup, _startup),
+    "speculate": Benchmark(
+        "plain and speculative decoding in turn: tokens per second, acceptance rate, equality of tokens",
+        _add_speculate,
+        _speculate,
+    ),
+    "serve": Benchmark(
+        "load on any OpenAI-compatible server: latency, throughput and goodput at one rate or several",
+        _add_serve,
+        _serve,
+    ),
+    "sharing": Benchmark(
+        "parallel sampling and beam search: blocks saved by sharing, tokens per second with and without"
+    ),
+    "fit": Benchmark("fit the simulator's cost model to steps measured here, or to a file of measured steps"),
+    "lab": Benchmark("the laboratory: one experiment, or all of them in one HTML report"),
 }

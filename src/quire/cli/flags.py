@@ -12,27 +12,11 @@ from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any
 
-from quire.cli.parser import Collect, FlagGroup, Parser
+from quire.cli.parser import Collect, FlagGroup, Parser, parse_bytes
 from quire.core.config import option_owners, setting_groups
 from quire.core.errors import ConfigError, InvalidRequest
 from quire.core.sampling import BEAM_SAMPLING, SamplingParams
 from quire.core.structured import StructuredOutput
-
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes. K, M, G, T and KiB… count in 1024s, KB, MB, GB, TB in 1000s; a plain number is bytes."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b?)\s*", text.lower())
-    try:
-        if match is None or match[3] == "i":
-            raise ValueError
-        base = 1000 if match[2] and match[3] == "b" else 1024
-        return int(float(match[1]) * base ** _POWERS[match[2]])
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: write 2GiB, 512M or a number of bytes"
-        ) from None
 
 
 def parse_gigabytes(text: str) -> int:
@@ -46,9 +30,9 @@ def parse_gigabytes(text: str) -> int:
 TITLES = {"scheduler": "scheduling", "runner": "device", "speculative_config": "speculation"}
 _SHORT = {"quantization": ("-q",)}
 _TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
-    "kv_cache_memory_bytes": (parse_bytes, "BYTES"),
-    "lora_memory_bytes": (parse_bytes, "BYTES"),
-    "max_cpu_lora_bytes": (parse_bytes, "BYTES"),
+    **dict.fromkeys(
+        ("kv_cache_memory_bytes", "lora_memory_bytes", "max_cpu_lora_bytes"), (parse_bytes, "BYTES")
+    ),
     "speculative_config": (str, "JSON"),
 }
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
@@ -150,9 +134,7 @@ def add_sampling_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
     group = parser.group("sampling", "defaults are the model's own, where it recommends any")
     for name, (kind, text) in _NUMBERS.items():
         if name not in without:
-            group.add_argument(
-                f"--{name.replace('_', '-')}", type=kind, help=text, metavar="N" if kind is int else "X"
-            )
+            group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
     for name, (flag, kind, text) in _REPEATED.items():
         metavar = "ID" if kind is int else "TEXT"
         group.add_argument(flag, dest=name, action=Collect, type=kind, help=text, metavar=metavar)

@@ -7,51 +7,70 @@ of every start, and neither gives one-line errors with the nearest flag or other
 import argparse
 import difflib
 import json
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.core.errors import ConfigError
 
-_ONE_DEVICE = "a model runs on one device here: leave it out"
-
 # vLLM's, SGLang's and llama.cpp's flags that have another name here or are not needed
 OTHER_ENGINES = {
-    "--tensor-parallel-size": _ONE_DEVICE,
-    "-tp": _ONE_DEVICE,
-    "--tp": _ONE_DEVICE,
-    "--pipeline-parallel-size": _ONE_DEVICE,
-    "-pp": _ONE_DEVICE,
-    "--data-parallel-size": _ONE_DEVICE,
-    "-dp": _ONE_DEVICE,
-    "--distributed-executor-backend": _ONE_DEVICE,
+    **dict.fromkeys(
+        (
+            "--tensor-parallel-size",
+            "-tp",
+            "--tp",
+            "--pipeline-parallel-size",
+            "-pp",
+            "--data-parallel-size",
+            "-dp",
+        ),
+        "a model runs on one device here: leave it out",
+    ),
+    "--distributed-executor-backend": "a model runs on one device here: leave it out",
     "--enable-chunked-prefill": "it is always so here: leave it out",
     "--async-scheduling": "--steps-in-flight 1, the default, is that",
     "--trust-remote-code": "no code of a model is ever run: leave it out",
     "--scheduling-policy": "use --schedule",
     "--num-gpu-blocks-override": "use --num-blocks",
-    "--context-length": "use --max-model-len",
-    "--ctx-size": "use --max-model-len",
-    "--max-seq-len": "use --max-model-len",
+    **dict.fromkeys(("--context-length", "--ctx-size", "--max-seq-len"), "use --max-model-len"),
     "--mem-fraction-static": "use --gpu-memory-utilization",
     "--max-running-requests": "use --max-num-seqs",
     "--chunked-prefill-size": "use --max-num-batched-tokens",
     "--threads": "use --num-threads",
     "--model-path": "use --model",
-    "--disable-radix-cache": "use --no-enable-prefix-caching",
-    "--no-prefix-caching": "use --no-enable-prefix-caching",
-    "--disable-log-requests": "requests are logged with --log-requests only: leave it out",
-    "--no-enable-log-requests": "requests are logged with --log-requests only: leave it out",
+    **dict.fromkeys(("--disable-radix-cache", "--no-prefix-caching"), "use --no-enable-prefix-caching"),
+    **dict.fromkeys(
+        ("--disable-log-requests", "--no-enable-log-requests"),
+        "requests are logged with --log-requests only: leave it out",
+    ),
     "--enable-log-requests": "use --log-requests",
     "--uvicorn-log-level": "use --log-level",
-    "--speculative-model": "use --speculative-config",
-    "--num-speculative-tokens": "use --speculative-config",
+    **dict.fromkeys(("--speculative-model", "--num-speculative-tokens"), "use --speculative-config"),
     "--guided-decoding-backend": "there is one backend: leave it out",
     "--max-log-len": "requests' text is never logged: leave it out",
     "--download-dir": "set HF_HOME or QUIRE_CACHE in the environment",
-    "--task": "an encoder serves embeddings, a decoder text: leave it out",
-    "--runner": "an encoder serves embeddings, a decoder text: leave it out",
+    **dict.fromkeys(("--task", "--runner"), "an encoder serves embeddings, a decoder text: leave it out"),
 }
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes. K, M, G, T and KiB… count in 1024s, KB, MB, GB, TB in 1000s; a plain number is bytes."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b?)\s*", text.lower())
+    try:
+        if match is None or match[3] == "i":
+            raise ValueError
+        base = 1000 if match[2] and match[3] == "b" else 1024
+        return int(float(match[1]) * base ** _POWERS[match[2]])
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: write 2GiB, 512M or a number of bytes"
+        ) from None
+
+
+_METAVARS: dict[Any, str] = {int: "N", float: "X", parse_bytes: "BYTES"}  # of flags that name none
 
 
 class FlagGroup:
@@ -62,9 +81,7 @@ class FlagGroup:
         self._flags = flags
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        action: argparse.Action = self._group.add_argument(*names, **settings)
-        self._flags.update(dict.fromkeys(action.option_strings, action))
-        return action
+        return _added(self._flags, self._group.add_argument, names, settings)
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,9 +97,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        action = super().add_argument(*names, **settings)
-        self._flags.update(dict.fromkeys(action.option_strings, action))
-        return action
+        return _added(self._flags, super().add_argument, names, settings)
 
     def add_subparsers(self, **settings: Any) -> Any:
         self._kinds = super().add_subparsers(**settings)
@@ -135,6 +150,20 @@ class Parser(argparse.ArgumentParser):
                 self.set_defaults(**{action.dest: _converted(action, value)})
             except ValueError as error:
                 raise ConfigError(f"{path}: {key}{error}") from error
+
+
+def _added(
+    flags: dict[str, argparse.Action],
+    add: Callable[..., argparse.Action],
+    names: Sequence[str],
+    settings: dict[str, Any],
+) -> argparse.Action:
+    """Adds a flag and notes it in `flags`."""
+    if settings.get("type") in _METAVARS:
+        settings.setdefault("metavar", _METAVARS[settings["type"]])
+    action = add(*names, **settings)
+    flags.update(dict.fromkeys(action.option_strings, action))
+    return action
 
 
 def _converted(action: argparse.Action, value: Any) -> Any:
@@ -200,7 +229,7 @@ def advice(flag: str, known: Collection[str]) -> str | None:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """The top-level mapping of a JSON file, of `key: value` lines, or of any YAML where PyYAML is installed."""
+    """The top-level mapping of a JSON or YAML file."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -219,46 +248,9 @@ def _parsed(path: str, text: str) -> Any:
             return json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{path}: is no valid JSON ({error})") from error
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError:
-        return plain_lines(path, text)
+    import yaml  # type: ignore[import-untyped]
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is no valid YAML ({' '.join(str(error).split())})") from error
-
-
-def plain_lines(path: str, text: str) -> dict[str, Any]:
-    """The YAML that most config files need: one `key: value` per line, # comments. Anything nested needs PyYAML."""
-    values: dict[str, Any] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        bare = line.split(" #", 1)[0].rstrip()
-        if not bare or bare.startswith("#") or bare == "---":
-            continue
-        key, colon, value = bare.partition(":")
-        value = value.strip()
-        if not colon or line[0].isspace() or not value or value[0] in "[{|>&*":
-            raise ConfigError(
-                f"{path}: line {number} is no `key: value`: pip install pyyaml to read more than that"
-            )
-        values[key.strip().strip("\"'")] = _plain_value(value)
-    return values
-
-
-def _plain_value(value: str) -> Any:
-    if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
-        return value[1:-1]
-    for words, meaning in (
-        (("true", "yes", "on"), True),
-        (("false", "no", "off"), False),
-        (("null", "~"), None),
-    ):
-        if value.lower() in words:
-            return meaning
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value

@@ -3,7 +3,8 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -45,19 +46,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--bandwidth", type=parse_gigabytes, metavar="GB", help="memory bandwidth of the GPU, per second"
     )
-    parser.add_argument("--tflops", type=float, metavar="X", help="dense bf16 TFLOP/s of the GPU")
+    parser.add_argument("--tflops", type=float, help="dense bf16 TFLOP/s of the GPU")
     parser.add_argument(
-        "--price-per-hour",
-        type=float,
-        metavar="X",
-        help="price of the device, to show the cost of a million tokens",
+        "--price-per-hour", type=float, help="price of the device, to show the cost of a million tokens"
     )
-    parser.add_argument(
-        "--context", type=int, metavar="N", help=f"tokens of each sequence (default: {USUAL_CONTEXT})"
-    )
-    parser.add_argument(
-        "--concurrency", type=int, metavar="N", help="sequences at once (default: a table of several)"
-    )
+    parser.add_argument("--context", type=int, help=f"tokens of each sequence (default: {USUAL_CONTEXT})")
+    parser.add_argument("--concurrency", type=int, help="sequences at once (default: a table of several)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engine_flags(parser, without=_NOT_PLANNED)
 
@@ -91,9 +85,7 @@ def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:
     rate, flops = arguments.bandwidth or 0.0, (arguments.tflops or 0.0) * 1e12
     if arguments.gpu is not None:
         known = device_of(find_gpu(arguments.gpu))
-        return Device(
-            known.name, True, known.memory, rate or known.read_rate, flops or known.flops, known.source
-        )
+        return replace(known, read_rate=rate or known.read_rate, flops=flops or known.flops)
     if arguments.memory is not None:
         on_gpu = config.runner.device != "cpu"
         name = f"a {'GPU' if on_gpu else 'machine'} with {in_bytes(arguments.memory)}"
@@ -107,13 +99,13 @@ def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:
 
 def _gpu_here(rate: float, flops: float) -> Device:
     here = describe_gpus()[0]
-    try:
-        known = device_of(find_gpu(here["name"]))
-    except ConfigError:
-        return Device(here["name"], True, here["memory_bytes"], rate, flops, "as PyTorch reports it")
-    return Device(
-        here["name"], True, here["memory_bytes"], rate or known.read_rate, flops or known.flops, known.source
-    )
+    device = Device(here["name"], True, here["memory_bytes"], rate, flops, "as PyTorch reports it")
+    with suppress(ConfigError):  # not in the table
+        known = find_gpu(here["name"])
+        device = replace(
+            device, read_rate=rate or known.read_rate, flops=flops or known.flops, source=known.source
+        )
+    return device
 
 
 def _context(arguments: argparse.Namespace, capacity: Capacity) -> int:
@@ -141,6 +133,7 @@ def _floors(arguments: argparse.Namespace, capacity: Capacity, device: Device, c
 def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor], price: float | None) -> str:
     weights, pool = capacity.weights, capacity.pool
     fits = capacity.sequences_of(context)
+    limit = f" (limited by max_num_seqs={capacity.max_num_seqs})" if fits == capacity.max_num_seqs else ""
     lines = [
         [
             "model",
@@ -153,7 +146,7 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
             "pool",
             f"{in_bytes(pool.num_bytes)}: {pool.num_blocks:,} blocks of {pool.block_size} tokens (set by {pool.limit})",
         ],
-        ["fits", f"{pool.num_tokens:,} tokens: {fits:,} sequences of {context:,}{_capped(capacity, fits)}"],
+        ["fits", f"{pool.num_tokens:,} tokens: {fits:,} sequences of {context:,}{limit}"],
     ]
     text = aligned(lines)
     if not floors:
@@ -162,10 +155,6 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
     rows = [_floor_row(floor, price) for floor in floors]
     table = aligned([header, *rows], right=(0, 1, 2, 4))
     return f"{text}\n\nat best, from {in_bytes(device.read_rate)}/s, with {context:,} tokens each:\n{table}"
-
-
-def _capped(capacity: Capacity, fits: int) -> str:
-    return f" (limited by max_num_seqs={capacity.max_num_seqs})" if fits == capacity.max_num_seqs else ""
 
 
 def _floor_row(floor: Floor, price: float | None) -> list[str]:

@@ -40,10 +40,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output file")
     parser.add_argument(
-        "--max-concurrency",
-        type=int,
-        metavar="N",
-        help="requests in flight at once (default: twice --max-num-seqs)",
+        "--max-concurrency", type=int, help="requests in flight at once (default: twice --max-num-seqs)"
     )
     parser.add_argument("--quiet", action="store_true", help="print only errors on stderr")
     add_engine_flags(parser, without=_NOT_HERE)

@@ -3,11 +3,12 @@
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from quire.cli.flags import add_engine_flags, engine_settings, parse_bytes
-from quire.cli.parser import Collect, FlagGroup, Parser
+from quire.cli.flags import add_engine_flags, engine_settings
+from quire.cli.parser import Collect, FlagGroup, Parser, parse_bytes
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.observe import logs
@@ -18,10 +19,8 @@ from quire.text.reasoning import REASONING_PARSERS
 from quire.text.tools.registry import TOOL_PARSERS
 
 DEFAULTS = ServerSettings()
-_OWN_FLAGS = (
-    "max_queue_requests",
-    "max_queue_tokens",
-)  # the server bounds its queue itself, before the engine's
+# the server bounds its queue itself, before the engine's
+_OWN_FLAGS = ("max_queue_requests", "max_queue_tokens")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -94,24 +93,16 @@ def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _add_network(group: FlagGroup) -> None:
     group.add_argument("--host", help=f"address to listen on (default: {DEFAULTS.host}, this machine only)")
-    group.add_argument(
-        "--port", type=int, metavar="N", help=f"port, 0 for any free one (default: {DEFAULTS.port})"
-    )
+    group.add_argument("--port", type=int, help=f"port, 0 for any free one (default: {DEFAULTS.port})")
     group.add_argument("--root-path", metavar="PATH", help="path prefix that a proxy adds")
     group.add_argument("--ssl-certfile", metavar="FILE", help="certificate, to serve HTTPS")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
-    group.add_argument(
-        "--sse-keep-alive",
-        type=float,
-        metavar="X",
-        help=f"seconds of silence before a stream gets a comment (default: {DEFAULTS.sse_keep_alive:g}; 0: never)",
+    silence = (
+        f"seconds of silence before a stream gets a comment (default: {DEFAULTS.sse_keep_alive:g}; 0: never)"
     )
-    group.add_argument(
-        "--allowed-origins",
-        action=Collect,
-        metavar="ORIGIN",
-        help="CORS: allow browsers from this origin, or * for all (repeatable)",
-    )
+    group.add_argument("--sse-keep-alive", type=float, help=silence)
+    origins = "CORS: allow browsers from this origin, or * for all (repeatable)"
+    group.add_argument("--allowed-origins", action=Collect, metavar="ORIGIN", help=origins)
 
 
 def _add_access(group: FlagGroup) -> None:
@@ -126,16 +117,12 @@ def _add_access(group: FlagGroup) -> None:
         "--admin-key", metavar="KEY", help="key of the admin endpoints (also: QUIRE_ADMIN_KEY)"
     )
     group.add_argument(
-        "--max-concurrent-per-key",
-        type=int,
-        metavar="N",
-        help="requests of one key at a time (default: no limit)",
+        "--max-concurrent-per-key", type=int, help="requests of one key at a time (default: no limit)"
     )
     for what in ("requests", "tokens"):
         group.add_argument(
             f"--max-{what}-per-minute-per-key",
             type=int,
-            metavar="N",
             help=f"{what} of one key per minute (default: no limit)",
         )
     group.add_argument(
@@ -176,46 +163,25 @@ def _add_embeddings(group: FlagGroup) -> None:
 
 
 def _add_limits(group: FlagGroup) -> None:
-    requests, tokens = DEFAULTS.max_queue_requests, DEFAULTS.max_queue_tokens
-    group.add_argument(
-        "--max-queue-requests", type=int, metavar="N", help=f"requests that may wait (default: {requests})"
-    )
-    group.add_argument(
-        "--max-queue-tokens", type=int, metavar="N", help=f"prompt tokens that may wait (default: {tokens})"
-    )
-    group.add_argument(
-        "--max-body-bytes",
-        type=parse_bytes,
-        metavar="BYTES",
-        help="maximum size of a request body (default: 16MiB)",
-    )
-    group.add_argument(
-        "--request-timeout", type=float, metavar="X", help="seconds for one request (default: no limit)"
-    )
-    group.add_argument(
-        "--engine-timeout",
-        type=float,
-        metavar="X",
-        help=f"seconds for one engine step; the engine is restarted after that (default: {DEFAULTS.engine_timeout:g})",
-    )
-    group.add_argument(
-        "--max-stored-responses",
-        type=int,
-        metavar="N",
-        help=f"responses of /v1/responses kept in memory (default: {DEFAULTS.max_stored_responses})",
-    )
-    group.add_argument(
-        "--max-stored-responses-bytes",
-        type=parse_bytes,
-        metavar="BYTES",
-        help="maximum size of stored responses (default: 256MiB)",
-    )
-    group.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        metavar="X",
-        help=f"seconds to finish running requests after SIGTERM (default: {DEFAULTS.shutdown_timeout:g})",
-    )
+    step = "seconds for one engine step; the engine is restarted after that"
+    flags: dict[str, tuple[Callable[[str], Any], str]] = {
+        "max_queue_requests": (int, f"requests that may wait (default: {DEFAULTS.max_queue_requests})"),
+        "max_queue_tokens": (int, f"prompt tokens that may wait (default: {DEFAULTS.max_queue_tokens})"),
+        "max_body_bytes": (parse_bytes, "maximum size of a request body (default: 16MiB)"),
+        "request_timeout": (float, "seconds for one request (default: no limit)"),
+        "engine_timeout": (float, f"{step} (default: {DEFAULTS.engine_timeout:g})"),
+        "max_stored_responses": (
+            int,
+            f"responses of /v1/responses kept in memory (default: {DEFAULTS.max_stored_responses})",
+        ),
+        "max_stored_responses_bytes": (parse_bytes, "maximum size of stored responses (default: 256MiB)"),
+        "shutdown_timeout": (
+            float,
+            f"seconds to finish running requests after SIGTERM (default: {DEFAULTS.shutdown_timeout:g})",
+        ),
+    }
+    for name, (kind, text) in flags.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
 
 
 def _set_up_logs(arguments: argparse.Namespace) -> None:

@@ -4,14 +4,14 @@ Each field carries the help text of its flag: `quire serve --help` and the docum
 """
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from quire.core.adapters import AdapterConfig
+from quire.core.draft import MAX_NODES
 from quire.core.errors import ConfigError
-from quire.core.settings import at_least, not_negative, one_of, setting
-from quire.core.speculation import SpeculativeConfig, parse_speculative
 
 USUAL_BLOCK_SIZE = 16
 RESERVATIONS = ("paged", "max", "pow2", "oracle")
@@ -23,6 +23,41 @@ SCHEDULES = ("fcfs", "priority", "shortest", "fair")
 BATCHING = ("continuous", "static", "dynamic")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
+LORA_MEMORIES = ("unified", "separate")
+LORA_MODES = ("batched", "merge")
+ADAPTER_CONFIG_FILE = "adapter_config.json"  # what makes a folder an adapter
+METHODS = ("ngram", "draft_model")
+ACCEPTANCES = ("coupled", "rejection")
+MAX_DRAFT = 32  # tokens; acceptance beyond is too rare to pay
+MAX_WIDTH = 16  # branches of a tree
+# tokens of a prompt-lookup draft, which costs nothing to make: with the last token a whole tile of 16 rows
+LOOKED_UP = 15
+
+
+def setting(default: Any = MISSING, help: str = "") -> Any:
+    """A dataclass field whose `help` is the text of its command-line flag and its only documentation."""
+    return field(default=default, metadata={"help": help})
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not known: choose one of {', '.join(allowed)}")
+
+
+def at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and (not isinstance(value, int) or value < low):
+        raise ConfigError(f"{name}={value!r} must be a whole number of at least {low}")
+
+
+def not_negative(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+        raise ConfigError(f"{name}={value!r} must be a number of at least 0")
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    """What to write instead of the unknown `name`: the nearest known one, or the list of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {near[0]}?" if near else f". Known: {', '.join(known)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +266,177 @@ class RunnerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """LoRA adapters: enabled by `enable_lora`, `lora_modules` or `lora_dir`."""
+
+    enable_lora: bool = setting(False, "serve LoRA adapters; implied by --lora-modules and --lora-dir")
+    lora_modules: tuple[str, ...] = setting(
+        (), "adapters as NAME=FOLDER, one or more; a request selects one with `model: NAME`"
+    )
+    lora_dir: str | None = setting(
+        None, "folder of adapters, each named by its folder; adapters loaded at run time must lie in it"
+    )
+    lora_memory: str = setting(
+        "unified",
+        "unified: adapters use blocks of the KV pool; separate: they use memory of their own, for comparison",
+    )
+    lora_memory_bytes: int | None = setting(
+        None, "size of that separate memory, taken from the pool (default: a quarter of it)"
+    )
+    lora_mode: str = setting(
+        "batched",
+        "batched: any mix in one step; merge: one adapter at a time, merged into the weights, for comparison",
+    )
+    max_loras: int | None = setting(None, "different adapters in one step (default: as many as sequences)")
+    max_lora_rank: int | None = setting(None, "refuse adapters of a higher rank (default: 512)")
+    max_cpu_loras: int | None = setting(None, "adapters cached in host memory (default: as many as fit)")
+    max_cpu_lora_bytes: int | None = setting(
+        None, "host memory for adapters (default: a quarter of free memory, at most 16GiB)"
+    )
+
+    def __post_init__(self) -> None:
+        given = self.lora_modules
+        if isinstance(given, Mapping):  # folders by name, as Python callers write them
+            given = tuple(f"{name}={path}" for name, path in given.items())
+        object.__setattr__(self, "lora_modules", tuple(given))
+        self.modules()
+        one_of("lora_memory", self.lora_memory, LORA_MEMORIES)
+        one_of("lora_mode", self.lora_mode, LORA_MODES)
+        limits = ("max_loras", "max_lora_rank", "max_cpu_loras", "max_cpu_lora_bytes", "lora_memory_bytes")
+        for name in limits:
+            at_least(name, getattr(self, name), 1)
+
+    @property
+    def enabled(self) -> bool:
+        return self.enable_lora or bool(self.lora_modules) or self.lora_dir is not None
+
+    def modules(self) -> dict[str, str]:
+        """Folders by name."""
+        folders: dict[str, str] = {}
+        for module in self.lora_modules:
+            name, equals, path = module.partition("=")
+            if not equals or not name or not path:
+                raise ConfigError(f"lora_modules: {module!r} is not of the form name=folder")
+            if name in folders:
+                raise ConfigError(f"lora_modules names {name!r} twice: give each adapter a name of its own")
+            folders[name] = path
+        return folders
+
+    def check_folders(self) -> None:
+        """ConfigError if a named folder is missing. At first start only: a restart after a fault goes on without it."""
+        if self.lora_dir is not None and not Path(self.lora_dir).is_dir():
+            raise ConfigError(f"lora_dir: there is no folder {self.lora_dir}: make it, or check the path")
+        for name, path in self.modules().items():
+            if not Path(path).is_dir():
+                raise ConfigError(f"adapter {name!r}: there is no folder {path}")
+            if not Path(path, ADAPTER_CONFIG_FILE).exists():
+                raise ConfigError(
+                    f"adapter {name!r}: {path} has no {ADAPTER_CONFIG_FILE}: give a folder that PEFT saved"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """The fields of `--speculative-config`. Lengths are upper bounds: the engine drafts less where that is faster."""
+
+    method: str
+    num_speculative_tokens: int = 8
+    prompt_lookup_max: int = 4  # tokens of the longest n-gram that is looked up
+    prompt_lookup_min: int = 2
+    model: str | None = None  # of method draft_model: a folder, a .gguf file or a hub id
+    quantization: str = "auto"  # of the draft model
+    disable_by_batch_size: int | None = None  # no drafts from this batch size on; None: max_num_seqs
+    adaptive: bool = True  # False: always the full length and width, for experiments
+    tree_width: int = 1  # branches of a token tree, at most; 1: drafts are chains
+    acceptance: str = "coupled"  # "rejection": rejection sampling, for requests without a seed
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(
+                f"speculative_config: method {self.method!r} is not known: choose one of {', '.join(METHODS)}"
+            )
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "tree_width"):
+            _check_count(name, getattr(self, name))
+        if self.num_speculative_tokens > MAX_DRAFT:
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens is {self.num_speculative_tokens}: at most {MAX_DRAFT}"
+            )
+        self._check_tree()
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min ({self.prompt_lookup_min}) is more than prompt_lookup_max "
+                f"({self.prompt_lookup_max}): lower it"
+            )
+        if self.disable_by_batch_size is not None:
+            _check_count("disable_by_batch_size", self.disable_by_batch_size)
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"speculative_config: adaptive is {self.adaptive!r}: give true or false")
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ConfigError(
+                "speculative_config: give method draft_model and its model together"
+                if self.model is None
+                else f"speculative_config: method {self.method} has no model of its own: leave out model"
+            )
+
+    def _check_tree(self) -> None:
+        width, num_nodes = self.tree_width, self.tree_width * self.num_speculative_tokens
+        if width > MAX_WIDTH:
+            raise ConfigError(f"speculative_config: tree_width is {width}: at most {MAX_WIDTH}")
+        if width > 1 and num_nodes > MAX_NODES:
+            raise ConfigError(
+                f"speculative_config: tree_width × num_speculative_tokens is {width} × {self.num_speculative_tokens} = "
+                f"{num_nodes}: a tree has at most {MAX_NODES} tokens, so lower one of them"
+            )
+        if self.acceptance not in ACCEPTANCES:
+            raise ConfigError(
+                f"speculative_config: acceptance {self.acceptance!r} is not known: choose one of "
+                f"{', '.join(ACCEPTANCES)}"
+            )
+        if self.acceptance == "rejection" and self.method != "draft_model":
+            raise ConfigError(
+                f"speculative_config: acceptance rejection needs a draft's probabilities, and {self.method} has none: "
+                "choose method draft_model or leave acceptance out"
+            )
+
+    @property
+    def in_words(self) -> str:
+        lookup = f"looked up by {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
+        drafter = lookup if self.method == "ngram" else f"by {self.model}"
+        tree = f" in trees of {self.tree_width} branches" if self.tree_width > 1 else ""
+        rejection = ", accepted by rejection sampling" if self.acceptance == "rejection" else ""
+        always = "" if self.adaptive else ", always"
+        return f"{drafter}, at most {self.num_speculative_tokens} tokens{tree}{always}{rejection}"
+
+
+def parse_speculative(given: SpeculativeConfig | str | Mapping[str, Any]) -> SpeculativeConfig:
+    """From JSON or a mapping. ConfigError for an unknown or missing name, or an invalid value."""
+    if isinstance(given, SpeculativeConfig):
+        return given
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"speculative_config is not JSON ({error}): {given!r}") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculative_config must be a JSON object with a method, not {given!r}")
+    known = [field.name for field in fields(SpeculativeConfig)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"speculative_config: unknown name {name!r}{_hint(str(name), known)}")
+    if "method" not in given:
+        raise ConfigError(f"speculative_config has no method: choose one of {', '.join(METHODS)}")
+    usual: dict[str, Any] = {}
+    if given["method"] == "ngram" and given.get("tree_width", 1) == 1:
+        usual["num_speculative_tokens"] = LOOKED_UP
+    return SpeculativeConfig(**{**usual, **given})
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"speculative_config: {name} is {value!r}: give a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All settings of one engine. `of` makes it from flat names, as flags and `LLM(...)` spell them."""
 
@@ -255,9 +461,7 @@ class EngineConfig:
         flat = {**PRESETS.get(flat.get("preset") or "", {}), **flat}
         for name, value in flat.items():
             if name not in owner:
-                near = difflib.get_close_matches(name, owner, n=1)
-                hint = f": did you mean {near[0]}?" if near else f". Known: {', '.join(sorted(owner))}"
-                raise ConfigError(f"unknown setting {name!r}{hint}")
+                raise ConfigError(f"unknown setting {name!r}{_hint(name, sorted(owner))}")
             if name == "speculative_config":
                 speculative = None if value is None else parse_speculative(value)
             else:

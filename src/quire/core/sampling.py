@@ -54,12 +54,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # frozen, but plain spellings (a lone string, a list, -1) are welcome
-        put(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        put(
-            self,
-            "bad_words",
-            (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ()),
-        )
+        for name in ("stop", "bad_words"):
+            words = getattr(self, name)
+            put(self, name, (words,) if isinstance(words, str) else tuple(words or ()))
         put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         put(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
         if self.allowed_token_ids is not None:

@@ -3,10 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from quire.core.adapters import AdapterLoad
 from quire.core.draft import Draft
 from quire.core.request import Ints, ints
 from quire.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """Copies an adapter from host memory into blocks of the pool, in order."""
+
+    key: str
+    block_ids: Ints  # [blocks] int32
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from quire.core.request import Sequence as Beam
 from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
 from quire.engine.hypotheses import Candidate, Hypotheses, Hypothesis, Token
 from quire.engine.structured import StructuredOutputs
-from quire.grammar.errors import GrammarError
+from quire.grammar.matcher import GrammarError
 from quire.scheduler.plan import ScheduledStep
 from quire.scheduler.running import Branch
 from quire.scheduler.scheduler import Scheduler

@@ -5,7 +5,7 @@ from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
 from quire.engine.beams import BeamSearches
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
-from quire.grammar.errors import GrammarError
+from quire.grammar.matcher import GrammarError
 from quire.scheduler.plan import ScheduledStep
 from quire.scheduler.scheduler import Scheduler
 from quire.speculate.acceptance import accepted_nodes

@@ -4,10 +4,10 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.core.config import SpeculativeConfig
 from quire.core.draft import Draft, DraftRoom, TokenTree
 from quire.core.request import Sequence
 from quire.core.sampling import SamplingParams
-from quire.core.speculation import SpeculativeConfig
 from quire.core.stats import SpeculationStats
 from quire.engine.structured import StructuredOutputs
 from quire.scheduler.plan import ScheduledStep

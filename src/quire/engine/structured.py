@@ -11,8 +11,7 @@ from quire.core.errors import InvalidRequest, QuireError
 from quire.core.request import Phase, Request, Sequence
 from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler, Grammar
-from quire.grammar.errors import GrammarError
-from quire.grammar.matcher import Matcher
+from quire.grammar.matcher import GrammarError, Matcher
 from quire.sampling.records import TokenMask
 from quire.scheduler.plan import ScheduledStep
 from quire.speculate.tree import branches, merged

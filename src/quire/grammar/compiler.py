@@ -9,9 +9,7 @@ from typing import Any
 
 from quire.core.errors import QueueFull
 from quire.core.structured import StructuredOutput
-from quire.grammar.errors import GrammarError
-from quire.grammar.llguidance_backend import compile_matcher, make_tokenizer
-from quire.grammar.matcher import Matcher
+from quire.grammar.matcher import GrammarError, Matcher, compile_matcher, make_tokenizer
 from quire.grammar.sandbox import GrammarSandbox
 from quire.grammar.vocabulary import Vocabulary
 

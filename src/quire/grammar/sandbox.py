@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from quire.core.structured import StructuredOutput
-from quire.grammar.errors import GrammarError, GrammarFault
-from quire.grammar.llguidance_backend import compile_matcher, make_tokenizer
+from quire.grammar.matcher import GrammarError, GrammarFault, compile_matcher, make_tokenizer
 from quire.grammar.vocabulary import Vocabulary
 
 STACK_BYTES = 4 << 20  # half of the engine threads' stack, so that a grammar that fits here fits there

@@ -3,7 +3,7 @@
 import os
 from contextlib import suppress
 
-from quire.core.adapters import CONFIG_FILE, AdapterConfig
+from quire.core.config import ADAPTER_CONFIG_FILE, AdapterConfig
 
 
 class NamedAdapters:
@@ -51,7 +51,7 @@ class NamedAdapters:
 
     @staticmethod
     def _lies_in(folder: str, name: str) -> bool:
-        return os.path.isfile(os.path.join(folder, name, CONFIG_FILE))
+        return os.path.isfile(os.path.join(folder, name, ADAPTER_CONFIG_FILE))
 
 
 def _is_plain(name: str) -> bool:

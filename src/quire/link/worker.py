@@ -27,7 +27,7 @@ from quire.link.messages import Described, Failed, Note, Progress, Ready, Vector
 from quire.link.transport import ZmqTransport, integrity_error
 from quire.observe.logs import get_logger
 from quire.text.load import tokenizer_files
-from quire.weights.peek import is_encoder
+from quire.weights.architectures import is_encoder
 from quire.weights.source import Source
 
 log = get_logger(__name__)

@@ -8,7 +8,7 @@ from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
 from quire.models.model import DecoderModel, Encoder
-from quire.weights.peek import ENCODERS
+from quire.weights.architectures import ENCODERS
 
 # Each file has describe(architecture, hf) -> ModelConfig and build(config, factory) -> DecoderModel.
 _FILES = {

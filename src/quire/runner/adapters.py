@@ -10,9 +10,8 @@ from torch import Tensor
 
 from quire.adapters.packing import MAX_TILES
 from quire.adapters.peft import PackedAdapter
-from quire.core.adapters import AdapterLoad
 from quire.core.request import Ints
-from quire.core.step import Step
+from quire.core.step import AdapterLoad, Step
 from quire.kernels import registry
 from quire.kernels.lora.records import LoraSegments, LoraTables
 from quire.kernels.lora_pack.pieces import COLUMNS, PLACE

@@ -3,9 +3,9 @@
 from enum import Enum
 from typing import Protocol
 
-from quire.core.adapters import AdapterLoad
 from quire.core.errors import AdapterError
 from quire.core.request import ints
+from quire.core.step import AdapterLoad
 from quire.memory.interface import Memory
 from quire.scheduler.group import SequenceGroup, blocks_to_resume
 from quire.scheduler.queue import WaitingQueue

@@ -28,7 +28,7 @@ from quire.server.app import create_app
 from quire.server.encoders import Encoders
 from quire.server.service import SICK_AFTER, Service
 from quire.server.settings import ServerSettings
-from quire.weights.peek import is_encoder
+from quire.weights.architectures import is_encoder
 
 MAX_ATTEMPTS = 3
 MAX_RESTART_SECONDS = 120.0  # for an engine that is being restarted

@@ -22,7 +22,7 @@ from quire.server.encoders import Encoders
 from quire.server.errors import Unavailable
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
-from quire.weights.peek import is_encoder
+from quire.weights.architectures import is_encoder
 
 log = get_logger(__name__)
 LAST_BYTES_SECONDS = 5  # for answers, or their error events, to reach their clients

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.core.errors import InvalidRequest
 from quire.core.structured import StructuredOutput, nests_deeper
-from quire.grammar.llguidance_backend import WHITESPACE
+from quire.grammar.matcher import WHITESPACE
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.text.tools.hermes import CLOSE, OPEN
 from quire.text.tools.parser import JsonArrayParser, NamedParser, ToolParser

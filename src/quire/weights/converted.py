@@ -7,7 +7,6 @@ one warning.
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from quire.kernels.cache_files import replacing
 from quire.observe.logs import get_logger
 from quire.weights.cache import converted_folder
 
@@ -65,21 +65,13 @@ def read_converted(path: Path) -> dict[str, Tensor] | None:
 
 def write_converted(path: Path, parameters: Mapping[str, Tensor]) -> bool:
     """Writes all or nothing, by a temporary file; False, with one warning, if the disk refuses."""
-    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}.", delete=False) as file:
-            temporary = Path(file.name)
+        with replacing(path) as file:
+            os.fchmod(file.fileno(), 0o644)  # temporary files are private, but a cache may be shared
             _write(file, parameters)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)  # temporary files are private, but a cache may be shared
-        os.replace(temporary, path)
         _remove_older_layouts(path)
     except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink()
         logger.warning("converted weights are not kept, the next start converts again: %s", error)
         return False
     return True

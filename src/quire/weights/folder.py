@@ -116,7 +116,7 @@ def read_text(path: Path) -> str | None:
     """The file's text, or None if there is no such file."""
     try:
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise WeightsError(f"{path} cannot be read ({error}): fetch or copy it again") from error
@@ -124,18 +124,19 @@ def read_text(path: Path) -> str | None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The file's JSON object, or None if there is no such file."""
+    value = read_any_json(path)
+    if isinstance(value, dict) or not path.exists():
+        return value
+    raise WeightsError(f"{path} holds a {type(value).__name__}, not a JSON object: fetch or copy it again")
+
+
+def read_any_json(path: Path) -> Any:
+    """The file's JSON value, or None if there is no such file."""
     text = read_text(path)
-    if text is None:
-        return None
     try:
-        value = json.loads(text)
+        return None if text is None else json.loads(text)
     except ValueError as error:
         raise WeightsError(f"{path} is not valid JSON ({error}): fetch or copy it again") from error
-    if not isinstance(value, dict):
-        raise WeightsError(
-            f"{path} holds a {type(value).__name__}, not a JSON object: fetch or copy it again"
-        )
-    return value
 
 
 def _shards(folder: Path) -> list[Shard]:

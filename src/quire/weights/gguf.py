@@ -1,8 +1,8 @@
-"""GgufSource: weights, config, tokenizer and template from one GGUF file."""
+"""GgufSource: weights, config, tokenizer and template from one GGUF file, under a Hugging Face checkpoint's names."""
 
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.errors import WeightsError
+from quire.core.errors import ModelError, WeightsError
+from quire.kernels.cache_files import write_whole
 from quire.weights.cache import tokenizers_folder
-from quire.weights.gguf_config import (
-    end_token_ids,
-    hugging_face_config,
-    hugging_face_layout,
-    hugging_face_name,
-    model_name,
-)
 from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
 from quire.weights.gguf_tokenizer import tokenizer_text
@@ -26,6 +20,8 @@ from quire.weights.gguf_tokenizer import tokenizer_text
 _DIRECT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_ELEMENTS = 1 << 21  # unpacking needs several times a chunk in scratch memory
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "pad")
+_LLAMA3_ORIGINAL_CONTEXT = 8192  # of every Llama 3.x; GGUF keeps only the factors that follow from it
+_FLOAT_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
 class GgufSource:
@@ -39,7 +35,7 @@ class GgufSource:
 
     def __init__(self, path: Path, *, name: str | None = None, fingerprint: str | None = None) -> None:
         self._file = GgufFile(path)
-        self.name = name or model_name(path)
+        self.name = name or path.name.removesuffix(".gguf")
         self.config: Mapping[str, Any] = hugging_face_config(self._file)
         ends = end_token_ids(self._file.metadata)
         self.generation_config: Mapping[str, Any] = {"eos_token_id": ends} if ends else {}
@@ -63,7 +59,8 @@ class GgufSource:
             return kept.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             text = tokenizer_text(self._file.metadata)
-            _keep(kept, text)
+            with suppress(OSError):  # a cache that cannot be written is no reason to fail
+                write_whole(kept, text)
             return text
 
     def tokenizer_config(self) -> Mapping[str, Any]:
@@ -132,16 +129,287 @@ def _dequantized(raw: np.ndarray, info: TensorInfo, path: Path) -> np.ndarray:
     return unpacked
 
 
-def _keep(path: Path, text: str) -> None:
-    """Writes a cache entry in one step; a cache that cannot be written is no reason to fail."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-    except OSError:
-        return
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
+# ---------------------------------------------------------------------- Hugging Face's names and layouts
+
+
+def hugging_face_config(file: GgufFile) -> dict[str, Any]:
+    """config.json's content; raises ModelError for an architecture or a variant that is not known here."""
+    metadata = file.metadata
+    architecture = str(metadata.get("general.architecture"))
+    if architecture not in _BUILDERS:
+        known = ", ".join(sorted(_BUILDERS))
+        raise ModelError(
+            f"{file.path}: GGUF architecture {architecture!r} is not known here: known are {known}"
+        )
+    if metadata.get("split.count", 1) > 1:
+        raise ModelError(
+            f"{file.path}: one of {metadata['split.count']} parts of a split GGUF: "
+            "join them first with `llama-gguf-split --merge`"
+        )
+    config = _BUILDERS[architecture](_Keys(file, architecture))
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{file.path}: no tensor 'token_embd.weight': this is not a whole language model")
+    config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["dtype"] = _dtype(file)
+    for word in ("bos", "eos"):
+        token_id = metadata.get(f"tokenizer.ggml.{word}_token_id")
+        if token_id is not None:
+            config[f"{word}_token_id"] = token_id
+    return config
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Tokens that end an answer: end of text and, where the file names it, end of turn."""
+    names = ("eos", "eot", "eom")
+    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names)
+    return list(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
+
+
+class _Keys:
+    """The metadata below one architecture's prefix."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self.file, self.path, self.architecture = file, file.path, architecture
+
+    def get(self, key: str) -> Any:
+        return self.file.metadata.get(f"{self.architecture}.{key}")
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """One number; a list with one value per layer is taken if all are equal."""
+        value = self.get(key)
+        if isinstance(value, np.ndarray):
+            if len(value) == 0 or (value != value[0]).any():
+                raise ModelError(
+                    f"{self.path}: {self.architecture}.{key} differs from layer to layer: not supported"
+                )
+            value = value[0].item()
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(
+                f"{self.path}: no {self.architecture}.{key} in its metadata: convert the model again"
+            )
+        return _shortest(value) if isinstance(value, float) else value
+
+    def has(self, suffix: str) -> bool:
+        return f"blk.0.{suffix}" in self.file.tensors
+
+
+def _shortest(value: float) -> float:
+    """GGUF keeps float32; 1e-05 shall come back as 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def _decoder(keys: _Keys) -> dict[str, Any]:
+    """What llama, qwen2 and qwen3 have in common."""
+    if keys.get("expert_count"):
+        raise ModelError(
+            f"{keys.path}: {keys.get('expert_count')} experts per layer: mixtures are not supported"
+        )
+    hidden, heads = keys.number("embedding_length"), keys.number("attention.head_count")
+    head_dim = keys.number("attention.key_length", hidden // heads)
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if keys.number(key, head_dim) != head_dim:
+            raise ModelError(
+                f"{keys.path}: {keys.architecture}.{key}={keys.get(key)} differs from the head's {head_dim}"
+            )
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": keys.number("feed_forward_length"),
+        "num_hidden_layers": keys.number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.number("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(keys, head_dim),
+        "hidden_act": "silu",
+    }
+
+
+def _llama(keys: _Keys) -> dict[str, Any]:
+    # only Mistral has one among the models that call themselves llama
+    window = keys.get("attention.sliding_window")
+    name = "Mistral" if window else "Llama"
+    return {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
+        **_decoder(keys),
+        **({"sliding_window": window} if window else {}),
+        "attention_bias": keys.has("attn_q.bias"),
+        "mlp_bias": keys.has("ffn_up.bias"),
+    }
+
+
+def _qwen2(keys: _Keys) -> dict[str, Any]:
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_decoder(keys)}
+
+
+def _qwen3(keys: _Keys) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **_decoder(keys),
+        "attention_bias": keys.has("attn_q.bias"),
+    }
+
+
+def _gpt2(keys: _Keys) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": keys.number("embedding_length"),
+        "n_inner": keys.number("feed_forward_length"),
+        "n_layer": keys.number("block_count"),
+        "n_head": keys.number("attention.head_count"),
+        "n_positions": keys.number("context_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
+_BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gpt2": _gpt2,
+}
+
+
+def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
+    kind = keys.get("rope.scaling.type") or "none"
+    if "rope_freqs.weight" in keys.file.tensors:
+        return _llama3_scaling(keys, head_dim)
+    linear = keys.number("rope.scale_linear", 1.0)  # how files of 2023 spell it
+    if kind == "none":
+        return {"rope_type": "linear", "factor": linear} if linear != 1.0 else None
+    if kind not in ("linear", "yarn"):
+        raise ModelError(
+            f"{keys.path}: rope scaling {kind!r} is not known here: known are none, linear, yarn"
+        )
+    factor = float(keys.number("rope.scaling.factor"))
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        original = keys.get("rope.scaling.original_context_length")
+        if original:
+            scaling["original_max_position_embeddings"] = int(original)
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            if keys.get(f"rope.scaling.{theirs}") is not None:
+                scaling[ours] = keys.number(f"rope.scaling.{theirs}")
+        if keys.get("rope.scaling.attn_factor") is not None:
+            # GGUF multiplies yarn's own attention factor by this one; config.json holds the product.
+            own = 0.1 * math.log(factor) + 1.0
+            scaling["attention_factor"] = own * keys.number("rope.scaling.attn_factor")
+    return scaling
+
+
+def _llama3_scaling(keys: _Keys, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling from `rope_freqs.weight`, which holds only its effect: a divisor per frequency."""
+    file, tensor = keys.file, keys.file.tensors["rope_freqs.weight"]
+    if tensor.type_name != "F32":
+        raise ModelError(
+            f"{keys.path}: rope_freqs.weight is {tensor.type_name}, not F32: convert the model again"
+        )
+    divisors = np.frombuffer(file.buffer, np.float32, tensor.num_bytes // 4, tensor.start)
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(round(float(divisors.max()), 3)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": _LLAMA3_ORIGINAL_CONTEXT,
+    }
+    expected = llama3_divisors(scaling, keys.number("rope.freq_base", 10000.0), head_dim)
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
+        raise ModelError(
+            f"{keys.path}: the frequencies in rope_freqs.weight are not Llama 3's: use the Hugging Face folder instead"
+        )
+    return scaling
+
+
+def llama3_divisors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> np.ndarray:
+    """By how much Llama 3's rope scaling divides each of the head's base frequencies: [head_dim / 2]."""
+    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / wavelength
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / factor + smooth)
+
+
+def _dtype(file: GgufFile) -> str:
+    """The floating type that the matrices unpack to; packed types unpack to float32."""
+    kinds = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return _FLOAT_DTYPES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+
+
+_LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LLAMA_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GPT2_TOP = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_GPT2_BLOCK = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_DERIVED = ("rope_freqs", "attn_rot_embd")  # follow from the config; no checkpoint has them
+
+
+def hugging_face_name(architecture: str, name: str) -> str | None:
+    """The canonical name; None for a tensor that no checkpoint has; ModelError for an unknown one."""
+    stem, _, suffix = name.rpartition(".")
+    top, block, prefix = _LLAMA_TOP, _LLAMA_BLOCK, "model.layers"
+    if architecture == "gpt2":
+        top, block, prefix = _GPT2_TOP, _GPT2_BLOCK, "transformer.h"
+    if stem.split(".")[-1] in _DERIVED:
+        return None
+    if stem in top:
+        return f"{top[stem]}.{suffix}"
+    head, _, rest = stem.partition(".")
+    layer, _, part = rest.partition(".")
+    if head == "blk" and part in block:
+        return f"{prefix}.{int(layer)}.{block[part]}.{suffix}"
+    raise ModelError(
+        f"GGUF tensor {name!r} is not one that a {architecture} model has here: the variant is not supported"
+    )
+
+
+def hugging_face_layout(architecture: str, config: Mapping[str, Any], name: str, tensor: Tensor) -> Tensor:
+    """Undoes what the conversion to GGUF did to a tensor's rows; `name` is GGUF's."""
+    part = name.removeprefix("blk.").partition(".")[2].rpartition(".")[0]
+    if architecture == "llama" and part in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+        return _halves_from_pairs(tensor, heads)
+    if (
+        architecture == "gpt2"
+        and tensor.dim() == 2
+        and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    ):
+        return tensor.t()  # a GPT-2 checkpoint keeps these as [in, out]
+    return tensor
+
+
+def _halves_from_pairs(tensor: Tensor, num_heads: int) -> Tensor:
+    """Rows for rope over (2i, 2i+1) become rows for rope over (i, i + half), head by head."""
+    half = tensor.shape[0] // num_heads // 2
+    return tensor.unflatten(0, (num_heads, half, 2)).transpose(1, 2).reshape(tensor.shape)

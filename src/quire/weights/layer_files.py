@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.core.errors import WeightsError
+from quire.kernels.cache_files import replacing
 from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)
@@ -77,19 +77,13 @@ class LayerFiles:
         text = json.dumps(header).encode().ljust(FIRST_BYTE)
         if len(text) > FIRST_BYTE:
             raise WeightsError("a layer has too many tensors to be described on its file's first page")
-        path, temporary = self.path(layer), ""
+        path = self.path(layer)
         try:
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-                temporary = file.name
+            with replacing(path) as file:
                 file.write(text)
                 for first in range(0, len(data), AT_A_TIME):
                     file.write(data[first : first + AT_A_TIME])
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
         except OSError as error:
-            with suppress(OSError):
-                os.unlink(temporary)
             raise WeightsError(
                 f"layer {layer} cannot be written to {path.parent} ({error.strerror}): free some room, or choose "
                 "another folder with weights_offload_dir"

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from quire.core.errors import WeightsError
+from quire.weights.architectures import SHAPES
 from quire.weights.builtin import (
     BUILTIN,
     BUILTIN_ENCODER_NAME,
@@ -12,12 +13,10 @@ from quire.weights.builtin import (
     builtin_path,
     is_builtin_encoder,
 )
-from quire.weights.dummy import DummySource, ShapeSource
 from quire.weights.folder import FolderSource
 from quire.weights.gguf import GgufSource
 from quire.weights.hub import snapshot_folder
-from quire.weights.shapes import SHAPES
-from quire.weights.source import Source
+from quire.weights.source import DummySource, Source
 from quire.weights.wheel import Progress
 
 
@@ -29,7 +28,7 @@ def open_source(
     progress: Progress | None = None,
 ) -> Source:
     """None is the built-in model; otherwise a folder, a .gguf file, a name of the built-in embedding model or a hub id,
-    looked for in this order. With `dummy` the name of a published architecture will do as well (see shapes.py).
+    looked for in this order. With `dummy` the name of a published architecture will do as well (see architectures.py).
 
     Reads no weights, but checks that files are present and complete: WeightsError or ModelError in one line if not.
     `progress` reports the download of the built-in models; the hub's library draws its own bars.
@@ -42,7 +41,7 @@ def open_source(
     if path.is_dir():
         return _folder(path, load_format)
     if load_format == "dummy" and text in SHAPES:
-        return ShapeSource(text)
+        return DummySource(path)
     if path.suffix.lower() == ".gguf" or path.is_file():
         _refuse_dummy(load_format, text)
         return GgufSource(path)

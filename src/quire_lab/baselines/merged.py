@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from quire.adapters.peft import PackedAdapter
-from quire.core.adapters import AdapterLoad
 from quire.core.errors import ConfigError
 from quire.core.request import ints
-from quire.core.step import Step
+from quire.core.step import AdapterLoad, Step
 from quire.layers.lora import LoraBatch
 from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots, Fetched, HostCopyOf

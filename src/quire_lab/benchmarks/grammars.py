@@ -20,9 +20,7 @@ import numpy as np
 
 from quire.bench.machine import describe_origin
 from quire.core.structured import StructuredOutput
-from quire.grammar.errors import GrammarError
-from quire.grammar.llguidance_backend import compile_matcher, make_tokenizer
-from quire.grammar.matcher import Matcher
+from quire.grammar.matcher import GrammarError, Matcher, compile_matcher, make_tokenizer
 from quire.grammar.vocabulary import Vocabulary
 from quire.text.load import load_tokenizer
 from quire.weights.open import open_source

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from tqdm import tqdm
 
-from quire.bench.lengths import from_csv, named
 from quire.bench.report import BenchReport
 from quire.bench.serve_report import check_plotting
+from quire.bench.workload import from_csv, named
 from quire.cli.flags import engine_settings
 from quire.cli.parser import Parser
 from quire.cli.start import announce_compiling

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.bench.drive import Bench, BenchRequest
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths
 from quire.core.request import Request
 from quire.engine.build.resolve import is_simulated
 from quire.engine.engine import Engine

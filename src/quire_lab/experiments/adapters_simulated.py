@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quire.bench.arrivals import arrival_times
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths, arrival_times
 from quire_lab.measure.replay import Arrival, Replay
 from quire_lab.measure.simulated_runs import basis, build_simulated, side_by_side, simulated_settings
 from quire_lab.report.experiment import Check, Finding, Setup, Size, Table

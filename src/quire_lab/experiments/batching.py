@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from quire.bench.arrivals import arrival_times
 from quire.bench.drive import Bench
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths, arrival_times
 from quire_lab.baselines.timeline import DECODE, ENDED, PROMPT, Occupied, Timeline
 from quire_lab.measure.engines import in_words, opened, step_seconds, warm_up
 from quire_lab.measure.load import serve_at

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quire.bench.drive import Bench
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths
 from quire.core.config import ModelConfig
 from quire.engine.build import block_layout
 from quire.engine.build.resolve import Precision

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from quire.bench.arrivals import arrival_times
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths, arrival_times
 from quire.core.errors import ConfigError
 from quire_lab.measure.replay import Arrival, Replay
 from quire_lab.measure.simulated_runs import (

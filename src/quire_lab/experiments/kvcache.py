@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from quire.bench.drive import Bench
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths
 from quire.core.request import Request
 from quire_lab.measure.engines import greedy, in_words, opened, prompt_rate, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from quire.bench.drive import Bench, BenchRequest
-from quire.bench.lengths import Lengths
 from quire.bench.table import in_bytes
+from quire.bench.workload import Lengths
 from quire.core.request import Ints, ints
 from quire.core.step import HostTransfers, Step
 from quire.engine.build import block_layout

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.bench.arrivals import TraceRow, read_trace
 from quire.bench.drive import Bench, BenchRequest, plain_token_ids
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths, TraceRow, read_trace
 from quire.core.config import SchedulerConfig
 from quire.core.request import Request
 from quire.engine.engine import Engine

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from quire.bench.arrivals import arrival_times, read_trace, replayed
-from quire.bench.lengths import Lengths, LogNormal
+from quire.bench.workload import Lengths, LogNormal, arrival_times, read_trace, replayed
 from quire_lab.measure.replay import Arrival, Replay, ReplayedRequest
 from quire_lab.measure.simulated_runs import basis, build_simulated, side_by_side, simulated_settings
 from quire_lab.report.data import DataFolder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.drive import BenchRequest
-from quire.bench.lengths import Lengths, within
+from quire.bench.workload import Lengths, within
 from quire.core.config import MemoryConfig, SchedulerConfig
 from quire.core.request import Request, Sequence, ints
 from quire.core.step import Step, StepResult

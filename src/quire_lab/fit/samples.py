@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.drive import Bench
-from quire.bench.lengths import Lengths, fixed, named
+from quire.bench.workload import Lengths, fixed, named
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.request import Request
@@ -18,7 +18,7 @@ from quire_lab.fit.step_grid import StepCell, WatchedRunner, measure_grid
 from quire_lab.simulate.build import model_costs
 from quire_lab.simulate.cost_model import StepCounts
 
-# the shared workloads' names for what weights/shapes.py calls otherwise, and their cases
+# the shared workloads' names for what weights/architectures.py calls otherwise, and their cases
 SHAPE_NAMES = {"llama8b": "llama-8b", "llama1b": "llama-1b", "smol135m": "smollm2-135m", "opt13b": "opt-13b"}
 CASES: dict[str, Callable[[], list[Lengths]]] = {
     "b1": lambda: fixed(128, 256, 1),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire.bench.drive import Bench
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import Step, StepResult

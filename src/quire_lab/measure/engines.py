@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quire.bench.drive import Bench, BenchRequest
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths
 from quire.core.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from quire.bench.lengths import Lengths
 from quire.bench.report import percentile
+from quire.bench.workload import Lengths
 from quire.core.errors import ConfigError, InvalidRequest
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams

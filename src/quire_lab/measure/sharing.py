@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from quire.bench.lengths import Lengths, within
+from quire.bench.workload import Lengths, within
 from quire.core.config import SchedulerConfig
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams

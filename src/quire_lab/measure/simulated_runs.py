@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from quire.bench.arrivals import arrival_times
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths, arrival_times
 from quire.core.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, build

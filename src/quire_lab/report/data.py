@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.bench.lengths import DISTRIBUTIONS, Lengths, from_csv, named
+from quire.bench.workload import DISTRIBUTIONS, Lengths, from_csv, named
 from quire.core.errors import ConfigError
 
 FILES = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths
 from quire_lab.experiments.batching import POLICIES, draw_timelines
 from quire_lab.experiments.prefix import Scale, chat_trace
 from quire_lab.experiments.registry import find

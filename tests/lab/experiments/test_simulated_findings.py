@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.bench.lengths import Lengths
+from quire.bench.workload import Lengths
 from quire_lab.experiments import adapters, adapters_simulated, batched, characterize, rate, trace
 from quire_lab.experiments.characterize import INPUT, GridCell, GridJob, GridResult, cells, gains, measure
 from quire_lab.experiments.rate import Curve

@@ -11,8 +11,7 @@ from quire.adapters.peft import Reader
 from quire.adapters.sites import Site, Sites
 from quire.adapters.store import AdapterStore, HostLimits
 from quire.core import laboratory
-from quire.core.adapters import AdapterConfig
-from quire.core.config import EngineConfig
+from quire.core.config import AdapterConfig, EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.adapters import Adapters
 from quire.engine.build.resolve import BuildPlan, Precision

@@ -31,7 +31,7 @@ from quire.engine.policies import make_memory
 from quire.engine.speculation import Speculation
 from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
-from quire.grammar.errors import GrammarError
+from quire.grammar.matcher import GrammarError
 from quire.grammar.vocabulary import Vocabulary
 from quire.memory.transfers import PendingTransfers
 from quire.runner.drafts import Proposals

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from quire.core.config import ModelConfig, ModelOptions, SchedulerConfig
+from quire.core.config import ModelConfig, ModelOptions, SchedulerConfig, SpeculativeConfig
 from quire.core.draft import MAX_NODES
 from quire.core.errors import ConfigError
-from quire.core.speculation import SpeculativeConfig
 from quire.engine.build.resolve import BuildPlan, Precision, block_layout, resolve_precision
 from quire.engine.build.runner import build_runner, runner_limits
 from quire.engine.draft_model import DraftModel

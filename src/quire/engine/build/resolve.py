@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from quire.core.errors import ConfigError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
-from quire.core.speculation import SpeculativeConfig
 from quire.kernels import native
 from quire.kernels.registry import forces_reference
 from quire.models import registry

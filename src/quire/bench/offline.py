@@ -1,13 +1,13 @@
-"""Throughput: many requests at once, tokens per second, and the scheduler's own time."""
+"""Offline benchmarks of an engine in this process: throughput of many requests at once, latency of one batch."""
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire.bench.drive import Bench, Watched
-from quire.bench.lengths import Lengths, fixed, within
-from quire.bench.report import BenchReport, engine_record, summary
+from quire.bench.report import BenchReport, check_positive, engine_record, model_row, summary
+from quire.bench.workload import Lengths, fixed, within
 from quire.core.config import EngineConfig
 from quire.engine.build import Built
 
@@ -40,8 +40,8 @@ def run_throughput(
         "num_prompts": len(held),
     }
     notes = [f"{num_too_long} requests were longer than the context and left out"] if num_too_long else []
-    results = {**_results(watched), "num_too_long": num_too_long}
-    return BenchReport("throughput", settings, results, _rows(results, plan, built), notes)
+    results = {**_throughput_results(watched), "num_too_long": num_too_long}
+    return BenchReport("throughput", settings, results, _throughput_rows(results, plan, built), notes)
 
 
 def _cut(lengths: Lengths, built: Built) -> Lengths:
@@ -51,7 +51,7 @@ def _cut(lengths: Lengths, built: Built) -> Lengths:
     return Lengths(num_prompt_tokens, max(1, min(lengths.num_output_tokens, room - num_prompt_tokens)))
 
 
-def _results(watched: Watched) -> dict[str, Any]:
+def _throughput_results(watched: Watched) -> dict[str, Any]:
     seconds, num_output = watched.seconds, watched.num_output_tokens
     num_steps = max(1, len(watched.step_seconds))
     return {
@@ -88,17 +88,14 @@ def _scheduler_results(watched: Watched) -> dict[str, Any]:
     }
 
 
-def _rows(results: dict[str, Any], plan: ThroughputPlan, built: Built) -> list[tuple[str, str]]:
+def _throughput_rows(results: dict[str, Any], plan: ThroughputPlan, built: Built) -> list[tuple[str, str]]:
     scheduler, first, gap = (
         results["scheduler"],
         results["first_token_seconds"],
         results["inter_token_seconds"],
     )
     return [
-        (
-            "model",
-            f"{built.report.model}, {built.report.precision.format_name}, {built.report.num_threads} threads",
-        ),
+        model_row(built),
         ("requests", f"{results['num_requests']:,} ({plan.source}, {plan.sampling})"),
         ("tokens", f"{results['num_prompt_tokens']:,} in, {results['num_output_tokens']:,} out"),
         ("time", f"{results['seconds']:.2f} s"),
@@ -134,3 +131,63 @@ def _scheduler_text(scheduler: dict[str, Any], prefix: str) -> str:
         if times
     ]
     return "; ".join(parts)
+
+
+# ---------------------------------------------------------------------- latency
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyPlan:
+    batch_size: int = 1
+    input_len: int = 128
+    output_len: int = 64
+    iterations: int = 5
+    warm_up: int = 1
+    sampling: str = "greedy"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "batch_size", "iterations")
+
+
+def run_latency(config: EngineConfig, built: Built, plan: LatencyPlan) -> BenchReport:
+    """Prompts differ from iteration to iteration, so that none hits the prefix cache."""
+    bench = Bench(built, plan.seed)
+    lengths, _ = within(fixed(plan.input_len, plan.output_len, plan.batch_size), built.report.max_model_len)
+    for _ in range(plan.warm_up):
+        bench.serve(bench.requests(lengths, plan.sampling))
+    runs = [bench.serve(bench.requests(lengths, plan.sampling)) for _ in range(plan.iterations)]
+    results = _latency_results(runs)
+    settings = {**engine_record(config, built), **asdict(plan)}
+    return BenchReport("latency", settings, results, _latency_rows(results, plan, built))
+
+
+def _latency_results(runs: list[Watched]) -> dict[str, Any]:
+    requests = [times for run in runs for times in run.requests]
+    per_token = [times.per_token for times in requests if times.per_token is not None]
+    return {
+        "first_token_seconds": summary([times.first_token for times in requests]),
+        "per_token_seconds": summary(per_token),
+        "inter_token_seconds": summary([value for run in runs for value in run.gap_seconds]),
+        "request_seconds": summary([times.last_token for times in requests]),
+        "batch_seconds": summary([run.seconds for run in runs]),
+        "output_tokens_per_second": summary([run.num_output_tokens / run.seconds for run in runs]),
+    }
+
+
+def _latency_rows(results: dict[str, Any], plan: LatencyPlan, built: Built) -> list[tuple[str, str]]:
+    return [
+        model_row(built),
+        ("batch", f"{plan.batch_size} × {plan.input_len} in, {plan.output_len} out, {plan.iterations} times"),
+        ("first token", _spread(results["first_token_seconds"], 1e3, "ms")),
+        ("per token", _spread(results["per_token_seconds"], 1e3, "ms")),
+        ("between tokens", _spread(results["inter_token_seconds"], 1e3, "ms")),
+        ("whole request", _spread(results["request_seconds"], 1.0, "s")),
+        ("tokens/s, out", f"{results['output_tokens_per_second']['median']:.1f} median"),
+    ]
+
+
+def _spread(times: dict[str, float], scale: float, unit: str) -> str:
+    if not times:
+        return "–"
+    return f"{scale * times['median']:.2f} {unit} median, {scale * times['p90']:.2f} {unit} p90"
