@@ -6,8 +6,7 @@ import numpy
 import pytest
 
 from quire.core.errors import InvalidRequest, QueueFull
-from quire.core.queue_bounds import QueueBounds
-from quire.core.request import EmbedRequest
+from quire.core.request import EmbedRequest, QueueBounds
 from quire.engine.encoder_engine import EncoderEngine
 from quire.engine.validation import Limits
 from quire.runner.encoder_runner import Vectors

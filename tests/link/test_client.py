@@ -13,8 +13,7 @@ import pytest
 
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, WeightsError
-from quire.core.queue_bounds import QueueBounds
-from quire.core.request import EmbedRequest, Request
+from quire.core.request import EmbedRequest, QueueBounds, Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 from quire.engine.streams import Stream
@@ -200,7 +199,7 @@ def test_an_engine_that_said_why_it_stops_and_does_not_end_is_killed(monkeypatch
 PARENT = """
 import asyncio, os, sys
 from quire.core.config import EngineConfig
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.link.client import EngineClient
 async def run():
     client = EngineClient(EngineConfig.of(num_blocks=64, max_num_seqs=4), QueueBounds(8))

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from quire.core.config import EngineConfig
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.core.sampling import SamplingParams
 from quire.core.stats import (
     AdapterStats,

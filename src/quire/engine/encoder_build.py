@@ -9,7 +9,7 @@ import torch
 
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.engine.build import Progress, set_threads
 from quire.engine.build.resolve import CPU_BATCHED_TOKENS, Precision, resolve_precision
 from quire.engine.encoder_engine import EncoderEngine

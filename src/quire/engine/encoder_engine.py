@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy
 
 from quire.core.errors import InvalidRequest
-from quire.core.queue_bounds import QueueBounds
-from quire.core.request import EmbedRequest, Pooled
+from quire.core.request import EmbedRequest, Pooled, QueueBounds
 from quire.core.stats import EngineStats, QueueStats, StepStats
 from quire.engine.validation import Limits
 from quire.runner.encoder_runner import Vectors

@@ -5,8 +5,7 @@ import time
 from collections.abc import Sequence
 
 from quire.core.errors import InvalidRequest
-from quire.core.queue_bounds import QueueBounds
-from quire.core.request import EmbedRequest, Request
+from quire.core.request import EmbedRequest, QueueBounds, Request
 from quire.core.stats import QueueStats
 
 MAX_RETRY_SECONDS = 60

@@ -9,8 +9,7 @@ from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
-from quire.core.queue_bounds import QueueBounds
-from quire.core.request import EmbedRequest, Pooled, Request
+from quire.core.request import EmbedRequest, Pooled, QueueBounds, Request
 from quire.core.stats import EngineStats, QueueStats
 from quire.core.step import SequenceUpdate
 from quire.engine.streams import OpenStreams, Stream
