@@ -2,7 +2,7 @@
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, BinaryIO
@@ -223,27 +223,15 @@ FromEngine = Progress | Note | Ready | Failed | Refused | Updates | Done
 # ---------------------------------------------------------------------- bytes
 
 _LENGTH = struct.Struct("<I")
-_encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 _config: msgspec.msgpack.Decoder[EngineConfig] = msgspec.msgpack.Decoder(EngineConfig)
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> ToEngine:
-    return _to_engine.decode(data)
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    return _from_engine.decode(data)
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def framed_config(config: EngineConfig) -> bytes:
     """The config behind its length, as an engine process reads it from its stdin."""
-    data = _encoder.encode(config)
+    data = encode(config)
     return _LENGTH.pack(len(data)) + data
 
 

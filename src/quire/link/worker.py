@@ -21,10 +21,9 @@ from quire.engine.encoder_build import BuiltEncoder, build_encoder
 from quire.engine.engine import Engine
 from quire.engine.loop import EngineLoop, ShutdownSignal
 from quire.kernels import build as compilation
-from quire.link.channel import WorkerChannel, remove_socket
+from quire.link.channel import WorkerChannel, integrity_error, remove_socket
 from quire.link.heartbeat import start_heartbeat
 from quire.link.messages import Described, Failed, Note, Progress, Ready, VectorFormat, read_config
-from quire.link.transport import ZmqTransport, integrity_error
 from quire.observe.logs import get_logger
 from quire.text.load import tokenizer_files
 from quire.weights.peek import is_encoder
@@ -76,7 +75,7 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
         channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
         return FAULT
     engine = built.engine
-    loop = EngineLoop(engine, ZmqTransport(channel, engine.adapters), termination.shutdown)
+    loop = EngineLoop(engine, channel, termination.shutdown)
     termination.is_serving = True
     channel.send(_ready(config, built))
     start_heartbeat(pipe, loop)
