@@ -16,11 +16,12 @@ from quire.core.stats import (
     QueueStats,
     StartStats,
     SwapStats,
+    VectorFormat,
     walk,
 )
 from quire.engine.validation import Limits
 from quire.link.client import EngineClient
-from quire.link.messages import Described, Ready, VectorFormat
+from quire.link.messages import Described, Ready
 from quire.server.metrics import Metrics
 from quire.server.responses.store import ResponseStore
 

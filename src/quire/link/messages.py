@@ -12,7 +12,7 @@ import msgspec
 from quire.core.config import EngineConfig
 from quire.core.request import EmbedRequest, Pooled, Request
 from quire.core.sampling import SamplingParams
-from quire.core.stats import EngineStats, KvPoolSize, QueueStats, StartStats
+from quire.core.stats import EngineStats, KvPoolSize, QueueStats, StartStats, VectorFormat
 from quire.core.step import SequenceUpdate
 from quire.engine.loop import Started, StepReport
 from quire.engine.validation import Limits
@@ -140,13 +140,6 @@ class Described(_Message, frozen=True):
     tokenizer_json: str | None
     tokenizer_config: dict[str, Any]  # of the tokenizer in use
     template_config: dict[str, Any]  # of the model itself
-
-
-class VectorFormat(msgspec.Struct, frozen=True, array_like=True):
-    """The vectors of an encoder."""
-
-    width: int
-    normalize: bool  # vectors have length one
 
 
 class Ready(_Message, frozen=True):

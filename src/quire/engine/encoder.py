@@ -1,23 +1,31 @@
 """EncoderEngine: texts become vectors, first come first served. A text is closed in one step and takes no blocks."""
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy
+import torch
 
 from quire.core.errors import InvalidRequest
 from quire.core.request import EmbedRequest, Pooled, QueueBounds
 from quire.core.stats import EngineStats, QueueStats, StepStats
 from quire.engine.validation import Limits
-from quire.runner.encoder_runner import Vectors
+from quire.layers.encoder import Pooling, assemble_encoder_batch
+from quire.models.model import Encoder
+
+UNBOUNDED = QueueBounds()
+Encode = Callable[[Sequence[Sequence[int]]], numpy.ndarray]  # token ids of R texts -> [R, width] float32
 
 
-class TextRunner(Protocol):
-    """Computes one step."""
-
-    def run(self, sequences: Sequence[Sequence[int]]) -> Vectors: ...
+@torch.inference_mode()
+def encode_texts(
+    encoder: Encoder, pooling: Pooling, device: torch.device, texts: Sequence[Sequence[int]]
+) -> numpy.ndarray:
+    """The forward pass of one step. No text may be empty."""
+    batch = assemble_encoder_batch(texts, device)
+    return pooling(encoder(batch), batch).cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +47,16 @@ class EncoderEngine:
         self,
         limits: Limits,
         max_num_batched_tokens: int,
-        runner: TextRunner,
-        bounds: QueueBounds | None = None,
+        encode: Encode,
+        bounds: QueueBounds = UNBOUNDED,
     ) -> None:
         """`max_num_batched_tokens` holds at least one text of the longest length; without `bounds` any number waits."""
         self.limits = limits
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stats = StepStats()
         self.num_waiting_tokens = 0
-        self._bounds = bounds or QueueBounds()
-        self._runner = runner
+        self._bounds = bounds
+        self._encode = encode
         self._queue: deque[_Text] = deque()
         self._open: dict[str, int] = {}  # request id -> texts that wait
 
@@ -97,12 +105,13 @@ class EncoderEngine:
         texts = self._take()
         if not texts:
             return []
-        result = self._runner.run([text.token_ids for text in texts])
+        started = time.perf_counter()
+        vectors = self._encode([text.token_ids for text in texts])
         self.stats.num_steps += 1
         self.stats.num_finished += len(texts)
         self.stats.num_computed_tokens += sum(len(text.token_ids) for text in texts)
-        self.stats.step_seconds += result.seconds
-        return [_pooled(text, row) for text, row in zip(texts, result.values, strict=True)]
+        self.stats.step_seconds += time.perf_counter() - started
+        return [_pooled(text, row) for text, row in zip(texts, vectors, strict=True)]
 
     def started(self, updates: Iterable[Pooled]) -> set[str]:
         """Requests that have left the queue: all their texts have run."""
