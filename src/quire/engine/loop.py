@@ -1,6 +1,6 @@
 """EngineLoop: runs commands, steps the engine, publishes what happened. Threads and processes differ in the transport.
 
-AsyncLLM drives it in a thread (llm/engine_thread.py), `quire serve` in a process (link/channel.py).
+AsyncLLM drives it in a thread (llm/async_llm.py), `quire serve` in a process (link/channel.py).
 """
 
 import time

@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import itertools
+import queue
+import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, QuireError
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 from quire.engine.build import build
+from quire.engine.engine import Engine
+from quire.engine.loop import Command, EngineLoop, StepReport
 from quire.engine.streams import OpenStreams
-from quire.llm.engine_thread import EngineThread
 from quire.llm.outputs import RequestOutput, request_output
 from quire.llm.progress import load_progress
 from quire.text.answer import Answer
@@ -67,7 +71,7 @@ class AsyncLLM:
                     self._take(answer, await stream.updates())
                 except _Aborted:
                     answer.end("abort")
-                yield request_output(answer, prepared.text, prepared.token_ids, self.tokenizer)
+                yield request_output(answer, prepared, self.tokenizer)
             stream.done(request_id)
         finally:
             stream.close()
@@ -114,3 +118,67 @@ class AsyncLLM:
 
 class _Aborted(QuireError):
     """The caller aborted the request by its id."""
+
+
+class EngineThread:
+    """The engine's loop in a thread. Commands return at once; the callbacks are called from the engine's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_updates: Callable[[list[SequenceUpdate]], None],
+        on_refusal: Callable[[str, Exception], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._on_updates = on_updates
+        self._on_refusal = on_refusal
+        self._on_death = on_death
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    def add(self, request: Request) -> None:
+        """Raises EngineDead if the engine has stopped; refusals come through `on_refusal`."""
+        if self._fault is not None:
+            raise EngineDead(f"the engine stopped: {self._fault}")
+        self._commands.put(lambda loop: loop.add(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._commands.put(lambda loop: loop.abort(request_ids))
+
+    def stop(self, request_id: str, index: int) -> None:
+        self._commands.put(lambda loop: loop.stop(request_id, index))
+
+    def close(self) -> None:
+        """Ends the loop and the engine; open requests are dropped."""
+        self._commands.put(EngineLoop.end)
+        self._thread.join()
+        self._fault = self._fault or EngineDead("it was closed")
+
+    # ------------------------------------------------------------------ engine.loop.Transport
+
+    def receive(self, seconds: float) -> Command | None:
+        try:
+            return self._commands.get(block=bool(seconds), timeout=seconds or None)
+        except queue.Empty:
+            return None
+
+    def publish(self, report: StepReport) -> None:
+        if report.updates:
+            self._on_updates(report.updates)
+
+    def refuse(self, request_id: str, fault: Exception) -> None:
+        self._on_refusal(request_id, fault)
+
+    def _run(self) -> None:
+        try:
+            if self._engine.in_new_thread is not None:
+                self._engine.in_new_thread()
+            EngineLoop(self._engine, self).run()
+        except BaseException as fault:  # no caller sees an exception of this thread
+            self._fault = fault
+            self._on_death(fault)
+        finally:
+            self._engine.close()
