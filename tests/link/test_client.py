@@ -83,7 +83,7 @@ def test_an_encoder_answers_through_the_same_client():
         try:
             ready = await client.start()
             assert ready.vectors is not None
-            stream = client.embed(EmbedRequest("a", [[101, 7592, 102], [101, 102]]))
+            stream = client.submit([EmbedRequest("a", [[101, 7592, 102], [101, 102]])])
             pooled = await stream.updates()
             while len(pooled) < 2:
                 pooled += await stream.updates()
@@ -94,7 +94,7 @@ def test_an_encoder_answers_through_the_same_client():
             stream.done("a")
             stream.close()
             with pytest.raises(InvalidRequest, match=r"input\[1\] has no tokens"):
-                await client.embed(EmbedRequest("b", [[101], []])).updates()
+                await client.submit([EmbedRequest("b", [[101], []])]).updates()
             await until(lambda: client.stats.steps.num_finished == 2)
             assert client.num_open == 0
         finally:

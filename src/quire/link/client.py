@@ -3,19 +3,20 @@
 import asyncio
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from quire.core.adapters import CONFIG_FILE, AdapterConfig
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
-from quire.core.request import EmbedRequest, Pooled, QueueBounds, Request
+from quire.core.request import EmbedRequest, QueueBounds, Request
 from quire.core.stats import EngineStats, QueueStats
-from quire.core.step import SequenceUpdate
 from quire.engine.streams import OpenStreams, Stream
-from quire.link.adapters import NamedAdapters
 from quire.link.channel import Channel
 from quire.link.messages import (
     Abort,
@@ -110,6 +111,58 @@ class QueueAdmission:
             )
 
 
+class NamedAdapters:
+    """Adapters of the config and of its folder, and what operators loaded and unloaded since."""
+
+    def __init__(self, config: AdapterConfig) -> None:
+        self.enabled = config.enabled
+        self.max_adapters = config.max_loras
+        self._folder = config.lora_dir
+        self._named = dict.fromkeys(config.modules())
+        self._loaded: dict[str, str] = {}  # paths, by name
+        self._unloaded: set[str] = set()
+
+    def knows(self, name: str) -> bool:
+        """An adapter of the folder is looked up on disk each time."""
+        if name in self._loaded or (name in self._named and name not in self._unloaded):
+            return True
+        return self._folder is not None and _is_plain(name) and self._lies_in(self._folder, name)
+
+    def names(self) -> list[str]:
+        names = [name for name in self._named if name not in self._unloaded]
+        names += self._loaded
+        if self._folder is not None:
+            with suppress(OSError), os.scandir(self._folder) as entries:  # the folder may be gone by now
+                inside = sorted(entry.name for entry in entries)
+                names += [name for name in inside if self._lies_in(self._folder, name)]
+        return list(dict.fromkeys(names))
+
+    def loaded(self, name: str, path: str) -> None:
+        self._loaded[name] = path
+        self._unloaded.discard(name)
+
+    def unloaded(self, name: str) -> None:
+        self._loaded.pop(name, None)
+        if name in self._named:
+            self._unloaded.add(name)
+
+    def loaded_paths(self) -> list[tuple[str, str]]:
+        """(name, path) of each adapter that a new engine process has to load again."""
+        return list(self._loaded.items())
+
+    def unloaded_names(self) -> list[str]:
+        """Adapters of the config that a new engine process has to unload again."""
+        return list(self._unloaded)
+
+    @staticmethod
+    def _lies_in(folder: str, name: str) -> bool:
+        return os.path.isfile(os.path.join(folder, name, CONFIG_FILE))
+
+
+def _is_plain(name: str) -> bool:
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
 class EngineClient:
     """Use it from one event loop. Refusals are immediate; no call blocks.
 
@@ -178,15 +231,11 @@ class EngineClient:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, requests: Sequence[Request]) -> Stream[SequenceUpdate]:
-        """Sends all of the requests or none. Raises QueueFull, InvalidRequest or EngineDead at once."""
-        return self._submit(requests)
+    def submit(self, requests: Sequence[Request | EmbedRequest]) -> Stream[Any]:
+        """Sends all of the requests or none. Raises QueueFull, InvalidRequest or EngineDead at once.
 
-    def embed(self, request: EmbedRequest) -> Stream[Pooled]:
-        """Sends a request with all its texts, of which each gets one Pooled, in their order. Raises as `submit`."""
-        return self._submit([request])
-
-    def _submit(self, requests: Sequence[Request | EmbedRequest]) -> Stream[Any]:
+        The stream has SequenceUpdates, or, of an encoder, one Pooled for each text, in their order.
+        """
         channel, ready = self._connected()
         self.admission.check(requests, self.queue, ready.max_num_seqs)
         messages = [_encoded(request) for request in requests]
@@ -265,13 +314,12 @@ class EngineClient:
 
         `seconds` is the timeout; None: no timeout.
         """
-        if self._channel is None:
-            raise EngineDead(f"{self.status}: try again in some seconds")
+        channel, _ready = self._connected()
         call_id = next(self._call_ids)
         answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
         if effect is not None:
             self._effects[call_id] = effect
-        self._channel.send(kind(call_id, *arguments))
+        channel.send(kind(call_id, *arguments))
         try:
             return await asyncio.wait_for(answer, seconds)
         except TimeoutError:
