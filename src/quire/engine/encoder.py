@@ -15,7 +15,6 @@ from quire.engine.validation import Limits
 from quire.layers.encoder import Pooling, assemble_encoder_batch
 from quire.models.model import Encoder
 
-UNBOUNDED = QueueBounds()
 Encode = Callable[[Sequence[Sequence[int]]], numpy.ndarray]  # token ids of R texts -> [R, width] float32
 
 
@@ -48,9 +47,9 @@ class EncoderEngine:
         limits: Limits,
         max_num_batched_tokens: int,
         encode: Encode,
-        bounds: QueueBounds = UNBOUNDED,
+        bounds: QueueBounds,
     ) -> None:
-        """`max_num_batched_tokens` holds at least one text of the longest length; without `bounds` any number waits."""
+        """`max_num_batched_tokens` holds at least one text of the longest length."""
         self.limits = limits
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stats = StepStats()

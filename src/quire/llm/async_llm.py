@@ -6,7 +6,6 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import Any
 
 from quire.core.config import EngineConfig
@@ -37,14 +36,8 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = choose_tokenizer(self.config.model, self._built.source)
         self._ids = itertools.count()
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._streams: OpenStreams[SequenceUpdate] = OpenStreams(lambda ids: self._thread.abort(ids))
-        self._thread = EngineThread(
-            self._built.engine,
-            partial(self._post, self._streams.deliver),
-            partial(self._post, self._streams.refuse),
-            partial(self._post, self._engine_died),
-        )
-        self._is_closed = False
+        self._thread = EngineThread(self._built.engine, self._post)
+        self._streams = self._thread.streams
 
     async def generate(
         self,
@@ -84,10 +77,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Ends the engine; open iterators fail with EngineDead. Calling it twice is fine."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._thread.close()
-            self._post(self._streams.fail_all, EngineDead("the engine was closed"))
+        self._thread.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -102,18 +92,11 @@ class AsyncLLM:
             if answer.fault is not None:
                 raise answer.fault
 
-    # ------------------------------------------------------------------ from other threads
-
     def _post(self, callback: Callable[..., object], *arguments: Any) -> None:
-        """Calls `callback` in the event loop, which may have ended while a request is being aborted."""
+        """Calls `callback` in the event loop, which may have ended while a request is being aborted. Thread-safe."""
         if self._event_loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._event_loop.call_soon_threadsafe(callback, *arguments)
-
-    def _engine_died(self, fault: BaseException) -> None:
-        dead = EngineDead(f"the engine stopped: {fault}")
-        dead.__cause__ = fault
-        self._streams.fail_all(dead)
 
 
 class _Aborted(QuireError):
@@ -121,26 +104,20 @@ class _Aborted(QuireError):
 
 
 class EngineThread:
-    """The engine's loop in a thread. Commands return at once; the callbacks are called from the engine's thread."""
+    """The engine's loop in a thread, as the loop's Transport. Commands return at once."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        on_updates: Callable[[list[SequenceUpdate]], None],
-        on_refusal: Callable[[str, Exception], None],
-        on_death: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, engine: Engine, post: Callable[..., None]) -> None:
+        """`post` calls a function with its arguments in the event loop that uses the streams."""
+        self.streams: OpenStreams[SequenceUpdate] = OpenStreams(self.abort)
         self._engine = engine
-        self._on_updates = on_updates
-        self._on_refusal = on_refusal
-        self._on_death = on_death
+        self._post = post
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._fault: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
     def add(self, request: Request) -> None:
-        """Raises EngineDead if the engine has stopped; refusals come through `on_refusal`."""
+        """Raises EngineDead if the engine has stopped; refusals come through the stream."""
         if self._fault is not None:
             raise EngineDead(f"the engine stopped: {self._fault}")
         self._commands.put(lambda loop: loop.add(request))
@@ -152,10 +129,11 @@ class EngineThread:
         self._commands.put(lambda loop: loop.stop(request_id, index))
 
     def close(self) -> None:
-        """Ends the loop and the engine; open requests are dropped."""
+        """Ends the loop and the engine; open streams fail. Calling it twice is fine."""
         self._commands.put(EngineLoop.end)
         self._thread.join()
         self._fault = self._fault or EngineDead("it was closed")
+        self._post(self.streams.fail_all, EngineDead("the engine was closed"))
 
     # ------------------------------------------------------------------ engine.loop.Transport
 
@@ -167,10 +145,10 @@ class EngineThread:
 
     def publish(self, report: StepReport) -> None:
         if report.updates:
-            self._on_updates(report.updates)
+            self._post(self.streams.deliver, report.updates)
 
     def refuse(self, request_id: str, fault: Exception) -> None:
-        self._on_refusal(request_id, fault)
+        self._post(self.streams.refuse, request_id, fault)
 
     def _run(self) -> None:
         try:
@@ -179,6 +157,8 @@ class EngineThread:
             EngineLoop(self._engine, self).run()
         except BaseException as fault:  # no caller sees an exception of this thread
             self._fault = fault
-            self._on_death(fault)
+            dead = EngineDead(f"the engine stopped: {fault}")
+            dead.__cause__ = fault
+            self._post(self.streams.fail_all, dead)
         finally:
             self._engine.close()
