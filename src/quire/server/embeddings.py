@@ -15,7 +15,7 @@ from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, Queue
 from quire.core.request import EmbedRequest, Pooled
 from quire.engine.streams import Stream
 from quire.link.messages import Ready
-from quire.server.access import context_of, until_gone
+from quire.server.access import RequestContext, context_of, until_gone
 from quire.server.encoders import ServedEncoder
 from quire.server.errors import ApiError, ClientGone, TimedOut
 from quire.server.prompts import INLINE_CHARACTERS
@@ -39,7 +39,7 @@ def embeddings_router(service: Service) -> APIRouter:
         _check_dimensions(body.dimensions, encoder.ready)
         _check_room(service, encoder)
         texts = await _token_ids(body, encoder)
-        pooled = await _embedded(service, encoder, texts, request)
+        pooled = await _Embedding(service, encoder, context_of(request)).of(texts, request)
         num_tokens = sum(vector.num_tokens for vector in pooled)
         listed: EmbeddingList = {
             "object": "list",
@@ -59,66 +59,72 @@ def embeddings_router(service: Service) -> APIRouter:
     return router
 
 
-async def _embedded(
-    service: Service, encoder: ServedEncoder, texts: list[list[int]], request: Request
-) -> list[Pooled]:
-    """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
-    context, client, name = context_of(request), encoder.client, encoder.names[0]
-    embed = EmbedRequest(f"embd-{uuid.uuid4().hex}", texts)
-    _check_limits(encoder, embed)
-    num_tokens = embed.num_prompt_tokens
-    service.check_allowance(context, num_tokens)
-    context.facts.update(id=embed.request_id, model=name, prompt_tokens=num_tokens)
-    try:
-        stream = client.submit([embed])
-    except (EngineDead, QueueFull) as refusal:
-        raise service.refusal(refusal, client) from None
-    context.allowance.spend_tokens(num_tokens)
-    pooled = await _finished(service, stream, len(texts), request)
-    service.metrics.embedded(name, len(texts), num_tokens, time.monotonic() - context.arrival)
-    return pooled
+class _Embedding:
+    """One HTTP request at the embedding engine, from submission to its last vector."""
 
+    def __init__(self, service: Service, encoder: ServedEncoder, context: RequestContext) -> None:
+        self._service = service
+        self._encoder = encoder
+        self._context = context
 
-def _check_limits(encoder: ServedEncoder, embed: EmbedRequest) -> None:
-    """Refuses here what the engine would refuse by the same limits."""
-    ready, limit = encoder.ready, encoder.client.admission.bounds.max_tokens
-    assert ready is not None
-    try:
-        ready.limits.check_texts(embed)
-    except ContextExceeded as error:
-        raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
-    if limit is not None and embed.num_prompt_tokens > limit:
-        raise InvalidRequest(
-            f"input has {embed.num_prompt_tokens} tokens together and {limit} may wait: send several requests, "
-            "or raise max_queue_tokens",
-            "input",
-        )
+    async def of(self, texts: list[list[int]], request: Request) -> list[Pooled]:
+        """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
+        service, context = self._service, self._context
+        embed = EmbedRequest(f"embd-{uuid.uuid4().hex}", texts)
+        self._check(embed)
+        num_tokens = embed.num_prompt_tokens
+        service.check_allowance(context, num_tokens)
+        context.facts.update(id=embed.request_id, model=self._encoder.names[0], prompt_tokens=num_tokens)
+        try:
+            stream = self._encoder.client.submit([embed])
+        except (EngineDead, QueueFull) as refusal:
+            raise service.refusal(refusal, self._encoder.client) from None
+        context.allowance.spend_tokens(num_tokens)
+        pooled = await self._finished(stream, len(texts), request)
+        since_arrival = time.monotonic() - context.arrival
+        service.metrics.embedded(self._encoder.names[0], len(texts), num_tokens, since_arrival)
+        return pooled
 
+    def _check(self, embed: EmbedRequest) -> None:
+        """Refuses here what the engine would refuse by the same limits."""
+        ready, limit = self._encoder.ready, self._encoder.client.admission.bounds.max_tokens
+        assert ready is not None
+        try:
+            ready.limits.check_texts(embed)
+        except ContextExceeded as error:
+            raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
+        if limit is not None and embed.num_prompt_tokens > limit:
+            raise InvalidRequest(
+                f"input has {embed.num_prompt_tokens} tokens together and {limit} may wait: send several requests, "
+                "or raise max_queue_tokens",
+                "input",
+            )
 
-async def _finished(service: Service, stream: Stream[Pooled], count: int, request: Request) -> list[Pooled]:
-    async def end_when_gone() -> None:
+    async def _finished(self, stream: Stream[Pooled], count: int, request: Request) -> list[Pooled]:
+        seconds = self._service.settings.request_timeout
+        watch = asyncio.create_task(self._end_when_gone(stream, request))
+        timer = None
+        if seconds is not None:
+            timer = asyncio.get_running_loop().call_later(seconds, stream.fail, TimedOut(seconds))
+        pooled: list[Pooled] = []
+        try:
+            while len(pooled) < count:
+                pooled += await stream.updates()
+                wrong = next((item.error for item in pooled if item.error is not None), None)
+                if wrong is not None:
+                    raise QuireError(wrong)
+            stream.done(stream.request_ids[0])
+        finally:
+            stream.close()
+            watch.cancel()
+            if timer is not None:
+                timer.cancel()
+        return pooled
+
+    async def _end_when_gone(self, stream: Stream[Pooled], request: Request) -> None:
         await until_gone(request.receive)
-        service.metrics.disconnected()
+        self._service.metrics.disconnected()
         stream.fail(ClientGone())
-
-    seconds, timer = service.settings.request_timeout, None
-    if seconds is not None:
-        timer = asyncio.get_running_loop().call_later(seconds, stream.fail, TimedOut(seconds))
-    watch = asyncio.create_task(end_when_gone())
-    pooled: list[Pooled] = []
-    try:
-        while len(pooled) < count:
-            pooled += await stream.updates()
-            wrong = next((item.error for item in pooled if item.error is not None), None)
-            if wrong is not None:
-                raise QuireError(wrong)
-        stream.done(stream.request_ids[0])
-    finally:
-        stream.close()
-        watch.cancel()
-        if timer is not None:
-            timer.cancel()
-    return pooled
 
 
 def _check_room(service: Service, encoder: ServedEncoder) -> None:
@@ -162,16 +168,17 @@ async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder) -> list[lis
 
 
 def _fitted(texts: list[list[int]], keep: int | None, encoder: ServedEncoder) -> list[list[int]]:
-    if keep is None:
-        return texts
-    assert encoder.ready is not None
-    longest = encoder.ready.max_model_len
-    if keep < -1 or keep == 0 or keep > longest:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens={keep}: give 1 to {longest}, or -1 for as many as the model takes",
-            "truncate_prompt_tokens",
-        )
-    return [cut(text, longest if keep == -1 else keep) for text in texts]
+    ready = encoder.ready
+    assert ready is not None
+    longest = ready.max_model_len
+    if keep is not None:
+        if keep < -1 or keep == 0 or keep > longest:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens={keep}: give 1 to {longest}, or -1 for as many as the model takes",
+                "truncate_prompt_tokens",
+            )
+        texts = [cut(text, longest if keep == -1 else keep) for text in texts]
+    return texts
 
 
 # ------------------------------------------------- vectors: plain Python, this process needs no numpy otherwise
