@@ -13,7 +13,7 @@ import quire
 from quire.cli import serve
 from quire.cli.parser import Parser
 from quire.core.config import EngineConfig
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.link.client import EngineClient
 from quire.server.app import create_app
 from quire.server.service import Service

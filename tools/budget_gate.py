@@ -21,7 +21,6 @@ BUILDING = frozenset(
     {
         "adapter_build.py",
         "build.py",
-        "encoder_build.py",
         "host_memory.py",
         "offload.py",
         "pins.py",

@@ -16,7 +16,7 @@ from quire.adapters.sites import Site, Sites
 from quire.adapters.store import AdapterStore, HostLimits
 from quire.core.config import AdapterConfig
 from quire.core.errors import AdapterError, ConfigError
-from quire.link.adapters import NamedAdapters
+from quire.link.client import NamedAdapters
 from tests.adapters.making import WIDTHS, config, random_tensors, write
 
 SITES = Sites(

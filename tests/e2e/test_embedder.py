@@ -56,7 +56,7 @@ def test_fp32_gives_the_vectors_of_transformers(folder: str, reference: numpy.nd
 
 
 def test_int8_stays_within_a_thousandth_for_sentences(embedder: Embedder, reference: numpy.ndarray) -> None:
-    assert embedder.report.numbers.format_name == "int8"
+    assert embedder.report.precision.format_name == "int8"
     vectors = embedder.embed(TEXTS, use_tqdm=False, truncate=True)
     cosines = (vectors * reference).sum(axis=1)
     assert cosines[[0, 3, 4]].min() > 0.999

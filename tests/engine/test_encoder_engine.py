@@ -6,11 +6,9 @@ import numpy
 import pytest
 
 from quire.core.errors import InvalidRequest, QueueFull
-from quire.core.queue_bounds import QueueBounds
-from quire.core.request import EmbedRequest
-from quire.engine.encoder_engine import EncoderEngine
+from quire.core.request import EmbedRequest, QueueBounds
+from quire.engine.encoder import EncoderEngine
 from quire.engine.validation import Limits
-from quire.runner.encoder_runner import Vectors
 
 LIMITS = Limits(vocab_size=100, max_model_len=10, max_num_seqs=3)
 BOUNDS = QueueBounds(max_requests=4, max_tokens=60)
@@ -22,10 +20,10 @@ class Summing:
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
 
-    def run(self, sequences: Sequence[Sequence[int]]) -> Vectors:
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> numpy.ndarray:
         self.steps.append([len(one) for one in sequences])
         rows = [(float("nan") if 99 in one else sum(one), len(one)) for one in sequences]
-        return Vectors(numpy.array(rows, dtype=numpy.float32), 0.001)
+        return numpy.array(rows, dtype=numpy.float32)
 
 
 def drained(engine: EncoderEngine) -> dict[tuple[str, int], list[float]]:

@@ -3,11 +3,10 @@
 import pytest
 
 from quire.core.errors import InvalidRequest, QueueFull
-from quire.core.queue_bounds import QueueBounds
-from quire.core.request import Request
+from quire.core.request import QueueBounds, Request
 from quire.core.sampling import SamplingParams
 from quire.core.stats import QueueStats
-from quire.link.admission import MAX_RETRY_SECONDS, QueueAdmission
+from quire.link.client import MAX_RETRY_SECONDS, QueueAdmission
 
 BUSY = QueueStats(num_running=4, num_waiting=1)
 IDLE = QueueStats()

@@ -13,8 +13,7 @@ import pytest
 
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, WeightsError
-from quire.core.queue_bounds import QueueBounds
-from quire.core.request import EmbedRequest, Request
+from quire.core.request import EmbedRequest, QueueBounds, Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 from quire.engine.streams import Stream
@@ -84,7 +83,7 @@ def test_an_encoder_answers_through_the_same_client():
         try:
             ready = await client.start()
             assert ready.vectors is not None
-            stream = client.embed(EmbedRequest("a", [[101, 7592, 102], [101, 102]]))
+            stream = client.submit([EmbedRequest("a", [[101, 7592, 102], [101, 102]])])
             pooled = await stream.updates()
             while len(pooled) < 2:
                 pooled += await stream.updates()
@@ -95,7 +94,7 @@ def test_an_encoder_answers_through_the_same_client():
             stream.done("a")
             stream.close()
             with pytest.raises(InvalidRequest, match=r"input\[1\] has no tokens"):
-                await client.embed(EmbedRequest("b", [[101], []])).updates()
+                await client.submit([EmbedRequest("b", [[101], []])]).updates()
             await until(lambda: client.stats.steps.num_finished == 2)
             assert client.num_open == 0
         finally:
@@ -200,7 +199,7 @@ def test_an_engine_that_said_why_it_stops_and_does_not_end_is_killed(monkeypatch
 PARENT = """
 import asyncio, os, sys
 from quire.core.config import EngineConfig
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.link.client import EngineClient
 async def run():
     client = EngineClient(EngineConfig.of(num_blocks=64, max_num_seqs=4), QueueBounds(8))

@@ -7,7 +7,15 @@ import pytest
 from quire.core.config import EngineConfig
 from quire.core.request import EmbedRequest, Pooled, Request
 from quire.core.sampling import SamplingParams
-from quire.core.stats import AdapterStats, EngineStats, KvPoolSize, QueueStats, StartStats, StepStats
+from quire.core.stats import (
+    AdapterStats,
+    EngineStats,
+    KvPoolSize,
+    QueueStats,
+    StartStats,
+    StepStats,
+    VectorFormat,
+)
 from quire.core.step import SequenceUpdate, TokenLogprobs
 from quire.engine.loop import Started, StepReport
 from quire.engine.validation import Limits
@@ -60,7 +68,7 @@ def test_what_goes_to_the_engine_arrives_as_it_was_sent(message):
         m.Refused("r", "invalid", "too long", "prompt"),
         m.Done(1, QueueStats(2, 1), STATS, "block 3"),
         m.Ready("m", 1, DESCRIBED, SAMPLING, Limits(9, 8, 7, (1,)), START, ["line"], KvPoolSize(5, 4, 96)),
-        m.Ready("e", 1, DESCRIBED, SAMPLING, Limits(9, 8, 7), START, [], vectors=m.VectorFormat(384, True)),
+        m.Ready("e", 1, DESCRIBED, SAMPLING, Limits(9, 8, 7), START, [], vectors=VectorFormat(384, True)),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -19,7 +19,7 @@ from quire.core.stats import StartStats
 from quire.core.step import SequenceUpdate, TokenLogprobs
 from quire.engine.streams import Stream
 from quire.engine.validation import Limits
-from quire.link.adapters import NamedAdapters
+from quire.link.client import NamedAdapters
 from quire.link.messages import Described, Ready
 from quire.server.app import create_app
 from quire.server.encoders import Encoders

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from quire.core.config import EngineConfig
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.core.sampling import SamplingParams
 from quire.core.stats import (
     AdapterStats,
@@ -16,11 +16,12 @@ from quire.core.stats import (
     QueueStats,
     StartStats,
     SwapStats,
+    VectorFormat,
     walk,
 )
 from quire.engine.validation import Limits
 from quire.link.client import EngineClient
-from quire.link.messages import Described, Ready, VectorFormat
+from quire.link.messages import Described, Ready
 from quire.server.metrics import Metrics
 from quire.server.responses.store import ResponseStore
 

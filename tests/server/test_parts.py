@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, EngineDead, InvalidRequest, QueueFull
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.core.sampling import SamplingParams
 from quire.link.client import EngineClient
 from quire.server.access import Keys, offered_key, read_key_file

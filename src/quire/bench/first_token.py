@@ -15,7 +15,6 @@ torch_ready = time.time()
 from quire.bench.machine import resident_bytes  # noqa: E402
 from quire.core.sampling import SamplingParams  # noqa: E402
 from quire.llm.llm import LLM  # noqa: E402
-from quire.llm.stream import stream  # noqa: E402
 from quire.text.prompts import prepare  # noqa: E402
 
 imported = time.time()
@@ -29,7 +28,7 @@ def main(text: str) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=plan["num_tokens"], ignore_eos=True)
     prompt = plan["prompt"] if llm.tokenizer is not None else {"prompt_token_ids": [1]}
     first_token = 0.0
-    for piece in stream(llm, prepare(prompt, llm.tokenizer), sampling):
+    for piece in llm.stream(prepare(prompt, llm.tokenizer), sampling):
         first_token = first_token or time.time()
         num_tokens = piece.num_tokens
     ended = time.time()

@@ -15,7 +15,6 @@ from quire.core.errors import EngineDead, InvalidRequest, QuireError
 from quire.core.sampling import SamplingParams
 from quire.llm.llm import LLM, Message
 from quire.llm.outputs import RequestOutput
-from quire.llm.stream import stream
 from quire.text.prompts import PreparedPrompt, prepare
 
 with suppress(ImportError):  # not every Python has it
@@ -133,7 +132,7 @@ class Chat:
         started = time.perf_counter()
         output: RequestOutput | None = None
         with interruptible() as interrupted:
-            for piece in stream(self._llm, prompt, self._sampling, interrupted):
+            for piece in self._llm.stream(prompt, self._sampling, interrupted):
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
                 output = piece.output

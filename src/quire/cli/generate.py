@@ -24,7 +24,6 @@ from quire.core.sampling import SamplingParams
 from quire.engine.build import DEFAULT_MAX_TOKENS
 from quire.llm.llm import LLM
 from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.llm.stream import generate_each, stream
 from quire.text.prompts import PreparedPrompt, prepare
 
 REFUSED, INTERRUPTED = 2, 130
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _stream_one(llm: LLM, prompt: PreparedPrompt, sampling: SamplingParams) -> int:
     with interruptible() as interrupted:
-        for piece in stream(llm, prompt, sampling, interrupted):
+        for piece in llm.stream(prompt, sampling, interrupted):
             sys.stdout.write(piece.text)
             sys.stdout.flush()
         print()
@@ -94,7 +93,7 @@ def _generate_all(
     hidden = arguments.quiet or not sys.stderr.isatty()
     with interruptible() as interrupted, tqdm(total=len(prompts), disable=hidden, unit="req") as bar:
         bar.update(len(prompts) - len(servable))
-        for position, result in generate_each(llm, [p for _, p in servable], sampling, interrupted):
+        for position, result in llm.generate_each([p for _, p in servable], sampling, interrupted):
             results[servable[position][0]] = result
             bar.update(1)
         stopped = interrupted()

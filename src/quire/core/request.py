@@ -1,4 +1,4 @@
-"""Request: what a client asked for. Sequence: one stream of tokens that answers it. Ints, Clock: their numbers."""
+"""Request: what a client asked for. Sequence: one stream of tokens that answers it. QueueBounds: how many may wait."""
 
 from array import array
 from collections import abc
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
+from quire.core.errors import QueueFull
 from quire.core.sampling import SamplingParams
 
 Clock = Callable[[], float]  # seconds since any fixed moment
@@ -67,6 +68,36 @@ class Pooled:
     vector: bytes  # float32, native byte order; empty with an error
     num_tokens: int
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """Limits on waiting requests and on their prompt tokens; None means no limit. Running requests do not count.
+
+    The engine's queue and the client of an engine process check with it.
+    """
+
+    max_requests: int | None = None
+    max_tokens: int | None = None
+
+    def check_requests(self, num_waiting: int, num_new: int, num_free_rows: int = 0) -> None:
+        """Raises QueueFull; `num_free_rows` requests pass through the queue at once and need no place in it."""
+        if self.max_requests is not None and num_waiting + num_new > self.max_requests + num_free_rows:
+            raise QueueFull(
+                f"{num_waiting} requests are waiting already: try again later, or raise max_queue_requests"
+            )
+
+    def check_tokens(self, num_waiting_tokens: int, num_new: int) -> None:
+        """Raises QueueFull. An empty queue takes a prompt of any length."""
+        if (
+            self.max_tokens is not None
+            and num_waiting_tokens
+            and num_waiting_tokens + num_new > self.max_tokens
+        ):
+            raise QueueFull(
+                f"{num_waiting_tokens} prompt tokens are waiting and {num_new} more would pass {self.max_tokens}: "
+                "try again later, or raise max_queue_tokens"
+            )
 
 
 class Phase(Enum):

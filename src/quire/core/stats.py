@@ -171,6 +171,21 @@ class StartStats:
 
 
 @dataclass(frozen=True, slots=True)
+class VectorFormat:
+    """The vectors of an encoder."""
+
+    width: int
+    normalize: bool  # vectors have length one
+    pooling: str = "mean"
+
+    @property
+    def line(self) -> str:
+        """Of the start report."""
+        length = ", of length one" if self.normalize else ""
+        return f"vectors   {self.width} numbers, {self.pooling} of the tokens{length}"
+
+
+@dataclass(frozen=True, slots=True)
 class KvPoolSize:
     """The KV pool as it was sized at start; block 0 is never given out and not counted."""
 

@@ -1,16 +1,19 @@
 """EngineLoop: runs commands, steps the engine, publishes what happened. Threads and processes differ in the transport.
 
-AsyncLLM drives it in a thread (llm/engine_thread.py), `quire serve` in a process (link/transport.py).
+AsyncLLM drives it in a thread (llm/async_llm.py), `quire serve` in a process (link/channel.py).
 """
 
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.core.errors import QueueFull
 from quire.core.request import EmbedRequest, Request
 from quire.core.stats import EngineStats, QueueStats
+
+if TYPE_CHECKING:  # it brings torch, which the client's process does without
+    from quire.engine.adapters import Adapters
 
 IDLE_SECONDS = 0.5  # between two looks at the shutdown signal while there is no work
 STATS_SECONDS = 0.25  # between two snapshots of a busy engine
@@ -36,7 +39,10 @@ class StepReport:
 
 
 class LoopEngine(Protocol):
-    """The engine as the loop sees it: Engine, or EncoderEngine."""
+    """The engine as the loop and its transport see it: Engine, or EncoderEngine."""
+
+    @property
+    def adapters(self) -> "Adapters | None": ...
 
     @property
     def has_work(self) -> bool: ...

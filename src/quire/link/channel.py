@@ -1,17 +1,45 @@
-"""Channel: one socket between two processes of one user, in a private folder."""
+"""The local socket between the two processes: Channel is the client's end, WorkerChannel the engine's."""
 
 import contextlib
 import os
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 import zmq.asyncio
 
-from quire.core.errors import ConfigError
-from quire.link.messages import FromEngine, ToEngine, decode_from_engine, encode
+from quire.core.errors import AdapterError, ConfigError, InvalidRequest, QueueFull
+from quire.engine.loop import Command, EngineLoop, StepReport
+from quire.link.messages import (
+    Abort,
+    Add,
+    CheckIntegrity,
+    Done,
+    Embed,
+    FromEngine,
+    LoadAdapter,
+    Refused,
+    ResetPrefixCache,
+    RestoreAdapter,
+    Shutdown,
+    Stop,
+    ToEngine,
+    UnloadAdapter,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+    pack_report,
+)
+from quire.observe.logs import get_logger
 
+if TYPE_CHECKING:  # it brings torch, which the client's process does without
+    from quire.engine.adapters import Adapters
+
+log = get_logger(__name__)
 _MAX_PATH = 100  # bytes; the system allows 107 for a local socket's name
 
 
@@ -45,7 +73,7 @@ class Channel:
 
 
 class WorkerChannel:
-    """The engine's end."""
+    """The engine's end, as the Transport of its loop: one message per command, and one per step."""
 
     def __init__(self, path: str) -> None:
         self._context = zmq.Context()
@@ -56,21 +84,110 @@ class WorkerChannel:
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
 
-    def receive(self) -> bytes | None:
-        """The next message, if one is there."""
-        try:
-            return self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-
-    def wait(self, milliseconds: int) -> bool:
-        """Whether a message came in that time."""
-        return bool(self._socket.poll(milliseconds))
-
     def close(self) -> None:
         """Messages that were sent have a second to leave."""
         self._socket.close(linger=1000)
         self._context.term()
+
+    # ------------------------------------------------------------------ engine.loop.Transport
+
+    def receive(self, seconds: float) -> Command | None:
+        if seconds and not self._socket.poll(int(seconds * 1000)):
+            return None
+        try:
+            data = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return partial(self._execute, decode_to_engine(data))
+
+    def publish(self, report: StepReport) -> None:
+        self.send(pack_report(report))
+
+    def refuse(self, request_id: str, fault: Exception) -> None:
+        if isinstance(fault, InvalidRequest):
+            message = Refused(request_id, "invalid", str(fault), fault.param)
+        elif isinstance(fault, QueueFull):
+            message = Refused(request_id, "unavailable", str(fault))
+        else:
+            log.error("request %s could not be added", request_id, exc_info=fault)
+            message = Refused(request_id, "fault", f"{type(fault).__name__}: {fault}")
+        self.send(message)
+
+    # ------------------------------------------------------------------ commands
+
+    def _execute(self, message: ToEngine, loop: EngineLoop) -> None:
+        match message:
+            case Add() | Embed():
+                loop.add(message.unpacked())
+            case Abort(request_ids):
+                loop.abort(request_ids)
+            case Stop(request_id, index):
+                loop.stop(request_id, index)
+            case Shutdown():
+                loop.end()
+            case ResetPrefixCache(call_id):
+                loop.engine.reset_prefix_cache()
+                self._answer(loop, call_id)
+            case CheckIntegrity(call_id):
+                self._answer(loop, call_id, integrity_error(loop))
+            case LoadAdapter(call_id, name, path):
+                self._change_adapters(loop, call_id, lambda adapters: adapters.load(name, path))
+            case UnloadAdapter(call_id, name):
+                self._change_adapters(loop, call_id, lambda adapters: adapters.remove(name))
+            case RestoreAdapter(name, path):
+                try:
+                    _adapters(loop).restore(name, path)
+                except Exception as fault:
+                    log.warning(
+                        "an adapter of the last engine process cannot be restored: %s", _reason(fault)
+                    )
+
+    def _answer(self, loop: EngineLoop, call_id: int, error: str | None = None) -> None:
+        engine = loop.engine
+        self.send(Done(call_id, engine.queue_stats(), engine.snapshot(), error))
+
+    def _change_adapters(
+        self, loop: EngineLoop, call_id: int, change: Callable[["Adapters"], Future[None] | None]
+    ) -> None:
+        """Answers at once, or in a later step where `change` returns a future: files are read beside the steps."""
+
+        def ended(load: Future[None]) -> None:
+            if not load.cancelled():  # else the engine ends, and the client knows
+                fault = load.exception()
+                self._answer(loop, call_id, None if fault is None else _reason(fault))
+
+        try:
+            load = change(_adapters(loop))
+        except Exception as fault:
+            self._answer(loop, call_id, _reason(fault))
+            return
+        if load is None:
+            self._answer(loop, call_id)
+        else:
+            load.add_done_callback(ended)
+
+
+def integrity_error(loop: EngineLoop) -> str | None:
+    """Recounts the pool; what is wrong with it, or None."""
+    try:
+        loop.engine.check_integrity()
+    except RuntimeError as wrong:
+        return str(wrong)
+    return None
+
+
+def _adapters(loop: EngineLoop) -> "Adapters":
+    if loop.engine.adapters is None:
+        raise AdapterError("adapters are off: start with --enable-lora, --lora-modules or --lora-dir")
+    return loop.engine.adapters
+
+
+def _reason(fault: BaseException) -> str:
+    """Unexpected exceptions are logged as well; only this call fails."""
+    if isinstance(fault, AdapterError):
+        return str(fault)
+    log.error("an adapter could not be changed", exc_info=fault)
+    return f"{type(fault).__name__}: {fault}"
 
 
 def remove_socket(path: str) -> None:

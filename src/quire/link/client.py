@@ -1,21 +1,21 @@
-"""EngineClient: the engine process as an asyncio program sees it. Generating models and encoders alike."""
+"""EngineClient: the engine process as an asyncio program sees it. QueueAdmission: how much may wait for it."""
 
 import asyncio
 import itertools
+import math
+import os
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quire.core.config import EngineConfig
+from quire.core.config import ADAPTER_CONFIG_FILE, AdapterConfig, EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
-from quire.core.queue_bounds import QueueBounds
-from quire.core.request import EmbedRequest, Pooled, Request
+from quire.core.request import EmbedRequest, QueueBounds, Request
 from quire.core.stats import EngineStats, QueueStats
-from quire.core.step import SequenceUpdate
 from quire.engine.streams import OpenStreams, Stream
-from quire.link.adapters import NamedAdapters
-from quire.link.admission import QueueAdmission
 from quire.link.channel import Channel
 from quire.link.messages import (
     Abort,
@@ -38,7 +38,128 @@ from quire.link.messages import (
 from quire.link.supervise import STEP_SECONDS, Supervisor
 
 CALL_SECONDS = 60.0
+MAX_RETRY_SECONDS = 60
 Call = ResetPrefixCache | CheckIntegrity | LoadAdapter | UnloadAdapter
+
+
+class QueueAdmission:
+    """The requests that were submitted and have not started to run, within bounds. A refusal costs no message."""
+
+    def __init__(self, bounds: QueueBounds) -> None:
+        self.bounds = bounds
+        self._waiting: dict[str, int] = {}  # request id -> prompt tokens
+        self._waiting_tokens = 0
+        self._last_start = 0.0
+        self._seconds_per_start = 0.0  # a moving average, for Retry-After
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def check(self, requests: Sequence[Request | EmbedRequest], load: QueueStats, max_num_seqs: int) -> None:
+        """All of them or none: raises QueueFull, or InvalidRequest if they could never wait together."""
+        num_tokens = sum(request.num_prompt_tokens for request in requests)
+        self._refuse_hopeless(len(requests), num_tokens, max_num_seqs)
+        self.check_room(len(requests), load, max_num_seqs)
+        self.bounds.check_tokens(self._waiting_tokens, num_tokens)
+
+    def check_room(self, num_requests: int, load: QueueStats, max_num_seqs: int) -> None:
+        """As `check`, before the lengths of the prompts are known. `load` is the engine's own."""
+        # With an empty queue the engine's free rows are filled at once.
+        num_free_rows = max(0, max_num_seqs - load.num_running) if load.num_waiting == 0 else 0
+        self.bounds.check_requests(self.num_waiting, num_requests, num_free_rows)
+
+    def enter(self, requests: Sequence[Request | EmbedRequest]) -> None:
+        for request in requests:
+            num_tokens = self._waiting[request.request_id] = request.num_prompt_tokens
+            self._waiting_tokens += num_tokens
+
+    def start(self, request_id: str) -> None:
+        """The request left the queue."""
+        num_tokens = self._waiting.pop(request_id, None)
+        if num_tokens is None:
+            return  # it ended meanwhile
+        self._waiting_tokens -= num_tokens
+        now = time.monotonic()
+        if self._last_start:
+            self._seconds_per_start += 0.1 * (now - self._last_start - self._seconds_per_start)
+        self._last_start = now
+
+    def leave(self, request_id: str) -> None:
+        """The request ended, in the queue or not."""
+        self._waiting_tokens -= self._waiting.pop(request_id, 0)
+
+    def retry_seconds(self) -> int:
+        """When half of the queue should be gone, at the recent rate of starts."""
+        expected = math.ceil(self._seconds_per_start * self.num_waiting / 2)
+        return min(max(1, expected), MAX_RETRY_SECONDS)
+
+    def _refuse_hopeless(self, num_requests: int, num_tokens: int, max_num_seqs: int) -> None:
+        bounds = self.bounds
+        if bounds.max_requests is not None and num_requests > bounds.max_requests + max_num_seqs:
+            raise InvalidRequest(
+                f"{num_requests} prompts in one request are more than can run and wait "
+                f"({bounds.max_requests + max_num_seqs}): send fewer at a time, or raise max_queue_requests",
+                "prompt",
+            )
+        if bounds.max_tokens is not None and num_requests > 1 and num_tokens > bounds.max_tokens:
+            raise InvalidRequest(
+                f"the prompts have {num_tokens} tokens together and {bounds.max_tokens} may wait: "
+                "send fewer at a time, or raise max_queue_tokens",
+                "prompt",
+            )
+
+
+class NamedAdapters:
+    """Adapters of the config and of its folder, and what operators loaded and unloaded since."""
+
+    def __init__(self, config: AdapterConfig) -> None:
+        self.enabled = config.enabled
+        self.max_adapters = config.max_loras
+        self._folder = config.lora_dir
+        self._named = dict.fromkeys(config.modules())
+        self._loaded: dict[str, str] = {}  # paths, by name
+        self._unloaded: set[str] = set()
+
+    def knows(self, name: str) -> bool:
+        """An adapter of the folder is looked up on disk each time."""
+        if name in self._loaded or (name in self._named and name not in self._unloaded):
+            return True
+        return self._folder is not None and _is_plain(name) and self._lies_in(self._folder, name)
+
+    def names(self) -> list[str]:
+        names = [name for name in self._named if name not in self._unloaded]
+        names += self._loaded
+        if self._folder is not None:
+            with suppress(OSError), os.scandir(self._folder) as entries:  # the folder may be gone by now
+                inside = sorted(entry.name for entry in entries)
+                names += [name for name in inside if self._lies_in(self._folder, name)]
+        return list(dict.fromkeys(names))
+
+    def loaded(self, name: str, path: str) -> None:
+        self._loaded[name] = path
+        self._unloaded.discard(name)
+
+    def unloaded(self, name: str) -> None:
+        self._loaded.pop(name, None)
+        if name in self._named:
+            self._unloaded.add(name)
+
+    def loaded_paths(self) -> list[tuple[str, str]]:
+        """(name, path) of each adapter that a new engine process has to load again."""
+        return list(self._loaded.items())
+
+    def unloaded_names(self) -> list[str]:
+        """Adapters of the config that a new engine process has to unload again."""
+        return list(self._unloaded)
+
+    @staticmethod
+    def _lies_in(folder: str, name: str) -> bool:
+        return os.path.isfile(os.path.join(folder, name, ADAPTER_CONFIG_FILE))
+
+
+def _is_plain(name: str) -> bool:
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 class EngineClient:
@@ -109,15 +230,11 @@ class EngineClient:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, requests: Sequence[Request]) -> Stream[SequenceUpdate]:
-        """Sends all of the requests or none. Raises QueueFull, InvalidRequest or EngineDead at once."""
-        return self._submit(requests)
+    def submit(self, requests: Sequence[Request | EmbedRequest]) -> Stream[Any]:
+        """Sends all of the requests or none. Raises QueueFull, InvalidRequest or EngineDead at once.
 
-    def embed(self, request: EmbedRequest) -> Stream[Pooled]:
-        """Sends a request with all its texts, of which each gets one Pooled, in their order. Raises as `submit`."""
-        return self._submit([request])
-
-    def _submit(self, requests: Sequence[Request | EmbedRequest]) -> Stream[Any]:
+        The stream has SequenceUpdates, or, of an encoder, one Pooled for each text, in their order.
+        """
         channel, ready = self._connected()
         self.admission.check(requests, self.queue, ready.max_num_seqs)
         messages = [_encoded(request) for request in requests]
@@ -196,13 +313,12 @@ class EngineClient:
 
         `seconds` is the timeout; None: no timeout.
         """
-        if self._channel is None:
-            raise EngineDead(f"{self.status}: try again in some seconds")
+        channel, _ready = self._connected()
         call_id = next(self._call_ids)
         answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
         if effect is not None:
             self._effects[call_id] = effect
-        self._channel.send(kind(call_id, *arguments))
+        channel.send(kind(call_id, *arguments))
         try:
             return await asyncio.wait_for(answer, seconds)
         except TimeoutError:

@@ -12,21 +12,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+
+from quire.engine.loop import EngineLoop
 
 BEAT_SECONDS = 0.5
 STOPPED_SECONDS = 30.0  # without a beat, however long a step may take
 TURNED, SAME_STEP = b"+", b"-"
 
 
-class WatchedLoop(Protocol):
-    """The engine's loop, as the heartbeat's thread reads it."""
-
-    num_turns: int
-    is_idle: bool
-
-
-def start_heartbeat(descriptor: int, loop: WatchedLoop) -> None:
+def start_heartbeat(descriptor: int, loop: EngineLoop) -> None:
     """Starts the thread. It ends with the process, or when the other end of the pipe is closed."""
 
     def run() -> None:

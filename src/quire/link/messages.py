@@ -2,7 +2,7 @@
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, BinaryIO
@@ -12,7 +12,7 @@ import msgspec
 from quire.core.config import EngineConfig
 from quire.core.request import EmbedRequest, Pooled, Request
 from quire.core.sampling import SamplingParams
-from quire.core.stats import EngineStats, KvPoolSize, QueueStats, StartStats
+from quire.core.stats import EngineStats, KvPoolSize, QueueStats, StartStats, VectorFormat
 from quire.core.step import SequenceUpdate
 from quire.engine.loop import Started, StepReport
 from quire.engine.validation import Limits
@@ -142,13 +142,6 @@ class Described(_Message, frozen=True):
     template_config: dict[str, Any]  # of the model itself
 
 
-class VectorFormat(msgspec.Struct, frozen=True, array_like=True):
-    """The vectors of an encoder."""
-
-    width: int
-    normalize: bool  # vectors have length one
-
-
 class Ready(_Message, frozen=True):
     """The engine serves. Every limit, count and size that its start decided."""
 
@@ -223,27 +216,15 @@ FromEngine = Progress | Note | Ready | Failed | Refused | Updates | Done
 # ---------------------------------------------------------------------- bytes
 
 _LENGTH = struct.Struct("<I")
-_encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 _config: msgspec.msgpack.Decoder[EngineConfig] = msgspec.msgpack.Decoder(EngineConfig)
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> ToEngine:
-    return _to_engine.decode(data)
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    return _from_engine.decode(data)
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def framed_config(config: EngineConfig) -> bytes:
     """The config behind its length, as an engine process reads it from its stdin."""
-    data = _encoder.encode(config)
+    data = encode(config)
     return _LENGTH.pack(len(data)) + data
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from quire.core import errors
 from quire.core.config import EngineConfig
@@ -16,7 +16,6 @@ from quire.link.channel import Channel
 from quire.link.heartbeat import until_hung
 from quire.link.messages import (
     Failed,
-    FromEngine,
     Note,
     Progress,
     Ready,
@@ -24,6 +23,9 @@ from quire.link.messages import (
     framed_config,
 )
 from quire.observe.logs import get_logger
+
+if TYPE_CHECKING:
+    from quire.link.client import EngineClient
 
 log = get_logger(__name__)
 FIRST_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds before a restart; doubled each time
@@ -33,26 +35,13 @@ CLOSE_SECONDS = 5.0
 STEP_SECONDS = 300.0  # a step that takes longer hangs
 
 
-class Listener(Protocol):
-    """The client of the engine process; all calls come from the event loop."""
-
-    def engine_up(self, ready: Ready, channel: Channel) -> None: ...
-
-    def engine_sent(self, message: FromEngine) -> None: ...
-
-    def engine_down(self, fault: EngineDead) -> None: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-
 class Supervisor:
     """One engine process at a time. A failed first start is raised; later starts are retried with backoff."""
 
     def __init__(
         self,
         config: EngineConfig,
-        listener: Listener,
+        client: "EngineClient",
         on_progress: Callable[[str, int, int], None] | None = None,
         timeout: float = STEP_SECONDS,
         what: str = "engine",
@@ -60,7 +49,7 @@ class Supervisor:
         """`what` names the engine in messages; `timeout` is for one step."""
         self._what = what
         self._config = config
-        self._listener = listener
+        self._client = client
         self._on_progress = on_progress
         self._timeout = timeout
         self._process: asyncio.subprocess.Process | None = None
@@ -144,7 +133,7 @@ class Supervisor:
             fault = self._how_it_ended(process)
             if self.ready is not None:
                 self.ready = None
-                self._listener.engine_down(EngineDead(str(fault)))
+                self._client.engine_down(EngineDead(str(fault)))
             return fault
         finally:
             if process.returncode is None:
@@ -158,7 +147,7 @@ class Supervisor:
 
     async def _kill_when_hung(self, process: asyncio.subprocess.Process, beats: int) -> None:
         self._hung = await until_hung(
-            beats, self._timeout, lambda: self.ready is not None and self._listener.has_work
+            beats, self._timeout, lambda: self.ready is not None and self._client.has_work
         )
         _signal(process, signal.SIGKILL)  # it reacts to nothing else
 
@@ -176,12 +165,12 @@ class Supervisor:
                     if self._on_progress is not None:
                         self._on_progress(what, done, total)
                 case _:
-                    self._listener.engine_sent(message)
+                    self._client.engine_sent(message)
 
     def _up(self, ready: Ready, channel: Channel) -> None:
         self.ready = ready
         self.status = "ready"
-        self._listener.engine_up(ready, channel)
+        self._client.engine_up(ready, channel)
         assert self._first is not None
         if self._first.done():
             log.info(

@@ -11,23 +11,19 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import QuireError
-from quire.core.sampling import SamplingParams
 from quire.core.stats import KvPoolSize, StartStats
-from quire.engine.build import Built, build
-from quire.engine.encoder_build import BuiltEncoder, build_encoder
-from quire.engine.engine import Engine
+from quire.engine.build import Built, build_engine
 from quire.engine.loop import EngineLoop, ShutdownSignal
 from quire.kernels import build as compilation
-from quire.link.channel import WorkerChannel, remove_socket
+from quire.link.channel import WorkerChannel, integrity_error, remove_socket
 from quire.link.heartbeat import start_heartbeat
-from quire.link.messages import Described, Failed, Note, Progress, Ready, VectorFormat, read_config
-from quire.link.transport import ZmqTransport, integrity_error
+from quire.link.messages import Described, Failed, Note, Progress, Ready, read_config
 from quire.observe.logs import get_logger
 from quire.text.load import tokenizer_files
-from quire.weights.architectures import is_encoder
 from quire.weights.source import Source
 
 log = get_logger(__name__)
@@ -67,7 +63,7 @@ def main() -> int:
 def _serve(config: EngineConfig, channel: WorkerChannel, termination: TerminationHandler, pipe: int) -> int:
     try:
         _announce_compiling(channel)
-        built = _load(config, channel)
+        built = build_engine(config, _ProgressReporter(channel))
     except QuireError as error:
         channel.send(Failed(type(error).__name__, str(error)))
         return BAD_SETTING
@@ -76,13 +72,13 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
         channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
         return FAULT
     engine = built.engine
-    loop = EngineLoop(engine, ZmqTransport(channel, engine.adapters), termination.shutdown)
+    loop = EngineLoop(engine, channel, termination.shutdown)
     termination.is_serving = True
     channel.send(_ready(config, built))
     start_heartbeat(pipe, loop)
     try:
         loop.run()
-        _log_end(loop)
+        _log_end(loop, has_pool=built.report.vectors is None)
     except Exception as fault:
         log.exception("the engine stopped")
         channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
@@ -93,12 +89,12 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
     return 0
 
 
-def _log_end(loop: EngineLoop) -> None:
+def _log_end(loop: EngineLoop, has_pool: bool) -> None:
     """What was served, and whether every block was given back."""
     stats, wrong = loop.engine.snapshot(), integrity_error(loop)
     if wrong is not None:
         log.error("the engine ends, and its pool is not whole: %s", wrong)
-    elif isinstance(loop.engine, Engine):
+    elif has_pool:
         log.info(
             "ended     %s requests and %s tokens served; the pool is whole, %d blocks in use",
             f"{stats.steps.num_requests:,}",
@@ -114,36 +110,20 @@ def _exit_after_timeout() -> None:
     timer.start()
 
 
-def _load(config: EngineConfig, channel: WorkerChannel) -> Built | BuiltEncoder:
-    """The model's architecture decides which engine serves it."""
-    reporter = _ProgressReporter(channel)
-    if is_encoder(config.model.model, config.model.revision):
-        return build_encoder(config, reporter)
-    return build(config, reporter)
-
-
-def _ready(config: EngineConfig, built: Built | BuiltEncoder) -> Ready:
-    report = built.report
-    start = StartStats(
-        report.num_threads, report.max_num_batched_tokens, report.weights_bytes, report.seconds
-    )
-    pool = vectors = None
-    sampling = SamplingParams()
-    if isinstance(built, Built):
-        size, sampling = built.report.pool, built.default_sampling
-        pool = KvPoolSize(size.num_blocks, size.block_size, size.num_bytes)
-    else:
-        vectors = VectorFormat(built.report.width, built.report.normalize)
+def _ready(config: EngineConfig, built: Built[Any]) -> Ready:
+    report, size = built.report, built.report.pool
     return Ready(
         model=report.model,
         pid=os.getpid(),
         described=_described(config, built.source),
-        default_sampling=sampling,
+        default_sampling=built.default_sampling,
         limits=built.engine.limits,
-        start=start,
+        start=StartStats(
+            report.num_threads, report.max_num_batched_tokens, report.weights_bytes, report.seconds
+        ),
         lines=report.lines(),
-        pool=pool,
-        vectors=vectors,
+        pool=KvPoolSize(size.num_blocks, size.block_size, size.num_bytes) if size.num_blocks else None,
+        vectors=report.vectors,
     )
 
 

@@ -3,17 +3,20 @@
 import asyncio
 import contextlib
 import itertools
+import queue
+import threading
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import EngineDead, InvalidRequest, QuireError
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 from quire.engine.build import build
+from quire.engine.engine import Engine
+from quire.engine.loop import Command, EngineLoop, StepReport
 from quire.engine.streams import OpenStreams
-from quire.llm.engine_thread import EngineThread
 from quire.llm.outputs import RequestOutput, request_output
 from quire.llm.progress import load_progress
 from quire.text.answer import Answer
@@ -33,14 +36,8 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = choose_tokenizer(self.config.model, self._built.source)
         self._ids = itertools.count()
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._streams: OpenStreams[SequenceUpdate] = OpenStreams(lambda ids: self._thread.abort(ids))
-        self._thread = EngineThread(
-            self._built.engine,
-            partial(self._post, self._streams.deliver),
-            partial(self._post, self._streams.refuse),
-            partial(self._post, self._engine_died),
-        )
-        self._is_closed = False
+        self._thread = EngineThread(self._built.engine, self._post)
+        self._streams = self._thread.streams
 
     async def generate(
         self,
@@ -67,7 +64,7 @@ class AsyncLLM:
                     self._take(answer, await stream.updates())
                 except _Aborted:
                     answer.end("abort")
-                yield request_output(answer, prepared.text, prepared.token_ids, self.tokenizer)
+                yield request_output(answer, prepared, self.tokenizer)
             stream.done(request_id)
         finally:
             stream.close()
@@ -80,10 +77,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Ends the engine; open iterators fail with EngineDead. Calling it twice is fine."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._thread.close()
-            self._post(self._streams.fail_all, EngineDead("the engine was closed"))
+        self._thread.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -98,19 +92,73 @@ class AsyncLLM:
             if answer.fault is not None:
                 raise answer.fault
 
-    # ------------------------------------------------------------------ from other threads
-
     def _post(self, callback: Callable[..., object], *arguments: Any) -> None:
-        """Calls `callback` in the event loop, which may have ended while a request is being aborted."""
+        """Calls `callback` in the event loop, which may have ended while a request is being aborted. Thread-safe."""
         if self._event_loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._event_loop.call_soon_threadsafe(callback, *arguments)
 
-    def _engine_died(self, fault: BaseException) -> None:
-        dead = EngineDead(f"the engine stopped: {fault}")
-        dead.__cause__ = fault
-        self._streams.fail_all(dead)
-
 
 class _Aborted(QuireError):
     """The caller aborted the request by its id."""
+
+
+class EngineThread:
+    """The engine's loop in a thread, as the loop's Transport. Commands return at once."""
+
+    def __init__(self, engine: Engine, post: Callable[..., None]) -> None:
+        """`post` calls a function with its arguments in the event loop that uses the streams."""
+        self.streams: OpenStreams[SequenceUpdate] = OpenStreams(self.abort)
+        self._engine = engine
+        self._post = post
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    def add(self, request: Request) -> None:
+        """Raises EngineDead if the engine has stopped; refusals come through the stream."""
+        if self._fault is not None:
+            raise EngineDead(f"the engine stopped: {self._fault}")
+        self._commands.put(lambda loop: loop.add(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._commands.put(lambda loop: loop.abort(request_ids))
+
+    def stop(self, request_id: str, index: int) -> None:
+        self._commands.put(lambda loop: loop.stop(request_id, index))
+
+    def close(self) -> None:
+        """Ends the loop and the engine; open streams fail. Calling it twice is fine."""
+        self._commands.put(EngineLoop.end)
+        self._thread.join()
+        self._fault = self._fault or EngineDead("it was closed")
+        self._post(self.streams.fail_all, EngineDead("the engine was closed"))
+
+    # ------------------------------------------------------------------ engine.loop.Transport
+
+    def receive(self, seconds: float) -> Command | None:
+        try:
+            return self._commands.get(block=bool(seconds), timeout=seconds or None)
+        except queue.Empty:
+            return None
+
+    def publish(self, report: StepReport) -> None:
+        if report.updates:
+            self._post(self.streams.deliver, report.updates)
+
+    def refuse(self, request_id: str, fault: Exception) -> None:
+        self._post(self.streams.refuse, request_id, fault)
+
+    def _run(self) -> None:
+        try:
+            if self._engine.in_new_thread is not None:
+                self._engine.in_new_thread()
+            EngineLoop(self._engine, self).run()
+        except BaseException as fault:  # no caller sees an exception of this thread
+            self._fault = fault
+            dead = EngineDead(f"the engine stopped: {fault}")
+            dead.__cause__ = fault
+            self._post(self.streams.fail_all, dead)
+        finally:
+            self._engine.close()

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from quire.core.config import EngineConfig
 from quire.core.errors import InvalidRequest, QuireError
 from quire.core.request import EmbedRequest
-from quire.engine.encoder_build import EncoderReport, build_encoder
+from quire.engine.build import Report, build_encoder
 from quire.llm.progress import load_progress
 from quire.text.load import choose_tokenizer
 from quire.text.prompts import Prompt, as_list, cut, prepare
@@ -32,7 +32,7 @@ class Embedder:
         self._ids = itertools.count()
 
     @property
-    def report(self) -> EncoderReport:
+    def report(self) -> Report:
         """What was decided at start: size of vectors, limits."""
         return self._built.report
 
@@ -49,7 +49,8 @@ class Embedder:
         `dimensions` keeps the first numbers of each row, of length one again; `truncate` cuts texts that are too
         long, which are refused otherwise.
         """
-        width = self.report.width
+        assert self.report.vectors is not None
+        width = self.report.vectors.width
         if dimensions is not None and not 1 <= dimensions <= width:
             raise InvalidRequest(
                 f"dimensions={dimensions} is outside 1 to {width}, the model's own", "dimensions"

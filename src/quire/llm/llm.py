@@ -1,14 +1,16 @@
 """LLM: the engine in-process. `LLM().generate(["…"])` is the whole API for offline use."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from quire.core.config import EngineConfig
-from quire.core.errors import AdapterError, InvalidRequest, QuireError
+from quire.core.errors import AdapterError, InvalidRequest, QueueFull, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate
 from quire.engine.adapters import Adapters
@@ -22,6 +24,15 @@ from quire.text.template import ChatTemplate, load_template
 from quire.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one step added to the first sequence's text; the last piece has the whole `output`."""
+
+    text: str
+    num_tokens: int  # of the answer so far
+    output: RequestOutput | None = None
 
 
 class LLM:
@@ -111,6 +122,68 @@ class LLM:
             prepared.append(prepare(text, self.tokenizer, add_special_tokens=False))
         return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm, adapter)
 
+    # ------------------------------------------------------------------ streaming; one iterator at a time
+
+    def stream(
+        self,
+        prompt: PreparedPrompt,
+        sampling: SamplingParams,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Iterator[TextDelta]:
+        """Pieces of the answer to one prompt. `stopped` is asked between steps; if true the answer ends there.
+
+        A caller that stops iterating aborts the request.
+        """
+        answer = self._submit(prompt, ready_to_sample(sampling, self.tokenizer))
+        first = answer.sequences[0]
+        try:
+            while not answer.finished:
+                if stopped():
+                    answer.end("abort")
+                    yield TextDelta(first.new_text, len(first.token_ids))
+                    break
+                for _answer, update in self._take_updates({answer.request_id: answer}):
+                    if update.index == 0 and first.new_text:
+                        yield TextDelta(first.new_text, len(first.token_ids))
+        finally:
+            self.engine.abort(answer.request_id)
+        if answer.fault is not None:
+            raise answer.fault
+        yield TextDelta("", len(first.token_ids), request_output(answer, prompt, self.tokenizer))
+
+    def generate_each(
+        self,
+        prompts: Sequence[PreparedPrompt],
+        sampling: SamplingParams,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[int, RequestOutput | QuireError]]:
+        """(index of the prompt, its result), in the order of finishing. An error of one prompt is its result.
+
+        Prompts beyond the bounds of the queue are submitted as it empties. Ends when `stopped` is true.
+        """
+        waiting = deque(range(len(prompts)))
+        answers: dict[str, Answer] = {}
+        indices: dict[str, int] = {}
+        try:
+            while (waiting or answers) and not stopped():
+                while waiting:
+                    try:
+                        answer = self._submit(prompts[waiting[0]], ready_to_sample(sampling, self.tokenizer))
+                    except QueueFull:
+                        break
+                    except QuireError as error:
+                        yield waiting.popleft(), error
+                    else:
+                        answers[answer.request_id] = answer
+                        indices[answer.request_id] = waiting.popleft()
+                for answer, _update in self._take_updates(answers):
+                    if answer.finished and answers.pop(answer.request_id, None) is not None:
+                        index = indices[answer.request_id]
+                        yield index, answer.fault or request_output(answer, prompts[index], self.tokenizer)
+        finally:
+            for request_id in answers:
+                self.engine.abort(request_id)
+
     # ------------------------------------------------------------------ adapters
 
     def add_adapter(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
@@ -164,7 +237,7 @@ class LLM:
         names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
         if len(names) != len(prompts):
             raise InvalidRequest(f"{len(names)} adapters for {len(prompts)} prompts: give one, or one each")
-        answers = self._submit(prompts, self._samplings(sampling, len(prompts)), names)
+        answers = self._submit_all(prompts, self._samplings(sampling, len(prompts)), names)
         by_id = {answer.request_id: answer for answer in answers}
         try:
             with tqdm(
@@ -176,7 +249,7 @@ class LLM:
                 self.engine.abort(answer.request_id)
             raise
         return [
-            request_output(answer, prompt.text, prompt.token_ids, self.tokenizer)
+            request_output(answer, prompt, self.tokenizer)
             for answer, prompt in zip(answers, prompts, strict=True)
         ]
 
@@ -193,15 +266,18 @@ class LLM:
             )
         return [ready_to_sample(params, self.tokenizer) for params in sampling]
 
-    def _submit(
+    def _submit(self, prompt: PreparedPrompt, sampling: SamplingParams, adapter: str | None = None) -> Answer:
+        request_id = str(next(self._ids))
+        self.engine.add(prompt.request(request_id, sampling, adapter))
+        return Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock)
+
+    def _submit_all(
         self, prompts: list[PreparedPrompt], samplings: list[SamplingParams], adapters: list[str | None]
     ) -> list[Answer]:
         answers: list[Answer] = []
         try:
             for prompt, sampling, adapter in zip(prompts, samplings, adapters, strict=True):
-                request_id = str(next(self._ids))
-                self.engine.add(prompt.request(request_id, sampling, adapter))
-                answers.append(Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock))
+                answers.append(self._submit(prompt, sampling, adapter))
         except QuireError:
             for answer in answers:  # all or none: the caller gets no half-done list
                 self.engine.abort(answer.request_id)
@@ -211,7 +287,7 @@ class LLM:
     def _drive(self, answers: dict[str, Answer], bar: tqdm) -> None:
         num_tokens = 0
         while self.engine.has_work:
-            for answer, update in self.take_updates(answers):
+            for answer, update in self._take_updates(answers):
                 num_tokens += len(update.token_ids)
                 if answer.fault is not None:
                     raise answer.fault
@@ -221,7 +297,7 @@ class LLM:
             if not bar.disable and elapsed > 0:
                 bar.set_postfix_str(f"{num_tokens / elapsed:.1f} tok/s", refresh=False)
 
-    def take_updates(self, answers: Mapping[str, Answer]) -> Iterator[tuple[Answer, SequenceUpdate]]:
+    def _take_updates(self, answers: Mapping[str, Answer]) -> Iterator[tuple[Answer, SequenceUpdate]]:
         """Steps the engine once and adds each update to its answer; a stop string ends its sequence in the engine."""
         for update in self.engine.step():
             answer = answers.get(update.request_id)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from quire.core.step import TokenLogprobs
 from quire.text.answer import Answer
+from quire.text.prompts import PreparedPrompt
 from quire.text.tokenizer import Tokenizer
 
 
@@ -47,19 +48,16 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
-def request_output(
-    answer: Answer, prompt: str | None, prompt_token_ids: list[int], tokenizer: Tokenizer | None
-) -> RequestOutput:
+def request_output(answer: Answer, prompt: PreparedPrompt, tokenizer: Tokenizer | None) -> RequestOutput:
     """The answer as it stands now."""
+    has_logprobs = answer.sampling.logprobs is not None
     outputs = [
         CompletionOutput(
             index=index,
             text=sequence.text,
             token_ids=list(sequence.token_ids),
             cumulative_logprob=sequence.cumulative_logprob,
-            logprobs=_positions(sequence.logprobs, tokenizer)
-            if answer.sampling.logprobs is not None
-            else None,
+            logprobs=[_position(entry, tokenizer) for entry in sequence.logprobs] if has_logprobs else None,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
         )
@@ -67,11 +65,11 @@ def request_output(
     ]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     if answer.prompt_logprobs is not None:  # nothing predicts the first token
-        prompt_logprobs = [None, *_positions(answer.prompt_logprobs, tokenizer)]
+        prompt_logprobs = [None, *(_position(entry, tokenizer) for entry in answer.prompt_logprobs)]
     return RequestOutput(
         request_id=answer.request_id,
-        prompt=prompt,
-        prompt_token_ids=prompt_token_ids,
+        prompt=prompt.text,
+        prompt_token_ids=prompt.token_ids,
         outputs=outputs,
         prompt_logprobs=prompt_logprobs,
         finished=answer.finished,
@@ -81,12 +79,6 @@ def request_output(
             total=answer.last_token - answer.arrival if answer.last_token else None,
         ),
     )
-
-
-def _positions(
-    entries: list[TokenLogprobs] | tuple[TokenLogprobs, ...], tokenizer: Tokenizer | None
-) -> list[dict[int, Logprob]]:
-    return [_position(entry, tokenizer) for entry in entries]
 
 
 def _position(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

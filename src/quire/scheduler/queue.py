@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterator
 
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.scheduler.group import SequenceGroup
 
 

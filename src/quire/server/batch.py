@@ -21,7 +21,7 @@ import httpx
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.server.app import create_app

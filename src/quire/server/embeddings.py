@@ -76,7 +76,7 @@ class _Embedding:
         service.check_allowance(context, num_tokens)
         context.facts.update(id=embed.request_id, model=self._encoder.names[0], prompt_tokens=num_tokens)
         try:
-            stream = self._encoder.client.embed(embed)
+            stream = self._encoder.client.submit([embed])
         except (EngineDead, QueueFull) as refusal:
             raise service.refusal(refusal, self._encoder.client) from None
         context.allowance.spend_tokens(num_tokens)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from quire.core.config import EngineConfig, ModelOptions
 from quire.core.errors import QuireError
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.observe.logs import get_logger

@@ -13,7 +13,7 @@ import uvicorn
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.core.queue_bounds import QueueBounds
+from quire.core.request import QueueBounds
 from quire.link.client import EngineClient
 from quire.llm.progress import load_progress
 from quire.observe.logs import ROOT, get_logger

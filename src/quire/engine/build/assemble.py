@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Generic, TypeVar
 
 from quire.core import laboratory
 from quire.core.config import EngineConfig, ModelConfig, ModelOptions, SchedulerConfig
@@ -27,6 +28,7 @@ from quire.engine.build.resolve import (
 from quire.engine.build.runner import BuiltRunner, build_runner, runner_limits
 from quire.engine.build.weights import LoadedModels, load_models, offload_lines
 from quire.engine.engine import Engine
+from quire.engine.loop import LoopEngine
 from quire.engine.policies import make_memory
 from quire.engine.speculation import Speculation
 from quire.engine.validation import Limits
@@ -39,10 +41,14 @@ from quire.scheduler.preemption import Preemption
 from quire.text.load import choose_tokenizer
 from quire.weights.source import Source
 
+E = TypeVar("E", bound=LoopEngine)
+
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    engine: Engine
+class Built(Generic[E]):
+    """An engine that can serve, and what its start read and decided."""
+
+    engine: E
     source: Source
     model: ModelConfig
     default_sampling: SamplingParams
@@ -61,13 +67,13 @@ class _Parts:
     runner: BuiltRunner
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> Built:
+def build(config: EngineConfig, progress: Progress | None = None) -> Built[Engine]:
     """An engine that can serve. Raises QuireError with what to change where it cannot be built."""
     started = time.perf_counter()
     config = replace(config, memory=resolve_memory(config.memory))
     if is_simulated(config.runner.device):
         simulate = laboratory.load("simulate.build", "--device simulated")
-        built: Built = simulate.build_simulated(config, started)
+        built: Built[Engine] = simulate.build_simulated(config, started)
         return built
     plan = make_plan(config, progress)
     warmup = start_kernel_warmup(plan)

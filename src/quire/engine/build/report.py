@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.core.config import MemoryConfig, SchedulerConfig
+from quire.core.stats import VectorFormat
 from quire.engine.build.pins import PinnedPrefix
 from quire.engine.build.resolve import Precision
 from quire.models.offload import Streaming
@@ -46,6 +47,7 @@ class Report:
     streaming: Streaming | None = None  # the same as numbers; None: all weights stay
     pinned: tuple[PinnedPrefix, ...] = ()
     adapters: tuple[str, ...] = ()  # how many are known, and their limits
+    vectors: VectorFormat | None = None  # of an encoder, which has no pool
 
     def lines(self) -> list[str]:
         precision, pool = self.precision, self.pool
@@ -54,6 +56,15 @@ class Report:
             where = f"on {torch.cuda.get_device_name(precision.device)}"
         if self.simulated:
             where = f"on {self.simulated}"
+        if self.vectors is not None:
+            return [
+                f"encoder   {self.model}, {precision.format_name} {where}",
+                f"weights   {self.weights_bytes / 1e6:,.0f} MB",
+                self.vectors.line,
+                f"limits    {self.max_model_len:,} tokens per text, {self.max_num_seqs} texts and "
+                f"{self.max_num_batched_tokens:,} tokens per step",
+                f"started   in {self.seconds:.2f} s",
+            ]
         divided = [] if self.device_memory is None else [_divided(self.device_memory)]
         graphs = f", {self.num_graphs} sizes of steps captured as graphs" if self.num_graphs else ""
         tiles = f", {self.tiles} tiles" if self.tiles else ""

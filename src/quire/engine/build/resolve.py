@@ -1,7 +1,8 @@
 """Turns every `auto` setting into a decision, as new objects; BuildPlan holds them for the later stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -58,13 +59,17 @@ class BuildPlan:
         return self.config.speculative_config
 
 
-def make_plan(config: EngineConfig, progress: Progress | None = None) -> BuildPlan:
+def make_plan(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    describe: Callable[[Mapping[str, Any]], ModelConfig] = registry.describe,
+) -> BuildPlan:
     """Opens the model's source and sets the compute threads. ConfigError where settings contradict the model."""
     options = config.model
     source = open_source(
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
     )
-    model = registry.describe(source.config)
+    model = describe(source.config)
     precision = resolve_precision(config, model)
     max_model_len = resolve_max_model_len(config, model)
     num_threads = set_threads(config.runner.num_threads, precision)

@@ -1,24 +1,30 @@
 """EncoderEngine: texts become vectors, first come first served. A text is closed in one step and takes no blocks."""
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy
+import torch
 
 from quire.core.errors import InvalidRequest
-from quire.core.queue_bounds import QueueBounds
-from quire.core.request import EmbedRequest, Pooled
+from quire.core.request import EmbedRequest, Pooled, QueueBounds
 from quire.core.stats import EngineStats, QueueStats, StepStats
 from quire.engine.validation import Limits
-from quire.runner.encoder_runner import Vectors
+from quire.layers.encoder import Pooling, assemble_encoder_batch
+from quire.models.model import Encoder
+
+Encode = Callable[[Sequence[Sequence[int]]], numpy.ndarray]  # token ids of R texts -> [R, width] float32
 
 
-class TextRunner(Protocol):
-    """Computes one step."""
-
-    def run(self, sequences: Sequence[Sequence[int]]) -> Vectors: ...
+@torch.inference_mode()
+def encode_texts(
+    encoder: Encoder, pooling: Pooling, device: torch.device, texts: Sequence[Sequence[int]]
+) -> numpy.ndarray:
+    """The forward pass of one step. No text may be empty."""
+    batch = assemble_encoder_batch(texts, device)
+    return pooling(encoder(batch), batch).cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,54 +46,50 @@ class EncoderEngine:
         self,
         limits: Limits,
         max_num_batched_tokens: int,
-        runner: TextRunner,
-        bounds: QueueBounds | None = None,
+        encode: Encode,
+        bounds: QueueBounds,
     ) -> None:
-        """`max_num_batched_tokens` holds at least one text of the longest length; without `bounds` any number waits."""
+        """`max_num_batched_tokens` holds at least one text of the longest length."""
         self.limits = limits
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stats = StepStats()
         self.num_waiting_tokens = 0
-        self._bounds = bounds or QueueBounds()
-        self._runner = runner
-        self._queue: deque[_Text] = deque()
-        self._open: dict[str, int] = {}  # request id -> texts that wait
+        self._bounds = bounds
+        self._encode = encode
+        self._waiting: dict[str, deque[_Text]] = {}  # by request, in order of arrival; no deque is empty
 
     @property
     def has_work(self) -> bool:
-        return bool(self._open)
+        return bool(self._waiting)
 
     has_requests = has_work
 
     @property
     def num_waiting(self) -> int:
         """Requests with a text that waits."""
-        return len(self._open)
+        return len(self._waiting)
 
     def add(self, request: EmbedRequest) -> None:
         """Queues a request with all its texts, or raises InvalidRequest or QueueFull and changes nothing."""
         request_id, num_tokens = request.request_id, request.num_prompt_tokens
-        if request_id in self._open:
+        if request_id in self._waiting:
             raise InvalidRequest(
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
         self.limits.check_texts(request)
-        self._bounds.check_requests(len(self._open), 1)
+        self._bounds.check_requests(len(self._waiting), 1)
         self._bounds.check_tokens(self.num_waiting_tokens, num_tokens)
-        self._queue.extend(_Text(request_id, index, text) for index, text in enumerate(request.texts))
-        self._open[request_id] = len(request.texts)
+        texts = (_Text(request_id, index, text) for index, text in enumerate(request.texts))
+        self._waiting[request_id] = deque(texts)
         self.num_waiting_tokens += num_tokens
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += num_tokens
 
     def abort(self, request_id: str) -> bool:
         """Drops the texts of a request that still wait. False if the request is not known."""
-        if self._open.pop(request_id, None) is None:
-            return False
-        kept = [text for text in self._queue if text.request_id != request_id]
-        self._queue = deque(kept)
-        self.num_waiting_tokens = sum(len(text.token_ids) for text in kept)
-        return True
+        texts = self._waiting.pop(request_id, ())
+        self.num_waiting_tokens -= sum(len(text.token_ids) for text in texts)
+        return bool(texts)
 
     def stop(self, request_id: str, index: int) -> bool:
         """A text has no output that could hold a stop string."""
@@ -98,19 +100,20 @@ class EncoderEngine:
         texts = self._take()
         if not texts:
             return []
-        result = self._runner.run([text.token_ids for text in texts])
+        started = time.perf_counter()
+        vectors = self._encode([text.token_ids for text in texts])
         self.stats.num_steps += 1
         self.stats.num_finished += len(texts)
         self.stats.num_computed_tokens += sum(len(text.token_ids) for text in texts)
-        self.stats.step_seconds += result.seconds
-        return [_pooled(text, row) for text, row in zip(texts, result.values, strict=True)]
+        self.stats.step_seconds += time.perf_counter() - started
+        return [_pooled(text, row) for text, row in zip(texts, vectors, strict=True)]
 
     def started(self, updates: Iterable[Pooled]) -> set[str]:
         """Requests that have left the queue: all their texts have run."""
-        return {update.request_id for update in updates}.difference(self._open)
+        return {update.request_id for update in updates}.difference(self._waiting)
 
     def queue_stats(self) -> QueueStats:
-        return QueueStats(num_waiting=len(self._open))
+        return QueueStats(num_waiting=len(self._waiting))
 
     def snapshot(self) -> EngineStats:
         return EngineStats(self.stats)
@@ -123,25 +126,22 @@ class EncoderEngine:
 
     def close(self) -> None:
         """Drops the texts that wait. Calling it twice is fine."""
-        self._queue.clear()
-        self._open.clear()
+        self._waiting.clear()
         self.num_waiting_tokens = 0
 
     def _take(self) -> list[_Text]:
         """In order of arrival: a short text never overtakes a long one, so none waits for ever."""
         taken: list[_Text] = []
         room = self.max_num_batched_tokens
-        while self._queue and len(taken) < self.limits.max_num_seqs:
-            length = len(self._queue[0].token_ids)
-            if length > room:
+        while self._waiting and len(taken) < self.limits.max_num_seqs:
+            texts = next(iter(self._waiting.values()))
+            room -= len(texts[0].token_ids)
+            if room < 0:
                 break
-            room -= length
-            taken.append(self._queue.popleft())
-        for text in taken:
-            self.num_waiting_tokens -= len(text.token_ids)
-            self._open[text.request_id] -= 1
-            if self._open[text.request_id] == 0:
-                del self._open[text.request_id]
+            taken.append(texts.popleft())
+            if not texts:
+                del self._waiting[taken[-1].request_id]
+        self.num_waiting_tokens -= sum(len(text.token_ids) for text in taken)
         return taken
 
 
