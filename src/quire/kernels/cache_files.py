@@ -32,11 +32,3 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(text.encode())
-
-
-def remove_all(folder: Path, pattern: str) -> int:
-    """Removes the files that match; returns their number."""
-    files = list(folder.glob(pattern))
-    for path in files:
-        path.unlink(missing_ok=True)
-    return len(files)

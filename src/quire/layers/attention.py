@@ -1,39 +1,74 @@
-"""Attention over the pool's pages: q and k are rotated, k and v stored, then every query looks back."""
+"""The pool of KV pages, and attention over it: q and k are rotated, k and v stored, then every query looks back."""
 
+from dataclasses import dataclass
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
+from quire.core.errors import ConfigError
+from quire.core.layout import BlockLayout
+from quire.kernels import huge_pages
 from quire.kernels.attention.cudnn import contiguous_attention
 from quire.layers.batch import Batch
 from quire.layers.norm import RMSNorm
-from quire.layers.pool import Pool
 
 
+class Pool:
+    """num_blocks × block_bytes, page-major. Block 0 is never given out: padded rows of a graph write there."""
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.data = _zeros(num_blocks, layout.block_bytes, torch.device(device))  # [num_blocks, block_bytes]
+        self._planes = [(self._plane(i, False), self._plane(i, True)) for i in range(layout.num_layers)]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """A layer's K and V pages: two views [num_blocks, block_size, kv_heads, head_dim], strided by block."""
+        return self._planes[index]
+
+    def elements(self, dtype: torch.dtype) -> Tensor:
+        """All bytes as one vector of this type, which holds the adapters' weights."""
+        return self.data.view(-1).view(dtype)
+
+    def _plane(self, layer: int, value: bool) -> Tensor:
+        layout = self.layout
+        elements = self.data.view(getattr(torch, layout.dtype))
+        return torch.as_strided(
+            elements,
+            (self.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim),
+            (layout.block_elements, layout.position_elements, layout.head_dim, 1),
+            layout.plane_offset(layer, value),
+        )
+
+
+def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
+    """Zeroed bytes. On the CPU they are mapped, so a page costs memory only once it is written."""
+    if device.type == "cpu":
+        try:
+            return huge_pages.zeros(num_blocks, block_bytes, dtype=torch.uint8)
+        except (OSError, OverflowError) as error:
+            size = f"{num_blocks * block_bytes / 1e9:,.1f} GB"
+            raise ConfigError(
+                f"a pool of {size} is more than this machine can give ({error}): "
+                "lower kv_cache_memory_bytes or num_blocks"
+            ) from error
+    return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Attention:
     """One layer's attention between its fused qkv projection and its output projection. Has no weights."""
 
-    def __init__(
-        self,
-        rotary: ModuleType,
-        attention: ModuleType,
-        index: int,  # which layer of the pool
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        window: int = 0,  # 0: none; else a query sees its last `window` positions, itself included
-        cos_sin: Tensor | None = None,  # [positions, rotary_dim] float32; None: no rotation
-    ) -> None:
-        self._rotary = rotary
-        self._attention = attention
-        self._index = index
-        self._num_heads = num_heads
-        self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
-        self._scale = scale
-        self._window = window
-        self._cos_sin = cos_sin
+    rotary: ModuleType
+    attention: ModuleType
+    index: int  # which layer of the pool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0  # 0: none; else a query sees its last `window` positions, itself included
+    cos_sin: Tensor | None = None  # [positions, rotary_dim] float32; None: no rotation
 
     def __call__(
         self,
@@ -44,18 +79,18 @@ class Attention:
         k_norm: RMSNorm | None = None,
     ) -> Tensor:
         """[T, heads * head_dim]; with norms, every head of q and k is normalised before it is rotated."""
-        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
-        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, self._head_dim)
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, self.head_dim)
         if q_norm is not None and k_norm is not None:
             q_norm.heads(heads[:, :num_heads])
             k_norm.heads(heads[:, num_heads : num_heads + num_kv_heads])
-        k_pages, v_pages = pool.layer(self._index)
-        self._rotary.rotate_and_store(
+        k_pages, v_pages = pool.layer(self.index)
+        self.rotary.rotate_and_store(
             qkv,
             num_heads,
             num_kv_heads,
-            self._head_dim,
-            self._cos_sin,
+            self.head_dim,
+            self.cos_sin,
             batch.positions,
             batch.slots,
             k_pages,
@@ -65,26 +100,26 @@ class Attention:
 
     def _attend(self, heads: Tensor, batch: Batch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """heads [T, heads + 2 * kv_heads, head_dim], rotated."""
-        queries = heads[:, : self._num_heads]
+        queries = heads[:, : self.num_heads]
         where = (k_pages, v_pages, batch.query_starts, batch.context_lens, batch.block_tables)
         trees = () if batch.trees is None else (batch.trees.starts, batch.trees.ancestors)
         if batch.plans is None:
             masks = (None, *trees) if trees else ()
-            return self._attention.paged_attention(queries, *where, self._scale, self._window, *masks)
-        out = queries.new_empty(queries.shape[0], self._num_heads * self._head_dim)
-        fresh = () if self._window else batch.fresh
+            return self.attention.paged_attention(queries, *where, self.scale, self.window, *masks)
+        out = queries.new_empty(queries.shape[0], self.num_heads * self.head_dim)
+        fresh = () if self.window else batch.fresh
         if fresh:
             spans = [(span.first, span.last, span.padded) for span in fresh]
-            out = contiguous_attention(heads, self._num_heads, spans, self._scale, out)
+            out = contiguous_attention(heads, self.num_heads, spans, self.scale, out)
         if len(fresh) < batch.context_lens.shape[0]:
-            self._attention.paged_attention(
+            self.attention.paged_attention(
                 queries,
                 *where,
-                self._scale,
-                self._window,
+                self.scale,
+                self.window,
                 out,
                 *((*trees, batch.positions) if trees else ()),
-                plan=batch.plans.of(self._window),
+                plan=batch.plans.of(self.window),
                 max_query_len=batch.max_query_len,
             )
         return out
