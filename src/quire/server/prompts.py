@@ -12,7 +12,7 @@ from quire.text.prompts import PreparedPrompt, as_list, prepare
 from quire.text.reader import choose_formats
 from quire.text.template import ChatTemplate, template_from
 from quire.text.tokenizer import Tokenizer, special_tokens
-from quire.text.tools.registry import described
+from quire.text.tools.formats import described
 
 INLINE_CHARACTERS = 8192  # a text this long takes about a millisecond; longer ones leave the event loop
 T = TypeVar("T")

@@ -4,11 +4,8 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Scope
 
 from quire import __version__
-from quire.server.access import RequestContext, path_of
-from quire.server.errors import ApiError, anthropic_body, speaks_anthropic
 from quire.server.protocol.base import ErrorBody
 
 REQUEST_ID = "request-id"  # the header in which Anthropic's clients look for it
@@ -33,17 +30,6 @@ class JsonReply(Response):
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
-
-
-def error_reply(scope: Scope, error: ApiError) -> JsonReply:
-    """An error in the shape of the API that the path belongs to."""
-    context: RequestContext = scope["quire.context"]
-    context.note_error(error)
-    if not speaks_anthropic(path_of(scope)):
-        return JsonReply(error.body(), status_code=error.status, headers=error.headers)
-    body = anthropic_body(error, context.request_id)
-    headers = {**error.headers, REQUEST_ID: context.request_id}
-    return JsonReply(body, status_code=error.status, headers=headers)
 
 
 def answers(whole: Any, chunk: Any | None = None) -> dict[int | str, dict[str, Any]]:

@@ -5,10 +5,8 @@ from typing import Any
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import BEAM_SAMPLING, SamplingParams
 from quire.core.structured import StructuredOutput
-from quire.server.errors import renamed_errors
-from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.sampling import SamplingFields
+from quire.server.protocol.base import SamplingFields
+from quire.server.protocol.completions import ChatCompletionRequest, CompletionRequest
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 _STRUCTURED_FIELDS = {  # field -> what StructuredOutput.of calls it
@@ -56,8 +54,10 @@ def chat_sampling(body: ChatCompletionRequest, recommended: SamplingParams) -> S
     names = {"logprobs": "top_logprobs"}
     if body.max_tokens is None:
         names["max_tokens"] = "max_completion_tokens"
-    with renamed_errors(names):
+    try:
         sampling = _base(body, recommended).changed(**given)
+    except InvalidRequest as error:
+        raise error.renamed(names) from None
     _check_streamable(body, sampling)
     return sampling
 

@@ -18,7 +18,7 @@ from quire.server.errors import ApiError, Unavailable, as_api_error
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
 from quire.server.prompts import PromptMaker
-from quire.server.protocol.sampling import SamplingFields
+from quire.server.protocol.base import SamplingFields
 from quire.server.settings import ServerSettings
 from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt, ready_to_sample

@@ -5,8 +5,7 @@ from typing import Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, RequestBody
-from quire.server.protocol.sampling import ExtraFields, Stops
+from quire.server.protocol.base import ExtraFields, Int, RequestBody, Stops
 
 # A piece of a message: text, thinking, the use of a tool or its result. Which fields it has hangs on its `type`.
 Block = dict[str, Any]

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, RequestBody
-from quire.server.protocol.sampling import ExtraFields, Stops
+from quire.server.protocol.base import ExtraFields, Int, RequestBody, Stops
 
 # An item of a conversation: a message, a function call, its output or a piece of reasoning. Which fields it has
 # hangs on its `type`, and each kind of item has more forms than one: `responses.convert_request` reads them.
