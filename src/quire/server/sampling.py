@@ -1,5 +1,6 @@
 """From a request's fields to SamplingParams, over the model's recommended values; structured output included."""
 
+from dataclasses import fields
 from typing import Any
 
 from quire.core.errors import InvalidRequest
@@ -17,29 +18,11 @@ _STRUCTURED_FIELDS = {  # field -> what StructuredOutput.of calls it
     "regex": "regex",
     "grammar": "grammar",
 }
-_SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "prompt_logprobs",
-    "use_beam_search",
-    "best_of",
-    "length_penalty",
-    "early_stopping",
+# A request's fields that SamplingParams has under the same name.
+_SAME = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in SamplingFields.model_fields and field.name not in ("max_tokens", "logit_bias")
 )
 
 

@@ -24,18 +24,12 @@ class HermesParser(CallParser):
             if self.state == self._in_broken:
                 self._argue(len(self.rest))
             self.rest = ""  # half a HERMES_CLOSE at most
-            self.end_call(self._in_text)
-        self.show_held()
-        return self.taken()
+        return super().finish()
 
     def _in_text(self) -> bool:
-        start = self.rest.find(HERMES_OPEN)
-        cut = held_from(self.rest, HERMES_OPEN) if start < 0 else len(self.rest[:start].rstrip())
-        self.pieces.append(Content(self.rest[:cut]))
-        self.rest = self.rest[cut:]
-        if start < 0:
+        if not self.show_until(HERMES_OPEN, Content):
             return False
-        self.pass_over(start - cut + len(HERMES_OPEN))
+        self.pass_over(self.rest.index(HERMES_OPEN) + len(HERMES_OPEN))
         self.call = CallObject(self.num_calls)
         self.state = self._in_call
         return True
@@ -87,12 +81,6 @@ class Llama3Parser(CallParser):
         super().__init__(self._before_call)
         self._names = frozenset(tool_names)
 
-    def finish(self) -> list[Piece]:
-        if self.call is not None and self.call.begun:
-            self.end_call(self._in_text)
-        self.show_held()
-        return self.taken()
-
     def _before_call(self) -> bool:
         """White space, a tag or none, and the first brace."""
         bare = self.rest.lstrip()
@@ -140,13 +128,10 @@ class Llama3Parser(CallParser):
         return True
 
     def _in_text(self) -> bool:
-        start = self.rest.find(LLAMA3_TAG)
-        cut = held_from(self.rest, LLAMA3_TAG) if start < 0 else len(self.rest[:start].rstrip())
-        self.pieces.append(Content(self.rest[:cut]))
-        self.rest = self.rest[cut:]
-        if start >= 0:
+        has_tag = self.show_until(LLAMA3_TAG, Content)
+        if has_tag:
             self.state = self._before_call
-        return start >= 0
+        return has_tag
 
     def _accepts(self, name: str) -> bool:
         return not self._names or name in self._names

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, merged
+from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, PieceParser
 
 
 class ToolParser(Protocol):
@@ -24,24 +24,25 @@ class ToolParser(Protocol):
         ...
 
 
-class CallParser:
-    """A ToolParser that is always in one state: a method that decides about the text at hand.
+class CallParser(PieceParser):
+    """The frame of ToolParsers that read calls as JSON objects."""
 
-    It says whether there is more to decide; if not, the rest waits for more text.
-    """
+    is_forced = False  # by a grammar: a call's text is then not shown, valid or not
 
     def __init__(self, state: Callable[[], bool]) -> None:
-        self.rest = ""  # not looked at yet, or waiting
+        super().__init__(state)
         self.written: list[str] = []  # looked at, and undecided: a call's text, and what led to it
-        self.pieces: list[Piece] = []
         self.num_calls = 0
         self.call: CallObject | None = None  # the one that is being read
-        self.state = state
 
-    def feed(self, text: str) -> list[Piece]:
-        self.rest += text
-        while self.rest and self.state():
-            pass
+    def finish(self) -> list[Piece]:
+        """An open call ends; all that waited is text. White space behind calls is not."""
+        if self.call is not None and self.call.begun:
+            self.end_call(self.state)
+        held = "".join(self.written) + self.rest
+        if held.strip() or not self.num_calls:
+            self.pieces.append(Content(held))
+        self.written, self.rest = [], ""
         return self.taken()
 
     def read_call(self) -> "CallObject":
@@ -55,8 +56,8 @@ class CallParser:
         self.written.append(self.rest[:end])
         self.rest = self.rest[end:]
 
-    def end_call(self, state: Callable[[], bool], forced: bool = False) -> None:
-        self.pieces.append(CallEnd(self.num_calls, "" if forced else "".join(self.written)))
+    def end_call(self, state: Callable[[], bool]) -> None:
+        self.pieces.append(CallEnd(self.num_calls, "" if self.is_forced else "".join(self.written)))
         self.written = []
         self.num_calls += 1
         self.call = None
@@ -69,17 +70,6 @@ class CallParser:
         self.call = None
         self.state = state
 
-    def show_held(self) -> None:
-        """At the end: all that waited is text. White space behind calls is not."""
-        held = "".join(self.written) + self.rest
-        if held.strip() or not self.num_calls:
-            self.pieces.append(Content(held))
-        self.written, self.rest = [], ""
-
-    def taken(self) -> list[Piece]:
-        pieces, self.pieces = self.pieces, []
-        return merged(pieces)
-
 
 # ---------------------------------------------------------------------- calls that a grammar forces
 
@@ -87,16 +77,15 @@ class CallParser:
 class JsonArrayParser(CallParser):
     """[{"name": …, "parameters": {…}}, …]. From the first character that breaks the array, text is content."""
 
+    is_forced = True
+
     def __init__(self) -> None:
         super().__init__(self._before_array)
 
     def finish(self) -> list[Piece]:
-        if self.call is not None and self.call.begun:
-            self.end_call(self._in_text, forced=True)
         if self.state == self._behind_array:
             self.written = []
-        self.show_held()
-        return self.taken()
+        return super().finish()
 
     def _before_array(self) -> bool:
         return self._expect({"[": self._before_call})
@@ -111,9 +100,9 @@ class JsonArrayParser(CallParser):
     def _in_call(self) -> bool:
         call = self.read_call()
         if call.closed:
-            self.end_call(self._behind_call, forced=True)
+            self.end_call(self._behind_call)
         elif call.broken and call.begun:
-            self.end_call(self._in_text, forced=True)
+            self.end_call(self._in_text)
         elif call.broken:
             self.refuse(self._in_text)
         return True
