@@ -246,10 +246,6 @@ def context_of(request: Request) -> RequestContext:
     return request.scope["quire.context"]
 
 
-def set_context(scope: Scope, context: RequestContext) -> None:
-    scope["quire.context"] = context
-
-
 def path_of(scope: Scope) -> str:
     """The path below --root-path, whether or not a proxy cut that off."""
     root, path = scope.get("root_path", ""), scope["path"]
@@ -321,7 +317,7 @@ class RequestMiddleware:
         if self._root_path:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
         context = RequestContext(_request_id(scope), keep_alive=self._keep_alive)
-        set_context(scope, context)
+        scope["quire.context"] = context
         response = _Response(send, context)
         try:
             await self._authorized(scope, context, receive, response)

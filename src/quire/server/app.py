@@ -18,7 +18,7 @@ from quire.server.embeddings import embeddings_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
-from quire.server.operations import adapters_router, admin_router, health_router
+from quire.server.operations import operations_router
 from quire.server.responses.endpoints import responses_router
 from quire.server.service import Service
 
@@ -31,9 +31,7 @@ ROUTERS = (
     embeddings_router,
     models_router,
     tokens_router,
-    health_router,
-    admin_router,
-    adapters_router,
+    operations_router,
 )
 
 

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: the path from a chat request to its reply, which other endpoints take too."""
 
-import time
 import uuid
 from collections.abc import Iterable, Sequence
 
@@ -24,7 +23,7 @@ from quire.server.protocol.completions import (
     ChatMessage,
     ToolCallDelta,
 )
-from quire.server.reply import ERRORS, FINGERPRINT, JsonReply, answers
+from quire.server.reply import ERRORS, JsonReply, answer_head, answers
 from quire.server.sampling import chat_sampling
 from quire.server.service import ServedModel, Service
 from quire.server.sse import DONE, EventStream, TextEvent, event, last_error
@@ -64,7 +63,9 @@ async def answer_chat(service: Service, request: Request, body: ChatCompletionRe
         sampling = sampling.changed(structured=plan.form(sampling.structured, formats.tools))
     service.check_room()
     prompt = await chat_prompt(model, body, plan)
-    kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=plan is not None)
+    kept_ids: frozenset[int] = frozenset()
+    if plan is not None or formats.reasoning is not None:
+        kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=plan is not None)
     try:
         response_id, generation = service.generate(request, body, [prompt], sampling, "chatcmpl", kept_ids)
     except (InvalidRequest, ApiError) as error:
@@ -103,18 +104,19 @@ async def chat_prompt(
 
 def _answer_parsers(
     plan: ToolPlan | None, formats: AnswerFormats, sampling: SamplingParams, prompt: str | None
-) -> AnswerParsers:
-    """JSON under a grammar is all content, or all calls. Text under another grammar has reasoning only if the grammar
-    lets it write the opening marker."""
+) -> AnswerParsers | None:
+    """None: all text is content. JSON under a grammar is all content, or all calls. Text under another grammar has
+    reasoning only if the grammar lets it write the opening marker."""
     form, reasoning, tools = sampling.structured, formats.reasoning, formats.tools
     if form is not None:
         is_json = form.kind in ("json_schema", "json_object")
         reasoning = "qwen3" if formats.reasoning and not is_json else None
         tools = None if is_json else formats.tools
         prompt = None
-    if plan is None:
-        return AnswerParsers(reasoning, prompt)
-    return AnswerParsers(reasoning, prompt, plan.parser_maker(tools), plan.max_calls)
+    make_tool_parser = plan.parser_maker(tools) if plan is not None else None
+    if reasoning is None and make_tool_parser is None:
+        return None
+    return AnswerParsers(reasoning, prompt, make_tool_parser, plan.max_calls if plan is not None else None)
 
 
 def _refuse_unsupported(body: ChatCompletionRequest, trust_template: bool) -> None:
@@ -142,11 +144,11 @@ class ChatReply:
         model: str,
         generation: Generation,
         tokenizer: Tokenizer | None,
-        parsers: AnswerParsers,
+        parsers: AnswerParsers | None,
     ) -> None:
         self.response_id = response_id
         self.model = model
-        self.created = int(time.time())
+        self._head = answer_head(response_id, "chat.completion", model)
         self._body = body
         self.generation = generation
         self._tokenizer = tokenizer
@@ -157,7 +159,7 @@ class ChatReply:
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         # of each choice, where all text is content; empty where it must be parsed or has logprobs
         self._contents: list[TextEvent] = []
-        if body.stream and parsers.is_plain and not body.logprobs:
+        if body.stream and parsers is None and not body.logprobs:
             self._contents = [
                 TextEvent(self._choice(index, {"content": ""}, None, None), "content")
                 for index in range(self._num_choices)
@@ -166,7 +168,7 @@ class ChatReply:
     def usage(self) -> Usage:
         """Token counts so far."""
         usage = self.generation.usage()
-        if self._parsers.reasoning is not None:
+        if self._parsers is not None and self._parsers.reasoning is not None:
             counts = [
                 self._parsers.num_reasoning_tokens(sequence, self._tokenizer)
                 for sequence in self.generation.answers[0].sequences
@@ -180,11 +182,7 @@ class ChatReply:
         answer = self.generation.answers[0]
         choices = [self._whole_choice(index, sequence) for index, sequence in enumerate(answer.best)]
         whole: ChatCompletion = {
-            "id": self.response_id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
+            **self._head,
             "choices": choices,
             "usage": self.usage(),
         }
@@ -236,7 +234,7 @@ class ChatReply:
         return self._choice(index, {"role": "assistant", "content": ""}, None, None)
 
     def _whole_choice(self, index: int, sequence: AnswerSequence) -> ChatChoice:
-        reader = self._parsers.reader()
+        reader = self._parsers.reader() if self._parsers is not None else AnswerReader()
         message = read_message(reader, sequence.text)
         return {
             "index": index,
@@ -254,7 +252,7 @@ class ChatReply:
         if not (change.text or added or reason):
             return []
         added_deltas: list[ChatDelta]
-        if self._parsers.is_plain:
+        if self._parsers is None:
             added_deltas = [{"content": change.text}] if change.text else []
         else:
             reader = self._readers.get(sequence.index)
@@ -294,11 +292,8 @@ class ChatReply:
 
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
         chunk: ChatCompletionChunk = {
-            "id": self.response_id,
+            **self._head,
             "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
             "choices": choices,
         }
         if self._with_usage:

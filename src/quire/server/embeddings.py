@@ -15,14 +15,16 @@ from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, Queue
 from quire.core.request import EmbedRequest, Pooled
 from quire.engine.streams import Stream
 from quire.link.messages import Ready
-from quire.server.access import RequestContext, context_of, until_gone
+from quire.server.access import RequestContext, context_of
 from quire.server.encoders import ServedEncoder
-from quire.server.errors import ApiError, ClientGone, TimedOut
+from quire.server.errors import ApiError
+from quire.server.generation import StreamWatch
 from quire.server.prompts import INLINE_CHARACTERS
 from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
 from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.service import Service
 from quire.text.prompts import as_list, cut, prepare
+from quire.text.tokenizer import Tokenizer
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 
@@ -33,12 +35,12 @@ def embeddings_router(service: Service) -> APIRouter:
     @router.post("/v1/embeddings", responses={**answers(EmbeddingList), **ERRORS})
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
         """One vector for each text."""
-        service.refuse_if_draining()
+        service.refuse_if_draining()  # before an encoder is started for it
         encoder = await service.encoder_named(body.model)
         assert encoder.ready is not None
         _check_dimensions(body.dimensions, encoder.ready)
-        _check_room(service, encoder)
-        texts = await _token_ids(body, encoder)
+        service.check_room(encoder.client)
+        texts = await _token_ids(body, encoder.tokenizer, encoder.ready)
         pooled = await _Embedding(service, encoder, context_of(request)).of(texts, request)
         num_tokens = sum(vector.num_tokens for vector in pooled)
         listed: EmbeddingList = {
@@ -101,11 +103,8 @@ class _Embedding:
             )
 
     async def _finished(self, stream: Stream[Pooled], count: int, request: Request) -> list[Pooled]:
-        seconds = self._service.settings.request_timeout
-        watch = asyncio.create_task(self._end_when_gone(stream, request))
-        timer = None
-        if seconds is not None:
-            timer = asyncio.get_running_loop().call_later(seconds, stream.fail, TimedOut(seconds))
+        service = self._service
+        watch = StreamWatch(stream, request.receive, service.settings.request_timeout, service.metrics)
         pooled: list[Pooled] = []
         try:
             while len(pooled) < count:
@@ -116,23 +115,8 @@ class _Embedding:
             stream.done(stream.request_ids[0])
         finally:
             stream.close()
-            watch.cancel()
-            if timer is not None:
-                timer.cancel()
+            watch.close()
         return pooled
-
-    async def _end_when_gone(self, stream: Stream[Pooled], request: Request) -> None:
-        await until_gone(request.receive)
-        self._service.metrics.disconnected()
-        stream.fail(ClientGone())
-
-
-def _check_room(service: Service, encoder: ServedEncoder) -> None:
-    """Refuses before anything is tokenized, where that is certain already."""
-    try:
-        encoder.client.check_room()
-    except (EngineDead, QueueFull) as refusal:
-        raise service.refusal(refusal, encoder.client) from None
 
 
 def _check_dimensions(dimensions: int | None, ready: Ready) -> None:
@@ -144,7 +128,7 @@ def _check_dimensions(dimensions: int | None, ready: Ready) -> None:
         )
 
 
-async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder) -> list[list[int]]:
+async def _token_ids(body: EmbeddingRequest, tokenizer: Tokenizer | None, ready: Ready) -> list[list[int]]:
     """The texts' tokens, cut if that was asked for; refused with the number that was exceeded."""
     inputs = as_list(body.input)
     if not inputs:
@@ -157,28 +141,26 @@ async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder) -> list[lis
     special = body.add_special_tokens is not False
 
     def make() -> list[list[int]]:
-        return [prepare(item, encoder.tokenizer, add_special_tokens=special).token_ids for item in inputs]
+        return [prepare(item, tokenizer, add_special_tokens=special).token_ids for item in inputs]
 
     size = sum(len(item) for item in inputs if isinstance(item, str))
     try:
         texts = make() if size < INLINE_CHARACTERS else await asyncio.to_thread(make)
     except InvalidRequest as wrong:
         raise InvalidRequest(str(wrong), "input") from None
-    return _fitted(texts, body.truncate_prompt_tokens, encoder)
+    return _fitted(texts, body.truncate_prompt_tokens, ready.max_model_len)
 
 
-def _fitted(texts: list[list[int]], keep: int | None, encoder: ServedEncoder) -> list[list[int]]:
-    ready = encoder.ready
-    assert ready is not None
-    longest = ready.max_model_len
-    if keep is not None:
-        if keep < -1 or keep == 0 or keep > longest:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens={keep}: give 1 to {longest}, or -1 for as many as the model takes",
-                "truncate_prompt_tokens",
-            )
-        texts = [cut(text, longest if keep == -1 else keep) for text in texts]
-    return texts
+def _fitted(texts: list[list[int]], keep: int | None, longest: int) -> list[list[int]]:
+    """The texts, cut to `keep` tokens if that was asked for."""
+    if keep is None:
+        return texts
+    if keep < -1 or keep == 0 or keep > longest:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens={keep}: give 1 to {longest}, or -1 for as many as the model takes",
+            "truncate_prompt_tokens",
+        )
+    return [cut(text, longest if keep == -1 else keep) for text in texts]
 
 
 # ------------------------------------------------- vectors: plain Python, this process needs no numpy otherwise

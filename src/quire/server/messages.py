@@ -24,7 +24,13 @@ from quire.server.protocol.messages import (
 from quire.server.reply import ERRORS, REQUEST_ID, JsonReply, answers
 from quire.server.service import Service
 from quire.server.sse import EventStream
-from quire.server.translation import TranslatedEvents, build_whole, translated_chat, translated_prompt
+from quire.server.translation import (
+    TranslatedEvents,
+    build_whole,
+    string_field,
+    translated_chat,
+    translated_prompt,
+)
 
 _TEXT_DELTAS = {
     "text": "text_delta",
@@ -254,14 +260,16 @@ def chat_messages(
         path = f"messages[{index}]"
         role = message.get("role")
         if role not in _ROLES:
-            raise _wrong(path, f"has role {role!r}: give 'user' or 'assistant'")
+            raise InvalidRequest.at(path, f"has role {role!r}: give 'user' or 'assistant'")
         blocks = _blocks(message.get("content"), f"{path}.content")
         if role == "assistant":
             _add_assistant(turns, blocks, names, f"{path}.content")
         else:
             _add_user(turns, str(role), blocks, names, f"{path}.content")
     if turns[-1]["role"] == "assistant" and turns[-1].get("tool_calls"):
-        raise _wrong(f"messages[{len(messages) - 1}]", "uses a tool: send its tool_result after it")
+        raise InvalidRequest.at(
+            f"messages[{len(messages) - 1}]", "uses a tool: send its tool_result after it"
+        )
     return turns
 
 
@@ -282,7 +290,7 @@ def _add_user(
             else:
                 turns.append({"role": role, "content": [part]})
     if not blocks:
-        raise _wrong(path, "is empty: give some text")
+        raise InvalidRequest.at(path, "is empty: give some text")
 
 
 def _add_assistant(
@@ -295,13 +303,13 @@ def _add_assistant(
         where = f"{path}[{index}]"
         match block["type"]:
             case "thinking":
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + _string(
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + string_field(
                     block, "thinking", where
                 )
             case "redacted_thinking":
                 pass  # encrypted
             case "tool_use":
-                names[_string(block, "id", where)] = _string(block, "name", where)
+                names[string_field(block, "id", where)] = string_field(block, "name", where)
                 turn.setdefault("tool_calls", []).append(_call(block, where))
             case _:
                 turn["content"] += _text(block, where)
@@ -310,19 +318,19 @@ def _add_assistant(
 def _call(block: Block, path: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise _wrong(path, "needs an input: give an object")
+        raise InvalidRequest.at(path, "needs an input: give an object")
     try:
         written = json.dumps(arguments, ensure_ascii=False)
     except RecursionError:
-        raise _wrong(path, "has an input that nests too deeply: send flatter values") from None
+        raise InvalidRequest.at(path, "has an input that nests too deeply: send flatter values") from None
     return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": written}}
 
 
 def _result(block: Block, names: Mapping[str, str], path: str) -> dict[str, Any]:
     """Chats have no mark for a tool that failed: its result says so in words."""
-    use_id = _string(block, "tool_use_id", path)
+    use_id = string_field(block, "tool_use_id", path)
     if use_id not in names:
-        raise _wrong(path, f"has the tool_use_id {use_id!r}, which no tool_use before it has")
+        raise InvalidRequest.at(path, f"has the tool_use_id {use_id!r}, which no tool_use before it has")
     text = _texts(block.get("content") or "", f"{path}.content")
     content = f"Error: {text}" if block.get("is_error") else text
     return {"role": "tool", "tool_call_id": use_id, "name": names[use_id], "content": content}
@@ -335,10 +343,10 @@ def _blocks(content: Any, path: str) -> list[Block]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise _wrong(path, f"is a {type(content).__name__}: give a string or a list of blocks")
+        raise InvalidRequest.at(path, f"is a {type(content).__name__}: give a string or a list of blocks")
     for index, block in enumerate(content):
         if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
-            raise _wrong(f"{path}[{index}]", "must be an object with a type")
+            raise InvalidRequest.at(f"{path}[{index}]", "must be an object with a type")
     return content
 
 
@@ -353,14 +361,7 @@ def _text(block: Block, path: str) -> str:
             path.split("[")[0].split(".")[0],
             f"{path} has type {block['type']!r}, which is not supported here: send text",
         )
-    return _string(block, "text", path)
-
-
-def _string(block: Block, name: str, path: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise _wrong(path, f"needs {name}: give a string")
-    return value
+    return string_field(block, "text", path)
 
 
 # ---------------------------------------------------------------------- settings
@@ -418,7 +419,3 @@ def _response_format(body: MessageRequest) -> dict[str, Any] | None:
         "type": "json_schema",
         "json_schema": {"name": "output", "schema": form["schema"], "strict": True},
     }
-
-
-def _wrong(path: str, problem: str) -> InvalidRequest:
-    return InvalidRequest(f"{path} {problem}", path.split("[")[0].split(".")[0])

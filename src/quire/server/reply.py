@@ -1,5 +1,6 @@
 """Replies: JSON by msgspec, and what the OpenAPI document says about answers and errors."""
 
+import time
 from typing import Any
 
 import msgspec
@@ -7,6 +8,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.server.protocol.base import ErrorBody
+from quire.server.protocol.completions import AnswerHead
 
 REQUEST_ID = "request-id"  # the header in which Anthropic's clients look for it
 FINGERPRINT = f"quire-{__version__}"  # the same program gives the same tokens for the same seed
@@ -30,6 +32,16 @@ class JsonReply(Response):
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
+
+
+def answer_head(response_id: str, kind: str, model: str) -> AnswerHead:
+    return {
+        "id": response_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": FINGERPRINT,
+    }
 
 
 def answers(whole: Any, chunk: Any | None = None) -> dict[int | str, dict[str, Any]]:

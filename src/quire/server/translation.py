@@ -106,6 +106,14 @@ class TranslatedEvents:
         return named_events(self._builder.fail(error))
 
 
+def string_field(item: Mapping[str, Any], name: str, path: str) -> str:
+    """A field of the object at `path`, which must be a string."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest.at(path, f"needs {name}: give a string")
+    return value
+
+
 def check_encodable(*values: Any) -> None:
     """An answer repeats these values as JSON: refuses half characters and nesting that cannot be written."""
     try:

@@ -71,11 +71,6 @@ class AnswerParsers:
     make_tool_parser: Callable[[], ToolParser] | None = None
     max_calls: int | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """All text is content."""
-        return self.reasoning is None and self.make_tool_parser is None
-
     def reader(self) -> "AnswerReader":
         return AnswerReader(
             reasoning_parser(self.reasoning, self.prompt) if self.reasoning else None,

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.core.errors import ConfigError, FieldName, InvalidRequest
+from quire.core.errors import ConfigError, InvalidRequest
 from quire.text.tokenizer import special_tokens
 
 if TYPE_CHECKING:  # a process that only renders needs no weights library
@@ -212,10 +212,10 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     become the object that they encode, as templates expect.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
-        raise _wrong("messages", f"must be a list of messages, not {type(messages).__name__}")
+        raise InvalidRequest.at("messages", f"must be a list of messages, not {type(messages).__name__}")
     checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if not checked:
-        raise _wrong("messages", "is empty: send at least one message")
+        raise InvalidRequest.at("messages", "is empty: send at least one message")
     return checked
 
 
@@ -229,17 +229,21 @@ def plain(value: Any, path: str) -> Any:
         return [plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, str):
         return str.__str__(value)  # an enum's member, for instance
-    raise _wrong(path, f"is a {type(value).__name__}: only JSON values can be used here")
+    raise InvalidRequest.at(path, f"is a {type(value).__name__}: only JSON values can be used here")
 
 
 def _message(message: Any, path: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _wrong(path, f"must be an object with role and content, not {type(message).__name__}")
+        raise InvalidRequest.at(
+            path, f"must be an object with role and content, not {type(message).__name__}"
+        )
     checked = plain(message, path)
     if not isinstance(checked.get("role"), str) or not checked["role"]:
-        raise _wrong(path, f"has role {checked.get('role')!r}: give 'system', 'user', 'assistant' or 'tool'")
+        raise InvalidRequest.at(
+            path, f"has role {checked.get('role')!r}: give 'system', 'user', 'assistant' or 'tool'"
+        )
     if "content" not in checked and "tool_calls" not in checked:
-        raise _wrong(path, "has no content: give a string")
+        raise InvalidRequest.at(path, "has no content: give a string")
     checked["content"] = _text(checked.get("content"), f"{path}.content")
     if checked.get("tool_calls"):
         checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{path}.tool_calls")
@@ -255,7 +259,7 @@ def _text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(path, f"is a {type(content).__name__}: give a string or a list of text parts")
+        raise InvalidRequest.at(path, f"is a {type(content).__name__}: give a string or a list of text parts")
     return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
@@ -264,16 +268,16 @@ def _part(part: Any, path: str) -> str:
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind not in _TEXT_PARTS:
-        raise _wrong(path, f"has type {kind!r}: only text parts are supported")
+        raise InvalidRequest.at(path, f"has type {kind!r}: only text parts are supported")
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
-        raise _wrong(path, "has no text: give {'type': 'text', 'text': '…'}")
+        raise InvalidRequest.at(path, "has no text: give {'type': 'text', 'text': '…'}")
     return text
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise _wrong(path, "must be a list of objects")
+        raise InvalidRequest.at(path, "must be a list of objects")
     for index, call in enumerate(calls):
         function = call.get("function", call)
         arguments = function.get("arguments") if isinstance(function, dict) else None
@@ -281,12 +285,9 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
             try:
                 function["arguments"] = json.loads(arguments) if arguments.strip() else {}
             except ValueError as error:
-                raise _wrong(f"{path}[{index}]", f"has arguments that are not JSON ({error})") from error
+                raise InvalidRequest.at(
+                    f"{path}[{index}]", f"has arguments that are not JSON ({error})"
+                ) from error
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _wrong(f"{path}[{index}]", "has no function with a name")
+            raise InvalidRequest.at(f"{path}[{index}]", "has no function with a name")
     return calls
-
-
-def _wrong(path: str, problem: str) -> InvalidRequest:
-    root = path.split("[")[0].split(".")[0]
-    return InvalidRequest("{path} {problem}", root, path=FieldName(path), problem=problem)

@@ -33,14 +33,19 @@ class CompletionChoice(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
-class Completion(TypedDict):
-    """A whole answer, and the shape of its chunks as well."""
+class AnswerHead(TypedDict):
+    """What whole answers and chunks begin with."""
 
     id: str
     object: str
     created: int
     model: str
     system_fingerprint: str
+
+
+class Completion(AnswerHead):
+    """A whole answer, and the shape of its chunks as well."""
+
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
 
@@ -127,12 +132,7 @@ class ChatChoice(TypedDict):
     stop_reason: int | str | None
 
 
-class ChatCompletion(TypedDict):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
+class ChatCompletion(AnswerHead):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
@@ -167,11 +167,6 @@ class ChatChunkChoice(TypedDict):
     stop_reason: NotRequired[int | str | None]
 
 
-class ChatCompletionChunk(TypedDict):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
+class ChatCompletionChunk(AnswerHead):
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
