@@ -181,11 +181,7 @@ class ChatReply:
         await self.generation.finish()
         answer = self.generation.answers[0]
         choices = [self._whole_choice(index, sequence) for index, sequence in enumerate(answer.best)]
-        whole: ChatCompletion = {
-            **self._head,
-            "choices": choices,
-            "usage": self.usage(),
-        }
+        whole: ChatCompletion = {**self._head, "choices": choices, "usage": self.usage()}
         if answer.prompt_logprobs is not None:
             whole["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
         return whole
@@ -291,11 +287,7 @@ class ChatReply:
         return self._chunk([choice])
 
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
-        chunk: ChatCompletionChunk = {
-            **self._head,
-            "object": "chat.completion.chunk",
-            "choices": choices,
-        }
+        chunk: ChatCompletionChunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
         if self._with_usage:
             chunk["usage"] = None
         return chunk

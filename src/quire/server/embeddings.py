@@ -13,9 +13,8 @@ from starlette.responses import Response
 
 from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, QueueFull, QuireError
 from quire.core.request import EmbedRequest, Pooled
-from quire.engine.streams import Stream
 from quire.link.messages import Ready
-from quire.server.access import RequestContext, context_of
+from quire.server.access import context_of
 from quire.server.encoders import ServedEncoder
 from quire.server.errors import ApiError
 from quire.server.generation import StreamWatch
@@ -41,7 +40,7 @@ def embeddings_router(service: Service) -> APIRouter:
         _check_dimensions(body.dimensions, encoder.ready)
         service.check_room(encoder.client)
         texts = await _token_ids(body, encoder.tokenizer, encoder.ready)
-        pooled = await _Embedding(service, encoder, context_of(request)).of(texts, request)
+        pooled = await _embedded(service, encoder, texts, request)
         num_tokens = sum(vector.num_tokens for vector in pooled)
         listed: EmbeddingList = {
             "object": "list",
@@ -61,62 +60,51 @@ def embeddings_router(service: Service) -> APIRouter:
     return router
 
 
-class _Embedding:
-    """One HTTP request at the embedding engine, from submission to its last vector."""
+async def _embedded(
+    service: Service, encoder: ServedEncoder, texts: list[list[int]], request: Request
+) -> list[Pooled]:
+    """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
+    context = context_of(request)
+    embed = EmbedRequest(f"embd-{uuid.uuid4().hex}", texts)
+    _check(embed, encoder)
+    num_tokens = embed.num_prompt_tokens
+    service.check_allowance(context, num_tokens)
+    context.facts.update(id=embed.request_id, model=encoder.names[0], prompt_tokens=num_tokens)
+    try:
+        stream = encoder.client.embed(embed)
+    except (EngineDead, QueueFull) as refusal:
+        raise service.refusal(refusal, encoder.client) from None
+    context.allowance.spend_tokens(num_tokens)
+    watch = StreamWatch(stream, request.receive, service.settings.request_timeout, service.metrics)
+    pooled: list[Pooled] = []
+    try:
+        while len(pooled) < len(texts):
+            pooled += await stream.updates()
+            wrong = next((item.error for item in pooled if item.error is not None), None)
+            if wrong is not None:
+                raise QuireError(wrong)
+        stream.done(stream.request_ids[0])
+    finally:
+        stream.close()
+        watch.close()
+    service.metrics.embedded(encoder.names[0], len(texts), num_tokens, time.monotonic() - context.arrival)
+    return pooled
 
-    def __init__(self, service: Service, encoder: ServedEncoder, context: RequestContext) -> None:
-        self._service = service
-        self._encoder = encoder
-        self._context = context
 
-    async def of(self, texts: list[list[int]], request: Request) -> list[Pooled]:
-        """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
-        service, context = self._service, self._context
-        embed = EmbedRequest(f"embd-{uuid.uuid4().hex}", texts)
-        self._check(embed)
-        num_tokens = embed.num_prompt_tokens
-        service.check_allowance(context, num_tokens)
-        context.facts.update(id=embed.request_id, model=self._encoder.names[0], prompt_tokens=num_tokens)
-        try:
-            stream = self._encoder.client.embed(embed)
-        except (EngineDead, QueueFull) as refusal:
-            raise service.refusal(refusal, self._encoder.client) from None
-        context.allowance.spend_tokens(num_tokens)
-        pooled = await self._finished(stream, len(texts), request)
-        since_arrival = time.monotonic() - context.arrival
-        service.metrics.embedded(self._encoder.names[0], len(texts), num_tokens, since_arrival)
-        return pooled
-
-    def _check(self, embed: EmbedRequest) -> None:
-        """Refuses here what the engine would refuse by the same limits."""
-        ready, limit = self._encoder.ready, self._encoder.client.admission.bounds.max_tokens
-        assert ready is not None
-        try:
-            ready.limits.check_texts(embed)
-        except ContextExceeded as error:
-            raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
-        if limit is not None and embed.num_prompt_tokens > limit:
-            raise InvalidRequest(
-                f"input has {embed.num_prompt_tokens} tokens together and {limit} may wait: send several requests, "
-                "or raise max_queue_tokens",
-                "input",
-            )
-
-    async def _finished(self, stream: Stream[Pooled], count: int, request: Request) -> list[Pooled]:
-        service = self._service
-        watch = StreamWatch(stream, request.receive, service.settings.request_timeout, service.metrics)
-        pooled: list[Pooled] = []
-        try:
-            while len(pooled) < count:
-                pooled += await stream.updates()
-                wrong = next((item.error for item in pooled if item.error is not None), None)
-                if wrong is not None:
-                    raise QuireError(wrong)
-            stream.done(stream.request_ids[0])
-        finally:
-            stream.close()
-            watch.close()
-        return pooled
+def _check(embed: EmbedRequest, encoder: ServedEncoder) -> None:
+    """Refuses here what the engine would refuse by the same limits."""
+    ready, limit = encoder.ready, encoder.client.admission.bounds.max_tokens
+    assert ready is not None
+    try:
+        ready.limits.check_texts(embed)
+    except ContextExceeded as error:
+        raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
+    if limit is not None and embed.num_prompt_tokens > limit:
+        raise InvalidRequest(
+            f"input has {embed.num_prompt_tokens} tokens together and {limit} may wait: send several requests, "
+            "or raise max_queue_tokens",
+            "input",
+        )
 
 
 def _check_dimensions(dimensions: int | None, ready: Ready) -> None:

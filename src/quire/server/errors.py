@@ -36,9 +36,7 @@ class ApiError(Exception):
         )
 
     def body(self) -> ErrorBody:
-        return {
-            "error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code},
-        }
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
 class ClientGone(Exception):

@@ -191,7 +191,8 @@ class Service:
         response_id = f"{kind}-{uuid.uuid4().hex}"
         model = self.model
         sampling = _within(ready_to_sample(sampling, model.prompts.tokenizer), model.ready)
-        fitted = [self._fitted(model, prompt, body, sampling) for prompt in prompts]
+        keep = body.truncate_prompt_tokens
+        fitted = [model.prompts.fitted(prompt, keep, sampling.max_tokens) for prompt in prompts]
         requests = [
             Request(
                 request_id=response_id if len(fitted) == 1 else f"{response_id}-{position}",
@@ -217,14 +218,6 @@ class Service:
         generation.limit(request.receive, self.settings.request_timeout)
         context.facts.update(id=response_id, model=body.model or model.names[0])
         return response_id, generation
-
-    def _fitted(
-        self, model: ServedModel, prompt: PreparedPrompt, body: SamplingFields, sampling: SamplingParams
-    ) -> PreparedPrompt:
-        token_ids = model.prompts.fitted(prompt, body.truncate_prompt_tokens, sampling.max_tokens)
-        if len(token_ids) == len(prompt.token_ids):
-            return prompt
-        return PreparedPrompt(None, token_ids)  # its text is no longer what the context sent
 
     def check_allowance(self, context: RequestContext, num_tokens: int) -> None:
         try:

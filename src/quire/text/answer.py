@@ -4,6 +4,7 @@ each sequence's text, in pieces that are safe to show, up to a stop string."""
 import codecs
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.core.errors import InvalidRequest, QuireError
@@ -13,32 +14,19 @@ from quire.core.step import SequenceUpdate, TokenLogprobs
 from quire.text.tokenizer import Tokenizer, is_byte_token
 
 
+@dataclass(slots=True, eq=False)
 class AnswerSequence:
     """One sequence of the answer so far; `new_text` is what the last update added."""
 
-    __slots__ = (
-        "_pieces",
-        "cumulative_logprob",
-        "detokenizer",
-        "finish_reason",
-        "index",
-        "logprobs",
-        "new_text",
-        "stop_reason",
-        "token_ids",
-    )
-
-    def __init__(self, index: int, detokenizer: "Detokenizer | None", text: str = "") -> None:
-        """Without a detokenizer the caller wants token ids only."""
-        self.index = index
-        self.detokenizer = detokenizer
-        self.new_text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.cumulative_logprob: float | None = None
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self._pieces = [text]
+    index: int
+    detokenizer: "Detokenizer | None"  # None: the caller wants token ids only
+    new_text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    _pieces: list[str] = field(default_factory=lambda: [""])
 
     @property
     def text(self) -> str:

@@ -17,10 +17,7 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
 _ITEMS: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "object"}},
-    ],
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
     "examples": ["What is the capital of France?"],
 }
 

@@ -1,31 +1,18 @@
-"""ToolParser: the interface of every format's parser; the state machine that they share; parsers of forced calls."""
+"""Parsers of tool calls: the state machine that every format shares, and the parsers of calls that a grammar forces."""
 
 import json
 import re
 from collections.abc import Callable
-from typing import Protocol
 
 from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, PieceParser
 
 
-class ToolParser(Protocol):
-    """Reads one answer. However it is cut, the merged pieces are the same; it never raises.
+class CallParser(PieceParser):
+    """The frame of parsers that read calls as JSON objects. They never raise.
 
     A call is passed on as soon as its name is known and its arguments begin. Text that turns out to be no call
     before that is content, as it was written; arguments that break later cannot be taken back, and end as they are.
     """
-
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that are certain after this much more text."""
-        ...
-
-    def finish(self) -> list[Piece]:
-        """The pieces that were held back until the answer ended."""
-        ...
-
-
-class CallParser(PieceParser):
-    """The frame of ToolParsers that read calls as JSON objects."""
 
     is_forced = False  # by a grammar: a call's text is then not shown, valid or not
 
@@ -151,6 +138,9 @@ class NamedParser:
 
     def finish(self) -> list[Piece]:
         return [CallEnd(0, "")] if self._begun else []
+
+
+ToolParser = CallParser | NamedParser
 
 
 # ---------------------------------------------------------------------- one call
