@@ -232,7 +232,7 @@ def prompt_fields(body: MessageInput) -> dict[str, Any]:
 
 def chat_fields(body: MessageRequest) -> dict[str, Any]:
     """All fields of the chat request."""
-    fields = prompt_fields(body) | {
+    return prompt_fields(body) | {
         "max_completion_tokens": body.max_tokens,
         "stop": body.stop_sequences or None,
         "temperature": body.temperature,
@@ -241,9 +241,6 @@ def chat_fields(body: MessageRequest) -> dict[str, Any]:
         "stream": body.stream,
         "response_format": _response_format(body),
     }
-    if body.stream:
-        fields["stream_options"] = {"include_usage": True}
-    return fields
 
 
 def chat_messages(

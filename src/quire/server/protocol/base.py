@@ -58,15 +58,16 @@ class PromptLogprob(TypedDict):
 
 
 MAX_STOPS = 64  # strings; each costs time on every token of the answer
+ModelName = Annotated[
+    str | None, Field(description="A name that /v1/models lists; the first of them if left out.")
+]
 Stops = Annotated[list[str], Field(max_length=MAX_STOPS)]
 
 
 class SamplingFields(RequestBody):
     """What /v1/chat/completions and /v1/completions share: OpenAI's fields, then vLLM's."""
 
-    model: str | None = Field(
-        None, description="A name that /v1/models lists; the first of them if left out."
-    )
+    model: ModelName = None
     temperature: float | None = None
     top_p: float | None = None
     n: Int | None = Field(None, description="Answers per prompt, at most max_num_seqs.")

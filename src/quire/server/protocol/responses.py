@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import ExtraFields, Int, RequestBody, Stops
+from quire.server.protocol.base import ExtraFields, Int, ModelName, RequestBody, Stops
 
 # An item of a conversation: a message, a function call, its output or a piece of reasoning. Which fields it has
 # hangs on its `type`, and each kind of item has more forms than one: `responses.convert_request` reads them.
@@ -35,9 +35,7 @@ class ReasoningConfig(RequestBody):
 class ResponseInput(ExtraFields):
     """The fields that make the prompt: enough to count its tokens."""
 
-    model: str | None = Field(
-        None, description="A name that /v1/models lists; the first of them if left out."
-    )
+    model: ModelName = None
     input: str | list[Item] | None = Field(None, json_schema_extra=_ITEMS)
     instructions: str | None = Field(None, description="A system message; the next response has its own.")
     previous_response_id: str | None = None

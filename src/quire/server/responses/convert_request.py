@@ -60,8 +60,6 @@ def chat_fields(body: ResponseRequest, items: Sequence[Item]) -> dict[str, Any]:
         "stream": body.stream,
         "response_format": _response_format(body),
     }
-    if body.stream:
-        fields["stream_options"] = {"include_usage": True}
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     return fields
