@@ -138,7 +138,7 @@ async def posted(app: ASGIApp, path: str, body: dict[str, Any]) -> tuple[int, li
 
 
 def normalised(data: bytes) -> str:
-    """A stream without what differs each time: ids and times."""
+    """A stream without what differs between runs and versions: ids, times, the fingerprint."""
     text = re.sub(r"[0-9a-f]{32}|(?<=call_)[0-9a-f]{24}", "ID", data.decode())
     text = text.replace(f'"quire-{__version__}"', '"quire-VERSION"')
     return re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":0', text)

@@ -6,8 +6,7 @@ import pytest
 
 from quire.core.errors import InvalidRequest
 from quire.server.errors import ApiError, anthropic_body, speaks_anthropic
-from quire.server.messages.convert_request import chat_fields
-from quire.server.messages.endpoints import MessageBuilder
+from quire.server.messages import MessageBuilder, chat_fields
 from quire.server.protocol.base import Usage
 from quire.server.protocol.messages import MessageRequest
 

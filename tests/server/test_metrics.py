@@ -23,7 +23,7 @@ from quire.engine.validation import Limits
 from quire.link.client import EngineClient
 from quire.link.messages import Described, Ready
 from quire.server.metrics import Metrics
-from quire.server.responses.store import ResponseStore
+from quire.server.responses.endpoints import ResponseStore
 
 # name | type | labels beside model_name | help
 HTTP = """

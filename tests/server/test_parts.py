@@ -13,8 +13,7 @@ from quire.link.client import EngineClient
 from quire.server.access import Keys, offered_key, read_key_file
 from quire.server.errors import ApiError, as_api_error, from_validation
 from quire.server.metrics import Metrics
-from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.completions import ChatCompletionRequest, CompletionRequest
 from quire.server.sampling import chat_sampling, completion_sampling
 from quire.server.settings import ServerSettings
 

@@ -8,15 +8,14 @@ from prometheus_client import CollectorRegistry
 
 from quire.core.errors import ConfigError, FieldName, InvalidRequest
 from quire.core.sampling import SamplingParams
-from quire.server.errors import ApiError, renamed_errors
+from quire.server.errors import ApiError
 from quire.server.protocol.base import Usage
 from quire.server.protocol.responses import ResponseRequest
 from quire.server.responses.builder import ResponseBuilder, new_response
 from quire.server.responses.convert_request import chat_fields, chat_messages, read_items, refuse_unsupported
-from quire.server.responses.endpoints import drop_oldest_turns
-from quire.server.responses.store import ResponseStore
+from quire.server.responses.endpoints import ResponseStore, drop_oldest_turns
 from quire.server.settings import ServerSettings
-from quire.server.translation import check_encodable
+from quire.server.translation import check_encodable, renamed_errors
 
 USAGE: Usage = {
     "prompt_tokens": 5,

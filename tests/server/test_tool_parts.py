@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from quire.core.errors import ConfigError, InvalidRequest
-from quire.server.chat_reply import ChatReply
+from quire.server.chat import ChatReply
 from quire.server.generation import Change
-from quire.server.protocol.chat import ChatCompletionRequest
+from quire.server.protocol.completions import ChatCompletionRequest
 from quire.server.settings import ServerSettings
 from quire.server.tools import MAX_BYTES, MAX_TOOLS, tool_plan
 from quire.text.answer import AnswerSequence
 from quire.text.reader import AnswerFormats, AnswerParsers, choose_formats
 from quire.text.template import ChatTemplate
-from quire.text.tools.registry import described, tool_parser
+from quire.text.tools.formats import described, tool_parser
 
 HI = [{"role": "user", "content": "Hi"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.text.detokenizer import Detokenizer
-from quire.text.stop_strings import StopStrings
+from quire.text.answer import Detokenizer, StopStrings
 from quire.text.tokenizer import Tokenizer
 
 TEXT = st.text(

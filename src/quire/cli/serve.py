@@ -16,7 +16,7 @@ from quire.server.access import read_key_file
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
 from quire.text.reasoning import REASONING_PARSERS
-from quire.text.tools.registry import TOOL_PARSERS
+from quire.text.tools.formats import TOOL_PARSERS
 
 DEFAULTS = ServerSettings()
 # the server bounds its queue itself, before the engine's

@@ -38,6 +38,12 @@ class InvalidRequest(QuireError):
         self.values = values
         super().__init__(self._rendered())
 
+    @classmethod
+    def at(cls, path: str, problem: str) -> "InvalidRequest":
+        """The value at `path`, such as `messages[0].content`, has a problem; `param` is the field that holds it."""
+        root = path.split("[")[0].split(".")[0]
+        return cls("{path} {problem}", root, path=FieldName(path), problem=problem)
+
     def renamed(self, names: Mapping[str, str]) -> "InvalidRequest":
         """The same error with its fields called what `names` says."""
         values = {

@@ -11,16 +11,14 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.errors import QuireError
 from quire.observe.logs import get_logger
-from quire.server.access import RATE_HEADERS, Keys, Rates, context_of
+from quire.server.access import RATE_HEADERS, Keys, Rates, RequestMiddleware, context_of, error_reply
 from quire.server.chat import chat_router
 from quire.server.completions import completions_router
 from quire.server.embeddings import embeddings_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
-from quire.server.messages.endpoints import messages_router
-from quire.server.middleware import RequestMiddleware
+from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
-from quire.server.operations import adapters_router, admin_router, health_router
-from quire.server.reply import error_reply
+from quire.server.operations import operations_router
 from quire.server.responses.endpoints import responses_router
 from quire.server.service import Service
 
@@ -33,9 +31,7 @@ ROUTERS = (
     embeddings_router,
     models_router,
     tokens_router,
-    health_router,
-    admin_router,
-    adapters_router,
+    operations_router,
 )
 
 

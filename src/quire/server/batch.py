@@ -21,14 +21,11 @@ import httpx
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.core.request import QueueBounds
-from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.server.app import create_app
-from quire.server.encoders import Encoders
+from quire.server.encoders import OnProgress
 from quire.server.service import SICK_AFTER, Service
 from quire.server.settings import ServerSettings
-from quire.weights.architectures import is_encoder
 
 MAX_ATTEMPTS = 3
 MAX_RESTART_SECONDS = 120.0  # for an engine that is being restarted
@@ -208,7 +205,6 @@ class BatchSummary:
 
 OnRow = Callable[[BatchSummary], None]
 OnReady = Callable[[Ready], None]
-OnProgress = Callable[[str, int, int], None]
 
 
 async def run_batch(
@@ -239,14 +235,11 @@ async def _started(config: EngineConfig, on_progress: OnProgress | None) -> Asyn
     settings = ServerSettings(
         max_queue_requests=None, max_queue_tokens=None, served_names=(name,) if name else ()
     )
-    embeds = is_encoder(config.model.model, config.model.revision)
-    client = None if embeds else EngineClient(config, QueueBounds(), on_progress)
-    service = Service(client, settings, Encoders(settings, config, embeds, on_progress))
+    service = Service.of(config, settings, on_progress)
     try:
         await service.start()
         yield service
     finally:
-        await asyncio.gather(*(engine.close() for engine in service.engines))
         await service.close()
 
 

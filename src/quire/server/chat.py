@@ -1,19 +1,38 @@
-"""POST /v1/chat/completions, and the path from a chat request to its reply that other endpoints take too."""
+"""POST /v1/chat/completions: the path from a chat request to its reply, which other endpoints take too."""
+
+import uuid
+from collections.abc import Iterable, Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
-from quire.server.chat_reply import ChatReply
-from quire.server.errors import not_supported, renamed_errors
-from quire.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
-from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.errors import ApiError, not_supported
+from quire.server.generation import Change, Generation
+from quire.server.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.protocol.base import Usage
+from quire.server.protocol.completions import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ToolCallDelta,
+)
+from quire.server.reply import ERRORS, JsonReply, answer_head, answers
 from quire.server.sampling import chat_sampling
 from quire.server.service import ServedModel, Service
-from quire.server.sse import EventStream
+from quire.server.sse import DONE, EventStream, TextEvent, event, last_error
 from quire.server.tools import ToolPlan, tool_plan
+from quire.text.answer import AnswerSequence
+from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning
 from quire.text.prompts import PreparedPrompt
-from quire.text.reader import AnswerFormats, AnswerParsers
+from quire.text.reader import AnswerFormats, AnswerParsers, AnswerReader
+from quire.text.tokenizer import Tokenizer
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -30,30 +49,43 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
-async def answer_chat(service: Service, request: Request, body: ChatCompletionRequest) -> ChatReply:
+async def answer_chat(service: Service, request: Request, body: ChatCompletionRequest) -> "ChatReply":
     """Checks a chat request, makes its prompt and submits it; raises at once what refuses it.
 
     The reply must be used, as a whole or as a stream: its generation runs already.
     """
     model = service.model_named(body.model)
     _refuse_unsupported(body, service.settings.trust_request_chat_template)
-    plan = tool_plan(body)
+    plan = chat_tools(body)
     sampling = chat_sampling(body, model.ready.default_sampling)
     formats = model.prompts.formats
-    sampling = sampling.changed(structured=plan.form(sampling.structured, formats.tools))
+    if plan is not None:
+        sampling = sampling.changed(structured=plan.form(sampling.structured, formats.tools))
     service.check_room()
     prompt = await chat_prompt(model, body, plan)
-    kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=bool(plan.shown))
-    with renamed_errors({"prompt": "messages"}):
+    kept_ids: frozenset[int] = frozenset()
+    if plan is not None or formats.reasoning is not None:
+        kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=plan is not None)
+    try:
         response_id, generation = service.generate(request, body, [prompt], sampling, "chatcmpl", kept_ids)
+    except (InvalidRequest, ApiError) as error:
+        raise error.renamed({"prompt": "messages"}) from None
     parsers = _answer_parsers(plan, formats, sampling, prompt.text)
     return ChatReply(
         response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer, parsers
     )
 
 
+def chat_tools(body: ChatCompletionRequest) -> ToolPlan | None:
+    """None: the model sees no tools, and the answer holds no calls."""
+    if not body.tools and body.tool_choice is None:
+        return None
+    plan = tool_plan(body)
+    return plan if plan.shown else None
+
+
 async def chat_prompt(
-    model: ServedModel, body: ChatCompletionRequest, plan: ToolPlan | None = None
+    model: ServedModel, body: ChatCompletionRequest, plan: ToolPlan | None
 ) -> PreparedPrompt:
     """The prompt that a chat request makes."""
     return await model.prompts.chat(
@@ -62,7 +94,7 @@ async def chat_prompt(
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
         template=body.chat_template,
-        tools=(plan or tool_plan(body)).shown,
+        tools=plan.shown if plan is not None else (),
         variables={
             **({"documents": body.documents} if body.documents else {}),
             **(body.chat_template_kwargs or {}),
@@ -71,17 +103,20 @@ async def chat_prompt(
 
 
 def _answer_parsers(
-    plan: ToolPlan, formats: AnswerFormats, sampling: SamplingParams, prompt: str | None
-) -> AnswerParsers:
-    """JSON under a grammar is all content, or all calls. Text under another grammar has reasoning only if the grammar
-    lets it write the opening marker."""
-    form = sampling.structured
-    if form is None:
-        return AnswerParsers(formats.reasoning, prompt, plan.parser_maker(formats.tools), plan.max_calls)
-    if form.kind in ("json_schema", "json_object"):
-        return AnswerParsers(make_tool_parser=plan.parser_maker(None), max_calls=plan.max_calls)
-    reasoning = "qwen3" if formats.reasoning else None
-    return AnswerParsers(reasoning, None, plan.parser_maker(formats.tools), plan.max_calls)
+    plan: ToolPlan | None, formats: AnswerFormats, sampling: SamplingParams, prompt: str | None
+) -> AnswerParsers | None:
+    """None: all text is content. JSON under a grammar is all content, or all calls. Text under another grammar has
+    reasoning only if the grammar lets it write the opening marker."""
+    form, reasoning, tools = sampling.structured, formats.reasoning, formats.tools
+    if form is not None:
+        is_json = form.kind in ("json_schema", "json_object")
+        reasoning = "qwen3" if formats.reasoning and not is_json else None
+        tools = None if is_json else formats.tools
+        prompt = None
+    make_tool_parser = plan.parser_maker(tools) if plan is not None else None
+    if reasoning is None and make_tool_parser is None:
+        return None
+    return AnswerParsers(reasoning, prompt, make_tool_parser, plan.max_calls if plan is not None else None)
 
 
 def _refuse_unsupported(body: ChatCompletionRequest, trust_template: bool) -> None:
@@ -94,3 +129,229 @@ def _refuse_unsupported(body: ChatCompletionRequest, trust_template: bool) -> No
             "chat_template",
             "a request's own chat template is not accepted: start the server with --trust-request-chat-template",
         )
+
+
+# ---------------------------------------------------------------------- replies
+
+
+class ChatReply:
+    """Used once: either for `whole`, or for a stream of `take_chunks` and `last_chunks`."""
+
+    def __init__(
+        self,
+        response_id: str,
+        body: ChatCompletionRequest,
+        model: str,
+        generation: Generation,
+        tokenizer: Tokenizer | None,
+        parsers: AnswerParsers | None,
+    ) -> None:
+        self.response_id = response_id
+        self.model = model
+        self._head = answer_head(response_id, "chat.completion", model)
+        self._body = body
+        self.generation = generation
+        self._tokenizer = tokenizer
+        self._parsers = parsers
+        self._readers: dict[int, AnswerReader] = {}  # of streamed answers that are not plain text
+        self._begun = False
+        self._num_choices = len(generation.answers[0].sequences)
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        # of each choice, where all text is content; empty where it must be parsed or has logprobs
+        self._contents: list[TextEvent] = []
+        if body.stream and parsers is None and not body.logprobs:
+            self._contents = [
+                TextEvent(self._choice(index, {"content": ""}, None, None), "content")
+                for index in range(self._num_choices)
+            ]
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        usage = self.generation.usage()
+        if self._parsers is not None and self._parsers.reasoning is not None:
+            counts = [
+                self._parsers.num_reasoning_tokens(sequence, self._tokenizer)
+                for sequence in self.generation.answers[0].sequences
+            ]
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
+        return usage
+
+    async def whole(self) -> ChatCompletion:
+        """The answer, when its last token has come."""
+        await self.generation.finish()
+        answer = self.generation.answers[0]
+        choices = [self._whole_choice(index, sequence) for index, sequence in enumerate(answer.best)]
+        whole: ChatCompletion = {**self._head, "choices": choices, "usage": self.usage()}
+        if answer.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
+        return whole
+
+    def take_chunks(self) -> list[ChatCompletionChunk]:
+        """The chunks for updates since the last call: first a role for each choice, then deltas."""
+        return self._chunks(self.generation.take())
+
+    def last_chunks(self) -> list[ChatCompletionChunk]:
+        """After the deltas: usage, if it was asked for."""
+        if not self._with_usage:
+            return []
+        last = self._chunk([])
+        last["usage"] = self.usage()
+        return [last]
+
+    def take(self) -> bytes:
+        """As `take_chunks`, in server-sent events."""
+        changes = self.generation.take()
+        if not self._begun:
+            return b"".join([event(chunk) for chunk in self._chunks(changes)])
+        return (
+            self._event(changes[0]) if len(changes) == 1 else b"".join([self._event(one) for one in changes])
+        )
+
+    def end(self) -> bytes:
+        return b"".join([*map(event, self.last_chunks()), DONE])
+
+    def fail(self, error: ApiError) -> bytes:
+        return last_error(error)
+
+    def _event(self, change: Change) -> bytes:
+        """Plain content is filled into an event that was encoded once; everything else is built as chunks."""
+        if self._contents and change.text and change.sequence.finish_reason is None:
+            return self._contents[change.sequence.index].encode(change.text)
+        return b"".join([event(chunk) for chunk in self._deltas(change)])
+
+    def _chunks(self, changes: Iterable[Change]) -> list[ChatCompletionChunk]:
+        chunks = [] if self._begun else [self._role(index) for index in range(self._num_choices)]
+        self._begun = True
+        for change in changes:
+            chunks += self._deltas(change)
+        return chunks
+
+    def _role(self, index: int) -> ChatCompletionChunk:
+        return self._choice(index, {"role": "assistant", "content": ""}, None, None)
+
+    def _whole_choice(self, index: int, sequence: AnswerSequence) -> ChatChoice:
+        reader = self._parsers.reader() if self._parsers is not None else AnswerReader()
+        message = read_message(reader, sequence.text)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": chat_logprobs(sequence.logprobs, self._tokenizer) if self._body.logprobs else None,
+            "finish_reason": _finish_reason(sequence, reader),
+            "stop_reason": sequence.stop_reason,
+        }
+
+    def _deltas(self, change: Change) -> list[ChatCompletionChunk]:
+        """None where a step added nothing that can be shown yet."""
+        sequence = change.sequence
+        added = sequence.logprobs[change.first_token :] if self._body.logprobs else []
+        reason = sequence.finish_reason
+        if not (change.text or added or reason):
+            return []
+        added_deltas: list[ChatDelta]
+        if self._parsers is None:
+            added_deltas = [{"content": change.text}] if change.text else []
+        else:
+            reader = self._readers.get(sequence.index)
+            if reader is None:
+                reader = self._readers[sequence.index] = self._parsers.reader()
+            pieces = reader.feed(change.text)
+            if reason is not None:
+                pieces += reader.finish()
+                reason = _finish_reason(sequence, reader)
+            added_deltas = deltas(pieces)
+        if not added_deltas:
+            if not (added or reason):
+                return []
+            added_deltas = [{} if reason else {"content": ""}]
+        logprobs = chat_logprobs(added, self._tokenizer) if added else None
+        *first, last = added_deltas
+        chunks = [self._choice(sequence.index, delta, None, None) for delta in first]
+        return [*chunks, self._choice(sequence.index, last, logprobs, reason, sequence.stop_reason)]
+
+    def _choice(
+        self,
+        index: int,
+        delta: ChatDelta,
+        logprobs: ChatLogprobs | None,
+        finish_reason: str | None,
+        stop_reason: int | str | None = None,
+    ) -> ChatCompletionChunk:
+        choice: ChatChunkChoice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        if finish_reason is not None:
+            choice["stop_reason"] = stop_reason
+        return self._chunk([choice])
+
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
+        chunk: ChatCompletionChunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
+        if self._with_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+def read_message(reader: AnswerReader, text: str) -> ChatMessage:
+    """A whole answer."""
+    read = reader.whole(text)
+    content = None if read.calls and not read.content else read.content
+    message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+    if read.reasoning:
+        message["reasoning_content"] = read.reasoning
+    if read.calls:
+        message["tool_calls"] = [
+            {
+                "id": _call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in read.calls
+        ]
+    return message
+
+
+def deltas(pieces: Sequence[Piece]) -> list[ChatDelta]:
+    """The fewest deltas that keep the pieces' order: within a delta, reasoning precedes content and content calls."""
+    made: list[ChatDelta] = []
+    for piece in pieces:
+        match piece:
+            case Reasoning():
+                delta = _last(made, ("content", "tool_calls"))
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
+            case Content():
+                delta = _last(made, ("tool_calls",))
+                delta["content"] = delta.get("content", "") + piece.text
+            case CallBegin():
+                begun: ToolCallDelta = {
+                    "index": piece.index,
+                    "id": _call_id(),
+                    "type": "function",
+                    "function": {"name": piece.name, "arguments": ""},
+                }
+                _last(made).setdefault("tool_calls", []).append(begun)
+            case Arguments():
+                calls = _last(made).setdefault("tool_calls", [])
+                if not calls or calls[-1]["index"] != piece.index:
+                    calls.append({"index": piece.index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += piece.text
+            case CallEnd():
+                pass
+    return made
+
+
+def _last(made: list[ChatDelta], later: tuple[str, ...] = ()) -> ChatDelta:
+    """The delta to add to: a new one, if the last has what comes after."""
+    if not made or any(key in made[-1] for key in later):
+        made.append({})
+    return made[-1]
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _finish_reason(sequence: AnswerSequence, reader: AnswerReader) -> str | None:
+    """An answer that stopped by itself behind good calls waits for their results."""
+    return "tool_calls" if sequence.finish_reason == "stop" and reader.has_calls else sequence.finish_reason

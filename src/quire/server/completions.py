@@ -1,7 +1,5 @@
 """POST /v1/completions."""
 
-import time
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -16,7 +14,7 @@ from quire.server.protocol.completions import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from quire.server.reply import ERRORS, FINGERPRINT, JsonReply, answers
+from quire.server.reply import ERRORS, JsonReply, answer_head, answers
 from quire.server.sampling import completion_sampling
 from quire.server.service import Service
 from quire.server.sse import DONE, EventStream, TextEvent, event, last_error
@@ -70,13 +68,7 @@ class CompletionReply:
         # Events of plain text, by choice, once the first is out; None where text comes with logprobs or not at all.
         is_plain = body.logprobs is None and not self._only_prompt
         self._texts: dict[int, TextEvent] | None = {} if is_plain else None
-        self._head = {
-            "id": response_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": FINGERPRINT,
-        }
+        self._head = answer_head(response_id, "text_completion", model)
 
     def whole(self) -> Completion:
         choices = []
@@ -86,7 +78,7 @@ class CompletionReply:
                 if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
                 choices.append(choice)
-        return {**self._head, "choices": choices, "usage": self._usage()}  # type: ignore[typeddict-item]
+        return {**self._head, "choices": choices, "usage": self._usage()}
 
     def take(self) -> bytes:
         """Text as it comes, in server-sent events. Plain text is filled into an event that was encoded before."""

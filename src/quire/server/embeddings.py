@@ -13,16 +13,17 @@ from starlette.responses import Response
 
 from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, QueueFull, QuireError
 from quire.core.request import EmbedRequest, Pooled
-from quire.engine.streams import Stream
 from quire.link.messages import Ready
-from quire.server.access import RequestContext, context_of, until_gone
+from quire.server.access import context_of
 from quire.server.encoders import ServedEncoder
-from quire.server.errors import ApiError, ClientGone, TimedOut
+from quire.server.errors import ApiError
+from quire.server.generation import StreamWatch
 from quire.server.prompts import INLINE_CHARACTERS
 from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
 from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.service import Service
 from quire.text.prompts import as_list, cut, prepare
+from quire.text.tokenizer import Tokenizer
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 
@@ -33,13 +34,13 @@ def embeddings_router(service: Service) -> APIRouter:
     @router.post("/v1/embeddings", responses={**answers(EmbeddingList), **ERRORS})
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
         """One vector for each text."""
-        service.refuse_if_draining()
+        service.refuse_if_draining()  # before an encoder is started for it
         encoder = await service.encoder_named(body.model)
         assert encoder.ready is not None
         _check_dimensions(body.dimensions, encoder.ready)
-        _check_room(service, encoder)
-        texts = await _token_ids(body, encoder)
-        pooled = await _Embedding(service, encoder, context_of(request)).of(texts, request)
+        service.check_room(encoder.client)
+        texts = await _token_ids(body, encoder.tokenizer, encoder.ready)
+        pooled = await _embedded(service, encoder, texts, request)
         num_tokens = sum(vector.num_tokens for vector in pooled)
         listed: EmbeddingList = {
             "object": "list",
@@ -59,80 +60,51 @@ def embeddings_router(service: Service) -> APIRouter:
     return router
 
 
-class _Embedding:
-    """One HTTP request at the embedding engine, from submission to its last vector."""
-
-    def __init__(self, service: Service, encoder: ServedEncoder, context: RequestContext) -> None:
-        self._service = service
-        self._encoder = encoder
-        self._context = context
-
-    async def of(self, texts: list[list[int]], request: Request) -> list[Pooled]:
-        """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
-        service, context = self._service, self._context
-        embed = EmbedRequest(f"embd-{uuid.uuid4().hex}", texts)
-        self._check(embed)
-        num_tokens = embed.num_prompt_tokens
-        service.check_allowance(context, num_tokens)
-        context.facts.update(id=embed.request_id, model=self._encoder.names[0], prompt_tokens=num_tokens)
-        try:
-            stream = self._encoder.client.submit([embed])
-        except (EngineDead, QueueFull) as refusal:
-            raise service.refusal(refusal, self._encoder.client) from None
-        context.allowance.spend_tokens(num_tokens)
-        pooled = await self._finished(stream, len(texts), request)
-        since_arrival = time.monotonic() - context.arrival
-        service.metrics.embedded(self._encoder.names[0], len(texts), num_tokens, since_arrival)
-        return pooled
-
-    def _check(self, embed: EmbedRequest) -> None:
-        """Refuses here what the engine would refuse by the same limits."""
-        ready, limit = self._encoder.ready, self._encoder.client.admission.bounds.max_tokens
-        assert ready is not None
-        try:
-            ready.limits.check_texts(embed)
-        except ContextExceeded as error:
-            raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
-        if limit is not None and embed.num_prompt_tokens > limit:
-            raise InvalidRequest(
-                f"input has {embed.num_prompt_tokens} tokens together and {limit} may wait: send several requests, "
-                "or raise max_queue_tokens",
-                "input",
-            )
-
-    async def _finished(self, stream: Stream[Pooled], count: int, request: Request) -> list[Pooled]:
-        seconds = self._service.settings.request_timeout
-        watch = asyncio.create_task(self._end_when_gone(stream, request))
-        timer = None
-        if seconds is not None:
-            timer = asyncio.get_running_loop().call_later(seconds, stream.fail, TimedOut(seconds))
-        pooled: list[Pooled] = []
-        try:
-            while len(pooled) < count:
-                pooled += await stream.updates()
-                wrong = next((item.error for item in pooled if item.error is not None), None)
-                if wrong is not None:
-                    raise QuireError(wrong)
-            stream.done(stream.request_ids[0])
-        finally:
-            stream.close()
-            watch.cancel()
-            if timer is not None:
-                timer.cancel()
-        return pooled
-
-    async def _end_when_gone(self, stream: Stream[Pooled], request: Request) -> None:
-        await until_gone(request.receive)
-        self._service.metrics.disconnected()
-        stream.fail(ClientGone())
-
-
-def _check_room(service: Service, encoder: ServedEncoder) -> None:
-    """Refuses before anything is tokenized, where that is certain already."""
+async def _embedded(
+    service: Service, encoder: ServedEncoder, texts: list[list[int]], request: Request
+) -> list[Pooled]:
+    """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
+    context = context_of(request)
+    embed = EmbedRequest(f"embd-{uuid.uuid4().hex}", texts)
+    _check(embed, encoder)
+    num_tokens = embed.num_prompt_tokens
+    service.check_allowance(context, num_tokens)
+    context.facts.update(id=embed.request_id, model=encoder.names[0], prompt_tokens=num_tokens)
     try:
-        encoder.client.check_room()
+        stream = encoder.client.submit([embed])
     except (EngineDead, QueueFull) as refusal:
         raise service.refusal(refusal, encoder.client) from None
+    context.allowance.spend_tokens(num_tokens)
+    watch = StreamWatch(stream, request.receive, service.settings.request_timeout, service.metrics)
+    pooled: list[Pooled] = []
+    try:
+        while len(pooled) < len(texts):
+            pooled += await stream.updates()
+            wrong = next((item.error for item in pooled if item.error is not None), None)
+            if wrong is not None:
+                raise QuireError(wrong)
+        stream.done(stream.request_ids[0])
+    finally:
+        stream.close()
+        watch.close()
+    service.metrics.embedded(encoder.names[0], len(texts), num_tokens, time.monotonic() - context.arrival)
+    return pooled
+
+
+def _check(embed: EmbedRequest, encoder: ServedEncoder) -> None:
+    """Refuses here what the engine would refuse by the same limits."""
+    ready, limit = encoder.ready, encoder.client.admission.bounds.max_tokens
+    assert ready is not None
+    try:
+        ready.limits.check_texts(embed)
+    except ContextExceeded as error:
+        raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
+    if limit is not None and embed.num_prompt_tokens > limit:
+        raise InvalidRequest(
+            f"input has {embed.num_prompt_tokens} tokens together and {limit} may wait: send several requests, "
+            "or raise max_queue_tokens",
+            "input",
+        )
 
 
 def _check_dimensions(dimensions: int | None, ready: Ready) -> None:
@@ -144,7 +116,7 @@ def _check_dimensions(dimensions: int | None, ready: Ready) -> None:
         )
 
 
-async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder) -> list[list[int]]:
+async def _token_ids(body: EmbeddingRequest, tokenizer: Tokenizer | None, ready: Ready) -> list[list[int]]:
     """The texts' tokens, cut if that was asked for; refused with the number that was exceeded."""
     inputs = as_list(body.input)
     if not inputs:
@@ -157,28 +129,26 @@ async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder) -> list[lis
     special = body.add_special_tokens is not False
 
     def make() -> list[list[int]]:
-        return [prepare(item, encoder.tokenizer, add_special_tokens=special).token_ids for item in inputs]
+        return [prepare(item, tokenizer, add_special_tokens=special).token_ids for item in inputs]
 
     size = sum(len(item) for item in inputs if isinstance(item, str))
     try:
         texts = make() if size < INLINE_CHARACTERS else await asyncio.to_thread(make)
     except InvalidRequest as wrong:
         raise InvalidRequest(str(wrong), "input") from None
-    return _fitted(texts, body.truncate_prompt_tokens, encoder)
+    return _fitted(texts, body.truncate_prompt_tokens, ready.max_model_len)
 
 
-def _fitted(texts: list[list[int]], keep: int | None, encoder: ServedEncoder) -> list[list[int]]:
-    ready = encoder.ready
-    assert ready is not None
-    longest = ready.max_model_len
-    if keep is not None:
-        if keep < -1 or keep == 0 or keep > longest:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens={keep}: give 1 to {longest}, or -1 for as many as the model takes",
-                "truncate_prompt_tokens",
-            )
-        texts = [cut(text, longest if keep == -1 else keep) for text in texts]
-    return texts
+def _fitted(texts: list[list[int]], keep: int | None, longest: int) -> list[list[int]]:
+    """The texts, cut to `keep` tokens if that was asked for."""
+    if keep is None:
+        return texts
+    if keep < -1 or keep == 0 or keep > longest:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens={keep}: give 1 to {longest}, or -1 for as many as the model takes",
+            "truncate_prompt_tokens",
+        )
+    return [cut(text, longest if keep == -1 else keep) for text in texts]
 
 
 # ------------------------------------------------- vectors: plain Python, this process needs no numpy otherwise

@@ -1,7 +1,6 @@
 """Errors as HTTP responses: a status, and the body of the API that the path belongs to, OpenAI's or Anthropic's."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError, renamed_field
@@ -37,9 +36,7 @@ class ApiError(Exception):
         )
 
     def body(self) -> ErrorBody:
-        return {
-            "error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code},
-        }
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
 class ClientGone(Exception):
@@ -85,15 +82,6 @@ def as_api_error(error: Exception, retry_seconds: int = 1) -> ApiError:
         case QuireError():
             return ApiError(500, str(error))
     return ApiError(500, "an unforeseen fault of the server: its log says more under this request's id")
-
-
-@contextmanager
-def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors that leave the context call a request's fields what `names` says."""
-    try:
-        yield
-    except (InvalidRequest, ApiError) as error:
-        raise error.renamed(names) from None
 
 
 def from_validation(problems: Sequence[Mapping[str, Any]], body: Any) -> InvalidRequest:

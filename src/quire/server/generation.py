@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import Receive
 
@@ -42,6 +43,29 @@ class _Part:
     begun: bool = False
 
 
+class StreamWatch:
+    """Fails a stream when its client closes the connection, or after `seconds`. Must be closed."""
+
+    def __init__(
+        self, stream: Stream[Any], receive: Receive, seconds: float | None, metrics: Metrics
+    ) -> None:
+        self._gone = asyncio.create_task(self._fail_when_gone(stream, receive, metrics))
+        self._timer: asyncio.TimerHandle | None = None
+        if seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(seconds, stream.fail, TimedOut(seconds))
+
+    def close(self) -> None:
+        self._gone.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _fail_when_gone(self, stream: Stream[Any], receive: Receive, metrics: Metrics) -> None:
+        await until_gone(receive)
+        metrics.disconnected()
+        stream.fail(ClientGone())
+
+
 class Generation:
     """Must be closed; `finish` does so. Closing early aborts the sequences that have not ended.
 
@@ -71,17 +95,13 @@ class Generation:
         self._num_open = len(requests)
         self._submitted = time.monotonic()
         self._stream: Stream[SequenceUpdate] = client.submit(requests)
-        self._watch: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._watch: StreamWatch | None = None
 
     # ------------------------------------------------------------------ running
 
     def limit(self, receive: Receive, seconds: float | None) -> None:
         """From now on a closed connection, or that much time, ends the generation within one step."""
-        self._watch = asyncio.create_task(self._end_when_gone(receive))
-        if seconds is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(seconds, self._stream.fail, TimedOut(seconds))
+        self._watch = StreamWatch(self._stream, receive, seconds, self._metrics)
 
     @property
     def is_open(self) -> bool:
@@ -123,9 +143,7 @@ class Generation:
         """Aborts what has not ended. Calling it twice is fine."""
         self._stream.close()
         if self._watch is not None:
-            self._watch.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+            self._watch.close()
         self._context.facts.update(
             prompt_tokens=sum(part.num_prompt_tokens for part in self._parts.values()),
             completion_tokens=self._num_generated(),
@@ -199,11 +217,6 @@ class Generation:
         first = part.answer.first_token or now
         reasons = [s.finish_reason or "" for s in part.answer.sequences]
         self._metrics.finished(now - self._context.arrival, max(0.0, now - first), reasons)
-
-    async def _end_when_gone(self, receive: Receive) -> None:
-        await until_gone(receive)
-        self._metrics.disconnected()
-        self._stream.fail(ClientGone())
 
     def _num_generated(self) -> int:
         return sum(len(s.token_ids) for answer in self.answers for s in answer.sequences)

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from quire.core.step import TokenLogprobs
 from quire.server.protocol.base import PromptLogprob
-from quire.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
-from quire.server.protocol.completions import CompletionLogprobs
+from quire.server.protocol.completions import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from quire.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no -inf

@@ -24,8 +24,8 @@ class UnloadLora(BaseModel):
     lora_name: str
 
 
-def health_router(service: Service) -> APIRouter:
-    """GET /health, /ready, /version and /metrics: for probes, scrapers and people."""
+def operations_router(service: Service) -> APIRouter:
+    """Reads are for probes, scrapers and people; every POST needs the admin key."""
     router = APIRouter(tags=["operations"])
 
     @router.get("/health", responses={503: {"description": "The engine cannot be started."}})
@@ -46,13 +46,6 @@ def health_router(service: Service) -> APIRouter:
     async def metrics() -> Response:
         """Prometheus's text format."""
         return Response(service.metrics.rendered(service.engines), media_type=CONTENT_TYPE_LATEST)
-
-    return router
-
-
-def admin_router(service: Service) -> APIRouter:
-    """POST /reset_prefix_cache and /check_integrity."""
-    router = APIRouter(tags=["operations"])
 
     @router.post("/reset_prefix_cache", responses=ERRORS)
     async def reset_prefix_cache() -> Response:
@@ -78,13 +71,6 @@ def admin_router(service: Service) -> APIRouter:
                 "requests_open": client.num_open,
             }
         )
-
-    return router
-
-
-def adapters_router(service: Service) -> APIRouter:
-    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
-    router = APIRouter(tags=["operations"])
 
     @router.post("/v1/load_lora_adapter", responses=ERRORS)
     async def load_lora_adapter(body: LoadLora) -> Response:

@@ -12,7 +12,7 @@ from quire.text.prompts import PreparedPrompt, as_list, prepare
 from quire.text.reader import choose_formats
 from quire.text.template import ChatTemplate, template_from
 from quire.text.tokenizer import Tokenizer, special_tokens
-from quire.text.tools.registry import described
+from quire.text.tools.formats import described
 
 INLINE_CHARACTERS = 8192  # a text this long takes about a millisecond; longer ones leave the event loop
 T = TypeVar("T")
@@ -93,18 +93,20 @@ class PromptMaker:
 
         return await self._run(make, sum(len(item) for item in prompts if isinstance(item, str)))
 
-    def fitted(self, prompt: PreparedPrompt, keep: int | None, max_tokens: int | None) -> list[int]:
-        """The token ids, cut to their last `keep` if asked; -1 leaves room for `max_tokens`."""
-        token_ids = prompt.token_ids
-        if keep is not None:
-            if keep < -1 or keep == 0:
-                raise InvalidRequest(
-                    f"truncate_prompt_tokens={keep}: give at least 1, or -1 for as many as fit",
-                    "truncate_prompt_tokens",
-                )
-            room = max(1, self.max_model_len - (max_tokens or 1))
-            token_ids = token_ids[-(room if keep == -1 else keep) :]
-        return token_ids
+    def fitted(self, prompt: PreparedPrompt, keep: int | None, max_tokens: int | None) -> PreparedPrompt:
+        """The prompt, cut to its last `keep` tokens if asked; -1 leaves room for `max_tokens`."""
+        if keep is None:
+            return prompt
+        if keep < -1 or keep == 0:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens={keep}: give at least 1, or -1 for as many as fit",
+                "truncate_prompt_tokens",
+            )
+        if keep == -1:
+            keep = max(1, self.max_model_len - (max_tokens or 1))
+        if len(prompt.token_ids) <= keep:
+            return prompt
+        return PreparedPrompt(None, prompt.token_ids[-keep:])  # its text is no longer what the context sent
 
     async def close(self) -> None:
         await self._sent.close()

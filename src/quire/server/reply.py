@@ -1,15 +1,14 @@
 """Replies: JSON by msgspec, and what the OpenAPI document says about answers and errors."""
 
+import time
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Scope
 
 from quire import __version__
-from quire.server.access import RequestContext, path_of
-from quire.server.errors import ApiError, anthropic_body, speaks_anthropic
 from quire.server.protocol.base import ErrorBody
+from quire.server.protocol.completions import AnswerHead
 
 REQUEST_ID = "request-id"  # the header in which Anthropic's clients look for it
 FINGERPRINT = f"quire-{__version__}"  # the same program gives the same tokens for the same seed
@@ -35,15 +34,14 @@ class JsonReply(Response):
         return msgspec.json.encode(content)
 
 
-def error_reply(scope: Scope, error: ApiError) -> JsonReply:
-    """An error in the shape of the API that the path belongs to."""
-    context: RequestContext = scope["quire.context"]
-    context.note_error(error)
-    if not speaks_anthropic(path_of(scope)):
-        return JsonReply(error.body(), status_code=error.status, headers=error.headers)
-    body = anthropic_body(error, context.request_id)
-    headers = {**error.headers, REQUEST_ID: context.request_id}
-    return JsonReply(body, status_code=error.status, headers=headers)
+def answer_head(response_id: str, kind: str, model: str) -> AnswerHead:
+    return {
+        "id": response_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": FINGERPRINT,
+    }
 
 
 def answers(whole: Any, chunk: Any | None = None) -> dict[int | str, dict[str, Any]]:

@@ -13,16 +13,12 @@ import uvicorn
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.core.request import QueueBounds
-from quire.link.client import EngineClient
 from quire.llm.progress import load_progress
 from quire.observe.logs import ROOT, get_logger
 from quire.server.app import create_app
-from quire.server.encoders import Encoders
 from quire.server.errors import Unavailable
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
-from quire.weights.architectures import is_encoder
 
 log = get_logger(__name__)
 LAST_BYTES_SECONDS = 5  # for answers, or their error events, to reach their clients
@@ -38,10 +34,7 @@ def serve(settings: ServerSettings, config: EngineConfig, show_progress: bool = 
     log.info("loading   %s", config.model.model or "the built-in model")
     try:
         with load_progress(show_progress) as progress:
-            bounds = QueueBounds(settings.max_queue_requests, settings.max_queue_tokens)
-            embeds = is_encoder(config.model.model, config.model.revision)
-            client = None if embeds else EngineClient(config, bounds, progress, settings.engine_timeout)
-            service = Service(client, settings, Encoders(settings, config, embeds, progress))
+            service = Service.of(config, settings, progress)
             server = DrainingServer(_uvicorn_config(service), service)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(_serve(server, service, listener))
@@ -63,7 +56,6 @@ async def _serve(server: "DrainingServer", service: Service, listener: socket.so
         server.should_exit = True
         starting.cancel()
         await asyncio.wait({serving})
-        await asyncio.gather(*(engine.close() for engine in service.engines))
         await service.close()
 
 

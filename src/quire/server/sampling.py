@@ -1,14 +1,13 @@
 """From a request's fields to SamplingParams, over the model's recommended values; structured output included."""
 
+from dataclasses import fields
 from typing import Any
 
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import BEAM_SAMPLING, SamplingParams
 from quire.core.structured import StructuredOutput
-from quire.server.errors import renamed_errors
-from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.sampling import SamplingFields
+from quire.server.protocol.base import SamplingFields
+from quire.server.protocol.completions import ChatCompletionRequest, CompletionRequest
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 _STRUCTURED_FIELDS = {  # field -> what StructuredOutput.of calls it
@@ -19,29 +18,11 @@ _STRUCTURED_FIELDS = {  # field -> what StructuredOutput.of calls it
     "regex": "regex",
     "grammar": "grammar",
 }
-_SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "prompt_logprobs",
-    "use_beam_search",
-    "best_of",
-    "length_penalty",
-    "early_stopping",
+# A request's fields that SamplingParams has under the same name.
+_SAME = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in SamplingFields.model_fields and field.name not in ("max_tokens", "logit_bias")
 )
 
 
@@ -56,8 +37,10 @@ def chat_sampling(body: ChatCompletionRequest, recommended: SamplingParams) -> S
     names = {"logprobs": "top_logprobs"}
     if body.max_tokens is None:
         names["max_tokens"] = "max_completion_tokens"
-    with renamed_errors(names):
+    try:
         sampling = _base(body, recommended).changed(**given)
+    except InvalidRequest as error:
+        raise error.renamed(names) from None
     _check_streamable(body, sampling)
     return sampling
 

@@ -7,21 +7,23 @@ from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
 
+from quire.core.config import EngineConfig
 from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, QueueFull
-from quire.core.request import Request
+from quire.core.request import QueueBounds, Request
 from quire.core.sampling import SamplingParams
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.server.access import RequestContext, context_of
-from quire.server.encoders import Encoders, ServedEncoder
+from quire.server.encoders import Encoders, OnProgress, ServedEncoder
 from quire.server.errors import ApiError, Unavailable, as_api_error
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
 from quire.server.prompts import PromptMaker
-from quire.server.protocol.sampling import SamplingFields
+from quire.server.protocol.base import SamplingFields
 from quire.server.settings import ServerSettings
 from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt, ready_to_sample
+from quire.weights.architectures import is_encoder
 
 SICK_AFTER = (
     5  # engines that failed in a row; then /health says 503, so that an orchestrator replaces the server
@@ -49,6 +51,18 @@ class Service:
         self.draining = False
         self._model: ServedModel | None = None
 
+    @classmethod
+    def of(
+        cls, config: EngineConfig, settings: ServerSettings, on_progress: OnProgress | None = None
+    ) -> "Service":
+        """The service of the model that `config` names, be it a generating one or an encoder."""
+        embeds = is_encoder(config.model.model, config.model.revision)
+        client = None
+        if not embeds:
+            bounds = QueueBounds(settings.max_queue_requests, settings.max_queue_tokens)
+            client = EngineClient(config, bounds, on_progress, settings.engine_timeout)
+        return cls(client, settings, Encoders(settings, config, embeds, on_progress))
+
     def serve_model(self, ready: Ready) -> None:
         """Called when the engine is ready for the first time: makes the tokenizer and the prompts of its model."""
         settings = self.settings
@@ -68,8 +82,11 @@ class Service:
         await asyncio.gather(generating(), self.encoders.start())
 
     async def close(self) -> None:
-        """After the last request: sends the last traces and ends the encoders and template workers."""
-        await self.encoders.close()
+        """After the last request: ends the engines and template workers, and sends the last traces."""
+        if self._client is not None:
+            await asyncio.gather(self._client.close(), self.encoders.close())
+        else:
+            await self.encoders.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
         if self._model is not None:
@@ -147,13 +164,13 @@ class Service:
 
     # ------------------------------------------------------------------ generating
 
-    def check_room(self) -> None:
-        """Refuses before any work is done, where that is certain already."""
+    def check_room(self, engine: EngineClient | None = None) -> None:
+        """Refuses before any work is done, where that is certain already; `engine` is the generating one by default."""
         self.refuse_if_draining()
         try:
-            self.client.check_room()
+            (engine or self.client).check_room()
         except (EngineDead, QueueFull) as refusal:
-            raise self.refusal(refusal) from None
+            raise self.refusal(refusal, engine) from None
 
     def generate(
         self,
@@ -173,7 +190,8 @@ class Service:
         response_id = f"{kind}-{uuid.uuid4().hex}"
         model = self.model
         sampling = _within(ready_to_sample(sampling, model.prompts.tokenizer), model.ready)
-        fitted = [self._fitted(model, prompt, body, sampling) for prompt in prompts]
+        keep = body.truncate_prompt_tokens
+        fitted = [model.prompts.fitted(prompt, keep, sampling.max_tokens) for prompt in prompts]
         requests = [
             Request(
                 request_id=response_id if len(fitted) == 1 else f"{response_id}-{position}",
@@ -199,14 +217,6 @@ class Service:
         generation.limit(request.receive, self.settings.request_timeout)
         context.facts.update(id=response_id, model=body.model or model.names[0])
         return response_id, generation
-
-    def _fitted(
-        self, model: ServedModel, prompt: PreparedPrompt, body: SamplingFields, sampling: SamplingParams
-    ) -> PreparedPrompt:
-        token_ids = model.prompts.fitted(prompt, body.truncate_prompt_tokens, sampling.max_tokens)
-        if len(token_ids) == len(prompt.token_ids):
-            return prompt
-        return PreparedPrompt(None, token_ids)  # its text is no longer what the context sent
 
     def check_allowance(self, context: RequestContext, num_tokens: int) -> None:
         try:

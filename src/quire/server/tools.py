@@ -9,10 +9,9 @@ from typing import Any
 from quire.core.errors import InvalidRequest
 from quire.core.structured import StructuredOutput, nests_deeper
 from quire.grammar.matcher import WHITESPACE
-from quire.server.protocol.chat import ChatCompletionRequest
-from quire.text.tools.hermes import CLOSE, OPEN
+from quire.server.protocol.completions import ChatCompletionRequest
+from quire.text.tools.formats import HERMES_CLOSE, HERMES_OPEN, tool_parser
 from quire.text.tools.parser import JsonArrayParser, NamedParser, ToolParser
-from quire.text.tools.registry import tool_parser
 
 MAX_TOOLS = 128
 MAX_BYTES = 256 * 1024  # of all of them as JSON
@@ -200,7 +199,7 @@ def answer_or_calls_form(answer: StructuredOutput, tools: Tools, max_calls: int 
         "start: answer | calls",
         f"answer: %json {_with_options(schema, answer.strict)}",
         f"calls: call {more}",
-        f"call: {json.dumps(OPEN)} NEWLINE object NEWLINE {json.dumps(CLOSE)}",
+        f"call: {json.dumps(HERMES_OPEN)} NEWLINE object NEWLINE {json.dumps(HERMES_CLOSE)}",
         f"object: %json {_with_options({'$defs': defined, 'anyOf': calls}, _all_strict(tools))}",
         r"NEWLINE: /\n/",
     )

@@ -33,34 +33,46 @@ _ATTRIBUTES = {
 
 
 class OtlpTraces:
-    """Makes a span when a request has ended; a thread of the library sends it, so no request waits."""
+    """Makes a span when a request has ended; a thread of OpenTelemetry sends it, so no request waits.
+
+    OpenTelemetry is imported by its methods only: it is an optional dependency.
+    """
 
     def __init__(self, endpoint: str) -> None:
-        library = _library()
-        self._exporter = library.OTLPSpanExporter(endpoint=with_path(endpoint))
-        self._provider = library.TracerProvider(resource=library.Resource.create(_resource()))
-        self._provider.add_span_processor(library.BatchSpanProcessor(self._exporter))
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ConfigError(
+                f"--otlp-traces-endpoint needs OpenTelemetry ({error}): install it with pip install 'quire[otel]'"
+            ) from error
+        self._exporter = OTLPSpanExporter(endpoint=with_path(endpoint))
+        self._provider = TracerProvider(resource=Resource.create(_resource()))
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("quire", __version__)
-        self._library = library
 
     def note(
         self, context: RequestContext, method: str, route: str, status: int, headers: Iterable[Any]
     ) -> None:
-        library = self._library
+        from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         now = time.time_ns()
         began = now - int((time.monotonic() - context.arrival) * 1e9)
         operation = OPERATIONS.get(route)
         model = context.facts.get("model")
         span = self._tracer.start_span(
             f"{operation} {model}" if operation and model else f"{method} {route}",
-            context=library.TraceContextTextMapPropagator().extract(_carrier(headers)),
-            kind=library.SpanKind.SERVER,
+            context=TraceContextTextMapPropagator().extract(_carrier(headers)),
+            kind=SpanKind.SERVER,
             attributes=attributes(context, method, route, status),
             start_time=began,
         )
         broke_off = status < 400 and "error" in context.facts  # a stream that had begun
         if status >= 500 or broke_off:
-            span.set_status(library.StatusCode.ERROR, str(context.facts.get("error", "")) or None)
+            span.set_status(StatusCode.ERROR, str(context.facts.get("error", "")) or None)
         span.end(now)
 
     def close(self) -> None:
@@ -116,29 +128,3 @@ def _resource() -> Mapping[str, Any]:
 def _carrier(headers: Iterable[Any]) -> dict[str, str]:
     wanted = (b"traceparent", b"tracestate")
     return {name.decode(): value.decode("latin-1") for name, value in headers if name in wanted}
-
-
-def _library() -> Any:
-    """The parts of OpenTelemetry that are used here, imported only when they are."""
-    from types import SimpleNamespace
-
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace import SpanKind, StatusCode
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-    except ImportError as error:
-        raise ConfigError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): install it with pip install 'quire[otel]'"
-        ) from error
-    return SimpleNamespace(
-        OTLPSpanExporter=OTLPSpanExporter,
-        Resource=Resource,
-        TracerProvider=TracerProvider,
-        BatchSpanProcessor=BatchSpanProcessor,
-        SpanKind=SpanKind,
-        StatusCode=StatusCode,
-        TraceContextTextMapPropagator=TraceContextTextMapPropagator,
-    )

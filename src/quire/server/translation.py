@@ -1,6 +1,7 @@
 """Chats on behalf of endpoints that speak another API: their fields in, their events and field names out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import msgspec
@@ -8,11 +9,10 @@ import pydantic
 from fastapi import Request
 
 from quire.core.errors import InvalidRequest
-from quire.server.chat import answer_chat, chat_prompt
-from quire.server.chat_reply import ChatReply
-from quire.server.errors import ApiError, from_validation, renamed_errors
+from quire.server.chat import ChatReply, answer_chat, chat_prompt, chat_tools
+from quire.server.errors import ApiError, from_validation
 from quire.server.protocol.base import Usage
-from quire.server.protocol.chat import ChatCompletionRequest
+from quire.server.protocol.completions import ChatCompletionRequest
 from quire.server.service import Service
 from quire.server.sse import named_events
 from quire.text.prompts import PreparedPrompt
@@ -46,7 +46,7 @@ async def translated_prompt(
     """The prompt that such a chat would have."""
     with renamed_errors(names):
         body = _chat_request(fields)
-        return await chat_prompt(service.model_named(body.model), body)
+        return await chat_prompt(service.model_named(body.model), body, chat_tools(body))
 
 
 async def build_whole(reply: ChatReply, builder: EventBuilder, names: Mapping[str, str]) -> None:
@@ -106,6 +106,14 @@ class TranslatedEvents:
         return named_events(self._builder.fail(error))
 
 
+def string_field(item: Mapping[str, Any], name: str, path: str) -> str:
+    """A field of the object at `path`, which must be a string."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest.at(path, f"needs {name}: give a string")
+    return value
+
+
 def check_encodable(*values: Any) -> None:
     """An answer repeats these values as JSON: refuses half characters and nesting that cannot be written."""
     try:
@@ -122,6 +130,15 @@ def _chat_request(fields: Mapping[str, Any]) -> ChatCompletionRequest:
     except pydantic.ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
         raise from_validation(problems, fields) from None
+
+
+@contextmanager
+def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors that leave the context call a request's fields what `names` says."""
+    try:
+        yield
+    except (InvalidRequest, ApiError) as error:
+        raise error.renamed(names) from None
 
 
 def _logprobs(choice: Mapping[str, Any]) -> Sequence[Any]:

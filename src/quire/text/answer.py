@@ -1,41 +1,32 @@
-"""Answer: a request's sequences as text, made from the engine's updates on the client's side."""
+"""Answer: a request's sequences as text, made from the engine's updates on the client's side. A Detokenizer makes
+each sequence's text, in pieces that are safe to show, up to a stop string."""
 
+import codecs
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from quire.core.errors import InvalidRequest, QuireError
 from quire.core.request import Clock
 from quire.core.sampling import SamplingParams
 from quire.core.step import SequenceUpdate, TokenLogprobs
-from quire.text.detokenizer import Detokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer, is_byte_token
 
 
+@dataclass(slots=True, eq=False)
 class AnswerSequence:
     """One sequence of the answer so far; `new_text` is what the last update added."""
 
-    __slots__ = (
-        "_pieces",
-        "cumulative_logprob",
-        "detokenizer",
-        "finish_reason",
-        "index",
-        "logprobs",
-        "new_text",
-        "stop_reason",
-        "token_ids",
-    )
-
-    def __init__(self, index: int, detokenizer: Detokenizer | None, text: str = "") -> None:
-        """Without a detokenizer the caller wants token ids only."""
-        self.index = index
-        self.detokenizer = detokenizer
-        self.new_text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.cumulative_logprob: float | None = None
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self._pieces = [text]
+    index: int
+    detokenizer: "Detokenizer | None"  # None: the caller wants token ids only
+    new_text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    _pieces: list[str] = field(default_factory=lambda: [""])
 
     @property
     def text(self) -> str:
@@ -119,7 +110,7 @@ class Answer:
         )
         return ranked[: self.sampling.n]
 
-    def _detokenizer(self, tokenizer: Tokenizer | None, kept_ids: frozenset[int]) -> Detokenizer | None:
+    def _detokenizer(self, tokenizer: Tokenizer | None, kept_ids: frozenset[int]) -> "Detokenizer | None":
         if tokenizer is None:
             return None
         sampling = self.sampling
@@ -167,3 +158,205 @@ class Answer:
             sequence.add_text(sequence.detokenizer.flush())
         sequence.finish_reason = finish_reason
         sequence.stop_reason = stop_reason
+
+
+# ---------------------------------------------------------------------- detokenizer
+
+
+_LONGEST_BYTE_RUN = 64  # tokens; see PieceDecoder
+
+
+class _TextDecoder(Protocol):
+    def push(self, token_id: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class Detokenizer:
+    """All pushes and the flush together are `tokenizer.decode` of all tokens, cut at the first stop string.
+
+    A character that is not complete is held back, and so is text that may turn out to be a stop string. The
+    cost of a token does not grow with the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+        kept_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Stop strings are not looked for in the text of the first `min_tokens` tokens. Special tokens with
+        `kept_ids` are shown in any case."""
+        kind = ByteDecoder if tokenizer.is_byte_level else PieceDecoder
+        self._decoder: _TextDecoder = kind(tokenizer, skip_special_tokens, kept_ids)
+        self._stops = StopStrings(stop, include_stop_str_in_output)
+        self._min_tokens = min_tokens
+        self.num_tokens = 0  # consumed; with a stop string found, up to and including the token that ended it
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.matched is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.matched
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens make showable; none after a stop string."""
+        return "".join([self.push_token(token_id) for token_id in token_ids])
+
+    def push_token(self, token_id: int) -> str:
+        """As `push`, for one token. Runs for every streamed token and makes no object but the text."""
+        stops = self._stops
+        if stops.matched is not None:
+            return ""
+        self.num_tokens += 1
+        text = self._decoder.push(token_id)
+        return text if self.num_tokens <= self._min_tokens else stops.feed(text)
+
+    def flush(self) -> str:
+        """The text that is held when the sequence ends: broken bytes become U+FFFD, half a stop string is shown."""
+        if self.stopped:
+            return ""
+        return self._stops.feed(self._decoder.flush()) + self._stops.flush()
+
+
+class ByteDecoder:
+    """For byte-level vocabularies: tokens are bytes, and UTF-8 is decoded as it comes.
+
+    The text of a token that holds whole characters is looked up; only split characters go through the decoder.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, kept_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self._bytes_of = tokenizer.token_bytes
+        self._texts = tokenizer.whole_texts
+        self._skipped = tokenizer.special_ids - kept_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._in_character = False  # the decoder holds the first bytes of one
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        if not self._in_character:
+            text = self._texts.get(token_id)
+            if text is not None:
+                return text
+        data = self._bytes_of(token_id)
+        text = self._utf8.decode(data)
+        was_whole, self._in_character = not self._in_character, bool(self._utf8.getstate()[0])
+        if was_whole and not self._in_character:
+            self._texts[token_id] = text
+        return text
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class PieceDecoder:
+    """For other vocabularies: new tokens are decoded behind one token of context.
+
+    Their decoders look at neighbours twice: the start of a text loses its space, and a run of byte tokens
+    becomes characters only if the whole run is valid. So one token stays as context, and a run is held until
+    it ends, or until it is very long and makes sense so far.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, kept_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._kept = kept_ids if skip_special_tokens else frozenset()
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        token = self._tokenizer.token(token_id)
+        if token is not None and token_id in self._kept:
+            return self.flush() + token
+        if token is None or (self._skip and token_id in self._tokenizer.special_ids):
+            return ""
+        self._pending.append(token_id)
+        if is_byte_token(token):
+            # A character has at most four bytes, so a valid run is complete within four tries.
+            if len(self._pending) < _LONGEST_BYTE_RUN or len(self._pending) % _LONGEST_BYTE_RUN > 3:
+                return ""
+            text = self._decoded()
+            if "\ufffd" in text:
+                return ""
+            if not self._context:  # what follows is no longer the start of the text
+                self._context, self._context_text = list(self._pending), text
+            return self._commit(text)
+        text = self._decoded()
+        self._context = [token_id]
+        self._context_text = self._tokenizer.decode(self._context, self._skip)
+        return self._commit(text)
+
+    def flush(self) -> str:
+        return self._commit(self._decoded()) if self._pending else ""
+
+    def _decoded(self) -> str:
+        text = self._tokenizer.decode(self._context + self._pending, self._skip)
+        return text[len(self._context_text) :]
+
+    def _commit(self, text: str) -> str:
+        self._pending.clear()
+        return text
+
+
+# ---------------------------------------------------------------------- stop strings
+
+
+class StopStrings:
+    """Takes text and returns the part that cannot belong to a stop string any more.
+
+    The stop string that ends first wins; of several that end together, the longest. The result depends on the text
+    alone, not on how it was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include_in_output
+        self._held = ""  # the longest end of the text that a stop string begins with
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """New text that may be shown. After a match `matched` is set and no more text is returned."""
+        if not self._stops or self.matched is not None or not text:
+            return text if self.matched is None else ""
+        text = self._held + text
+        end = self._match(text)
+        if self.matched is not None:
+            self._held = ""
+            return text[:end] if self._include else text[: end - len(self.matched)]
+        cut = min(_prefix_start(text, stop) for stop in self._stops)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """The held text, when no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _match(self, text: str) -> int:
+        """Sets `matched` if `text` holds a stop string, and returns where the match ends."""
+        first = len(text) + 1
+        for stop in self._stops:
+            start = text.find(stop)
+            end = start + len(stop)
+            if start >= 0 and (end < first or (end == first and len(stop) > len(self.matched or ""))):
+                first, self.matched = end, stop
+        return first
+
+
+def _prefix_start(text: str, stop: str) -> int:
+    """Where the longest end of `text` starts that is a proper prefix of `stop`; the text's length if there is none."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return start if start >= 0 else len(text)

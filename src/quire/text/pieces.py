@@ -1,6 +1,6 @@
 """The pieces of a parsed answer: reasoning, content and tool calls; and how a marker is found in streamed text."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -36,6 +36,36 @@ class CallEnd:
 
 
 Piece = Reasoning | Content | CallBegin | Arguments | CallEnd
+
+
+class PieceParser:
+    """Parses streamed text. It is always in one state: a method that decides about the text at hand, and returns
+    whether there is more to decide; if not, the rest waits for more text. However the text is cut, the merged pieces
+    are the same."""
+
+    def __init__(self, state: Callable[[], bool]) -> None:
+        self.rest = ""  # not looked at yet, or waiting
+        self.pieces: list[Piece] = []
+        self.state = state
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that are certain after this much more text."""
+        self.rest += text
+        while self.rest and self.state():
+            pass
+        return self.taken()
+
+    def show_until(self, marker: str, kind: type[Reasoning] | type[Content]) -> bool:
+        """Passes on the text before `marker`; False: the marker has not come, and what may become it waits."""
+        start = self.rest.find(marker)
+        cut = held_from(self.rest, marker) if start < 0 else len(self.rest[:start].rstrip())
+        self.pieces.append(kind(self.rest[:cut]))
+        self.rest = self.rest[cut:]
+        return start >= 0
+
+    def taken(self) -> list[Piece]:
+        pieces, self.pieces = self.pieces, []
+        return merged(pieces)
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:

@@ -18,8 +18,8 @@ from quire.text.reasoning import (
 )
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+from quire.text.tools.formats import TOOL_PARSERS, guessed_tool_parser, tool_markers
 from quire.text.tools.parser import ToolParser
-from quire.text.tools.registry import TOOL_PARSERS, guessed_tool_parser, tool_markers
 
 NONE = "none"
 
@@ -70,11 +70,6 @@ class AnswerParsers:
     prompt: str | None = None  # its end says whether reasoning has begun
     make_tool_parser: Callable[[], ToolParser] | None = None
     max_calls: int | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """All text is content."""
-        return self.reasoning is None and self.make_tool_parser is None
 
     def reader(self) -> "AnswerReader":
         return AnswerReader(

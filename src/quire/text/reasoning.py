@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quire.text.pieces import Content, Piece, Reasoning, held_from, merged
+from quire.text.pieces import Content, Piece, PieceParser, Reasoning
 from quire.text.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -12,85 +12,70 @@ _BEGINS_INSIDE = {"deepseek_r1": True, "qwen3": False}
 REASONING_PARSERS = tuple(sorted(_BEGINS_INSIDE))
 
 
-class ThinkParser:
-    """However the text is cut, the merged pieces are the same. White space around the markers is left out.
-
-    Only the start of an answer can be reasoning; without a closing marker all of it is.
-    """
+class ThinkParser(PieceParser):
+    """Only the start of an answer can be reasoning; without a closing marker all of it is. White space around the
+    markers is left out."""
 
     def __init__(self, inside: bool) -> None:
         """`inside`: the text starts inside the reasoning (and may repeat OPEN)."""
+        super().__init__(self._before)
         self._inside = inside
-        self._state = self._before
-        self._rest = ""
-        self._pieces: list[Piece] = []
 
     def begins_with_reasoning(self, text: str) -> bool:
         """Whether an answer that starts with `text` has reasoning."""
         return self._inside or text.lstrip().startswith(OPEN)
 
     def feed(self, text: str) -> list[Piece]:
-        if self._state == self._answer:
+        if self.state == self._answer:
             return [Content(text)] if text else []
-        self._rest += text
-        while self._rest and self._state():
-            pass
-        return self._taken()
+        return super().feed(text)
 
     def finish(self) -> list[Piece]:
-        if self._state == self._behind:
-            self._rest = ""
-        elif self._state == self._thoughts or self._inside:
-            self._pieces.append(Reasoning(self._rest))
+        if self.state == self._behind:
+            self.rest = ""
+        elif self.state == self._thoughts or self._inside:
+            self.pieces.append(Reasoning(self.rest))
         else:
-            self._pieces.append(Content(self._rest))
-        self._rest = ""
-        return self._taken()
+            self.pieces.append(Content(self.rest))
+        self.rest = ""
+        return self.taken()
 
     def _before(self) -> bool:
-        bare = self._rest.lstrip()
+        bare = self.rest.lstrip()
         if not bare or (len(bare) < len(OPEN) and OPEN.startswith(bare)):
             return False
         if bare.startswith(OPEN):
-            self._rest = bare[len(OPEN) :]
-            self._state = self._first_thought
+            self.rest = bare[len(OPEN) :]
+            self.state = self._first_thought
         elif self._inside:
-            self._state = self._first_thought
+            self.state = self._first_thought
         else:
-            self._state = self._answer
+            self.state = self._answer
         return True
 
     def _first_thought(self) -> bool:
-        self._rest = self._rest.lstrip()
-        if self._rest:
-            self._state = self._thoughts
-        return bool(self._rest)
+        self.rest = self.rest.lstrip()
+        if self.rest:
+            self.state = self._thoughts
+        return bool(self.rest)
 
     def _thoughts(self) -> bool:
-        end_marker = self._rest.find(CLOSE)
-        cut = held_from(self._rest, CLOSE) if end_marker < 0 else len(self._rest[:end_marker].rstrip())
-        self._pieces.append(Reasoning(self._rest[:cut]))
-        if end_marker < 0:
-            self._rest = self._rest[cut:]
+        if not self.show_until(CLOSE, Reasoning):
             return False
-        self._rest = self._rest[end_marker + len(CLOSE) :]
-        self._state = self._behind
+        self.rest = self.rest.lstrip().removeprefix(CLOSE)
+        self.state = self._behind
         return True
 
     def _behind(self) -> bool:
-        self._rest = self._rest.lstrip()
-        if self._rest:
-            self._state = self._answer
-        return bool(self._rest)
+        self.rest = self.rest.lstrip()
+        if self.rest:
+            self.state = self._answer
+        return bool(self.rest)
 
     def _answer(self) -> bool:
-        self._pieces.append(Content(self._rest))
-        self._rest = ""
+        self.pieces.append(Content(self.rest))
+        self.rest = ""
         return False
-
-    def _taken(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return merged(pieces)
 
 
 def reasoning_parser(name: str, prompt: str | None) -> ThinkParser | None:

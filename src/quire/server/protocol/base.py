@@ -1,6 +1,6 @@
-"""Types that all endpoints share."""
+"""Types that all endpoints share, and the sampling fields of chats and completions."""
 
-from typing import Annotated, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
@@ -52,3 +52,98 @@ class PromptLogprob(TypedDict):
     logprob: float
     rank: int
     decoded_token: str | None
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+MAX_STOPS = 64  # strings; each costs time on every token of the answer
+ModelName = Annotated[
+    str | None, Field(description="A name that /v1/models lists; the first of them if left out.")
+]
+Stops = Annotated[list[str], Field(max_length=MAX_STOPS)]
+
+
+class SamplingFields(RequestBody):
+    """What /v1/chat/completions and /v1/completions share: OpenAI's fields, then vLLM's."""
+
+    model: ModelName = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Int | None = Field(None, description="Answers per prompt, at most max_num_seqs.")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
+        None, description="The same seed and request give the same tokens."
+    )
+    stop: str | Stops | None = None
+    max_tokens: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(
+        None, description="Token id, as text, to a bias in [-100, 100]."
+    )
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description="The answer's form: {'type': 'json_schema', 'json_schema': {'schema': …}} or 'json_object'.",
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    stop_token_ids: list[Int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = Field(
+        None, description="Keep this many of the prompt's last tokens; -1: as many as fit."
+    )
+    priority: Int | None = None
+    cache_salt: str | None = Field(None, description="Requests share cached prefixes within one salt only.")
+    add_special_tokens: bool | None = None
+
+    use_beam_search: bool | None = Field(None, description="best_of beams, at most 32; not with stream.")
+    best_of: Int | None = Field(None, description="Sequences to make, or beams; the n best are returned.")
+    length_penalty: float | None = Field(None, description="Of beams: above 0 favours longer ones.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beams.")
+
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="The answer's form: one of json, regex, choice, grammar."
+    )
+    regex: str | None = Field(None, description="The answer matches this as a whole.")
+    grammar: str | None = Field(
+        None, description="The answer follows this grammar, in Lark's notation or GBNF."
+    )
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class ExtraFields(RequestBody):
+    """What /v1/responses and /v1/messages take beyond their own APIs."""
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def extras(self) -> dict[str, Any]:
+        """The fields that are set, under their names in a chat request."""
+        return {
+            name: value for name in ExtraFields.model_fields if (value := getattr(self, name)) is not None
+        }

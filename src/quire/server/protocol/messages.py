@@ -2,11 +2,9 @@
 
 from typing import Any, NotRequired
 
-from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, RequestBody
-from quire.server.protocol.sampling import ExtraFields, Stops
+from quire.server.protocol.base import ExtraFields, Int, ModelName, RequestBody, Stops
 
 # A piece of a message: text, thinking, the use of a tool or its result. Which fields it has hangs on its `type`.
 Block = dict[str, Any]
@@ -25,9 +23,7 @@ class OutputConfig(RequestBody):
 class MessageInput(ExtraFields):
     """The fields that make the prompt: enough to count its tokens."""
 
-    model: str | None = Field(
-        None, description="A name that /v1/models lists; the first of them if left out."
-    )
+    model: ModelName = None
     messages: list[dict[str, Any]]
     system: str | list[Block] | None = None
     tools: list[dict[str, Any]] | None = None

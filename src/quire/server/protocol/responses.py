@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, RequestBody
-from quire.server.protocol.sampling import ExtraFields, Stops
+from quire.server.protocol.base import ExtraFields, Int, ModelName, RequestBody, Stops
 
 # An item of a conversation: a message, a function call, its output or a piece of reasoning. Which fields it has
 # hangs on its `type`, and each kind of item has more forms than one: `responses.convert_request` reads them.
@@ -18,10 +17,7 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
 _ITEMS: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "object"}},
-    ],
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
     "examples": ["What is the capital of France?"],
 }
 
@@ -39,9 +35,7 @@ class ReasoningConfig(RequestBody):
 class ResponseInput(ExtraFields):
     """The fields that make the prompt: enough to count its tokens."""
 
-    model: str | None = Field(
-        None, description="A name that /v1/models lists; the first of them if left out."
-    )
+    model: ModelName = None
     input: str | list[Item] | None = Field(None, json_schema_extra=_ITEMS)
     instructions: str | None = Field(None, description="A system message; the next response has its own.")
     previous_response_id: str | None = None

@@ -8,6 +8,7 @@ from typing import Any
 from quire.core.errors import InvalidRequest
 from quire.server.errors import ApiError, not_supported
 from quire.server.protocol.responses import Item, ResponseInput, ResponseRequest
+from quire.server.translation import string_field
 
 LOGPROBS = "message.output_text.logprobs"
 # A chat request's fields and their names in this API, for errors.
@@ -59,8 +60,6 @@ def chat_fields(body: ResponseRequest, items: Sequence[Item]) -> dict[str, Any]:
         "stream": body.stream,
         "response_format": _response_format(body),
     }
-    if body.stream:
-        fields["stream_options"] = {"include_usage": True}
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     return fields
@@ -214,7 +213,7 @@ def chat_messages(items: Sequence[Item], instructions: str | None = None) -> lis
 
 def _read(item: Any, path: str) -> Item:
     if not isinstance(item, Mapping):
-        raise _wrong(path, f"must be an object, not {type(item).__name__}")
+        raise InvalidRequest.at(path, f"must be an object, not {type(item).__name__}")
     match item.get("type", "message"):
         case "message":
             return _read_message(item, path)
@@ -222,8 +221,8 @@ def _read(item: Any, path: str) -> Item:
             return {
                 "id": _id(item, "fc"),
                 "type": "function_call",
-                "call_id": _string(item, "call_id", path),
-                "name": _string(item, "name", path),
+                "call_id": string_field(item, "call_id", path),
+                "name": string_field(item, "name", path),
                 "arguments": _arguments(item, path),
                 "status": "completed",
             }
@@ -232,7 +231,7 @@ def _read(item: Any, path: str) -> Item:
             return {
                 "id": _id(item, "fco"),
                 "type": "function_call_output",
-                "call_id": _string(item, "call_id", path),
+                "call_id": string_field(item, "call_id", path),
                 "output": output
                 if isinstance(output, str)
                 else _parts(output, "input_text", f"{path}.output"),
@@ -258,7 +257,7 @@ def _read(item: Any, path: str) -> Item:
 def _read_message(item: Mapping[str, Any], path: str) -> Item:
     role = item.get("role")
     if role not in _ROLES:
-        raise _wrong(path, f"has role {role!r}: give {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
+        raise InvalidRequest.at(path, f"has role {role!r}: give {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
     kind = "output_text" if role == "assistant" else "input_text"
     return {
         "id": _id(item, "msg"),
@@ -273,17 +272,17 @@ def _parts(content: Any, kind: str, path: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
     if not isinstance(content, list):
-        raise _wrong(path, f"is a {type(content).__name__}: give a string or a list of text parts")
+        raise InvalidRequest.at(path, f"is a {type(content).__name__}: give a string or a list of text parts")
     return [_part(part, kind, f"{path}[{index}]") for index, part in enumerate(content)]
 
 
 def _part(part: Any, kind: str, path: str) -> dict[str, Any]:
     part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if part_type == "refusal":
-        return {"type": kind, "text": _string(part, "refusal", path)} | _annotations(kind)
+        return {"type": kind, "text": string_field(part, "refusal", path)} | _annotations(kind)
     if part_type not in _TEXT_PARTS:
         raise not_supported(_PARAM, f"{path} has type {part_type!r}: only text parts are supported")
-    return {"type": kind, "text": _string(part, "text", path)} | _annotations(kind)
+    return {"type": kind, "text": string_field(part, "text", path)} | _annotations(kind)
 
 
 def _annotations(kind: str) -> dict[str, Any]:
@@ -294,28 +293,22 @@ def _reasoning_parts(parts: Any, kind: str, path: str) -> list[dict[str, str]]:
     if parts is None:
         return []
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        raise _wrong(path, "must be a list of text parts")
+        raise InvalidRequest.at(path, "must be a list of text parts")
     return [
-        {"type": kind, "text": _string(part, "text", f"{path}[{index}]")} for index, part in enumerate(parts)
+        {"type": kind, "text": string_field(part, "text", f"{path}[{index}]")}
+        for index, part in enumerate(parts)
     ]
 
 
 def _arguments(item: Mapping[str, Any], path: str) -> str:
     arguments = item.get("arguments")
     if not isinstance(arguments, str):
-        raise _wrong(path, "needs arguments: give them as a string of JSON")
+        raise InvalidRequest.at(path, "needs arguments: give them as a string of JSON")
     try:
         json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:
-        raise _wrong(path, f"has arguments that are not JSON ({error})") from None
+        raise InvalidRequest.at(path, f"has arguments that are not JSON ({error})") from None
     return arguments
-
-
-def _string(item: Mapping[str, Any], name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise _wrong(path, f"needs {name}: give a string")
-    return value
 
 
 def _id(item: Mapping[str, Any], kind: str) -> str:
@@ -365,7 +358,3 @@ def _output(item: Item, names: Mapping[str, str]) -> dict[str, Any]:
         )
     content = output if isinstance(output, str) else _joined(output)
     return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": content}
-
-
-def _wrong(path: str, problem: str) -> InvalidRequest:
-    return InvalidRequest(f"{path} {problem}", _PARAM)
