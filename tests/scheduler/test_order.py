@@ -13,8 +13,8 @@ from quire.core.sampling import SamplingParams
 from quire.memory.paged import PagedMemory
 from quire.scheduler import fair_queue
 from quire.scheduler.fair_queue import OUTPUT_WEIGHT, FairQueue
-from quire.scheduler.group import SequenceGroup
 from quire.scheduler.ordering import AGEING
+from quire.scheduler.queue import SequenceGroup
 from quire.scheduler.scheduler import Scheduler
 
 

@@ -39,10 +39,10 @@ class BeamSearches:
         self._scheduler = scheduler
         self._structured = structured
         self._fail = fail
-        self._searches: dict[str, _Search] = {}
+        self.searches: dict[str, _Search] = {}  # by request id
 
     def forget(self, request_id: str) -> None:
-        self._searches.pop(request_id, None)
+        self.searches.pop(request_id, None)
 
     def commit(
         self,
@@ -58,9 +58,9 @@ class BeamSearches:
             if not beams:
                 continue
             request = next(iter(beams.values())).request
-            search = self._searches.get(request.request_id)
+            search = self.searches.get(request.request_id)
             if search is None:
-                search = self._searches[request.request_id] = _Search(request)
+                search = self.searches[request.request_id] = _Search(request)
             for beam in beams.values():
                 search.candidates[id(beam)] = []
             triples = zip(candidates.samples, candidates.token_ids, candidates.scores, strict=True)
@@ -88,7 +88,7 @@ class BeamSearches:
         chosen = search.hypotheses.choose(joined, search.tokens)
         if not chosen:
             self._scheduler.abort(request.request_id, FinishReason.STOP)
-            self._searches.pop(request.request_id, None)
+            self.searches.pop(request.request_id, None)
             return _final(request, search.hypotheses.best, beams[0].num_cached, prompt_logprobs)
         tokens = [candidate.token(search.tokens) for candidate in chosen]
         beams = self._scheduler.branch([Branch(c.beam, c.token_id, c.score) for c in chosen])

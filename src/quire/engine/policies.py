@@ -7,9 +7,9 @@ from quire.memory.adapter_pages import AdapterPages
 from quire.memory.interface import Memory
 from quire.memory.offload_cache import OffloadCache
 from quire.memory.paged import PagedMemory
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers
 from quire.scheduler.adapter_admission import AdapterAdmission, HostCopies
-from quire.scheduler.admission_policy import AdmissionPolicy
+from quire.scheduler.running import AdmissionPolicy
 
 
 def make_memory(

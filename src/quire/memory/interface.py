@@ -8,8 +8,7 @@ from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.offload_cache import OffloadCache
 from quire.memory.paged import HeldBlocks, TableDelta
-from quire.memory.swap import SwapSpace
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers, SwapSpace
 
 
 class Memory(Protocol):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from quire.core.stats import OffloadStats
 from quire.core.step import DiskTierRead
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers
 
 MAX_SAVED = 256  # blocks per step: its forward pass waits until the blocks that it reuses are copied out
 MAX_CANDIDATES = 16  # oldest host blocks that are checked for reuse

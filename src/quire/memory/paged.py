@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from quire.core.request import Request, Sequence, ints
 from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
-from quire.memory.blocks import BlockPool
+from quire.memory.blocks import BlockPool, PrefixIndex
 from quire.memory.offload_cache import OffloadCache
-from quire.memory.prefix import PrefixIndex
-from quire.memory.swap import SwapSpace
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers, SwapSpace
 
 
 @dataclass(slots=True)
@@ -280,7 +278,8 @@ class PagedMemory:
         if self.offload_cache is not None and (content := self.index.content_of(block)) is not None:
             self.offload_cache.save(content, block)
         self.index.forget(block)
-        self.adapter_pages.evict_owner(block)
+        if block in self.adapter_pages.owner:
+            self.adapter_pages.evict_owner(block)
         return block
 
     def _take_for(self, content: bytes) -> int | None:

@@ -7,8 +7,7 @@ from quire.core.adapters import AdapterLoad
 from quire.core.errors import AdapterError
 from quire.core.request import ints
 from quire.memory.interface import Memory
-from quire.scheduler.group import SequenceGroup, blocks_to_resume
-from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.queue import SequenceGroup, WaitingQueue, blocks_to_resume
 
 LOOK_AHEAD = 64  # waiting groups whose adapters are prefetched
 

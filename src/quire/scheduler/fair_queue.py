@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from quire.core.request import Request, Sequence
-from quire.scheduler.group import SequenceGroup
-from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.queue import SequenceGroup, WaitingQueue
 
 PROMPT_WEIGHT = 1.0  # cost of a token in its share's counter
 OUTPUT_WEIGHT = 2.0

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from quire.core.config import SchedulerConfig
 from quire.scheduler.fair_queue import FairQueue, adapter_of, tenant_and_adapter_of, tenant_of
-from quire.scheduler.group import SequenceGroup
-from quire.scheduler.queue import WaitingQueue, first_come
+from quire.scheduler.queue import SequenceGroup, WaitingQueue, first_come
 
 AGEING = 16  # tokens by which a request is behind each that came before it
 

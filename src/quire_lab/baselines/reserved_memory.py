@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from quire.core.request import Request, Sequence
 from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
-from quire.memory.blocks import BlockPool
+from quire.memory.blocks import BlockPool, PrefixIndex
 from quire.memory.offload_cache import OffloadCache
 from quire.memory.paged import HeldBlocks, TableDelta
-from quire.memory.prefix import PrefixIndex
-from quire.memory.swap import SwapSpace
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers, SwapSpace
 from quire_lab.baselines.contiguous_pool import BlockRun, ContiguousPool
 
 Length = Callable[[Request, int], int]  # (request, max_model_len) → positions of one sequence

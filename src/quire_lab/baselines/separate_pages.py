@@ -46,7 +46,7 @@ class SeparatePages(AdapterPages):
         blocks = [self._first - 1 + block for block in run.ids()]
         self._blocks[key] = blocks
         self._salts[key] = salt
-        self._owner.update(dict.fromkeys(blocks, key))
+        self.owner.update(dict.fromkeys(blocks, key))
         self.stats.num_loads += 1
         return blocks
 

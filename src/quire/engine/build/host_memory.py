@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.engine.build.resolve import BuildPlan
 from quire.layers.pool import Pool
 from quire.memory.offload_cache import OffloadCache
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers
 from quire.observe.logs import get_logger
 from quire.runner.disk_tier import FileDiskTier, settings_folder
 from quire.runner.sizing import available_memory
