@@ -53,7 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
         transfers, offload_cache = PendingTransfers(), None
         if home_blocks and caching and share:
             disk_tier = PageShelf(runner) if shelf else None
-            offload_cache = OffloadCache(swap_blocks + 1, home_blocks, transfers, runner, disk_tier)
+            offload_cache = OffloadCache(swap_blocks + 1, home_blocks, transfers, runner.num_moved, disk_tier)
         memory = PagedMemory(
             num_blocks, block_size, "test", caching, share, swap_blocks, transfers, offload_cache
         )

@@ -19,7 +19,7 @@ from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
 from quire.engine.validation import Limits, RequestValidator
 from quire.grammar.compiler import Compiler
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.sampling.records import TokenMask
 from quire.scheduler.plan import ScheduledStep
 from quire.scheduler.preemption import Preemption
@@ -57,7 +57,7 @@ class Engine:
         self,
         config: SchedulerConfig,
         limits: Limits,
-        memory: Memory,
+        memory: PagedMemory,
         runner: StepRunner,
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,

@@ -30,7 +30,7 @@ class AdapterPages:
         self._users: dict[str, int] = {}  # rows
         self.owner: dict[int, str] = {}  # by block: its adapter
         self._salts: dict[str, str] = {}
-        self._num_in_use = 0  # blocks
+        self.num_blocks_in_use = 0
         self.evicted: list[str] = []  # since the last step
         self.stats = AdapterPageStats()
 
@@ -51,7 +51,7 @@ class AdapterPages:
 
     def has_spare_room(self, num_blocks: int, reserved: int) -> bool:
         """The same without evicting an idle adapter: a prefetch must not cost a resident one."""
-        idle = len(self.owner) - self._num_in_use
+        idle = len(self.owner) - self.num_blocks_in_use
         return num_blocks + reserved + idle <= self._pool.num_free
 
     def can_ever_hold(self, num_blocks: int, others: int) -> bool:
@@ -81,7 +81,7 @@ class AdapterPages:
         users = self._users.get(key, 0)
         self.stats.num_queries += 1
         if not users:
-            self._num_in_use += len(self._blocks[key])
+            self.num_blocks_in_use += len(self._blocks[key])
             for block in self._blocks[key]:
                 self._pool.share(block)
         self._users[key] = users + 1
@@ -92,7 +92,7 @@ class AdapterPages:
             self._users[key] = users
         else:
             del self._users[key]
-            self._num_in_use -= len(self._blocks[key])
+            self.num_blocks_in_use -= len(self._blocks[key])
             self._free(self._blocks[key])
 
     def evict_owner(self, block: int) -> None:
@@ -125,10 +125,6 @@ class AdapterPages:
     def num_blocks(self) -> int:
         """Blocks that hold adapters, idle ones included."""
         return len(self.owner)
-
-    @property
-    def num_blocks_in_use(self) -> int:
-        return self._num_in_use
 
     def in_use(self) -> list[str]:
         return list(self._users)

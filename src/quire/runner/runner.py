@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,16 +31,7 @@ from quire.sampling.logprobs import logprob_entries
 from quire.sampling.records import Sampled, TokenMask
 from quire.sampling.sampler import Sampler
 
-
-class MakeOps(Protocol):
-    def __call__(
-        self,
-        model: DecoderModel,
-        pool: Pool,
-        limits: RunnerLimits,
-        device: torch.device,
-        adapters: AdapterSlots | None,
-    ) -> DeviceOps: ...
+MakeOps = Callable[[DecoderModel, Pool, RunnerLimits, torch.device, AdapterSlots | None], DeviceOps]
 
 
 @dataclass(slots=True)

@@ -126,10 +126,6 @@ class TransferEngine:
             self.disk_tier.close()
         self.arena.close()
 
-    def prepare(self, num_blocks: int) -> None:
-        """Makes room for `num_blocks` that may leave soon."""
-        self.arena.prepare(num_blocks)
-
     @torch.inference_mode()
     def move(self, step: Step) -> None:
         """Queues the step's moves, and makes its pass wait for what it is about to touch. The host does not wait."""

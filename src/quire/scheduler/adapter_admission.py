@@ -6,7 +6,7 @@ from typing import Protocol
 from quire.core.adapters import AdapterLoad
 from quire.core.errors import AdapterError
 from quire.core.request import ints
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.scheduler.queue import SequenceGroup, WaitingQueue, blocks_to_resume
 
 LOOK_AHEAD = 64  # waiting groups whose adapters are prefetched
@@ -50,7 +50,7 @@ class AdapterAdmission:
 
     governs_all = False  # whether requests without an adapter are checked too
 
-    def __init__(self, copies: HostCopies, memory: Memory, max_adapters: int | None = None) -> None:
+    def __init__(self, copies: HostCopies, memory: PagedMemory, max_adapters: int | None = None) -> None:
         self._copies = copies
         self._memory = memory
         self._pages = memory.adapter_pages

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 
 from quire.core.stats import SchedulerStats
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_admission import LOOK_AHEAD, AdapterAdmission, Readiness
 from quire.scheduler.plan import StepPlan
 from quire.scheduler.preemption import Preemption
@@ -17,7 +17,7 @@ class Admission:
     def __init__(
         self,
         batch: RunningBatch,
-        memory: Memory,
+        memory: PagedMemory,
         preemption: Preemption,
         adapters: AdapterAdmission | None,
         stats: SchedulerStats,

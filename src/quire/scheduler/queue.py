@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from quire.core.queue_bounds import QueueBounds
 from quire.core.request import Phase, Request, Sequence, ints
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class SequenceGroup:
         self.sequences[:] = [s for s in self.sequences if s.index == 0 or s.num_outputs or s.num_pending]
 
 
-def blocks_to_resume(memory: Memory, group: SequenceGroup) -> int:
+def blocks_to_resume(memory: PagedMemory, group: SequenceGroup) -> int:
     """Blocks for all known tokens of the group: followers share the prompt's full blocks with their leader."""
     leader, *others = group.live
     shared = group.request.num_prompt_tokens // memory.block_size
@@ -87,7 +87,9 @@ def blocks_to_resume(memory: Memory, group: SequenceGroup) -> int:
     return memory.blocks_for(len(leader.token_ids)) + own
 
 
-def blocks_promised(memory: Memory, running: Iterable[Sequence], forking: Iterable[SequenceGroup]) -> int:
+def blocks_promised(
+    memory: PagedMemory, running: Iterable[Sequence], forking: Iterable[SequenceGroup]
+) -> int:
     """Blocks that will still be allocated: by running sequences for known tokens, by groups for their followers."""
     blocks_for = memory.blocks_for
     promised = sum(max(0, blocks_for(s.target) - len(s.block_ids)) for s in running)

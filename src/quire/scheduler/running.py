@@ -4,7 +4,7 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
 from quire.core.request import FinishReason, Phase, Sequence
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.scheduler.plan import StepPlan
 from quire.scheduler.queue import SequenceGroup, WaitingQueue, blocks_promised
 
@@ -53,7 +53,7 @@ class RunningBatch:
     """Sequences in the schedule's order. A sequence keeps one row for as long as it runs."""
 
     def __init__(
-        self, max_num_seqs: int, memory: Memory, waiting: WaitingQueue, policy: AdmissionPolicy
+        self, max_num_seqs: int, memory: PagedMemory, waiting: WaitingQueue, policy: AdmissionPolicy
     ) -> None:
         self.sequences: list[Sequence] = []
         self.groups: dict[str, SequenceGroup] = {}  # by request id: all that wait or run

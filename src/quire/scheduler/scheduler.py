@@ -7,12 +7,11 @@ from quire.core.config import SchedulerConfig
 from quire.core.draft import TokenTree
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.stats import SchedulerStats
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_admission import AdapterAdmission
 from quire.scheduler.admission import Admission
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
-from quire.scheduler.fair_queue import FairQueue
-from quire.scheduler.ordering import make_queue
+from quire.scheduler.ordering import FairQueue, make_queue
 from quire.scheduler.plan import ScheduledStep, StepPlan
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.queue import SequenceGroup
@@ -30,7 +29,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        memory: Memory,
+        memory: PagedMemory,
         drafter: Drafter | None = None,
         preemption: Preemption | None = None,
         adapters: AdapterAdmission | None = None,

@@ -53,7 +53,7 @@ class SeparatePages(AdapterPages):
     def acquire(self, key: str) -> None:
         self.stats.num_queries += 1
         if key not in self._users:
-            self._num_in_use += len(self._blocks[key])
+            self.num_blocks_in_use += len(self._blocks[key])
         self._users[key] = self._users.get(key, 0) + 1
         self._run_of.move_to_end(key)
 

@@ -20,7 +20,7 @@ from quire.engine.build.weights import LoadedModels
 from quire.kernels.registry import REFERENCE, alternatives, choose, forces_reference
 from quire.layers.lora import LoraSite, install_sites
 from quire.layers.pool import Pool
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
@@ -116,7 +116,9 @@ def _make_store(plan: BuildPlan, sites: tuple[LoraSite, ...], block: BlockShape)
     return store
 
 
-def serve_adapters(config: AdapterConfig, built: BuiltAdapters | None, memory: Memory) -> Adapters | None:
+def serve_adapters(
+    config: AdapterConfig, built: BuiltAdapters | None, memory: PagedMemory
+) -> Adapters | None:
     """The engine's view of the adapters; None where adapters are off."""
     if built is None:
         return None
