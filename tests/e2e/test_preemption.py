@@ -28,5 +28,5 @@ def test_a_quarter_of_the_demand_gives_the_same_tokens_in_all_three_modes():
             assert stats.num_preemptions
             assert bool(stats.num_swaps_out) == (mode != "recompute")
             llm.engine.check_integrity()
-            assert (memory.num_free, memory.swap.num_used) == (memory.num_blocks, 0)
+            assert (memory.num_free, memory.swap.hosts.num_used) == (memory.num_blocks, 0)
     assert found == dict.fromkeys(MODES, wanted)

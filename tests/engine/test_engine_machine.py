@@ -16,7 +16,7 @@ from quire.engine.speculation import Speculation
 from quire.engine.validation import Limits
 from quire.memory.offload_cache import OffloadCache
 from quire.memory.paged import PagedMemory
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers
 from quire_lab.simulate.clock import VirtualClock
 from tests.engine.beam_oracle import expected_beams, token_scores
 from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
@@ -52,7 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
         transfers, offload_cache = PendingTransfers(), None
         if home_blocks and caching and share:
             disk_tier = PageShelf(runner) if shelf else None
-            offload_cache = OffloadCache(swap_blocks + 1, home_blocks, transfers, runner, disk_tier)
+            offload_cache = OffloadCache(swap_blocks + 1, home_blocks, transfers, runner.num_moved, disk_tier)
         memory = PagedMemory(
             num_blocks, block_size, "test", caching, share, swap_blocks, transfers, offload_cache
         )
@@ -171,7 +171,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert self.outputs[request_id, index] == output
                 assert (request_id, index) in self.finished
         assert self.memory.num_free == self.memory.num_blocks
-        assert self.memory.swap.num_used == 0
+        assert self.memory.swap.hosts.num_used == 0
         self.prompts.clear()
 
     @invariant()

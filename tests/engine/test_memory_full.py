@@ -97,7 +97,7 @@ def _run(engine: Engine, adapters: Listed[str | None] = (None,) * 6) -> tuple[An
         engine.check_integrity()
     assert not engine.has_work, "it goes round and round"
     assert engine.memory.num_free == engine.memory.num_blocks
-    assert engine.memory.swap.num_used == 0
+    assert engine.memory.swap.hosts.num_used == 0
     engine.close()
     return found, errors
 

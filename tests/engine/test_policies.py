@@ -10,7 +10,7 @@ from quire.core.errors import ConfigError
 from quire.engine.policies import make_adapter_admission, make_admission_policy, make_memory
 from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_admission import AdapterAdmission
-from quire.scheduler.admission_policy import AdmissionPolicy
+from quire.scheduler.running import AdmissionPolicy
 from quire_lab.simulate.clock import VirtualClock
 
 

@@ -118,7 +118,7 @@ def run(engine: Engine) -> dict:
     assert not engine.has_work
     engine.check_integrity()
     assert engine.memory.num_free == engine.memory.num_blocks
-    assert not engine._structured._running, "a grammar's places are given up with its request"
+    assert not engine._structured.running, "a grammar's places are given up with its request"
     return found
 
 

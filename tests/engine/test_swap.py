@@ -53,7 +53,7 @@ def outputs(folder, **settings):
                 found[update.request_id, -1] = tuple(entry.token_id for entry in update.prompt_logprobs)
     engine.check_integrity()
     assert engine.memory.num_free == engine.memory.num_blocks
-    assert engine.memory.swap.num_used == 0
+    assert engine.memory.swap.hosts.num_used == 0
     engine.close()
     return found, engine.scheduler.stats, built.report
 
@@ -112,7 +112,7 @@ def test_nothing_leaks_over_thousands_of_requests(count, mode):
     engine.check_integrity()
     assert not wanted
     assert memory.num_free == num_blocks
-    assert memory.swap.num_used == 0
+    assert memory.swap.hosts.num_used == 0
     stats = engine.scheduler.stats
     assert (stats.num_preemptions if mode == "recompute" else stats.num_swaps_out) > count // 50
     assert not engine.scheduler._preempted

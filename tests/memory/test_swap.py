@@ -23,7 +23,7 @@ def test_shared_blocks_leave_once_and_are_shared_again_when_they_are_back():
     fork(memory, parent, child, 6)
     assert memory.swap.out([parent, child], {})
     assert memory.num_free == 8
-    assert memory.swap.num_used == 2
+    assert memory.swap.hosts.num_used == 2
     assert parent.host_block_ids == child.host_block_ids
     memory.check_integrity([parent, child])
     outs, _ = taken(memory)
@@ -31,7 +31,7 @@ def test_shared_blocks_leave_once_and_are_shared_again_when_they_are_back():
     memory.swap.back([parent, child])
     assert parent.block_ids == child.block_ids
     assert (parent.num_computed, child.num_computed) == (6, 6)
-    assert memory.swap.num_used == 0
+    assert memory.swap.hosts.num_used == 0
     _, ins = taken(memory)
     assert [host for host, _ in ins] == [host for _, host in outs]
     memory.check_integrity([parent, child])
@@ -84,7 +84,7 @@ def test_a_sequence_that_ends_while_it_is_away_gives_its_host_blocks_back():
     compute(memory, sequence)
     assert memory.swap.out([sequence], {})
     memory.release(sequence)
-    assert memory.swap.num_used == 0
+    assert memory.swap.hosts.num_used == 0
     memory.check_integrity([sequence])
 
 

@@ -53,7 +53,7 @@ def mover(monkeypatch):
     """A mover that believes to be on a GPU; `log` is what its two streams were told."""
     made = TransferEngine(Pool(LAYOUT, 101), 100)
     log = []
-    made.log, made._stream, passes = log, FakeStream("side", log), FakeStream("passes", log)
+    made.log, made.stream, passes = log, FakeStream("side", log), FakeStream("passes", log)
     monkeypatch.setattr(FakeEvent, "count", 0)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: passes)
@@ -75,8 +75,9 @@ def step(out=(), back=(), given=(), copies=(), starts=(), rows=()):
     none = ints()
     started = tuple(RowStart(row, none, ints(blocks), SamplingParams(), 0, 0, 0) for row, blocks in starts)
     return Step(
-        0, started, ints(rows), none, none, none, none, ints(given),
-        ints(source for source, _ in copies), ints(target for _, target in copies), none, none, moves=moves,
+        0, started, ints(rows), none, none, none, none, table_blocks=ints(given),
+        copy_sources=ints(source for source, _ in copies), copy_targets=ints(target for _, target in copies),
+        moves=moves,
     )  # fmt: skip
 
 

@@ -11,10 +11,9 @@ from quire.core.errors import ConfigError
 from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
 from quire.memory.paged import PagedMemory
-from quire.scheduler import fair_queue
-from quire.scheduler.fair_queue import OUTPUT_WEIGHT, FairQueue
-from quire.scheduler.group import SequenceGroup
-from quire.scheduler.ordering import AGEING
+from quire.scheduler import ordering
+from quire.scheduler.ordering import AGEING, OUTPUT_WEIGHT, FairQueue
+from quire.scheduler.queue import SequenceGroup
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -165,7 +164,7 @@ def test_those_who_leave_a_queue_leave_nothing_behind(schedule):
 
 
 def test_accounts_of_tenants_who_left_are_closed(monkeypatch):
-    monkeypatch.setattr(fair_queue, "MAX_SHARES", 8)
+    monkeypatch.setattr(ordering, "MAX_SHARES", 8)
     queue = FairQueue(100, None)
     for number in range(50):
         group = SequenceGroup(request(f"r{number}", tenant=f"t{number}"), number)

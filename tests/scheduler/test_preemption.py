@@ -32,7 +32,7 @@ def test_a_swapped_request_computes_nothing_twice():
     assert scheduler.stats.num_swaps_out == scheduler.stats.num_swaps_in == 1
     assert computed == {"a": 19, "b": 15}  # the last token's K and V are never needed
     assert scheduler.memory.num_free == 6
-    assert scheduler.memory.swap.num_used == 0
+    assert scheduler.memory.swap.hosts.num_used == 0
 
 
 def test_without_room_in_host_memory_it_is_computed_again():

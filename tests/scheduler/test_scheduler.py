@@ -7,7 +7,7 @@ from quire.core.errors import QueueFull
 from quire.core.request import FinishReason, Phase, Request
 from quire.core.sampling import SamplingParams
 from quire.memory.paged import PagedMemory
-from quire.scheduler.admission_policy import AdmissionPolicy
+from quire.scheduler.running import AdmissionPolicy
 from quire.scheduler.scheduler import Scheduler
 
 

@@ -84,13 +84,15 @@ class Step:
     rows: Ints  # [R] int32, rows that advance
     num_computed: Ints  # [R] int32, position of each row's first token in this step
     num_tokens: Ints  # [R] int32
-    table_rows: Ints  # [D] int32, table delta: block_tables[row, index] = block
-    table_indices: Ints  # [D] int32
-    table_blocks: Ints  # [D] int32
-    copy_sources: Ints  # [C] int32, block ids copied before the forward pass (copy-on-write)
-    copy_targets: Ints  # [C] int32
     sample_sources: Ints  # [S] int32, index into `rows`: whose last logits are sampled
     sample_rows: Ints  # [S] int32, the row that receives the token (a fork samples into several rows)
+    table_rows: Ints = field(default_factory=ints)  # [D] int32, table delta: block_tables[row, index] = block
+    table_indices: Ints = field(default_factory=ints)  # [D] int32
+    table_blocks: Ints = field(default_factory=ints)  # [D] int32
+    copy_sources: Ints = field(
+        default_factory=ints
+    )  # [C] int32, blocks copied before the pass (copy-on-write)
+    copy_targets: Ints = field(default_factory=ints)  # [C] int32
     forced_rows: Ints = field(default_factory=ints)  # [B] int32, rows whose token the host has chosen
     forced_positions: Ints = field(default_factory=ints)  # [B] int32
     forced_tokens: Ints = field(default_factory=ints)  # [B] int32

@@ -24,11 +24,11 @@ class Committer:
         self._beams = BeamSearches(scheduler, structured, self.fail)
 
     def commit(self, scheduled: ScheduledStep, result: StepResult) -> list[SequenceUpdate]:
-        self._collect_prompt_logprobs(scheduled, result)
+        if result.prompt_logprobs:
+            self._collect_prompt_logprobs(scheduled, result)
         failed = set(result.failed)
-        self._scheduler.committed(
-            scheduled, is_valid=not failed
-        )  # blocks behind NaN logits must not be cached
+        # blocks behind NaN logits must not be cached
+        self._scheduler.committed(scheduled, is_valid=not failed)
         updates: list[SequenceUpdate] = []
         drafted = bool(scheduled.step.drafts)
         rejected = self._verify(scheduled, result) if drafted else ()
@@ -59,7 +59,8 @@ class Committer:
 
     def forget(self, request_id: str) -> None:
         self._prompt_logprobs.pop(request_id, None)
-        self._beams.forget(request_id)
+        if self._beams.searches:
+            self._beams.forget(request_id)
 
     def _verify(self, scheduled: ScheduledStep, result: StepResult) -> set[int]:
         """Samples behind rejected draft tokens. Rewinds sequences with a draft to the accepted tokens."""

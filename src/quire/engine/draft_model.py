@@ -168,7 +168,6 @@ class DraftModel:
 
     def _run(self, parts: list[_Part], starts: tuple[RowStart, ...]) -> None:
         """Each computes its part, and gets a token more at each of its ends if then all it has is computed."""
-        nothing = ints()
         samples = [
             (i, offset) for i, part in enumerate(parts) for offset in reversed(range(part.num_samples))
         ]
@@ -181,15 +180,10 @@ class DraftModel:
                 rows=ints(rows),
                 num_computed=ints(part.num_computed for part in parts),
                 num_tokens=ints(part.count for part in parts),
-                table_rows=nothing,
-                table_indices=nothing,
-                table_blocks=nothing,
-                copy_sources=nothing,
-                copy_targets=nothing,
                 sample_sources=ints(i for i, _ in samples),
                 sample_rows=ints(rows[i] for i, _ in samples),
                 drafts=grown,
-                sample_offsets=ints(offset for _, offset in samples) if grown else nothing,
+                sample_offsets=ints(offset for _, offset in samples) if grown else ints(),
                 drawn=self._drawn(parts),
             )
         )

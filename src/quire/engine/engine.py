@@ -19,7 +19,7 @@ from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
 from quire.engine.validation import Limits, RequestValidator
 from quire.grammar.compiler import Compiler
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.sampling.records import TokenMask
 from quire.scheduler.plan import ScheduledStep
 from quire.scheduler.preemption import Preemption
@@ -57,7 +57,7 @@ class Engine:
         self,
         config: SchedulerConfig,
         limits: Limits,
-        memory: Memory,
+        memory: PagedMemory,
         runner: StepRunner,
         seed: int = 0,
         make_compiler: Callable[[], Compiler] | None = None,
@@ -170,7 +170,7 @@ class Engine:
     @property
     def num_compiling(self) -> int:
         """Requests whose grammar is being compiled."""
-        return self._structured.num_compiling + len(self._compiled)
+        return len(self._structured.compiling) + len(self._compiled)
 
     def queue_stats(self) -> QueueStats:
         """The load now, cheap enough for every step."""
@@ -189,7 +189,7 @@ class Engine:
         pool = PoolStats(
             num_blocks_used=num_used,
             usage=num_used / max(1, memory.num_blocks),
-            swap_used=memory.swap.num_used,
+            swap_used=memory.swap.hosts.num_used,
             swap_space=memory.swap.hosts.num_blocks,
             offload_used=0 if offload is None else offload.num_used,
             offload_space=0 if offload is None else offload.num_hosts,
@@ -306,7 +306,7 @@ class Engine:
     def _has_request(self, request_id: str) -> bool:
         return (
             self.scheduler.has_request(request_id)
-            or self._structured.has_request(request_id)
+            or request_id in self._structured.compiling
             or any(request.request_id == request_id for request in self._compiled)
         )
 
@@ -358,7 +358,8 @@ class Engine:
 
     def _forget_if_ended(self, request_id: str) -> None:
         if not self.scheduler.has_request(request_id):
-            self._structured.forget(request_id)
+            if self._structured.running or self._structured.compiling:
+                self._structured.forget(request_id)
             self._give_back_adapter(request_id)
             if self.speculation is not None:
                 self.speculation.forget(request_id)

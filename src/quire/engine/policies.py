@@ -4,12 +4,11 @@ from quire.core import laboratory
 from quire.core.config import MemoryConfig, SchedulerConfig
 from quire.core.request import Clock
 from quire.memory.adapter_pages import AdapterPages
-from quire.memory.interface import Memory
 from quire.memory.offload_cache import OffloadCache
 from quire.memory.paged import PagedMemory
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers
 from quire.scheduler.adapter_admission import AdapterAdmission, HostCopies
-from quire.scheduler.admission_policy import AdmissionPolicy
+from quire.scheduler.running import AdmissionPolicy
 
 
 def make_memory(
@@ -21,11 +20,11 @@ def make_memory(
     transfers: PendingTransfers | None = None,
     offload_cache: OffloadCache | None = None,
     num_separate_blocks: int = 0,
-) -> Memory:
+) -> PagedMemory:
     """`config` is resolved: memory that is reserved up front has blocks of one token. `num_separate_blocks` behind the
     pool's `num_blocks` are for adapters alone.
     """
-    memory: Memory
+    memory: PagedMemory
     if config.reservation != "paged":
         baseline = laboratory.load("baselines.reserved_memory", f"--reservation {config.reservation}")
         memory = baseline.ReservedMemory(num_blocks, config.reservation, max_model_len)
@@ -62,7 +61,7 @@ def make_admission_policy(config: SchedulerConfig, clock: Clock) -> AdmissionPol
 
 
 def make_adapter_admission(
-    copies: HostCopies, memory: Memory, max_adapters: int | None, merge: bool
+    copies: HostCopies, memory: PagedMemory, max_adapters: int | None, merge: bool
 ) -> AdapterAdmission:
     """`merge`: one adapter at a time, merged into the weights."""
     if not merge:

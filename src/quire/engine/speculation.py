@@ -68,9 +68,8 @@ class _Estimate:
     is_long_match: bool = True  # of the next draft
     rate_after_guess: float = FIRST_RATE_AFTER_GUESS  # how often there is a draft after a guessed token
     rate_after_miss: float = FIRST_RATE_AFTER_MISS
-    branch_rate: float = (
-        FIRST_BRANCH_ACCEPTANCE  # how often another branch of a tree is right if the first is not
-    )
+    # how often another branch of a tree is right if the first is not
+    branch_rate: float = FIRST_BRANCH_ACCEPTANCE
     guess: int | None = None  # of the next token, compared when it is known
 
     @property
@@ -134,9 +133,8 @@ class Speculation:
             shape = self._shape(sequence, num_running, most)
             if shape.length:
                 estimate = self._estimate(sequence)
-                draft_rate = (
-                    estimate.draft_rate if self._proposer.guesses else 1.0
-                )  # a model always has a draft
+                # a model always has a draft
+                draft_rate = estimate.draft_rate if self._proposer.guesses else 1.0
                 expected = expected_tree_tokens(estimate.acceptance_rate, estimate.branch_rate, shape)
                 gained += draft_rate * (expected - 1.0)
                 drafted += draft_rate * shape.num_tokens

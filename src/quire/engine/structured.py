@@ -39,8 +39,8 @@ class StructuredOutputs:
     def __init__(self, make_compiler: Callable[[], Compiler] | None, limits: Limits) -> None:
         self._make_compiler = make_compiler
         self._compiler: Compiler | None = None
-        self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
-        self._running: dict[str, _Structured] = {}
+        self.compiling: dict[str, tuple[Request, Future[Grammar]]] = {}  # by request id, as `running`
+        self.running: dict[str, _Structured] = {}
         self._num_words = -(-limits.vocab_size // 32)
         self._end_ids = np.array([i for i in limits.eos_token_ids if i < limits.vocab_size], np.int64)
 
@@ -56,46 +56,39 @@ class StructuredOutputs:
             self._compiler = self._make_compiler()
         future = self._compiler.submit(structured)
         if not future.done():
-            self._compiling[request.request_id] = (request, future)
+            self.compiling[request.request_id] = (request, future)
             return False
         fault = future.exception()
         if fault is not None:
             raise _refusal(request, fault)
-        self._running[request.request_id] = _Structured(future.result())
+        self.running[request.request_id] = _Structured(future.result())
         return True
-
-    @property
-    def num_compiling(self) -> int:
-        return len(self._compiling)
-
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self._compiling
 
     def arrivals(self, seconds: float = 0.0) -> Arrivals:
         """Requests whose compilation has ended; waits at most `seconds` for the first."""
         arrivals = Arrivals([], [])
-        if not self._compiling:
+        if not self.compiling:
             return arrivals
         if seconds:
-            futures = [future for _, future in self._compiling.values()]
+            futures = [future for _, future in self.compiling.values()]
             wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
-        for request, future in [pair for pair in self._compiling.values() if pair[1].done()]:
-            del self._compiling[request.request_id]
+        for request, future in [pair for pair in self.compiling.values() if pair[1].done()]:
+            del self.compiling[request.request_id]
             fault = future.exception()
             if fault is not None:
                 arrivals.failed.append((request, _refusal(request, fault)))
             else:
-                self._running[request.request_id] = _Structured(future.result())
+                self.running[request.request_id] = _Structured(future.result())
                 arrivals.ready.append(request)
         return arrivals
 
-    def forget(self, request_id: str) -> bool:
-        """Drops a request that has ended; returns whether it was still waiting here."""
-        self._running.pop(request_id, None)
-        return self._compiling.pop(request_id, None) is not None
+    def forget(self, request_id: str) -> None:
+        """Drops a request that has ended, if it is here."""
+        self.running.pop(request_id, None)
+        self.compiling.pop(request_id, None)
 
     def close(self) -> None:
-        self._compiling.clear()
+        self.compiling.clear()
         if self._compiler is not None:
             self._compiler.close()
 
@@ -118,7 +111,7 @@ class StructuredOutputs:
 
     def branched(self, beams: list[Sequence], matchers: list[Matcher]) -> None:
         """Replaces a request's beams and their states."""
-        running = self._running[beams[0].request.request_id]
+        running = self.running[beams[0].request.request_id]
         running.matchers = {beam.index: matcher for beam, matcher in zip(beams, matchers, strict=True)}
 
     def allowed(self, sequence: Sequence, drafted: TokenTree) -> TokenTree:
@@ -173,7 +166,7 @@ class StructuredOutputs:
 
     def _matcher(self, sequence: Sequence) -> Matcher:
         """Made at the sequence's first sample. A preempted sequence keeps it: its text is unchanged."""
-        running = self._running[sequence.request.request_id]
+        running = self.running[sequence.request.request_id]
         matcher = running.matchers.get(sequence.index)
         if matcher is None:
             matcher = running.matchers[sequence.index] = running.grammar.matcher()

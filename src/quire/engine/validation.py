@@ -9,7 +9,7 @@ from quire.core.errors import ContextExceeded, InvalidRequest
 from quire.core.request import Clock, EmbedRequest, Request
 from quire.core.sampling import SamplingParams
 from quire.core.stats import gauge
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _named_tokens(sampling: SamplingParams) -> tuple[tuple[str, Iterable[int]], 
 class RequestValidator:
     """Accepts requests for one engine: checks them and decides seed, maximum length and stop tokens."""
 
-    def __init__(self, limits: Limits, memory: Memory, seed: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, limits: Limits, memory: PagedMemory, seed: int, clock: Clock = time.monotonic) -> None:
         self.limits = limits
         self._memory = memory
         self._seeds = random.Random(seed)

@@ -28,9 +28,9 @@ class AdapterPages:
         self._take = take  # gives a free block, its previous content evicted
         self._blocks: dict[str, list[int]] = {}
         self._users: dict[str, int] = {}  # rows
-        self._owner: dict[int, str] = {}
+        self.owner: dict[int, str] = {}  # by block: its adapter
         self._salts: dict[str, str] = {}
-        self._num_in_use = 0  # blocks
+        self.num_blocks_in_use = 0
         self.evicted: list[str] = []  # since the last step
         self.stats = AdapterPageStats()
 
@@ -51,7 +51,7 @@ class AdapterPages:
 
     def has_spare_room(self, num_blocks: int, reserved: int) -> bool:
         """The same without evicting an idle adapter: a prefetch must not cost a resident one."""
-        idle = len(self._owner) - self._num_in_use
+        idle = len(self.owner) - self.num_blocks_in_use
         return num_blocks + reserved + idle <= self._pool.num_free
 
     def can_ever_hold(self, num_blocks: int, others: int) -> bool:
@@ -63,17 +63,14 @@ class AdapterPages:
         blocks = [self._take() for _ in range(num_blocks)]
         self._blocks[key] = blocks
         self._salts[key] = salt
-        self._owner.update(dict.fromkeys(blocks, key))
+        self.owner.update(dict.fromkeys(blocks, key))
         self.stats.num_loads += 1
         self._free(blocks)
         return blocks
 
     @contextmanager
-    def holding(self, key: str | None) -> Iterator[None]:
+    def holding(self, key: str) -> Iterator[None]:
         """Keeps a resident adapter's pages while a group is being admitted."""
-        if key is None:
-            yield
-            return
         self.acquire(key)
         self.stats.num_queries -= 1
         yield
@@ -84,7 +81,7 @@ class AdapterPages:
         users = self._users.get(key, 0)
         self.stats.num_queries += 1
         if not users:
-            self._num_in_use += len(self._blocks[key])
+            self.num_blocks_in_use += len(self._blocks[key])
             for block in self._blocks[key]:
                 self._pool.share(block)
         self._users[key] = users + 1
@@ -95,14 +92,12 @@ class AdapterPages:
             self._users[key] = users
         else:
             del self._users[key]
-            self._num_in_use -= len(self._blocks[key])
+            self.num_blocks_in_use -= len(self._blocks[key])
             self._free(self._blocks[key])
 
     def evict_owner(self, block: int) -> None:
-        """Evicts the idle adapter that the block belongs to, if any: the block was taken for something else."""
-        key = self._owner.get(block)
-        if key is not None:
-            self._evict(key)
+        """Evicts the idle adapter that the block belongs to: the block was taken for something else."""
+        self._evict(self.owner[block])
 
     def drop(self, key: str) -> None:
         """Removes an adapter that no request can name any more."""
@@ -129,11 +124,7 @@ class AdapterPages:
     @property
     def num_blocks(self) -> int:
         """Blocks that hold adapters, idle ones included."""
-        return len(self._owner)
-
-    @property
-    def num_blocks_in_use(self) -> int:
-        return self._num_in_use
+        return len(self.owner)
 
     def in_use(self) -> list[str]:
         return list(self._users)
@@ -144,7 +135,7 @@ class AdapterPages:
             for block in self._blocks[key]:
                 counts[block] += 1
         owned = {block: key for key, blocks in self._blocks.items() for block in blocks}
-        if owned != self._owner:
+        if owned != self.owner:
             raise RuntimeError("adapters' blocks disagree with their owners")
 
     def _free(self, blocks: list[int]) -> None:
@@ -157,5 +148,5 @@ class AdapterPages:
 
     def _remove(self, key: str) -> None:
         for block in self._blocks.pop(key):
-            del self._owner[block]
+            del self.owner[block]
         self.evicted.append(key)

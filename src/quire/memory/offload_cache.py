@@ -2,13 +2,13 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Protocol
 
 from quire.core.stats import OffloadStats
 from quire.core.step import DiskTierRead
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers
 
 MAX_SAVED = 256  # blocks per step: its forward pass waits until the blocks that it reuses are copied out
 MAX_CANDIDATES = 16  # oldest host blocks that are checked for reuse
@@ -46,14 +46,6 @@ class DiskTier(Protocol):
     def clear(self) -> None: ...
 
 
-class CopyQueue(Protocol):
-    """Executes the transfers of steps, in order. The n-th transfers that a step carried have ticket n."""
-
-    def num_moved(self) -> int:
-        """The last ticket that is done, with all before it."""
-        ...
-
-
 class OffloadCache:
     """Blocks by content hash, evicted least recently used first.
 
@@ -66,15 +58,19 @@ class OffloadCache:
         first_host: int,
         num_hosts: int,
         transfers: PendingTransfers,
-        copy_queue: CopyQueue,
+        num_moved: Callable[[], int],
         disk_tier: DiskTier | None,
     ) -> None:
-        """Owns host blocks first_host … first_host + num_hosts - 1."""
+        """Owns host blocks first_host … first_host + num_hosts - 1.
+
+        Steps carry transfers in order, the n-th with ticket n; `num_moved` gives the last ticket that is done, with all
+        before it.
+        """
         self.stats = OffloadStats()
         self.num_hosts = num_hosts
         self.disk_tier = disk_tier
         self._transfers = transfers
-        self._copy_queue = copy_queue
+        self._num_moved = num_moved
         self._free = list(range(first_host + num_hosts - 1, first_host - 1, -1))
         self._host_of: OrderedDict[bytes, int] = OrderedDict()
         self._tickets: dict[int, int] = {}  # by host block: the last transfers that touch it
@@ -186,7 +182,7 @@ class OffloadCache:
 
     def _take(self, idle_only: bool) -> int | None:
         """A free or evicted host block; `idle_only`: one that no unfinished transfer touches."""
-        done = self._copy_queue.num_moved() if idle_only else self._transfers.ticket - 1
+        done = self._num_moved() if idle_only else self._transfers.ticket - 1
         for i in range(len(self._free) - 1, max(-1, len(self._free) - 1 - MAX_CANDIDATES), -1):
             if self._tickets.get(self._free[i], 0) <= done:
                 return self._free.pop(i)

@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from quire.core.request import Request, Sequence, ints
 from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
-from quire.memory.blocks import BlockPool
+from quire.memory.blocks import BlockPool, PrefixIndex
 from quire.memory.offload_cache import OffloadCache
-from quire.memory.prefix import PrefixIndex
-from quire.memory.swap import SwapSpace
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers, SwapSpace
 
 
 @dataclass(slots=True)
@@ -56,7 +54,10 @@ class HeldBlocks:
 
 
 class PagedMemory:
-    """All-or-nothing: a call that cannot be granted changes nothing and says so."""
+    """All-or-nothing: a call that cannot be granted changes nothing and says so.
+
+    It is the only writer of a sequence's `block_ids`, `host_block_ids`, `block_hashes` and `num_indexed`.
+    """
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class PagedMemory:
         self.transfers = transfers if transfers is not None else PendingTransfers()
         self.swap = SwapSpace(num_swap_blocks, block_size, self.pool, self.index, self.transfers, self._take)
         self.offload_cache = offload_cache
-        self.num_pinned = 0
+        self.num_pinned = 0  # blocks of pinned prefixes, which no request can have
         self._pinned: list[Sequence] = []
         self._enable_prefix_caching = enable_prefix_caching and share
         self._share = share
@@ -96,7 +97,7 @@ class PagedMemory:
 
     @property
     def usage(self) -> float:
-        return 1.0 - self.pool.num_free / self.pool.num_blocks
+        return 1.0 - self.num_free / self.num_blocks
 
     def blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
@@ -116,7 +117,10 @@ class PagedMemory:
         return HeldBlocks(len(counts), num_shared, len(indexed) - num_shared)
 
     def admit(self, leader: Sequence, num_sequences: int, num_blocks: int, headroom: int) -> bool:
-        """Takes nothing: blocks are allocated when they are needed."""
+        """Whether the leader's group fits: `num_blocks` for its `num_sequences`, with `headroom` blocks left free.
+
+        Takes nothing: blocks are allocated when they are needed.
+        """
         return num_blocks - len(leader.block_ids) + headroom <= self.pool.num_free
 
     # ------------------------------------------------------------------ the prefix cache
@@ -280,7 +284,8 @@ class PagedMemory:
         if self.offload_cache is not None and (content := self.index.content_of(block)) is not None:
             self.offload_cache.save(content, block)
         self.index.forget(block)
-        self.adapter_pages.evict_owner(block)
+        if block in self.adapter_pages.owner:
+            self.adapter_pages.evict_owner(block)
         return block
 
     def _take_for(self, content: bytes) -> int | None:

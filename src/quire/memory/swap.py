@@ -1,13 +1,46 @@
-"""SwapSpace: host blocks for sequences that had to leave the pool. Ids only; the runner moves the bytes."""
+"""SwapSpace: host blocks of preempted sequences. PendingTransfers: copies to and from host memory. Ids only."""
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listed
+from dataclasses import dataclass, field
 
-from quire.core.request import Sequence
+from quire.core.request import Sequence, ints
 from quire.core.stats import SwapStats
-from quire.memory.blocks import BlockPool
-from quire.memory.prefix import PrefixIndex
-from quire.memory.transfers import PendingTransfers
+from quire.core.step import HostTransfers
+from quire.memory.blocks import BlockPool, PrefixIndex
+
+
+@dataclass(slots=True)
+class PendingTransfers:
+    """Collected while a step is planned, and kept until a step carries them: content must not be lost.
+
+    Blocks are copied out before the step writes anything, so they may be reused by the same step.
+    """
+
+    out_blocks: list[int] = field(default_factory=list)
+    out_hosts: list[int] = field(default_factory=list)
+    in_hosts: list[int] = field(default_factory=list)
+    in_blocks: list[int] = field(default_factory=list)
+    ticket: int = 1  # of these transfers: counts how often a step carried some
+
+    def out(self, block: int, host: int) -> None:
+        self.out_blocks.append(block)
+        self.out_hosts.append(host)
+
+    def back(self, host: int, block: int) -> None:
+        self.in_hosts.append(host)
+        self.in_blocks.append(block)
+
+    def take(self) -> HostTransfers | None:
+        """The transfers that the next step carries, once; None if there are none."""
+        if not self.out_blocks and not self.in_blocks:
+            return None
+        taken = HostTransfers(
+            ints(self.out_blocks), ints(self.out_hosts), ints(self.in_hosts), ints(self.in_blocks)
+        )
+        self.ticket += 1
+        self.out_blocks, self.out_hosts, self.in_hosts, self.in_blocks = [], [], [], []
+        return taken
 
 
 class SwapSpace:
@@ -32,10 +65,6 @@ class SwapSpace:
         self._index = index
         self._transfers = transfers
         self._take = take or pool.take
-
-    @property
-    def num_used(self) -> int:
-        return self.hosts.num_blocks - self.hosts.num_free
 
     def out(self, sequences: Listed[Sequence], origins: Mapping[int, int]) -> bool:
         """Copies what the sequences have computed to host memory and frees their blocks, or changes nothing.

@@ -147,9 +147,8 @@ class AdapterSlots:
         self._rows_in = np.zeros(max_rows, np.int64)  # rows that use each slot
         self._unwritten: set[int] = set()  # slots whose adapter is not in the tables yet
         self.row_slots = np.full(max_rows, -1, np.int32)
-        self.kinds = (
-            kinds  # bits of the layers that any adapter so far adds to: what a recorded pass must call
-        )
+        # bits of the layers that any adapter so far adds to: what a recorded pass must call
+        self.kinds = kinds
         self.recordable = recordable  # the kernel is a native operation, or one that a graph can hold
         self._invariant = invariant  # a token's bits must not depend on its neighbours
         self._tokens = SegmentBuffer(max_tokens, max_rows, device, invariant)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.step import RowStart, Step
+from quire.core.step import PromptLogprobs, RowStart, Step
 from quire.kernels.native import Arena, Tape
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch, TreeMasks
@@ -212,7 +212,9 @@ class CpuOps:
         if all_sampled and self._tapes is not None and self._may_record(batch):
             return ForwardPass(inputs, tokens.sample_positions, self._tapes.logits(batch))
         hidden = self._model(batch, self._pool)
-        scores = prompt_scores(self._model, hidden, inputs, self.row_tokens, self._adapters)
+        scores: tuple[PromptLogprobs, ...] = ()
+        if inputs.scored:
+            scores = prompt_scores(self._model, hidden, inputs, self.row_tokens, self._adapters)
         logits = None
         if num_samples := len(inputs.sample_rows):
             lora = self._adapters.of_head(tokens.wanted_rows()) if self._adapters is not None else None

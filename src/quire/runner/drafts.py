@@ -164,11 +164,9 @@ class Proposals:
 
 
 def choose_tokens(
-    proposals: Proposals | None, sampler: Sampler, logits: Tensor, requests: SampleRequests, step: Step
+    proposals: Proposals, sampler: Sampler, logits: Tensor, requests: SampleRequests, step: Step
 ) -> tuple[Sampled, tuple[Ints, ...]]:
     """What a step samples, drafts accepted or rejected, and the tokens of a draft model. Uses `logits` up."""
-    if proposals is None or not (step.drawn or step.drafts):
-        return sampler(logits, requests), ()
     drawn = proposals.draw(sampler, logits, requests, step) if step.drawn else ()
     drafts = judged_drafts(step)
     verdict = proposals.judge(sampler, logits, requests, drafts) if drafts else None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,16 +31,7 @@ from quire.sampling.logprobs import logprob_entries
 from quire.sampling.records import Sampled, TokenMask
 from quire.sampling.sampler import Sampler
 
-
-class MakeOps(Protocol):
-    def __call__(
-        self,
-        model: DecoderModel,
-        pool: Pool,
-        limits: RunnerLimits,
-        device: torch.device,
-        adapters: AdapterSlots | None,
-    ) -> DeviceOps: ...
+MakeOps = Callable[[DecoderModel, Pool, RunnerLimits, torch.device, AdapterSlots | None], DeviceOps]
 
 
 @dataclass(slots=True)
@@ -132,7 +122,7 @@ class Runner:
         samples, forward = launched.samples, launched.forward
         if samples is None:
             raise RuntimeError("a step that waits for its mask was collected before it had one")
-        ended = samples.ended
+        sampled, ended = samples.sampled, samples.ended
         if samples.arrived is not None:
             samples.arrived.synchronize()
         if not ended:
@@ -143,11 +133,11 @@ class Runner:
         return StepResult(
             step_id=forward.inputs.step.step_id,
             token_ids=ints(samples.token_ids.tolist()),
-            logprobs=logprob_entries(samples.sampled) if samples.sampled is not None else (),
+            logprobs=logprob_entries(sampled) if sampled is not None and sampled.logprobs is not None else (),
             prompt_logprobs=forward.scores,
             failed=() if finite.all() else tuple(np.flatnonzero(~finite).tolist()),
             seconds=seconds,
-            beams=candidate_records(samples.beams),
+            beams=candidate_records(samples.beams) if samples.beams else (),
             drawn=launched.drawn,
         )
 
@@ -182,7 +172,9 @@ class Runner:
         add = self._pending.add
         if step.starts or step.forced_rows or step.table_rows or step.drafts:
             add(lambda: self._ops.change_rows(step))
-        if (transfers := self._transfers) is not None:
+        transfers = self._transfers
+        # on a GPU, passes may have to wait for copies of earlier steps
+        if transfers is not None and (step.moves is not None or transfers.stream is not None):
             add(lambda: transfers.move(step))
         if (adapters := self._adapters) is not None:
             add(lambda: adapters.apply(step, fetched))
@@ -198,9 +190,12 @@ class Runner:
         step = forward.inputs.step
         if forward.logits is not None:
             requests = self._ops.sample_requests(forward, mask)
-            sampled, launched.drawn = choose_tokens(
-                self._proposals, self._sampler, forward.logits, requests, step
-            )
+            if self._proposals is not None and (step.drawn or step.drafts):
+                sampled, launched.drawn = choose_tokens(
+                    self._proposals, self._sampler, forward.logits, requests, step
+                )
+            else:
+                sampled = self._sampler(forward.logits, requests)
             if not self._sampler.writes_tokens:
                 self._ops.write_tokens(forward, sampled)
             if step.drafts:

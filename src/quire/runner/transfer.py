@@ -111,7 +111,8 @@ class TransferEngine:
         self._device = pool.data.device
         on_gpu = self._device.type == "cuda"
         self.arena = HostArena(pool.layout.block_bytes, num_host_blocks, pinned=on_gpu)
-        self._stream = torch.cuda.Stream(self._device) if on_gpu else None
+        # all that is written into blocks beside the passes is queued here, and so in order; None on a CPU
+        self.stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._leaving: dict[int, torch.cuda.Event] = {}  # by block: when its copy is made
         self._last_left: torch.cuda.Event | None = None
         self._arriving: torch.cuda.Event | None = None  # of earlier steps, that no pass has waited for
@@ -125,19 +126,10 @@ class TransferEngine:
             self.disk_tier.close()
         self.arena.close()
 
-    def prepare(self, num_blocks: int) -> None:
-        """Makes room for `num_blocks` that may leave soon."""
-        self.arena.prepare(num_blocks)
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """All that is written into blocks beside the passes is queued here, and so in order; None on a CPU."""
-        return self._stream
-
     @torch.inference_mode()
     def move(self, step: Step) -> None:
         """Queues the step's moves, and makes its pass wait for what it is about to touch. The host does not wait."""
-        if self._stream is None:
+        if self.stream is None:
             if step.moves is not None:
                 self._copy_out(step.moves.out_blocks, step.moves.out_hosts)
                 self._copy_in(step.moves)
@@ -156,19 +148,19 @@ class TransferEngine:
         self._await_leaving(step, passes)
 
     def _queue(self, step: Step, moves: HostTransfers, passes: torch.cuda.Stream) -> None:
-        assert self._stream is not None
-        self._stream.wait_stream(passes)
-        with torch.cuda.stream(self._stream):
+        assert self.stream is not None
+        self.stream.wait_stream(passes)
+        with torch.cuda.stream(self.stream):
             for first in range(0, len(moves.out_blocks), EVENT_BLOCKS):
                 blocks = moves.out_blocks[first : first + EVENT_BLOCKS]
                 self._copy_out(blocks, moves.out_hosts[first : first + EVENT_BLOCKS])
                 self._last_left = torch.cuda.Event()
-                self._last_left.record(self._stream)
+                self._last_left.record(self.stream)
                 for block in blocks:
                     self._leaving[block] = self._last_left
             self._copy_in(moves)
             done = torch.cuda.Event()
-            done.record(self._stream)
+            done.record(self.stream)
         with self._moved:
             self._under_way.append(done)
             self._moved.notify_all()
@@ -250,7 +242,7 @@ class TransferEngine:
         return statistics.median(seconds[1:])  # the first touches the memory
 
     def _synchronize(self) -> None:
-        if self._stream is not None:
+        if self.stream is not None:
             torch.cuda.synchronize(self._device)
 
 

@@ -1,6 +1,7 @@
 """Before requests come: kernels compile, a step of each kind runs, and the largest step's memory is measured."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from threading import Thread
 from types import SimpleNamespace
 
@@ -123,18 +124,12 @@ def _step(
         RowStart(row, tokens, blocks, samplings[row], seed=0, sample_index=0, num_prompt_tokens=1)
         for row in rows
     )
-    nothing = ints()
     return Step(
         step_id=step_id,
         starts=starts,
         rows=ints(rows),
         num_computed=ints(computed),
         num_tokens=ints(counts),
-        table_rows=nothing,
-        table_indices=nothing,
-        table_blocks=nothing,
-        copy_sources=nothing,
-        copy_targets=nothing,
         sample_sources=ints(range(len(rows))),
         sample_rows=ints(rows),
     )
@@ -163,7 +158,8 @@ def activation_bytes(
     )
     largest = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
-    hidden = model(_empty_decode(max_num_seqs, layout, device), pool)
+    decodes = replace(_empty_prefill(max_num_seqs, 1, layout, device), logits_indices=None)
+    hidden = model(decodes, pool)
     decode = torch.cuda.max_memory_allocated(device) - before
     model.logits(hidden)
     logits = max_num_seqs * model.config.vocab_size * 4
@@ -183,24 +179,9 @@ def _empty_prefill(num_tokens: int, longest: int, layout: BlockLayout, device: t
         slots=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         query_starts=torch.tensor([0, *ends], dtype=torch.int32, device=device),
         context_lens=lengths.to(device),
-        block_tables=_no_blocks(len(ends), longest, layout, device),
+        block_tables=torch.zeros(
+            len(ends), -(-longest // layout.block_size), dtype=torch.int32, device=device
+        ),
         logits_indices=torch.tensor([e - 1 for e in ends], dtype=torch.int32, device=device),
         max_query_len=longest,
     )
-
-
-def _empty_decode(num_rows: int, layout: BlockLayout, device: torch.device) -> Batch:
-    return Batch(
-        token_ids=torch.zeros(num_rows, dtype=torch.int32, device=device),
-        positions=torch.zeros(num_rows, dtype=torch.int32, device=device),
-        slots=torch.zeros(num_rows, dtype=torch.int64, device=device),
-        query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
-        context_lens=torch.ones(num_rows, dtype=torch.int32, device=device),
-        block_tables=_no_blocks(num_rows, 1, layout, device),
-        logits_indices=None,
-        max_query_len=1,
-    )
-
-
-def _no_blocks(num_rows: int, longest: int, layout: BlockLayout, device: torch.device) -> torch.Tensor:
-    return torch.zeros(num_rows, -(-longest // layout.block_size), dtype=torch.int32, device=device)

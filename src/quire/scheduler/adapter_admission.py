@@ -6,9 +6,8 @@ from typing import Protocol
 from quire.core.errors import AdapterError
 from quire.core.request import ints
 from quire.core.step import AdapterLoad
-from quire.memory.interface import Memory
-from quire.scheduler.group import SequenceGroup, blocks_to_resume
-from quire.scheduler.queue import WaitingQueue
+from quire.memory.paged import PagedMemory
+from quire.scheduler.queue import SequenceGroup, WaitingQueue, blocks_to_resume
 
 LOOK_AHEAD = 64  # waiting groups whose adapters are prefetched
 
@@ -51,7 +50,7 @@ class AdapterAdmission:
 
     governs_all = False  # whether requests without an adapter are checked too
 
-    def __init__(self, copies: HostCopies, memory: Memory, max_adapters: int | None = None) -> None:
+    def __init__(self, copies: HostCopies, memory: PagedMemory, max_adapters: int | None = None) -> None:
         self._copies = copies
         self._memory = memory
         self._pages = memory.adapter_pages

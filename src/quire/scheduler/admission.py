@@ -1,11 +1,13 @@
 """Admission: waiting groups join the running batch while rows, tokens and memory last."""
 
+from contextlib import nullcontext
+
 from quire.core.stats import SchedulerStats
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_admission import LOOK_AHEAD, AdapterAdmission, Readiness
-from quire.scheduler.group import SequenceGroup, blocks_promised, blocks_to_resume
 from quire.scheduler.plan import StepPlan
 from quire.scheduler.preemption import Preemption
+from quire.scheduler.queue import SequenceGroup, blocks_promised, blocks_to_resume
 from quire.scheduler.running import RunningBatch
 
 
@@ -15,7 +17,7 @@ class Admission:
     def __init__(
         self,
         batch: RunningBatch,
-        memory: Memory,
+        memory: PagedMemory,
         preemption: Preemption,
         adapters: AdapterAdmission | None,
         stats: SchedulerStats,
@@ -54,7 +56,8 @@ class Admission:
                 continue
             if not group.is_swapped and self._preemption.waits_for_disk(group.live[0], memory):
                 break
-            with memory.adapter_pages.holding(group.request.adapter):
+            adapter = group.request.adapter
+            with memory.adapter_pages.holding(adapter) if adapter is not None else nullcontext():
                 admit = self._swap_in if group.is_swapped else self._start
                 num_tokens = admit(group, plan, budget, promised)
             is_full = num_tokens is None

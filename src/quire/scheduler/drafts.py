@@ -5,8 +5,7 @@ from typing import Protocol
 
 from quire.core.draft import DraftRoom, TokenTree
 from quire.core.request import Sequence
-from quire.memory.interface import Memory
-from quire.memory.paged import TableDelta
+from quire.memory.paged import PagedMemory, TableDelta
 
 
 class Drafter(Protocol):
@@ -35,7 +34,7 @@ def waits_for_drafts(drafter: Drafter, running: Listed[Sequence]) -> bool:
 
 
 def find_drafts(
-    drafter: Drafter, running: Listed[Sequence], memory: Memory, budget: int, delta: TableDelta
+    drafter: Drafter, running: Listed[Sequence], memory: PagedMemory, budget: int, delta: TableDelta
 ) -> dict[int, TokenTree]:
     """Drafts by row, `budget` tokens in all, whose blocks are allocated. No group is preempted for a draft."""
     rooms: list[DraftRoom] = []

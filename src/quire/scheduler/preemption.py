@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Listed
 
 from quire.core.request import Sequence
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 
 DECAY = 0.98  # per step, of the weight of earlier measurements
 NEWEST = 0.25  # weight of the newest return in the estimate of blocks that the prefix cache keeps
@@ -47,12 +47,11 @@ class Preemption:
         """`block_seconds`: time of copying one block over the link, one way."""
         self._mode = mode
         self._block_seconds = block_seconds
-        self._kept = (
-            FIRST_KEPT  # share of indexed, unshared blocks that are still cached when their group returns
-        )
+        # share of indexed, unshared blocks that are still cached when their group returns
+        self._kept = FIRST_KEPT
         self.speed = PromptSpeed()
 
-    def swaps(self, sequences: Listed[Sequence], memory: Memory) -> bool:
+    def swaps(self, sequences: Listed[Sequence], memory: PagedMemory) -> bool:
         """Whether to swap out these sequences of one group. Host memory may still lack room for them."""
         if self._mode == "recompute" or not memory.swap.hosts.num_free:
             return False
@@ -64,12 +63,12 @@ class Preemption:
         token_seconds = self.speed.token_seconds
         return not token_seconds or copying < missing * memory.block_size * token_seconds
 
-    def fetching_pays(self, memory: Memory) -> bool:
+    def fetching_pays(self, memory: PagedMemory) -> bool:
         """Whether copying a block from the offload cache is quicker than computing its tokens."""
         token_seconds = self.speed.token_seconds
         return not token_seconds or self._block_seconds < memory.block_size * token_seconds
 
-    def waits_for_disk(self, sequence: Sequence, memory: Memory) -> bool:
+    def waits_for_disk(self, sequence: Sequence, memory: PagedMemory) -> bool:
         """Whether to admit the sequence later: more of its prefix is being read from disk, and that is quicker."""
         cache = memory.offload_cache
         if cache is None or cache.disk_tier is None:

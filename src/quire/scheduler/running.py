@@ -1,13 +1,43 @@
-"""RunningBatch: the sequences that hold a row of the runner, and how they multiply: samples fork, beams branch."""
+"""RunningBatch: the sequences that hold a row of the runner. AdmissionPolicy: when waiting groups may join them."""
 
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
 from quire.core.request import FinishReason, Phase, Sequence
-from quire.memory.interface import Memory
-from quire.scheduler.admission_policy import AdmissionPolicy
-from quire.scheduler.group import SequenceGroup, blocks_promised
+from quire.memory.paged import PagedMemory
 from quire.scheduler.plan import StepPlan
-from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.queue import SequenceGroup, WaitingQueue, blocks_promised
+
+
+class AdmissionPolicy:
+    """Continuous batching (Orca's iteration-level scheduling): waiting groups join at every step, and the row of a
+    finished sequence is free at once. Other policies override these hooks.
+    """
+
+    kept: Listed[Sequence] = ()  # finished sequences that still hold their rows and blocks
+
+    def room(self, waiting: WaitingQueue, running: Listed[Sequence]) -> int:
+        """The number of waiting groups that may be admitted in this step, rows and memory permitting."""
+        return len(waiting)
+
+    def admitted(self, num_groups: int, is_full: bool) -> None:
+        """Called after each step's admission. `is_full`: the next waiting group does not fit, or none waits."""
+
+    def keep(self, sequence: Sequence) -> bool:
+        """Whether a sequence that finishes keeps its row and blocks until `release` returns it."""
+        return False
+
+    def release(
+        self, waiting: WaitingQueue, running: Listed[Sequence], request_id: str | None = None
+    ) -> Listed[Sequence]:
+        """Kept sequences that are to be freed now: of an aborted request, or of a batch that is over."""
+        return ()
+
+    def extend(self, plan: StepPlan, num_tokens: int) -> None:
+        """Adds kept sequences to a step that has `num_tokens` left."""
+
+    def wait(self, waiting: WaitingQueue) -> None:
+        """Called when the engine is idle: a policy that delays a batch waits a moment here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +53,7 @@ class RunningBatch:
     """Sequences in the schedule's order. A sequence keeps one row for as long as it runs."""
 
     def __init__(
-        self, max_num_seqs: int, memory: Memory, waiting: WaitingQueue, policy: AdmissionPolicy
+        self, max_num_seqs: int, memory: PagedMemory, waiting: WaitingQueue, policy: AdmissionPolicy
     ) -> None:
         self.sequences: list[Sequence] = []
         self.groups: dict[str, SequenceGroup] = {}  # by request id: all that wait or run

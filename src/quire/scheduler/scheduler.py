@@ -7,17 +7,15 @@ from quire.core.config import SchedulerConfig
 from quire.core.draft import TokenTree
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.stats import SchedulerStats
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_admission import AdapterAdmission
 from quire.scheduler.admission import Admission
-from quire.scheduler.admission_policy import AdmissionPolicy
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
-from quire.scheduler.fair_queue import FairQueue
-from quire.scheduler.group import SequenceGroup
-from quire.scheduler.ordering import make_queue
+from quire.scheduler.ordering import FairQueue, make_queue
 from quire.scheduler.plan import ScheduledStep, StepPlan
 from quire.scheduler.preemption import Preemption
-from quire.scheduler.running import Branch, RunningBatch
+from quire.scheduler.queue import SequenceGroup
+from quire.scheduler.running import AdmissionPolicy, Branch, RunningBatch
 
 
 class Scheduler:
@@ -31,7 +29,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        memory: Memory,
+        memory: PagedMemory,
         drafter: Drafter | None = None,
         preemption: Preemption | None = None,
         adapters: AdapterAdmission | None = None,
@@ -139,7 +137,9 @@ class Scheduler:
             self._fair_queue.charge(plan.receivers)
         if self.policy.kept:
             self.policy.extend(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
-        step = plan.step(self.memory.transfers.take(), self._adapters)
+        pending = self.memory.transfers
+        transfers = pending.take() if pending.out_blocks or pending.in_blocks else None
+        step = plan.step(transfers, self._adapters)
         for sequence, position, count in zip(plan.sequences, plan.positions, plan.num_tokens, strict=True):
             sequence.num_computed = position + count
         for sequence in plan.receivers:

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from quire.core.request import Phase, Request, Sequence
-from quire.memory.interface import Memory
 from quire.memory.paged import PagedMemory
 from quire_lab.baselines.reserved_memory import ReservedMemory
 
@@ -60,7 +59,7 @@ class MemoryUsageSampler:
     fewer than block_size of them per sequence, and external fragmentation is 0 since any block serves any sequence.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: PagedMemory) -> None:
         self._memory = memory
         self._looks: list[MemoryUsageSample | _Look] = []
 
@@ -75,10 +74,8 @@ class MemoryUsageSampler:
         memory = self._memory
         if isinstance(memory, ReservedMemory):
             self._looks.append(_look(memory, moment, running, ended, waiting))
-        elif isinstance(memory, PagedMemory):
-            self._looks.append(MemoryUsageSample(moment, paged_memory_usage(memory, running, ended)))
         else:
-            raise TypeError(f"the usage of {type(memory).__name__} is not known")
+            self._looks.append(MemoryUsageSample(moment, paged_memory_usage(memory, running, ended)))
 
     def samples(self) -> list[MemoryUsageSample]:
         """What still runs is taken to become as long as it may."""
@@ -127,7 +124,7 @@ def external_fragmentation(memory: ReservedMemory, waiting: Request | None) -> i
     if waiting is None:
         return 0
     wanted = memory.length(waiting)
-    in_pieces = all(gap.length < wanted for gap in memory.pool.gaps())
+    in_pieces = all(gap.length < wanted for gap in memory.runs.gaps())
     return memory.num_free if in_pieces and memory.num_free >= wanted else 0
 
 

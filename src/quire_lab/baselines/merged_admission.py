@@ -2,7 +2,7 @@
 
 from quire.core.errors import AdapterError
 from quire.scheduler.adapter_admission import AdapterAdmission, Readiness
-from quire.scheduler.group import SequenceGroup
+from quire.scheduler.queue import SequenceGroup
 
 MERGE_TURN = 64  # requests that may start with one adapter before another gets its turn
 

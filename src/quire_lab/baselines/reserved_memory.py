@@ -5,14 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.core.request import Request, Sequence
-from quire.core.stats import MemoryStats
-from quire.memory.adapter_pages import AdapterPages
-from quire.memory.blocks import BlockPool
-from quire.memory.offload_cache import OffloadCache
-from quire.memory.paged import HeldBlocks, TableDelta
-from quire.memory.prefix import PrefixIndex
-from quire.memory.swap import SwapSpace
-from quire.memory.transfers import PendingTransfers
+from quire.memory.paged import HeldBlocks, PagedMemory, TableDelta
 from quire_lab.baselines.contiguous_pool import BlockRun, ContiguousPool
 
 Length = Callable[[Request, int], int]  # (request, max_model_len) → positions of one sequence
@@ -50,7 +43,7 @@ class _Reserved:
     left: list[BlockRun] = field(default_factory=list)
 
 
-class ReservedMemory:
+class ReservedMemory(PagedMemory):
     """The same ids as paging, one position each, given out in contiguous runs, first fit. Nothing is shared.
 
     `max` reserves max_model_len; `pow2` and `oracle` need the true length of the output, which they take from the
@@ -61,17 +54,11 @@ class ReservedMemory:
     `n` samples or beams has a run of its own, and copies the prompt into it.
     """
 
-    block_size = 1
-    num_pinned = 0
-    offload_cache: OffloadCache | None = None
-
     def __init__(self, num_blocks: int, reservation: str, max_model_len: int) -> None:
-        self.pool = ContiguousPool(num_blocks)
-        self.stats = MemoryStats()
-        self.transfers = PendingTransfers()  # always empty: no group is preempted
-        nothing = BlockPool(0)
-        self.swap = SwapSpace(0, 1, nothing, PrefixIndex(0, ""), self.transfers, nothing.take)
-        self.adapter_pages = AdapterPages(BlockPool(0), BlockPool(0).take)  # none: adapters need pages
+        super().__init__(
+            0, block_size=1, enable_prefix_caching=False
+        )  # no blocks to share, to swap or for adapters
+        self.runs = ContiguousPool(num_blocks)
         self.reservation = reservation
         self._length = LENGTHS[reservation]
         self._longest = min(max_model_len, num_blocks)
@@ -79,18 +66,11 @@ class ReservedMemory:
 
     @property
     def num_blocks(self) -> int:
-        return self.pool.num_blocks
+        return self.runs.num_blocks
 
     @property
     def num_free(self) -> int:
-        return self.pool.num_free
-
-    @property
-    def usage(self) -> float:
-        return 1.0 - self.pool.num_free / self.pool.num_blocks
-
-    def blocks_for(self, num_positions: int) -> int:
-        return num_positions
+        return self.runs.num_free
 
     def length(self, request: Request) -> int:
         """Positions that are reserved for each sequence of the request."""
@@ -110,11 +90,11 @@ class ReservedMemory:
         """Takes a run for the leader and for each sequence that will fork from it, or none."""
         length = self.length(leader.request)
         runs: list[BlockRun] = []
-        while len(runs) < num_sequences and (run := self.pool.take(length)) is not None:
+        while len(runs) < num_sequences and (run := self.runs.take(length)) is not None:
             runs.append(run)
         if len(runs) < num_sequences:
             for run in runs:
-                self.pool.release(run)
+                self.runs.release(run)
             return False
         self._reserved[id(leader.request)] = _Reserved({leader: runs[0]}, runs[:0:-1])
         leader.block_ids = runs[0].ids()
@@ -122,26 +102,6 @@ class ReservedMemory:
 
     def held_blocks(self, sequences: Iterable[Sequence]) -> HeldBlocks:
         return HeldBlocks(sum(len(s.block_ids) for s in sequences), 0, 0)
-
-    # ------------------------------------------------------------------ there is no prefix cache
-
-    def pin(self, request: Request) -> int:
-        return 0
-
-    def match_prefix(self, sequence: Sequence) -> int:
-        return 0
-
-    def is_loading_prefix(self, sequence: Sequence) -> bool:
-        return False
-
-    def fetch_prefix(self, sequence: Sequence) -> int:
-        return 0
-
-    def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
-        """Nothing is indexed."""
-
-    def reset_prefix_index(self) -> None:
-        """There is none."""
 
     # ------------------------------------------------------------------ running
 
@@ -189,7 +149,7 @@ class ReservedMemory:
             self._free_unread(reserved, sequence.is_beam)
             return
         for run in (*reserved.spare, *reserved.left):
-            self.pool.release(run)
+            self.runs.release(run)
         del self._reserved[id(sequence.request)]
 
     def _free_unread(self, reserved: _Reserved, is_beam: bool) -> None:
@@ -199,11 +159,11 @@ class ReservedMemory:
             if is_beam:
                 reserved.spare.append(run)
             else:
-                self.pool.release(run)
+                self.runs.release(run)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         living = set(sequences)
-        runs = [BlockRun(0, 1), *self.pool.gaps()]
+        runs = [BlockRun(0, 1), *self.runs.gaps()]
         for reserved in self._reserved.values():
             runs += [*reserved.runs.values(), *reserved.spare, *reserved.left]
             for sequence, run in reserved.runs.items():
@@ -218,7 +178,7 @@ class ReservedMemory:
                 raise RuntimeError(f"blocks from {before.end} on are held twice or lost")
         if runs[-1].end != self.num_blocks + 1:
             raise RuntimeError(f"blocks from {runs[-1].end} on are lost")
-        if sum(gap.length for gap in self.pool.gaps()) != self.num_free:
+        if sum(gap.length for gap in self.runs.gaps()) != self.num_free:
             raise RuntimeError("the number of free blocks disagrees with the gaps")
         if any(sequence.block_ids and self.run_of(sequence) is None for sequence in living):
             raise RuntimeError("a sequence without a run has a block table")

@@ -46,14 +46,14 @@ class SeparatePages(AdapterPages):
         blocks = [self._first - 1 + block for block in run.ids()]
         self._blocks[key] = blocks
         self._salts[key] = salt
-        self._owner.update(dict.fromkeys(blocks, key))
+        self.owner.update(dict.fromkeys(blocks, key))
         self.stats.num_loads += 1
         return blocks
 
     def acquire(self, key: str) -> None:
         self.stats.num_queries += 1
         if key not in self._users:
-            self._num_in_use += len(self._blocks[key])
+            self.num_blocks_in_use += len(self._blocks[key])
         self._users[key] = self._users.get(key, 0) + 1
         self._run_of.move_to_end(key)
 

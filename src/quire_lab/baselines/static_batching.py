@@ -4,9 +4,9 @@ import time
 from collections.abc import Sequence as Listed
 
 from quire.core.request import Clock, Sequence
-from quire.scheduler.admission_policy import AdmissionPolicy
 from quire.scheduler.plan import StepPlan
 from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.running import AdmissionPolicy
 from quire_lab.simulate.clock import VirtualClock
 
 MAX_WAIT = 0.001  # seconds that an idle engine waits for a batch at a time

@@ -216,7 +216,7 @@ def measure(mode: str, num_requests: int, model: str | None) -> dict[str, Any]:
             "pool_blocks": blocks,
             **own.record(),
             "free_blocks_at_end": memory.num_free,
-            "swap_blocks_at_end": memory.swap.num_used,
+            "swap_blocks_at_end": memory.swap.hosts.num_used,
             "integrity": "checked",
             "aborted": traffic.num_aborted,
             "preemptions": stats.num_preemptions - before.num_preemptions,

@@ -42,7 +42,7 @@ def moving_step(out: list[tuple[int, int]], back: list[tuple[int, int]]) -> Step
         ints(b for b, _ in out), ints(h for _, h in out), ints(h for _, h in back), ints(b for b, _ in back)
     )
     none = ints()
-    return Step(0, (), none, none, none, none, none, none, none, none, none, none, moves=moves)
+    return Step(0, (), none, none, none, none, none, moves=moves)
 
 
 def synchronize(device: torch.device) -> None:

@@ -63,7 +63,7 @@ def _swap(mover: TransferEngine, blocks: Ints, hosts: Ints, device: torch.device
 def _moving(moves: HostTransfers) -> Step:
     """A step in which no row advances."""
     none = ints()
-    return Step(0, (), none, none, none, none, none, none, none, none, none, none, moves=moves)
+    return Step(0, (), none, none, none, none, none, moves=moves)
 
 
 MODES = ("recompute", "swap", "auto")

@@ -17,7 +17,7 @@ from quire.engine.build.adapters import HOST_LIMIT, adapter_dtype
 from quire.engine.build.resolve import Precision
 from quire.kernels.registry import REFERENCE, load
 from quire.layers.lora import install_sites
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.models.weight_shape import sized_model
 from quire_lab.baselines.merged import merge_sites
 from quire_lab.simulate.clock import VirtualClock
@@ -69,7 +69,7 @@ class SimulatedAdapters(Adapters):
     def __init__(
         self,
         library: AdapterStore,
-        memory: Memory,
+        memory: PagedMemory,
         clock: VirtualClock,
         max_adapters: int | None,
         merge: bool,
@@ -90,7 +90,7 @@ class SizedAdapters:
     library: AdapterStore
     cost: LoraCost
 
-    def serve(self, config: EngineConfig, memory: Memory, clock: VirtualClock) -> SimulatedAdapters:
+    def serve(self, config: EngineConfig, memory: PagedMemory, clock: VirtualClock) -> SimulatedAdapters:
         options = config.adapters
         return SimulatedAdapters(
             self.library, memory, clock, options.max_loras, merge=options.lora_mode == "merge"

@@ -19,7 +19,7 @@ from quire.engine.build.weights import LoadedModels
 from quire.kernels.registry import REFERENCE, alternatives, choose, forces_reference
 from quire.layers.attention import Pool
 from quire.layers.lora import LoraSite, install_sites
-from quire.memory.interface import Memory
+from quire.memory.paged import PagedMemory
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
@@ -115,7 +115,9 @@ def _make_store(plan: BuildPlan, sites: tuple[LoraSite, ...], block: BlockShape)
     return store
 
 
-def serve_adapters(config: AdapterConfig, built: BuiltAdapters | None, memory: Memory) -> Adapters | None:
+def serve_adapters(
+    config: AdapterConfig, built: BuiltAdapters | None, memory: PagedMemory
+) -> Adapters | None:
     """The engine's view of the adapters; None where adapters are off."""
     if built is None:
         return None

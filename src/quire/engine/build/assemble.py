@@ -35,7 +35,7 @@ from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
 from quire.grammar.matcher import GrammarError
 from quire.grammar.vocabulary import Vocabulary
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers
 from quire.runner.drafts import Proposals
 from quire.scheduler.preemption import Preemption
 from quire.text.load import choose_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.engine.build.resolve import BuildPlan
 from quire.layers.attention import Pool
 from quire.memory.offload_cache import OffloadCache
-from quire.memory.transfers import PendingTransfers
+from quire.memory.swap import PendingTransfers
 from quire.observe.logs import get_logger
 from quire.runner.disk_tier import FileDiskTier, settings_folder
 from quire.runner.sizing import available_memory
@@ -34,13 +34,15 @@ class HostMemory:
         if self.transfers is None or not self.num_offload_blocks:
             return None
         first = self.num_swap_blocks + 1
-        return OffloadCache(first, self.num_offload_blocks, pending, self.transfers, self.transfers.disk_tier)
+        return OffloadCache(
+            first, self.num_offload_blocks, pending, self.transfers.num_moved, self.transfers.disk_tier
+        )
 
     def prepare_swap(self, num_blocks: int) -> Callable[[], None] | None:
         """Makes host memory ready for swaps of a pool of `num_blocks`, before a step needs it; None without swap."""
         if self.transfers is None or not self.num_swap_blocks:
             return None
-        return partial(self.transfers.prepare, min(self.num_swap_blocks, num_blocks))
+        return partial(self.transfers.arena.prepare, min(self.num_swap_blocks, num_blocks))
 
 
 def make_host_memory(plan: BuildPlan, pool: Pool) -> HostMemory:
