@@ -83,7 +83,7 @@ def test_what_is_measured_is_kept_for_the_models_heads(run, tmp_path, empty_cach
     assert asked[0][0] == heads
     assert asked[0][1].itemsize == heads.query_bytes
     assert "the next start uses it" in ran.out
-    assert tuning.load(tuning.key_of(heads, "cuda")) == FOUND
+    assert tuning.cache.load(tuning.key_of(heads, "cuda")) == FOUND
     assert "not used" not in run("tune", "--show").out
     assert "nothing to tune" in run("tune", model, "--deterministic").error
 

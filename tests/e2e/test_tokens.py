@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire import SamplingParams
-from quire.sampling.random import Purpose, stream_key, uniforms
+from quire.sampling.columns import Purpose, stream_key, uniforms
 from tests.e2e.conftest import FEW, MAX_TOKENS, SETTINGS, Setting, generate
 from tests.e2e.reference import greedy_differences, reference_logits
 

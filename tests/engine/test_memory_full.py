@@ -22,7 +22,7 @@ from quire.runner.device_inputs import DeviceInputs
 from quire.runner.graphs import Graphs
 from quire.runner.transfer import TransferEngine
 from quire.sampling import penalties
-from quire.sampling.device_columns import DeviceColumns
+from quire.sampling.columns import DeviceColumns
 from quire.sampling.sampler import Sampler
 from quire_lab.baselines.merged import MergedAdapter
 from tests.adapters.making import write, write_model

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.lora.records import LoraSegments, LoraTables, scales_offset
-from quire.kernels.lora_pack.records import CODES, Places
+from quire.kernels.lora.records import CODES, LoraSegments, LoraTables, Places, scales_offset
 from quire.layers.lora import group_by_adapter
 
 GAP = 16  # elements of nothing between two tiles

@@ -20,6 +20,7 @@ from quire.kernels.attention.tuning import (
     TunedTiles,
     TuningKey,
 )
+from quire.kernels.measurement import tuned_folder
 
 HEADS = HeadShape(num_kv_heads=2, group=2, head_dim=16, kv_dtype="float32", query_bytes=4, block_size=16)
 KEY = TuningKey("A chip", "9.0", "3.6.0", "0123", HEADS)
@@ -34,14 +35,14 @@ FOUND = TunedTiles(
 
 
 def test_what_is_kept_comes_back(empty_cache):
-    assert tiles.load(KEY) is None
+    assert tiles.cache.load(KEY) is None
     assert tiles.store(KEY, FOUND).parent == empty_cache / "tuned"
-    assert tiles.load(KEY) == FOUND
-    assert tiles.cached() == [(KEY, FOUND)]
-    assert [path.name[0] for path in tiles.folder().iterdir()] == ["a"]  # no scratch file stays
-    assert tiles.forget() == 1
-    assert tiles.load(KEY) is None
-    assert tiles.forget() == 0
+    assert tiles.cache.load(KEY) == FOUND
+    assert tiles.cache.entries() == [(KEY, FOUND)]
+    assert [path.name[0] for path in tuned_folder().iterdir()] == ["a"]  # no scratch file stays
+    assert tiles.cache.forget() == 1
+    assert tiles.cache.load(KEY) is None
+    assert tiles.cache.forget() == 0
 
 
 @pytest.mark.parametrize(
@@ -59,9 +60,9 @@ def test_what_is_kept_comes_back(empty_cache):
 )
 def test_tiles_serve_what_they_were_measured_for_and_nothing_else(empty_cache, change):
     path, other = tiles.store(KEY, FOUND), replace(KEY, **change)
-    assert tiles.load(other) is None
-    path.rename(tiles.path_of(other))  # and a file under a wrong name does not either
-    assert tiles.load(other) is None
+    assert tiles.cache.load(other) is None
+    path.rename(tiles.cache.path(other))  # and a file under a wrong name does not either
+    assert tiles.cache.load(other) is None
 
 
 def _damaged(record: dict, *places: object, value: object) -> str:
@@ -95,8 +96,8 @@ def _damaged(record: dict, *places: object, value: object) -> str:
 def test_a_file_with_a_wrong_value_is_passed_over(empty_cache, places, value):
     path = tiles.store(KEY, FOUND)
     path.write_text(_damaged(json.loads(path.read_text()), *places, value=value))
-    assert tiles.load(KEY) is None
-    assert tiles.cached() == []
+    assert tiles.cache.load(KEY) is None
+    assert tiles.cache.entries() == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
@@ -104,15 +105,15 @@ def test_a_corrupt_file_is_passed_over_with_a_debug_line(empty_cache, caplog, co
     path = tiles.store(KEY, FOUND)
     path.write_bytes(content)
     with caplog.at_level("DEBUG", logger="quire"):
-        assert tiles.load(KEY) is None
+        assert tiles.cache.load(KEY) is None
     assert "the default tiles serve" in caplog.text
     assert not [line for line in caplog.records if line.levelname != "DEBUG"]
 
 
 def test_a_folder_that_is_a_file_is_no_error(empty_cache):
     (empty_cache / "tuned").write_text("")
-    assert tiles.load(KEY) is None
-    assert tiles.cached() == []
+    assert tiles.cache.load(KEY) is None
+    assert tiles.cache.entries() == []
 
 
 # --- the choice
@@ -236,7 +237,7 @@ def test_tuning_end_to_end(interpreter, marked, empty_cache):
         assert tuning.decode_pieces == choice.candidates[best].decode_pieces
         assert tuning.prompt_stages == prompt.prompt_stages
 
-    step = registry.load("attention", "triton_step")
+    step = registry.load("attention", "triton_plan")
     sizes = {"max_tokens": 8, "dtype": torch.float32, "kv_dtype": "float32"}
     assert step.StepPlanner(20, 4, 2, 16, "cpu", block_size=16, **sizes).tiles == "default"
     tiles.store(tiles.key_of(HEADS, "cpu"), found)

@@ -48,7 +48,7 @@ def test_instruction_sets_agree_bit_for_bit_on_the_gated_linear(width: int) -> N
 
 @pytest.mark.usefixtures("isa")
 def test_full_attention_does_not_depend_on_the_neighbours() -> None:
-    from quire.kernels.full_attention import cpu
+    from quire.kernels.attention import cpu
 
     lengths = [5, 70, 1, 600]
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import measurement
 from quire.kernels.linear import autotune, cublas, reference
 from quire.kernels.linear.autotune import TORCH_DEFAULT, ChipKey
 from quire.kernels.linear.cublaslt import GemmShape
@@ -101,15 +102,15 @@ def test_weights_go_round_until_they_come_from_memory(monkeypatch):
 
 
 def test_choices_are_kept_per_chip_and_added_to(empty_cache):
-    assert autotune.load(KEY) == {}
+    assert autotune.cache.load(KEY) is None
     autotune.store(KEY, {"a": {8: 1, 16: TORCH_DEFAULT}})
     autotune.store(KEY, {"a": {32: 2}, "b": {8: 0}})
     expected = {"a": {8: 1, 16: TORCH_DEFAULT, 32: 2}, "b": {8: 0}}
-    assert autotune.load(KEY) == expected
-    assert autotune.load(ChipKey("A chip", "130001", "2.11.0")) == {}
-    assert autotune.cached() == [(KEY, expected)]
-    assert autotune.forget() == 1
-    assert autotune.cached() == []
+    assert autotune.cache.load(KEY) == expected
+    assert autotune.cache.load(ChipKey("A chip", "130001", "2.11.0")) is None
+    assert autotune.cache.entries() == [(KEY, expected)]
+    assert autotune.cache.forget() == 1
+    assert autotune.cache.entries() == []
 
 
 @pytest.mark.parametrize(
@@ -124,12 +125,12 @@ def test_choices_are_kept_per_chip_and_added_to(empty_cache):
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_passed_over(empty_cache, content):
-    path = autotune.path_of(KEY)
+    path = autotune.cache.path(KEY)
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert autotune.load(KEY) == {}
+    assert autotune.cache.load(KEY) is None
     autotune.store(KEY, {"a": {8: 1}})
-    assert autotune.load(KEY) == {"a": {8: 1}}
+    assert autotune.cache.load(KEY) == {"a": {8: 1}}
 
 
 @pytest.fixture
@@ -211,7 +212,7 @@ def test_without_memory_for_large_ones_the_small_ones_are_kept(gemms, monkeypatc
     monkeypatch.setattr(cublas, "fastest", measured)
     with gemms.tuning((2, 4, 8, 16)):
         gemms.gemm(torch.randn(2, 32, dtype=torch.bfloat16), _pairs(SHAPE)[0][0])
-    assert autotune.load(KEY) == {str(SHAPE): {2: 0, 4: 0}}
+    assert autotune.cache.load(KEY) == {str(SHAPE): {2: 0, 4: 0}}
 
 
 def test_one_gemm_that_fails_leaves_the_others(gemms, monkeypatch):
@@ -223,14 +224,14 @@ def test_one_gemm_that_fails_leaves_the_others(gemms, monkeypatch):
     monkeypatch.setattr(cublas, "fastest", measured)
     with gemms.tuning((2, 4, 8)):
         gemms.gemm(torch.randn(2, 32, dtype=torch.bfloat16), _pairs(SHAPE)[0][0])
-    assert autotune.load(KEY) == {str(SHAPE): {2: 0, 8: 0}}
+    assert autotune.cache.load(KEY) == {str(SHAPE): {2: 0, 8: 0}}
 
 
 def test_a_cache_that_cannot_be_written_costs_the_next_start_only(gemms, monkeypatch):
     def refuse(path, text):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(autotune, "write_whole", refuse)
+    monkeypatch.setattr(measurement, "write_whole", refuse)
     with gemms.tuning((4,)):
         gemms.gemm(torch.randn(2, 32, dtype=torch.bfloat16), _pairs(SHAPE)[0][0])
     assert gemms.summary.endswith(", not kept: Permission denied")

@@ -13,9 +13,9 @@ import torch
 
 from quire.kernels import build as compilation
 from quire.kernels import native
-from quire.kernels.lora_pack.records import Places
+from quire.kernels.lora.records import Places
+from quire.kernels.native import Arena, Tape
 from quire.kernels.registry import choose
-from quire.kernels.tape import Arena, Tape
 
 needs_native = pytest.mark.skipif(not native.available(), reason="no native kernels on this machine")
 

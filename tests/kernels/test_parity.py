@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.kernels import registry
-from quire.kernels.lora_pack.records import A_OFFSET, B_OFFSET
+from quire.kernels.lora.records import A_OFFSET, B_OFFSET
 from tests.kernels.cases import Shape, instruction_set, instruction_sets, random_case
 from tests.kernels.lora_cases import lora_case, pack_case
 from tests.kernels.test_trees import check_settling
@@ -235,7 +235,7 @@ def test_accepted_paths_agree(kernel: Kernel) -> None:
         check_settling(module, block_size=4, position_bytes=8)
 
 
-@_parametrize("full_attention")
+@_parametrize("attention", ("cpu",))
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 12, 32), (4, 2, 24), (3, 3, 80)])
 def test_full_attention_agrees(kernel: Kernel, heads: int, kv_heads: int, head_dim: int) -> None:
     native, reference = kernel

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from quire.kernels.lora.records import A_CODE, A_OFFSET, B_OFFSET, CODES
 from quire.kernels.lora_pack import reference
 from quire.kernels.lora_pack.pieces import ALIGNMENT, COLUMNS, ROWS, cut, first_wrong
-from quire.kernels.lora_pack.records import A_CODE, A_OFFSET, B_OFFSET, CODES
 from quire.kernels.registry import alternatives
 from tests.kernels.lora_cases import pack_case
 

@@ -13,9 +13,8 @@ from quire.core.step import BeamSet
 from quire.kernels import registry
 from quire.sampling import DeviceColumns, Sampler, SampleRequests, SamplingColumns
 from quire.sampling.beams import candidate_records
-from quire.sampling.columns import RowFlag
+from quire.sampling.columns import Purpose, RowFlag, stream_key, uniforms
 from quire.sampling.penalties import Penalties
-from quire.sampling.random import Purpose, stream_key, uniforms
 
 pytestmark = pytest.mark.skipif(
     "triton" not in registry.alternatives("sample"), reason="triton cannot run here"

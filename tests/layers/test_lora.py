@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels import choose
 from quire.kernels.lora.records import LoraSegments, LoraTables
 from quire.kernels.lora.reference import matrices
-from quire.kernels.tape import Tape
+from quire.kernels.native import Tape
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraBatch, LoraSite, group_by_adapter, install_sites, max_segments

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quire.core.layout import BlockLayout
 from quire.kernels import choose
+from quire.layers.attention import Pool
 from quire.layers.batch import Batch
-from quire.layers.pool import Pool
 from quire.models.model import DecoderModel
 
 only_native = pytest.mark.skipif(

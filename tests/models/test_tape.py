@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels.tape import Tape
+from quire.kernels.native import Tape
 from quire.layers.factory import LayerFactory
 from quire.models.loading import load
 from quire.models.registry import describe

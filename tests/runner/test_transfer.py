@@ -12,7 +12,7 @@ from quire.core.layout import BlockLayout
 from quire.core.request import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import HostTransfers, RowStart, Step
-from quire.layers.pool import Pool
+from quire.layers.attention import Pool
 from quire.runner import transfer
 from quire.runner.transfer import EVENT_BLOCKS, TransferEngine
 

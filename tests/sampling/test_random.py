@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quire.sampling.random import Purpose, stream_key, uniforms
+from quire.sampling.columns import Purpose, stream_key, uniforms
 
 COUNT = 200_000
 RECORDED = [

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quire.sampling import rejection
-from quire.sampling.random import Purpose
+from quire.sampling.columns import Purpose
 
 NUM = 30_000
 TARGETS = {

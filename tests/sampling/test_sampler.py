@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.core.sampling import SamplingParams
 from quire.sampling import Sampler, SampleRequests, TokenMask, logprob_entries
-from quire.sampling.random import Purpose, stream_key, uniforms
+from quire.sampling.columns import Purpose, stream_key, uniforms
 from tests.sampling.oracle import Case, batch_of, edited_logits, raw_logprobs, weights_of
 
 VOCAB = 37

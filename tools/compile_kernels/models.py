@@ -9,10 +9,10 @@ from torch import Tensor
 
 from quire.core.layout import BlockLayout
 from quire.kernels.lora.records import LoraSegments, LoraTables
+from quire.layers.attention import Pool
 from quire.layers.batch import AttentionPlans, Batch, TreeMasks
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraBatch, install_sites, max_segments, segment_length
-from quire.layers.pool import Pool
 from quire.models.model import DecoderModel
 from quire.models.registry import build, describe
 from quire.quant.choice import choose_format

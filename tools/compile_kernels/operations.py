@@ -10,9 +10,9 @@ from quire.core.draft import MAX_NODES
 from quire.core.layout import BlockLayout
 from quire.kernels import registry
 from quire.kernels.attention.tuning import AttentionTuning
-from quire.kernels.lora_pack.records import SOURCES
+from quire.kernels.lora.records import SOURCES
 from quire.kernels.sample.columns import WORDS
-from quire.layers.pool import Pool
+from quire.layers.attention import Pool
 from tools.compile_kernels.models import MAX_CONTEXT, MAX_ROWS, META, MODELS, NUM_BLOCKS, ints
 from tools.compile_kernels.record import Recorder
 

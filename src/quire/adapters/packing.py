@@ -9,8 +9,7 @@ import torch
 
 from quire.adapters.adapter_file import TensorEntry
 from quire.core.errors import AdapterError
-from quire.kernels.lora.records import SCALE_BYTES, scales_offset
-from quire.kernels.lora_pack.records import CODES, Places
+from quire.kernels.lora.records import CODES, SCALE_BYTES, Places, scales_offset
 
 TILE_RANKS = 16  # ranks of a tile, where they fit a block
 MAX_TILES = 32  # of a matrix

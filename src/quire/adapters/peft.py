@@ -21,8 +21,8 @@ from quire.adapters.sites import Sites
 from quire.core.adapters import CONFIG_FILE
 from quire.core.errors import AdapterError
 from quire.kernels import choose, huge_pages
+from quire.kernels.lora.records import Places
 from quire.kernels.lora_pack.pieces import AdapterPiece, cut, first_wrong
-from quire.kernels.lora_pack.records import Places
 from quire.observe.logs import get_logger
 
 WEIGHTS = "adapter_model.safetensors"

@@ -19,6 +19,7 @@ from quire.engine.build.resolve import resolve_device, resolve_precision
 from quire.kernels.attention import tuning
 from quire.kernels.attention.autotune import tune
 from quire.kernels.linear import autotune as gemms
+from quire.kernels.measurement import tuned_folder
 from quire.models import registry
 
 
@@ -33,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show:
         print(_kept())
     elif arguments.reset:
-        count = tuning.forget() + gemms.forget()
-        print(f"forgot {count} measurement{'' if count == 1 else 's'} in {tuning.folder()}")
+        count = tuning.cache.forget() + gemms.cache.forget()
+        print(f"forgot {count} measurement{'' if count == 1 else 's'} in {tuned_folder()}")
     else:
         _tune(EngineConfig.of(**engine_settings(arguments)))
     return 0
@@ -69,10 +70,10 @@ def _tune(config: EngineConfig) -> None:
 
 
 def _kept() -> str:
-    parts = [_text(key, tiles) + _age(key) for key, tiles in tuning.cached()]
-    parts += [_gemms(key, choices) for key, choices in gemms.cached()]
+    parts = [_text(key, tiles) + _age(key) for key, tiles in tuning.cache.entries()]
+    parts += [_gemms(key, choices) for key, choices in gemms.cache.entries()]
     if not parts:
-        return f"nothing was measured yet: the built-in tiles serve (looked in {tuning.folder()})"
+        return f"nothing was measured yet: the built-in tiles serve (looked in {tuned_folder()})"
     return "\n\n".join(parts)
 
 

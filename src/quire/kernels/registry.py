@@ -18,7 +18,6 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "attention": (("cpu", "cpu"), ("triton", "cuda")),
     "embedding": (("cpu", "cpu"), ("triton", "cuda")),
     "fp8_rows": (("triton", "cuda"),),
-    "full_attention": (("cpu", "cpu"),),
     "inputs": (("triton", "cuda"),),
     "int8_linear": (("cpu", "cpu"),),
     "invariant_linear": (("triton", "cuda"),),

@@ -1,6 +1,7 @@
 """LayerFactory: builds layers for one device and number format, so that model files know neither."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -8,18 +9,22 @@ import torch
 from torch import Tensor
 
 from quire.core.config import ModelConfig
+from quire.core.errors import ModelError
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
-from quire.layers.activation import activation, gelu_gate
 from quire.layers.attention import Attention
-from quire.layers.embedding import TokenEmbedding
 from quire.layers.encoder import FullAttention
-from quire.layers.linear import Linear, OutputHead
+from quire.layers.linear import Linear, OutputHead, RowSelection, TokenEmbedding
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.parameters import Vector
 from quire.layers.rope import rotary_table
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
+
+# Activations of feed-forward layers, by the names that config.json uses.
+_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+KNOWN = ("relu", "gelu", *_TANH)
+GATES = ("silu", "gelu", *_TANH)
 
 
 class LayerFactory:
@@ -72,12 +77,25 @@ class LayerFactory:
         return LayerNorm(self.kernel("norm"), self._vector(width, 1.0), self._vector(width), eps, affine)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
-        """By its name in config.json."""
-        return activation(self.kernel("activation"), name)
+        """x [T, width] -> [T, width], by its name in config.json; an unknown one is refused."""
+        kernel = self.kernel("activation")
+        if name == "relu":
+            return kernel.relu
+        if name not in KNOWN:
+            raise ModelError(
+                f"activation {name!r} in config.json is not known: choose one of {', '.join(KNOWN)}"
+            )
+        return partial(kernel.gelu, approximate="tanh" if name in _TANH else "none")
 
     def gelu_gate(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """By its name in config.json; None for silu."""
-        return gelu_gate(self.kernel("activation"), name)
+        """x [T, 2F] (gate | up) -> gelu(gate) * up [T, F]; None for silu, which GEMMs fuse."""
+        if name not in GATES:
+            raise ModelError(
+                f"hidden_act={name!r} in config.json is not known: choose one of {', '.join(GATES)}"
+            )
+        if name == "silu":
+            return None
+        return partial(self.kernel("activation").gelu_mul, approximate="tanh" if name in _TANH else "none")
 
     def embedding(self, num_rows: int, width: int, first_row: int = 0) -> TokenEmbedding:
         """A table read by row; `first_row` rows of the checkpoint's table come before it and are left out."""
@@ -91,11 +109,9 @@ class LayerFactory:
         matrix = self.number_format.head(vocab_size, width)
         return OutputHead(matrix, tied_to, share=not self.number_format.compact_tables)
 
-    def select(self, rows: Tensor, indices: Tensor | None) -> Tensor:
-        """rows [T, width], indices [L] -> [L, width]; without indices the rows as they are."""
-        if indices is None:
-            return rows
-        return self.kernel("embedding").gather(rows, indices, dtype=self.dtype)
+    def row_selection(self) -> RowSelection:
+        """Takes the rows of hidden states whose logits are wanted."""
+        return RowSelection(self.kernel("embedding"), self.dtype)
 
     def rotary(self, hf: Mapping[str, Any], head_dim: int, max_position: int) -> Tensor:
         """[positions, rotary_dim] float32, one table for all layers."""
@@ -127,7 +143,7 @@ class LayerFactory:
 
     def full_attention(self, num_heads: int, head_dim: int) -> FullAttention:
         """An encoder's attention: every token sees its whole sequence."""
-        return FullAttention(self.kernel("full_attention"), num_heads, head_dim, head_dim**-0.5)
+        return FullAttention(self.kernel("attention"), num_heads, head_dim, head_dim**-0.5)
 
     def _vector(self, size: int, fill: float = 0.0) -> Vector:
         return Vector(size, self.dtype, self.device, fill)

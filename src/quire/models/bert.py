@@ -8,9 +8,8 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
-from quire.layers.activation import KNOWN
 from quire.layers.encoder import EncoderBatch
-from quire.layers.factory import LayerFactory
+from quire.layers.factory import KNOWN, LayerFactory
 from quire.layers.parameters import Loader, Stateful, collect, distribute
 from quire.models.hyperparameters import checkpoint_dtype, head_size, positive
 from quire.models.model import Encoder

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from quire.core.config import ModelConfig
+from quire.layers.attention import Pool
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import LayerNorm
 from quire.layers.parameters import Loader, Stateful, collect, distribute
-from quire.layers.pool import Pool
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import Layer
 
@@ -122,7 +122,7 @@ class GptDecoder:
 
     def __init__(self, config: ModelConfig, kind: GptConfig, factory: LayerFactory) -> None:
         self.config = config
-        self._select = factory.select
+        self._select = factory.row_selection()
         hidden = config.hidden_size
         width = kind.embedding_width or hidden
         self.tokens = factory.embedding(config.vocab_size, width)

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
-from quire.layers.activation import GATES
+from quire.layers.attention import Pool
 from quire.layers.batch import Batch
-from quire.layers.factory import LayerFactory
+from quire.layers.factory import GATES, LayerFactory
 from quire.layers.lora import LoraBatch
 from quire.layers.parameters import Loader, Stateful, collect, distribute
-from quire.layers.pool import Pool
 from quire.layers.rope import position_limit, rope_parameters
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import DecoderModel, Layer
@@ -184,7 +183,7 @@ class Llama:
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
         self.config = config
         self.recordable = factory.recordable
-        self._select = factory.select
+        self._select = factory.row_selection()
         variant = _variant(config)
         cos_sin = factory.rotary(config.hf, config.head_dim, config.max_position)
         self.embedding = factory.embedding(config.vocab_size, config.hidden_size)

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from quire.core.config import ModelConfig
+from quire.layers.attention import Pool
 from quire.layers.batch import Batch
 from quire.layers.encoder import EncoderBatch
 from quire.layers.lora import LoraBatch
 from quire.layers.parameters import Loader, Stateful
-from quire.layers.pool import Pool
 
 
 class Layer(Protocol):

@@ -14,12 +14,11 @@ from quire.core.adapters import AdapterLoad
 from quire.core.request import Ints
 from quire.core.step import Step
 from quire.kernels import registry
-from quire.kernels.lora.records import LoraSegments, LoraTables
+from quire.kernels.lora.records import SOURCES, LoraSegments, LoraTables
 from quire.kernels.lora_pack.pieces import COLUMNS, PLACE
-from quire.kernels.lora_pack.records import SOURCES
+from quire.layers.attention import Pool
 from quire.layers.linear import HEAD
 from quire.layers.lora import LoraBatch, LoraSite, group_by_adapter, max_segments, segment_length
-from quire.layers.pool import Pool
 from quire.runner.staging import PIECES, Staging
 
 HostCopyOf = Callable[[str], PackedAdapter | None]

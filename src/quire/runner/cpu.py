@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quire.core.step import RowStart, Step
-from quire.kernels.tape import Arena, Tape
+from quire.kernels.native import Arena, Tape
+from quire.layers.attention import Pool
 from quire.layers.batch import Batch, TreeMasks
-from quire.layers.pool import Pool
 from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prompt_scores

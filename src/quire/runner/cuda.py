@@ -14,8 +14,8 @@ from quire.core.layout import BlockLayout
 from quire.core.step import Step
 from quire.kernels import choose
 from quire.kernels.attention import cudnn
+from quire.layers.attention import Pool
 from quire.layers.lora import LoraBatch
-from quire.layers.pool import Pool
 from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, VerifyInputs
@@ -23,7 +23,7 @@ from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prom
 from quire.runner.graphs import Graphs
 from quire.runner.step_inputs import RowSettings, StepInputs, TokenInputs, step_inputs, token_inputs
 from quire.sampling.beams import on_host
-from quire.sampling.device_columns import DeviceColumns
+from quire.sampling.columns import DeviceColumns
 from quire.sampling.logprobs import on_host as logprobs_on_host
 from quire.sampling.records import BeamTensors, Sampled, SampleRequests, TokenMask
 

@@ -15,7 +15,7 @@ from quire.core.draft import ROOT, Draft, ancestors, depths
 from quire.core.request import Ints, ints
 from quire.core.step import Step
 from quire.sampling import rejection
-from quire.sampling.random import Purpose
+from quire.sampling.columns import Purpose
 from quire.sampling.records import Sampled, SampleRequests, on_device
 from quire.sampling.sampler import Sampler
 

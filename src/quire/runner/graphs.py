@@ -8,8 +8,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from quire.layers.attention import Pool
 from quire.layers.batch import Batch
-from quire.layers.pool import Pool
 from quire.models.model import DecoderModel
 from quire.observe.logs import get_logger
 from quire.runner.adapters import AdapterSlots

@@ -16,8 +16,8 @@ from quire.core.errors import DeviceMemoryFull
 from quire.core.request import Ints, ints
 from quire.core.step import Step, StepResult
 from quire.kernels import choose
+from quire.layers.attention import Pool
 from quire.layers.lora import MANY_FROM
-from quire.layers.pool import Pool
 from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots, Fetched
 from quire.runner.cpu import CpuOps

@@ -14,7 +14,7 @@ from quire.core.errors import ConfigError
 from quire.core.request import Ints
 from quire.core.step import HostTransfers, Step
 from quire.kernels import huge_pages
-from quire.layers.pool import Pool
+from quire.layers.attention import Pool
 from quire.layers.streaming import PinnedMemory
 from quire.observe.logs import get_logger
 

@@ -13,8 +13,8 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import RowStart, Step
 from quire.kernels import choose
 from quire.kernels.sample.columns import WORDS
+from quire.layers.attention import Pool
 from quire.layers.batch import Batch
-from quire.layers.pool import Pool
 from quire.models.model import DecoderModel
 from quire.observe.logs import get_logger
 from quire.runner.cuda import attention_planner

@@ -1,12 +1,71 @@
-"""SamplingColumns: every row's sampling parameters as arrays, so that a step only gathers."""
+"""SamplingColumns: every row's sampling parameters as arrays, on the host and on the device, and its random numbers.
+
+Random numbers are counter-based, a function of (seed, sample index, position, purpose) alone. Nothing is stored between
+steps, so batching, preemption, chunking and speculation cannot move a request's random numbers. The function, all on
+unsigned 64-bit integers that wrap:
+
+    mix(x): x ^= x >> 30;  x *= BF58476D1CE4E5B9h;  x ^= x >> 27;  x *= 94D049BB133111EBh;  x ^= x >> 31
+    key     = mix(mix(mix(seed + G) + G * (sample index + 1)) + G * (purpose + 1))
+    bits    = mix(key + G * (position + 1))          with G = 9E3779B97F4A7C15h
+    uniform = (bits >> 11) / 2^53
+
+`mix` is splitmix64's finaliser and the last line is splitmix64 itself, seeded with `key` and jumped to `position`: one
+stream per (seed, sample index, purpose). Integers only until the last, exact division, so each platform gets the same
+value. `kernels/sample` computes the same on devices.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from quire.core.sampling import SamplingParams
-from quire.sampling.random import Purpose, stream_key
+from quire.kernels.sample.columns import WORDS, Word
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_ALL_BITS = 0xFFFFFFFFFFFFFFFF
+_UNIT = 2.0**-53
+
+
+class Purpose(IntEnum):
+    """What a random number decides. Numbers are part of the function: append, never renumber."""
+
+    TOKEN = 0  # which token the target distribution yields
+    DRAFT = 1  # which token a draft proposes
+    ACCEPT = 2  # whether a proposed token is accepted
+    RESAMPLE = 3  # which token replaces a rejected one
+
+
+def stream_key(seed: int, sample_index: int, purpose: Purpose) -> int:
+    """The key of one stream, computed once per row. A negative seed counts as its two's complement."""
+    state = _mix_integer((seed + _GOLDEN) & _ALL_BITS)
+    state = _mix_integer((state + _GOLDEN * (sample_index + 1)) & _ALL_BITS)
+    return _mix_integer((state + _GOLDEN * (int(purpose) + 1)) & _ALL_BITS)
+
+
+def uniforms(
+    keys: np.ndarray,  # [S] uint64
+    positions: np.ndarray,  # [S] int64, not negative
+) -> np.ndarray:  # [S] float64 in [0, 1)
+    """The number at `positions` of each stream."""
+    counters = positions.astype(np.uint64) + np.uint64(1)
+    bits = keys + np.uint64(_GOLDEN) * counters
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
+    bits = bits ^ (bits >> np.uint64(31))
+    return (bits >> np.uint64(11)).astype(np.float64) * _UNIT
+
+
+def _mix_integer(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _FIRST) & _ALL_BITS
+    value = ((value ^ (value >> 27)) * _SECOND) & _ALL_BITS
+    return value ^ (value >> 31)
+
 
 NO_LOGPROBS = -1
 ANY_TOKEN = -1  # fills the front of shorter prefixes in RowEdits.prefixes
@@ -157,3 +216,42 @@ def _bits_of(token_ids: tuple[int, ...] | None, vocab_size: int) -> np.ndarray:
     known = np.array([token_id for token_id in token_ids if _known((token_id,), vocab_size)], np.int64)
     np.bitwise_or.at(bits, known // 32, np.uint32(1) << (known % 32).astype(np.uint32))
     return bits
+
+
+class DeviceColumns:
+    """A mirror of some of the columns. A row is current as of its last `update`."""
+
+    def __init__(self, columns: SamplingColumns, device: torch.device | str) -> None:
+        self._columns = columns
+        self._device = torch.device(device)
+        # [max_rows, WORDS], see `Word`
+        self.packed: Tensor = torch.zeros((columns.max_rows, WORDS), dtype=torch.int32, device=self._device)
+
+    def update(self, row_ids: np.ndarray) -> None:
+        """Copies these rows to the device, in stream order, without waiting.
+
+        Called once per step, after `start_row` of the step's new rows and before it samples.
+        """
+        if not len(row_ids):
+            return
+        is_cuda = self._device.type == "cuda"
+        # pinned memory comes from torch's cache, which reuses a piece only after its copy is done
+        staged = torch.zeros((len(row_ids), WORDS), dtype=torch.int32, pin_memory=is_cuda)
+        _fill(staged.numpy(), self._columns, row_ids)
+        sent = staged.to(self._device, non_blocking=True)
+        self.packed.index_copy_(0, sent[:, Word.ROW].long(), sent)
+
+
+def _fill(words: np.ndarray, columns: SamplingColumns, row_ids: np.ndarray) -> None:
+    keys = columns.token_key[row_ids]
+    words[:, Word.TEMPERATURE] = columns.temperature[row_ids].view(np.int32)
+    words[:, Word.TOP_K] = columns.top_k[row_ids]
+    words[:, Word.TOP_P] = columns.top_p[row_ids].view(np.int32)
+    words[:, Word.MIN_P] = columns.min_p[row_ids].view(np.int32)
+    words[:, Word.KEY_LOW] = (keys & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
+    words[:, Word.KEY_HIGH] = (keys >> np.uint64(32)).astype(np.uint32).view(np.int32)
+    words[:, Word.ROW] = row_ids
+    words[:, Word.REPETITION] = columns.repetition[row_ids].view(np.int32)
+    words[:, Word.PRESENCE] = columns.presence[row_ids].view(np.int32)
+    words[:, Word.FREQUENCY] = columns.frequency[row_ids].view(np.int32)
+    words[:, Word.PROMPT] = columns.num_prompt_tokens[row_ids]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.core.step import BeamSet
-from quire.sampling.columns import SamplingColumns
-from quire.sampling.device_columns import DeviceColumns
+from quire.sampling.columns import DeviceColumns, SamplingColumns
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.sampling.random import Purpose, stream_key, uniforms
+from quire.sampling.columns import Purpose, stream_key, uniforms
 
 MOST_CHILDREN = 16  # numbers that a position has for one purpose
 

@@ -10,11 +10,10 @@ from quire.kernels import choose
 from quire.kernels.registry import REFERENCE
 from quire.sampling import masks
 from quire.sampling.beams import best_candidates, normalise
-from quire.sampling.columns import CHANGING, RowFlag
+from quire.sampling.columns import CHANGING, RowFlag, uniforms
 from quire.sampling.draw import Draws, draw, filtered_weights
 from quire.sampling.logprobs import measure
 from quire.sampling.penalties import Penalties
-from quire.sampling.random import uniforms
 from quire.sampling.records import LogprobTensors, Sampled, SampleRequests, device_inputs, on_device
 
 
@@ -50,7 +49,7 @@ class Sampler:
         asking = np.flatnonzero(flags & RowFlag.LOGPROBS)
         raw = self._raw(logits, flags, asking, requests)
         self._edit(logits, flags, requests)
-        beams = best_candidates(logits, requests.beams)
+        beams = best_candidates(logits, requests.beams) if requests.beams else ()
         chosen = self._choose(logits, flags, requests).clamp_(0, logits.shape[1] - 1)
         finite &= logits.gather(1, chosen[:, None]).squeeze(1).isfinite()
         chosen = chosen.masked_fill_(~finite, 0)
@@ -88,7 +87,7 @@ class Sampler:
             logits = normalise(logits, requests.beams)
         raw = self._raw(logits, flags, asking, requests)
         self._edit(logits, flags, requests)
-        beams = best_candidates(logits, requests.beams)
+        beams = best_candidates(logits, requests.beams) if requests.beams else ()
         chosen = torch.empty(len(logits), dtype=torch.int64, device=self._device)
         finite = torch.empty(len(logits), dtype=torch.bool, device=self._device)
         rows, positions, columns = device_inputs(requests, self._device)

@@ -19,7 +19,7 @@ from quire.core.request import ints
 from quire.kernels.attention import reference as plain
 from quire.kernels.attention import triton as attention
 from quire.kernels.attention.triton import AttentionPlanner, AttentionTuning
-from quire.kernels.timing import graph_seconds
+from quire.kernels.measurement import graph_seconds
 
 # Ragged batches over pages, their float64 reference, and timing by graph replays, for `attention_gpu.py`.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import choose, huge_pages, native
-from quire.kernels.tape import Tape
+from quire.kernels.native import Tape
 
 LAYERS, WIDTH, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 30, 576, 1536, 9, 3, 64, 49152
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM

@@ -22,7 +22,7 @@ from quire.bench.machine import describe_origin
 from quire.kernels.linear.autotune import COLD_BYTES, TORCH_DEFAULT, fastest
 from quire.kernels.linear.cublaslt import GemmPlan, GemmShape
 from quire.kernels.linear.reference import gemm
-from quire.kernels.timing import graph_seconds
+from quire.kernels.measurement import graph_seconds
 from quire_lab.benchmarks import workloads
 
 DEVICE = torch.device("cuda")

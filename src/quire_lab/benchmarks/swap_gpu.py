@@ -23,7 +23,7 @@ from quire.bench.machine import describe_origin
 from quire.core.layout import BlockLayout
 from quire.core.request import ints
 from quire.core.step import HostTransfers, Step
-from quire.layers.pool import Pool
+from quire.layers.attention import Pool
 from quire.runner.transfer import TransferEngine
 
 LLAMA8B = BlockLayout(num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")

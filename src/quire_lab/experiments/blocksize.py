@@ -15,7 +15,7 @@ from quire.core.config import ModelConfig
 from quire.engine.build import block_layout
 from quire.engine.build.resolve import Precision
 from quire.kernels import choose
-from quire.layers.pool import Pool
+from quire.layers.attention import Pool
 from quire_lab.measure.engines import in_words, opened, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 from quire_lab.report.figure import Picture, bar_style, line_style

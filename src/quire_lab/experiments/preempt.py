@@ -15,7 +15,7 @@ from quire.bench.table import in_bytes
 from quire.core.request import Ints, ints
 from quire.core.step import HostTransfers, Step
 from quire.engine.build import block_layout
-from quire.layers.pool import Pool
+from quire.layers.attention import Pool
 from quire.runner.transfer import TransferEngine
 from quire_lab.measure.engines import in_words, opened, submit, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table

@@ -18,8 +18,8 @@ from quire.engine.adapters import Adapters
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.engine.build.weights import LoadedModels
 from quire.kernels.registry import REFERENCE, alternatives, choose, forces_reference
+from quire.layers.attention import Pool
 from quire.layers.lora import LoraSite, install_sites
-from quire.layers.pool import Pool
 from quire.memory.interface import Memory
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed

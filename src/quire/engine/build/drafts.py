@@ -10,8 +10,8 @@ from quire.engine.build.resolve import BuildPlan, Precision, block_layout, resol
 from quire.engine.build.runner import build_runner, runner_limits
 from quire.engine.draft_model import DraftModel
 from quire.engine.speculation import Proposer
+from quire.layers.attention import Pool
 from quire.layers.factory import LayerFactory
-from quire.layers.pool import Pool
 from quire.models import registry
 from quire.models.loading import load
 from quire.models.model import DecoderModel

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from quire.engine.build.resolve import BuildPlan
-from quire.layers.pool import Pool
+from quire.layers.attention import Pool
 from quire.memory.offload_cache import OffloadCache
 from quire.memory.transfers import PendingTransfers
 from quire.observe.logs import get_logger

@@ -12,7 +12,7 @@ from quire.engine.build.adapters import separate_blocks
 from quire.engine.build.drafts import LoadedDraft
 from quire.engine.build.resolve import BuildPlan, Precision, block_layout, default_limits
 from quire.engine.build.weights import LoadedModels
-from quire.layers.pool import Pool
+from quire.layers.attention import Pool
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import device_bytes

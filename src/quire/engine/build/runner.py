@@ -6,7 +6,7 @@ import torch
 
 from quire.core.config import SchedulerConfig
 from quire.engine.build.resolve import BuildPlan, Precision
-from quire.layers.pool import Pool
+from quire.layers.attention import Pool
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import AdapterSlots

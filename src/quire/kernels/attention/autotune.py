@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.kernels import registry
 from quire.kernels.attention.tuning import TUNINGS, AttentionTuning, HeadShape, MeasuredTiles, TunedTiles
-from quire.kernels.timing import choose, graph_seconds, overall
+from quire.kernels.measurement import choose, graph_seconds, overall
 
 WINDOW = 100  # windowed kernels are compiled apart: the chosen tiles must run in them too
 MAX_ERROR = {2: 1e-2, 4: 1e-4}  # ‖difference‖ / ‖default's result‖, by the bytes of a number

@@ -1,4 +1,6 @@
-"""Attention over paged K and V, in plain torch, one request after another."""
+"""Attention over paged K and V, and within whole sequences, in plain torch, one request after another."""
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,6 +45,24 @@ def paged_attention(
     return flat if out is None else out.copy_(flat)
 
 
+def full_attention(
+    q: Tensor,  # [T, Hq, D], may be a view into qkv, as k and v
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,
+    starts: Tensor,  # [R + 1] int32: sequence r is tokens starts[r]:starts[r + 1]
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:  # [T, Hq * D]
+    """Every token attends to all tokens of its own sequence, and to no other. A sequence of none is fine."""
+    num_tokens, num_heads, head_dim = q.shape
+    result = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    bounds = starts.tolist()
+    for first, last in pairwise(bounds):
+        result[first:last] = _attend_all(q[first:last], k[first:last], v[first:last], scale)
+    flat = result.view(num_tokens, num_heads * head_dim)
+    return flat if out is None else out.copy_(flat)
+
+
 def _path(tree_start: int, ancestors: int) -> list[int]:
     """The positions that a query in a tree sees, in order."""
     nodes = [tree_start + n for n in range(64) if ancestors >> n & 1]
@@ -57,15 +77,21 @@ def _gather(pages: Tensor, block_table: Tensor, context_len: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, context_len: int, scale: float, window: int) -> Tensor:
-    num_queries, num_heads, _ = q.shape
-    group = num_heads // k.shape[1]
-    k = k.repeat_interleave(group, dim=1)
-    v = v.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    num_queries = len(q)
     key_positions = torch.arange(context_len, device=q.device)
     query_positions = key_positions[context_len - num_queries :]
     hidden = key_positions[None, :] > query_positions[:, None]
     if window > 0:
         hidden |= key_positions[None, :] <= query_positions[:, None] - window
-    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hqk,khd->qhd", probabilities, v).to(q.dtype)
+    return _attend_all(q, k, v, scale, hidden)
+
+
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None = None) -> Tensor:
+    """hidden [queries, keys]: pairs that do not count."""
+    group = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(group, dim=1).float()
+    v = v.repeat_interleave(group, dim=1).float()
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).to(q.dtype)

@@ -9,15 +9,21 @@ import math
 import torch
 from torch import Tensor
 
+from quire.kernels.attention.reference import full_attention
 from quire.kernels.attention.triton_decode import decode
-from quire.kernels.attention.triton_fixed_tree import fixed_tree
-from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner
+from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner, StepPlanner
 from quire.kernels.attention.triton_prompt import fixed_decode, prompt
-from quire.kernels.attention.triton_step import StepPlanner
-from quire.kernels.attention.triton_tree import tree_prompt
+from quire.kernels.attention.triton_tree import fixed_tree, tree_prompt
 from quire.kernels.attention.tuning import AttentionTuning
 
-__all__ = ["AttentionPlan", "AttentionPlanner", "AttentionTuning", "StepPlanner", "paged_attention"]
+__all__ = [
+    "AttentionPlan",
+    "AttentionPlanner",
+    "AttentionTuning",
+    "StepPlanner",
+    "full_attention",
+    "paged_attention",
+]
 
 MAX_HEAD_DIM = 256
 

@@ -3,23 +3,93 @@
 A plan lists items of eight integers: decodes (rows with one query) cut along their context so that every
 multiprocessor gets its share, and prompts (rows with more) cut into tiles of queries. It is made on the device from
 tensors alone, so a captured graph may hold it: grids follow the largest sizes, never the lengths.
+
+Rows that begin with the same pages share a piece, so that a common prefix is read once: a decode's query tile has 16
+rows and a group of heads fills few of them, the rest can hold the heads of neighbouring sequences. Sequences of one
+request (samples, beams) are neighbours, and so are all under one system prompt.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.attention.triton_shared import (
-    COMPARED,
-    FEW_ROWS,
-    MIN_SHARED,
-    common_kernel,
-    group_rows,
-)
-from quire.kernels.attention.tuning import AttentionTuning
+from quire.kernels.attention.tuning import TUNINGS, AttentionTuning, HeadShape, Ranges, cache, key_of
+
+MIN_SHARED = 256  # tokens; fewer are not worth a piece of their own
+FEW_ROWS = 4  # per query head of a group: with fewer rows nothing is shared
+COMPARED = 128  # table entries at a time
+
+
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["starts", "lens", "tables"])
+def common_kernel(
+    starts, lens, tables, common, stride_table, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    MIN_SHARED: tl.constexpr, COMPARED: tl.constexpr,
+):  # fmt: skip
+    """common[row]: tokens, in whole tiles, that a decode and the decode in the row before it have in the same pages.
+
+    The newest token's page is never shared, so each row keeps work of its own. Less than MIN_SHARED counts as zero.
+    """
+    row = tl.program_id(0)
+    before = tl.maximum(row - 1, 0)
+    start = tl.load(starts + row)
+    both = (row > 0) & (tl.load(starts + row + 1) - start == 1) & (start - tl.load(starts + before) == 1)
+    shorter = tl.minimum(tl.load(lens + row), tl.load(lens + before))
+    limit = tl.where(both, (shorter - 1) // BLOCK_SIZE, 0)  # pages
+    here = tables + row.to(tl.int64) * stride_table
+    there = tables + before.to(tl.int64) * stride_table
+    entry = tl.arange(0, COMPARED)
+    num_same = 0
+    going = limit > 0
+    while going:
+        inside = num_same + entry < limit
+        same = tl.load(here + num_same + entry, inside, -1) == tl.load(there + num_same + entry, inside, -2)
+        equal = tl.min(tl.where(same, COMPARED, entry), 0)
+        num_same += equal
+        going = (equal == COMPARED) & (num_same < limit)
+    tokens = num_same * BLOCK_SIZE // TILE * TILE
+    tl.store(common + row, tl.where(tokens >= MIN_SHARED, tokens, 0))
+
+
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def group_rows(
+    common, shared, row, lane, num_rows, num_before, most, MEMBERS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes shared[row] = (tokens shared, rows of the group if this row leads one, else 0); returns how many lead.
+
+    A run of rows that share with the row before is cut into groups of up to MEMBERS; no more than `most` lead one.
+    """
+    alone = (tl.load(common + row, row < num_rows, 0) == 0) | (lane == 0)
+    in_run = lane - tl.associative_scan(tl.where(alone, lane, 0), 0, _later)
+    leads = in_run % MEMBERS == 0
+    size = tl.where(row < num_rows, 1, 0)
+    tokens = tl.load(common + row + 1, leads & (row + 1 < num_rows) & (lane + 1 < BLOCK), 0)
+    together = leads & (tokens > 0)
+    for i in tl.static_range(1, MEMBERS):
+        other = tl.load(common + row + i, together & (row + i < num_rows) & (lane + i < BLOCK), 0)
+        together = together & (other > 0)
+        size += tl.where(together, 1, 0)
+        tokens = tl.where(together, tl.minimum(tokens, other), tokens)
+    leads = leads & (size > 1)
+    rank = num_before + tl.cumsum(leads.to(tl.int32), 0)
+    leads = leads & (rank <= most)
+    tl.store(shared + row * 2, row * 0, row < num_rows)
+    tl.store(shared + row * 2 + 1, row * 0, row < num_rows)
+    tl.debug_barrier()
+    tl.store(shared + row * 2 + 1, size, leads)
+    for i in tl.static_range(0, MEMBERS):
+        tl.store(shared + (row + i) * 2, tokens, leads & (i < size))
+    tl.debug_barrier()
+    return tl.sum(leads.to(tl.int32), 0)
+
 
 # Fields of an item. COUNT is queries of a prompt; of a decode, rows from ROW on that share these pages. A row's pieces
 # leave their sums in slots; PIECE says which of its row's this is, -1 where the piece is the whole row.
@@ -360,3 +430,64 @@ def _plan_kernel(
         num_prompt += tl.sum(number)
     tl.store(totals, num_decode)
     tl.store(totals + TOTAL_STRIDE, num_prompt)
+
+
+class StepPlanner:
+    """Plans by an AttentionPlanner per range of rows; each owns its buffers, so all may be captured."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: str | torch.device,
+        *,
+        block_size: int | None = None,  # without it or the next, measured tiles cannot be looked up
+        kv_dtype: str | None = None,  # as the pool's layout names it
+        dtype: torch.dtype = torch.bfloat16,  # of q
+        deterministic: bool = False,
+        **settings: Any,
+    ) -> None:
+        """The rest as AttentionPlanner has it. A deterministic plan has one tuning for all."""
+        self._block_size = block_size or 0
+        measured = None
+        if block_size is not None and kv_dtype is not None and not deterministic:
+            group = num_heads // num_kv_heads
+            heads = HeadShape(num_kv_heads, group, head_dim, kv_dtype, dtype.itemsize, block_size)
+            measured = cache.load(key_of(heads, device))
+        # Where the tiles come from, for the start's report.
+        self.tiles = "fixed" if deterministic else "default" if measured is None else "tuned"
+        ranges: Ranges = TUNINGS if measured is None else measured.ranges
+        self._planners: list[tuple[int, AttentionPlanner]] = []
+        for limit, tuning in ranges:
+            rows = max_rows if deterministic else min(limit, max_rows)
+            planner = AttentionPlanner(
+                rows, num_heads, num_kv_heads, head_dim, device,
+                dtype=dtype, deterministic=deterministic, tuning=tuning, **settings,
+            )  # fmt: skip
+            self._planners.append((rows, planner))
+            if rows == max_rows:
+                break
+
+    @property
+    def range_sizes(self) -> tuple[int, ...]:
+        """The most rows of each range: one step of each size compiles all kernels."""
+        return tuple(rows for rows, _ in self._planners)
+
+    def plan(
+        self,
+        query_starts: Tensor,  # [num_rows + 1] int32
+        context_lens: Tensor,  # [num_rows] int32
+        num_rows: int,
+        *,
+        window: int = 0,
+        num_tokens: int | None = None,
+        block_tables: Tensor | None = None,  # [num_rows, max_blocks] int32
+    ) -> AttentionPlan:
+        planner = next(planner for rows, planner in self._planners if num_rows <= rows)
+        shared = block_tables if self._block_size else None
+        return planner.plan(
+            query_starts, context_lens, num_rows,
+            window=window, num_tokens=num_tokens, block_tables=shared, block_size=self._block_size,
+        )  # fmt: skip

@@ -1,8 +1,11 @@
 """Attention of rows with several queries where some of them are token trees: tiles of queries, as prompts have.
 
 A tree's nodes lie in order after the row's known tokens; each sees everything before the tree, and of the tree the
-nodes whose bits are set. Sums follow slots, not depths, so results differ from a decode's in the last bits:
-deterministic plans have a kernel of their own, `triton_fixed_tree`.
+nodes whose bits are set. Sums of `tree_prompt` follow slots, not depths, so results differ from a decode's in the last
+bits. With `fixed_tree`, for deterministic plans, a node has the bits that a decode at its position has: a tile holds
+the keys of fixed positions, and tiles and chunks are summed in order. Tiles before the tree are read once for all
+queries of a program. From the tree's own tile on each query has a path of its own: its tiles are gathered by position,
+wherever the nodes lie, and the other queries see nothing of them, which leaves their bits alone.
 """
 
 from typing import Any
@@ -11,14 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.core.draft import MAX_NODES
 from quire.kernels.attention.triton_plan import TOTAL_STRIDE, AttentionPlan, padded_power
 from quire.kernels.attention.triton_prompt import _attend_range
 from quire.kernels.attention.triton_tile import (
     NEGATIVE_INFINITY,
     attend_tile,
     load_tile,
+    merge,
     page_ids,
     slot_offsets,
+    visible_keys,
 )
 
 SHORTEST_WINDOW = 64  # a node sees all of its ancestors: no window may end among them
@@ -148,5 +154,115 @@ def _tree_kernel(
         )  # fmt: skip
         # Rows past the last query are not stored.
         result = acc / total[:, None] * v_scale
+        pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(pointers, result.to(out.dtype.element_ty), real)
+
+
+def fixed_tree(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
+    scale: float, v_scale: float, out: Tensor, tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
+) -> None:  # fmt: skip
+    """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
+    # Tiles and warps are those of prompts: they decide bits.
+    launch_tree(
+        _fixed_tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out, tree_starts, ancestors,
+        positions, CHUNK=plan.chunk, NODES=MAX_NODES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _path_places(tree_start, seen, start, NODES: tl.constexpr, TILE: tl.constexpr):
+    """[TILE]: the places of positions start .. start + TILE on the path of the nodes whose bits are set in `seen`."""
+    node = tl.arange(0, NODES)
+    on_path = ((seen >> node.to(tl.int64)) & 1).to(tl.int32)
+    depth = tl.cumsum(on_path, 0) - on_path
+    positions = start + tl.arange(0, TILE)
+    found = ((positions - tree_start)[:, None] == depth[None, :]) & (on_path == 1)[None, :]
+    of_tree = tl.sum(tl.where(found, node[None, :], 0), 1)
+    return tl.where(positions < tree_start, positions, tree_start + of_tree)
+
+
+@triton.jit
+def _attend_paths(
+    q, k_head, v_head, table, positions, query, tree_starts, ancestors, token_positions, token, count, begin, end,
+    acc, top, total, scale, stride_block, stride_slot,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of each query in turn over positions begin .. end of its own path."""
+    for which in range(tl.where(begin < end, count, 0)):
+        tree_start = tl.load(tree_starts + token + which)
+        seen = tl.load(ancestors + token + which)
+        last = tl.minimum(tl.load(token_positions + token + which) + 1, end)
+        for start in range(begin, last, TILE):
+            places = _path_places(tree_start, seen, start, NODES, TILE)
+            inside = start + tl.arange(0, TILE) < last
+            ids = tl.load(table + places // BLOCK_SIZE, mask=inside, other=0)
+            offsets = ids.to(tl.int64) * stride_block + (places % BLOCK_SIZE) * stride_slot
+            k = load_tile(k_head, offsets, start, last, HEAD_DIM, BLOCK_D, TILE, True)
+            v = load_tile(v_head, offsets, start, last, HEAD_DIM, BLOCK_D, TILE, True)
+            visible = visible_keys(positions, start, last, WINDOW, TILE) & (query == which)[:, None]
+            acc, top, total = attend_tile(q, k, v, visible, acc, top, total, scale, True)
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _fixed_tree_kernel(
+    q, k_pages, v_pages, items, totals, tables, out, tree_starts, ancestors, token_positions, scale, v_scale,
+    stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    num_work = tl.load(totals) * KV_HEADS
+    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        kv_head = work % KV_HEADS
+        item = items + work // KV_HEADS * 8
+        row, token, count = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+
+        member = tl.arange(0, ROWS)
+        query = member // GROUP
+        heads = kv_head * GROUP + member % GROUP
+        columns = tl.arange(0, BLOCK_D)
+        real = (query < count)[:, None] & (columns < HEAD_DIM)[None, :]
+        tokens = (token + query).to(tl.int64)
+        q_tile = tl.load(
+            q + tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head + columns[None, :],
+            real,
+            0.0,
+        )
+        positions = tl.load(token_positions + tokens, query < count, tl.load(token_positions + token))
+        begin, end = tl.min(positions, 0) * 0, tl.max(positions, 0) + 1
+        if WINDOW > 0:
+            begin = tl.maximum(tl.min(positions, 0) - WINDOW + 1, 0) // TILE * TILE
+        tree_start = tl.load(tree_starts + token)
+        # Whole tiles below this lie at their positions; without a tree all do.
+        shared_end = tl.where(tree_start < 0, end, tree_start // TILE * TILE)
+        table = tables + row.to(tl.int64) * stride_table
+        k_head = k_pages + kv_head * stride_head
+        v_head = v_pages + kv_head * stride_head
+
+        top = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
+            first, last = tl.maximum(chunk * CHUNK, begin), tl.minimum(chunk * CHUNK + CHUNK, end)
+            chunk_acc, chunk_top, chunk_total = _attend_range(
+                q_tile, k_head, v_head, table, positions, first, tl.minimum(last, shared_end),
+                tl.zeros([ROWS, BLOCK_D], tl.float32), tl.full([ROWS], NEGATIVE_INFINITY, tl.float32),
+                tl.zeros([ROWS], tl.float32), scale,
+                stride_block, stride_slot,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True,
+            )  # fmt: skip
+            chunk_acc, chunk_top, chunk_total = _attend_paths(
+                q_tile, k_head, v_head, table, positions, query, tree_starts, ancestors, token_positions,
+                token, count, tl.maximum(first, shared_end), last,
+                chunk_acc, chunk_top, chunk_total, scale, stride_block, stride_slot,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, NODES,
+            )  # fmt: skip
+            acc, top, total = merge(acc, top, total, chunk_acc, chunk_top, chunk_total)
+
+        # Rows past the last query have seen nothing; they are not stored.
+        result = acc / tl.where(total > 0, total, 1.0)[:, None] * v_scale
         pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
         tl.store(pointers, result.to(out.dtype.element_ty), real)

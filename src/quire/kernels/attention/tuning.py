@@ -1,11 +1,9 @@
 """AttentionTuning: tile sizes of the attention kernels, their defaults, and the cache of measured ones.
 
-The cache is one small JSON file per GPU and head shape, in `tuned` under the cache folder. A file that is not exactly
-what this version wrote for this GPU is ignored, and the defaults serve. Of Triton only the version is read.
+The cache has a file per GPU and head shape; without one the defaults serve. Of Triton only the version is read.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,15 +11,10 @@ from typing import Any
 
 import torch
 
-from quire.kernels.cache_files import cache_folder, remove_all, write_whole
-from quire.observe.logs import get_logger
+from quire.kernels.measurement import TunedCache
 
-logger = get_logger(__name__)
-
-FORMAT = 1
-NAMES = "attention-*.json"
 # A change in one of these files may change which tiles are best: older measurements are ignored.
-MEASURED_CODE = ("triton_decode", "triton_plan", "triton_prompt", "triton_step", "triton_tile", "tuning")
+MEASURED_CODE = ("triton_decode", "triton_plan", "triton_prompt", "triton_tile", "tuning")
 
 _POWERS = frozenset({16, 32, 64, 128, 256})
 # Values that a file may hold: a damaged number must not reach a compiler.
@@ -127,77 +120,31 @@ def key_of(heads: HeadShape, device: str | torch.device) -> TuningKey:
     return TuningKey(chip, capability, _triton_version(), _code_digest(), heads)
 
 
-def load(key: TuningKey) -> TunedTiles | None:
-    """The tiles measured for exactly this key, or None. Never raises: a start does not depend on a cache."""
-    path = path_of(key)
-    try:
-        stored_key, tiles = _parse(path.read_text(encoding="utf-8"))
-        if stored_key != key:
-            raise ValueError("it was measured for something else")
-    except FileNotFoundError:
-        return None
-    except Exception as fault:  # a file may be damaged in any way
-        logger.debug("%s is ignored, the default tiles serve: %s", path, fault)
-        return None
-    return tiles
-
-
-def store(key: TuningKey, tiles: TunedTiles) -> Path:
-    """Writes the cache file and returns its path."""
-    path = path_of(key)
-    record = {
-        "format": FORMAT,
-        "key": asdict(key),
-        "ranges": [{"max_rows": limit, "tuning": asdict(tuning)} for limit, tuning in tiles.ranges],
-        "measured": [asdict(line) for line in tiles.measured],
-    }
-    write_whole(path, json.dumps(record, indent=1))
-    return path
-
-
-def cached() -> list[tuple[TuningKey, TunedTiles]]:
-    """All readable cache files, of any GPU and version."""
-    entries = []
-    for path in sorted(folder().glob(NAMES)):
-        try:
-            entries.append(_parse(path.read_text(encoding="utf-8")))
-        except Exception as fault:  # as in `load`
-            logger.debug("%s is ignored: %s", path, fault)
-    return entries
-
-
-def forget() -> int:
-    """Removes all cached tiles; returns the number of files."""
-    return remove_all(folder(), NAMES)
-
-
-def folder() -> Path:
-    """The folder of measured tiles. It may not exist yet."""
-    return cache_folder() / "tuned"
-
-
-def path_of(key: TuningKey) -> Path:
-    """The file of a key."""
-    digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:20]
-    return folder() / f"attention-{digest}.json"
-
-
 def serves_here(key: TuningKey) -> bool:
     """Whether this version's kernels accept these tiles on their GPU."""
     return (key.triton, key.code) == (_triton_version(), _code_digest())
 
 
-def _parse(text: str) -> tuple[TuningKey, TunedTiles]:
+def store(key: TuningKey, tiles: TunedTiles) -> Path:
+    """Writes the cache file and returns its path."""
+    return cache.store(
+        key,
+        ranges=[{"max_rows": limit, "tuning": asdict(tuning)} for limit, tuning in tiles.ranges],
+        measured=[asdict(line) for line in tiles.measured],
+    )
+
+
+def _parse(record: Mapping[str, Any]) -> tuple[TuningKey, TunedTiles]:
     """The content of a file. Raises for anything that this version did not write."""
-    record = json.loads(text)
-    if record["format"] != FORMAT:
-        raise ValueError(f"format {record['format']!r}, not {FORMAT}")
     named = dict(record["key"])
     key = TuningKey(**{**named, "heads": HeadShape(**named["heads"])})
     ranges = tuple((entry["max_rows"], _tuning(entry["tuning"])) for entry in record["ranges"])
     if [limit for limit, _ in ranges] != [limit for limit, _ in TUNINGS]:
         raise ValueError("its ranges of rows are not these")
     return key, TunedTiles(ranges, tuple(_measured(line) for line in record["measured"]))
+
+
+cache: TunedCache[TuningKey, TunedTiles] = TunedCache("attention", 1, _parse)
 
 
 def _tuning(entry: Mapping[str, Any]) -> AttentionTuning:

@@ -7,8 +7,8 @@
 
 #include "../activation/cpu.cpp"
 #include "../attention/cpu.cpp"
+#include "../attention/full.h"
 #include "../embedding/cpu.cpp"
-#include "../full_attention/cpu.cpp"
 #include "../int8_linear/cpu.cpp"
 #include "../lora/cpu.cpp"
 #include "../lora_pack/cpu.cpp"

@@ -1,36 +1,27 @@
 """Measures cuBLASLt's algorithms for a GEMM on this GPU, and caches which was the fastest.
 
-PyTorch's own choice stays unless another algorithm is faster beyond doubt. The cache is one small JSON file per GPU and
-library version, in `tuned` under the cache folder. An algorithm is stored as its index among the candidates of the
-library's heuristic, which is queried again at every start: a damaged file can name a slower algorithm, not a wrong one.
+PyTorch's own choice stays unless another algorithm is faster beyond doubt. The cache has a file per GPU and library
+version. An algorithm is stored as its index among the candidates of the library's heuristic, which is queried again at
+every start: a damaged file can name a slower algorithm, not a wrong one.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cache_files import cache_folder, remove_all, write_whole
 from quire.kernels.linear.cublaslt import MAX_CANDIDATES, Algorithm, GemmPlan, GemmShape, version
 from quire.kernels.linear.reference import gemm
-from quire.kernels.timing import choose, queued_seconds
-from quire.observe.logs import get_logger
+from quire.kernels.measurement import TunedCache, choose, queued_seconds
 
-logger = get_logger(__name__)
-
-FORMAT = 1
-NAMES = "products-*.json"
 TORCH_DEFAULT = -1  # the index that stands for PyTorch's own choice
 FINALISTS = 2  # candidates timed again, beside PyTorch's choice
 ROUNDS = 2
 REFUSED = float("inf")  # seconds
-COLD_BYTES = (
-    256 << 20
-)  # weights read per timing: as in a model, they must come from memory, not from the GPU's cache
+# Weights read per timing: as in a model, they must come from memory, not from the GPU's cache.
+COLD_BYTES = 256 << 20
 MAX_ERROR = 1e-2  # ‖difference‖ / ‖PyTorch's result‖ for 16-bit numbers
 
 WeightAndBias = tuple[Tensor, Tensor | None]
@@ -131,57 +122,20 @@ def key_of(device: torch.device) -> ChipKey:
     return ChipKey(torch.cuda.get_device_name(device), version(), torch.__version__)
 
 
-def load(key: ChipKey) -> Choices:
-    """The choices measured for exactly this key. Never raises: a start does not depend on a cache."""
-    path = path_of(key)
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if (record["format"], record["key"]) != (FORMAT, asdict(key)):
-            raise ValueError("it was written for another GPU or version")
-        return {str(shape): _indices(entries) for shape, entries in record["chosen"].items()}
-    except FileNotFoundError:
-        return {}
-    except Exception as fault:  # a file may be damaged in any way
-        logger.debug("%s is ignored, GEMMs are measured again: %s", path, fault)
-        return {}
-
-
 def store(key: ChipKey, choices: Choices) -> None:
     """Adds these choices to the cached ones."""
     if not choices:
         return
-    merged = load(key)
+    merged = cache.load(key) or {}
     for shape, indices in choices.items():
         merged.setdefault(shape, {}).update(indices)
-    record = {"format": FORMAT, "key": asdict(key), "chosen": merged}
-    write_whole(path_of(key), json.dumps(record, indent=1))
+    cache.store(key, chosen=merged)
 
 
-def cached() -> list[tuple[ChipKey, Choices]]:
-    """All readable cache files, of any GPU and version."""
-    entries = []
-    for path in sorted(_folder().glob(NAMES)):
-        try:
-            key = ChipKey(**json.loads(path.read_text(encoding="utf-8"))["key"])
-        except Exception as fault:  # as in `load`
-            logger.debug("%s is ignored: %s", path, fault)
-            continue
-        entries.append((key, load(key)))
-    return entries
-
-
-def forget() -> int:
-    """Removes all cached choices; returns the number of files."""
-    return remove_all(_folder(), NAMES)
-
-
-def _folder() -> Path:
-    return cache_folder() / "tuned"
-
-
-def path_of(key: ChipKey) -> Path:
-    digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:20]
-    return _folder() / f"products-{digest}.json"
+def _parse(record: Mapping[str, Any]) -> tuple[ChipKey, Choices]:
+    """The content of a file. Raises for anything that this version did not write."""
+    chosen = {str(shape): _indices(entries) for shape, entries in record["chosen"].items()}
+    return ChipKey(**record["key"]), chosen
 
 
 def _indices(entries: dict[str, int]) -> dict[int, int]:
@@ -192,3 +146,6 @@ def _indices(entries: dict[str, int]) -> dict[int, int]:
         if type(index) is not int or not TORCH_DEFAULT <= index < MAX_CANDIDATES:
             raise ValueError(f"{index!r} names no algorithm")
     return indices
+
+
+cache: TunedCache[ChipKey, Choices] = TunedCache("products", 1, _parse)

@@ -28,9 +28,8 @@ class GemmAutotuner:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._chosen: dict[
-            tuple[GemmShape, int], tuple[GemmPlan, Algorithm]
-        ] = {}  # by shape and tokens; torch serves the rest
+        # by shape and tokens; torch serves the rest
+        self._chosen: dict[tuple[GemmShape, int], tuple[GemmPlan, Algorithm]] = {}
         self._seen: dict[GemmShape, list[WeightAndBias]] | None = None  # not None while GEMMs are collected
         self.summary = ""  # a report of the algorithms chosen; empty: none was
 
@@ -84,7 +83,7 @@ class GemmAutotuner:
     def _tune(self, seen: dict[GemmShape, list[WeightAndBias]], sizes: Sequence[int]) -> None:
         began = time.perf_counter()
         key = autotune.key_of(self._device)
-        known, new = autotune.load(key), autotune.Choices()
+        known, new = autotune.cache.load(key) or {}, autotune.Choices()
         for shape, pairs in seen.items():
             measured = self._choose(shape, pairs, sizes, known.get(str(shape), {}))
             if measured:

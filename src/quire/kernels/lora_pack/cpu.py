@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native
-from quire.kernels.lora_pack.records import CODES, Places
+from quire.kernels.lora.records import CODES, Places
 
 
 def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> int:

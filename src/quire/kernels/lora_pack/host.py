@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.lora.records import SOURCES, Places
 from quire.kernels.lora_pack import reference
-from quire.kernels.lora_pack.records import SOURCES, Places
 
 # For each dtype: an integer as wide, the bits without the sign, and the least number of these that is not finite
 _BITS: dict[torch.dtype, tuple[np.dtype, int, int]] = {

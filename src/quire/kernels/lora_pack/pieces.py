@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.lora.records import A_CODE, B_CODE, SOURCES, Places
 from quire.kernels.lora_pack import reference
-from quire.kernels.lora_pack.records import A_CODE, B_CODE, SOURCES, Places
 
 ALIGNMENT = 16  # bytes, of a piece's first byte
 # Columns of AdapterPiece.tiles

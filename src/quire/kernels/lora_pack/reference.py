@@ -3,8 +3,14 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.lora.records import SCALE_BYTES, scales_offset
-from quire.kernels.lora_pack.records import LARGEST_BYTE, SMALLEST_PEAK, SOURCES, Places
+from quire.kernels.lora.records import (
+    LARGEST_BYTE,
+    SCALE_BYTES,
+    SMALLEST_PEAK,
+    SOURCES,
+    Places,
+    scales_offset,
+)
 
 
 def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> int:

@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.lora.records import MAX_TILE_RANKS
+from quire.kernels.lora.records import MAX_TILE_RANKS, Places
 from quire.kernels.lora_pack import reference
 from quire.kernels.lora_pack.pieces import COLUMNS, cut, first_wrong
-from quire.kernels.lora_pack.records import Places
 
 WIDTH = 256  # columns of one program
 

@@ -1,6 +1,8 @@
 // Full attention: every token of a sequence sees all of it. Sequences lie one after another in a ragged run, and the
 // rows of that run are their pages: one page each, found through a table of one entry.
-#include "../attention/cpu.cpp"
+#pragma once
+
+#include "cpu.cpp"
 
 namespace quire {
 namespace QUIRE_ISA {

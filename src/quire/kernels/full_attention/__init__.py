@@ -1,1 +1,0 @@
-"""Attention within whole sequences, for encoders: every token sees all of its own sequence."""
