@@ -13,7 +13,7 @@ from quire.core.draft import ROOT, Draft
 from quire.core.errors import DeviceMemoryFull
 from quire.core.request import ints
 from quire.core.step import BeamCandidates, BeamSet, HostTransfers, RowStart, Step, StepResult
-from quire.speculate.acceptance import accepted_nodes
+from quire.speculate.tree import accepted_nodes
 
 VOCABULARY = 50
 END = 0

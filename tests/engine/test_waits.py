@@ -16,7 +16,12 @@ from tests.engine.test_device_runner import SHAPE, DeviceRunner, PaddingRunner
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 # What stands in for a GPU's kernels here; and host memory that is about to be sent, filled through numpy.
-ELSEWHERE = ("quire/kernels/", "quire/sampling/draw.py", "quire/runner/staging.py", "device_columns.py")
+ELSEWHERE = (
+    "quire/kernels/",
+    "quire/sampling/draw.py",
+    "quire/runner/staging.py",
+    "quire/sampling/columns.py",
+)
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9] * 17, list(range(10, 26)), [3], list(range(20, 40))]
 SAMPLINGS = [
     SamplingParams(temperature=0, max_tokens=20),

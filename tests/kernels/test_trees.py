@@ -12,7 +12,7 @@ from quire.core.request import Ints, ints
 from quire.kernels import registry
 from quire.kernels.attention import reference
 from quire.kernels.trees import reference as settling
-from quire.speculate.acceptance import accepted_nodes
+from quire.speculate.tree import accepted_nodes
 from tests.kernels.cases import PagedCase, Shape, instruction_set, instruction_sets, paged_case, random_case
 
 IN_INTERPRETER = pytest.mark.skipif(

@@ -7,7 +7,6 @@ import pytest
 from quire.core.draft import TokenTree
 from quire.core.request import ints
 from quire.scheduler.drafts import trimmed
-from quire.speculate.acceptance import num_accepted
 from quire.speculate.adapt import (
     Shape,
     best_shape,
@@ -17,6 +16,7 @@ from quire.speculate.adapt import (
     update_branch_acceptance,
 )
 from quire.speculate.costs import STALE, StepCosts
+from quire.speculate.tree import num_accepted
 
 
 def flat(num_running: int, shape: Shape) -> float:

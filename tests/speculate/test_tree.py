@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 
 from quire.core.draft import MAX_NODES, ROOT, TokenTree, ancestors, depths
 from quire.core.request import ints
-from quire.speculate.acceptance import accepted_nodes, num_accepted
 from quire.speculate.ngram import Lookup
-from quire.speculate.tree import branches, merged
+from quire.speculate.tree import accepted_nodes, branches, merged, num_accepted
 
 DRAFTS = st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=6)
 

@@ -8,7 +8,7 @@ from quire.engine.structured import StructuredOutputs
 from quire.grammar.errors import GrammarError
 from quire.scheduler.plan import ScheduledStep
 from quire.scheduler.scheduler import Scheduler
-from quire.speculate.acceptance import accepted_nodes
+from quire.speculate.tree import accepted_nodes
 
 
 class Committer:

@@ -92,12 +92,16 @@ class TunedCache(Generic[Key, Choice]):
     """
 
     def __init__(
-        self, kind: str, version: int, parse: Callable[[Mapping[str, Any]], tuple[Key, Choice]]
+        self, kind: str, version: int, parse: Callable[[Mapping[str, Any]], tuple[Key, Choice]], fallback: str
     ) -> None:
-        """`parse` takes a file's record, with what `store` got, and raises if it is damaged."""
+        """`parse` takes a file's record, with what `store` got, and raises if it is damaged.
+
+        `fallback`: what serves without a file, for the log.
+        """
         self._kind = kind
         self._version = version
         self._parse = parse
+        self._fallback = fallback
 
     def load(self, key: Key) -> Choice | None:
         """The choice measured for exactly this key, or None. Never raises."""
@@ -106,7 +110,7 @@ class TunedCache(Generic[Key, Choice]):
         if entry is None:
             return None
         if entry[0] != key:
-            logger.debug("%s is ignored: it was measured for something else", path)
+            logger.debug("%s is ignored, %s: it was measured for something else", path, self._fallback)
             return None
         return entry[1]
 
@@ -146,7 +150,7 @@ class TunedCache(Generic[Key, Choice]):
         except FileNotFoundError:
             return None
         except Exception as fault:  # a file may be damaged in any way
-            logger.debug("%s is ignored: %s", path, fault)
+            logger.debug("%s is ignored, %s: %s", path, self._fallback, fault)
             return None
 
 

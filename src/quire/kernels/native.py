@@ -199,9 +199,9 @@ def check_floats(*tensors: Tensor | None) -> None:
             )
 
 
-def check_integers(narrow: Tensor | None, wide: Tensor | None) -> None:
-    """Refuses index tensors of other types: `narrow` must be int32, `wide` int64, both dense."""
-    for tensor, dtype in ((narrow, torch.int32), (wide, torch.int64)):
+def check_indices(dtype: torch.dtype, *tensors: Tensor | None) -> None:
+    """Refuses index tensors that are not dense or of another type."""
+    for tensor in tensors:
         if tensor is not None and (tensor.dtype is not dtype or not tensor.is_contiguous()):
             raise TypeError(f"native kernels take dense {dtype} here, not {tensor.dtype}")
 

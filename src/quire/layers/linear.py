@@ -147,12 +147,12 @@ class Linear:
         check_shape(rows, (rows.shape[0], self._matrix.num_columns))
         self._matrix.load_rows(first_row, rows)
 
-    def weight_loader(
-        self, first_row: int = 0, num_rows: int | None = None, transposed: bool = False
-    ) -> Loader:
-        """Takes one checkpoint tensor into rows first_row .. first_row + num_rows - 1 (all rows by default).
+    def loaders(
+        self, name: str, first_row: int = 0, num_rows: int | None = None, transposed: bool = False
+    ) -> dict[str, Loader]:
+        """For the checkpoint tensors `name`.weight and, with a bias, `name`.bias.
 
-        `transposed`: the checkpoint has [columns, rows].
+        They fill `num_rows` rows (default: all) from `first_row` on. `transposed`: the weight is [columns, rows] there.
         """
         count = self._matrix.num_rows if num_rows is None else num_rows
         shape = (count, self._matrix.num_columns)
@@ -161,12 +161,10 @@ class Linear:
             self._matrix.load_rows(first_row, tensor.t() if transposed else tensor)
 
         part = LayerPart(self, first_row, *shape)
-        return Loader(shape[::-1] if transposed else shape, take, (part,))
-
-    def bias_loader(self, first_row: int = 0, num_rows: int | None = None) -> Loader:
-        """Takes one checkpoint tensor into a part of the bias."""
-        assert self._bias is not None, "this Linear was built without a bias"
-        return self._bias.loader(first_row, self._matrix.num_rows if num_rows is None else num_rows)
+        loaders = {f"{name}.weight": Loader(shape[::-1] if transposed else shape, take, (part,))}
+        if self._bias is not None:
+            loaders[f"{name}.bias"] = self._bias.loader(first_row, count)
+        return loaders
 
     def state(self) -> dict[str, Tensor]:
         kept = self._matrix.state()
@@ -199,8 +197,13 @@ class OutputHead:
     def take_lora(self, group: LoraGroup) -> None:
         self._lora = group
 
-    def loader(self) -> Loader:
-        """Takes the head's checkpoint tensor; a tied head's is the embedding's, and loads both."""
+    def loaders(self, table: TokenEmbedding, table_name: str, name: str) -> dict[str, Loader]:
+        """For the checkpoint's token table and the head's matrix; a tied head's is the table, which loads both."""
+        if self._tied_to is not None:
+            return {table_name: self._loader()}
+        return {table_name: table.loader(), name: self._loader()}
+
+    def _loader(self) -> Loader:
         shape = (self._matrix.num_rows, self._matrix.num_columns)
         parts: tuple[LayerPart, ...] = (LayerPart(self, 0, *shape, module=HEAD),)
         if self._tied_to is not None:

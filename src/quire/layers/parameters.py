@@ -1,8 +1,8 @@
 """Parameters of layers: loading them from checkpoint tensors, and all of a model's under one flat set of names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ class Vector:
         self.value = tensor.to(device=self.value.device, dtype=self.value.dtype)
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """A layer with parameters."""
 
@@ -97,3 +98,31 @@ def distribute(layers: Mapping[str, Stateful], parameters: Mapping[str, Tensor])
         states[owner][key] = tensor
     for name, layer in layers.items():
         layer.adopt(states[name])
+
+
+class Composite:
+    """A part of a model that is made of layers: every attribute with parameters is one, under its own name."""
+
+    def layers(self) -> dict[str, Stateful]:
+        """Sublayers with parameters, by name."""
+        return {name: layer for name, layer in vars(self).items() if isinstance(layer, Stateful)}
+
+
+class LayerStack(Composite):
+    """A model: layers of its own, and equal blocks, whose layers are named `layers.<i>.<name>`."""
+
+    blocks: Sequence[Composite]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Every parameter as it is kept; views, not copies."""
+        return collect(self._all_layers())
+
+    def adopt(self, parameters: Mapping[str, Tensor]) -> None:
+        """The inverse of `parameters`, without copying."""
+        distribute(self._all_layers(), parameters)
+
+    def _all_layers(self) -> dict[str, Stateful]:
+        layers = self.layers()
+        for i, block in enumerate(self.blocks):
+            layers |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
+        return layers

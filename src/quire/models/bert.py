@@ -10,7 +10,7 @@ from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import KNOWN, LayerFactory
-from quire.layers.parameters import Loader, Stateful, collect, distribute
+from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.models.hyperparameters import checkpoint_dtype, head_size, positive
 from quire.models.model import Encoder
 
@@ -117,7 +117,7 @@ def _first_position(architecture: str, hf: Mapping[str, Any]) -> int:
     return int(hf.get("pad_token_id", 1) or 0) + 1 if _variant(architecture).first_position else 0
 
 
-class BertLayer:
+class BertLayer(Composite):
     """qkv → attention → output, up → activation → down, a norm after each sum."""
 
     def __init__(self, config: ModelConfig, activation: str, eps: float, factory: LayerFactory) -> None:
@@ -137,32 +137,19 @@ class BertLayer:
         hidden = self.attention_norm(self.output(attended, residual=hidden))
         return self.mlp_norm(self.down(self.activation(self.up(hidden)), residual=hidden))
 
-    def layers(self) -> dict[str, Stateful]:
-        return {
-            "qkv": self.qkv,
-            "output": self.output,
-            "attention_norm": self.attention_norm,
-            "up": self.up,
-            "down": self.down,
-            "mlp_norm": self.mlp_norm,
-        }
-
     def loaders(self, prefix: str, names: Mapping[str, str]) -> dict[str, Loader]:
         loaders: dict[str, Loader] = {}
         hidden = len(self.attention_norm.state()["weight"])
         for position, part in enumerate(("query", "key", "value")):
-            first_row = position * hidden
-            loaders[f"{prefix}{names[part]}.weight"] = self.qkv.weight_loader(first_row, hidden)
-            loaders[f"{prefix}{names[part]}.bias"] = self.qkv.bias_loader(first_row, hidden)
+            loaders |= self.qkv.loaders(prefix + names[part], position * hidden, hidden)
         for part, linear in (("output", self.output), ("up", self.up), ("down", self.down)):
-            loaders[f"{prefix}{names[part]}.weight"] = linear.weight_loader()
-            loaders[f"{prefix}{names[part]}.bias"] = linear.bias_loader()
+            loaders |= linear.loaders(prefix + names[part])
         loaders |= self.attention_norm.loaders(prefix + names["attention_norm"])
         loaders |= self.mlp_norm.loaders(prefix + names["mlp_norm"])
         return loaders
 
 
-class Bert:
+class Bert(LayerStack):
     """Token, position and token type embeddings, summed and normalised, then layers."""
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
@@ -177,7 +164,9 @@ class Bert:
         num_types = positive(hf, "type_vocab_size", 2)
         self.types = factory.embedding(num_types, hidden) if self._variant.token_types else None
         self.norm = factory.layer_norm(hidden, eps)
-        self.blocks = [BertLayer(config, activation, eps, factory) for _ in range(config.num_layers)]
+        self.blocks: list[BertLayer] = [
+            BertLayer(config, activation, eps, factory) for _ in range(config.num_layers)
+        ]
 
     def __call__(self, batch: EncoderBatch) -> Tensor:
         hidden = self.tokens(batch.token_ids) + self.positions(batch.positions)
@@ -199,17 +188,3 @@ class Bert:
         for i, block in enumerate(self.blocks):
             loaders |= block.loaders(f"{self._variant.layer}{i}.", self._variant.parts)
         return loaders
-
-    def parameters(self) -> dict[str, Tensor]:
-        return collect(self._layers())
-
-    def adopt(self, parameters: Mapping[str, Tensor]) -> None:
-        distribute(self._layers(), parameters)
-
-    def _layers(self) -> dict[str, Stateful]:
-        layers: dict[str, Stateful] = {"tokens": self.tokens, "positions": self.positions, "norm": self.norm}
-        if self.types is not None:
-            layers["types"] = self.types
-        for i, block in enumerate(self.blocks):
-            layers |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
-        return layers

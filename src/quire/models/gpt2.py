@@ -47,7 +47,7 @@ class Gpt2(GptDecoder):
 
     def loaders(self) -> dict[str, Loader]:
         prefix = "transformer."
-        loaders = self.embedding_loaders(f"{prefix}wte.weight", "lm_head.weight")
+        loaders = self.head.loaders(self.tokens, f"{prefix}wte.weight", "lm_head.weight")
         loaders[f"{prefix}wpe.weight"] = self.positions.loader()
         if self.norm is not None:
             loaders |= self.norm.loaders(f"{prefix}ln_f")
@@ -62,6 +62,5 @@ class Gpt2(GptDecoder):
                 ("mlp.c_proj", block.down),
             )
             for name, linear in parts:
-                loaders[f"{layer}{name}.weight"] = linear.weight_loader(transposed=True)
-                loaders[f"{layer}{name}.bias"] = linear.bias_loader()
+                loaders |= linear.loaders(f"{layer}{name}", transposed=True)
         return loaders

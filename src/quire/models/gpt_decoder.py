@@ -12,7 +12,7 @@ from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import LayerNorm
-from quire.layers.parameters import Loader, Stateful, collect, distribute
+from quire.layers.parameters import Composite, LayerStack
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import Layer
 
@@ -61,7 +61,7 @@ def describe_gpt(
     )
 
 
-class GptLayer:
+class GptLayer(Composite):
     """qkv → attention → output, up → activation → down, a norm before or after each; sums are fused."""
 
     def __init__(self, config: ModelConfig, kind: GptConfig, factory: LayerFactory, index: int) -> None:
@@ -99,23 +99,13 @@ class GptLayer:
             return hidden, update
         return self.mlp_norm.add(update, x), None
 
-    def layers(self) -> dict[str, Stateful]:
-        return {
-            "attention_norm": self.attention_norm,
-            "qkv": self.qkv,
-            "output": self.output,
-            "mlp_norm": self.mlp_norm,
-            "up": self.up,
-            "down": self.down,
-        }
-
 
 def _normed(norm: LayerNorm, hidden: Tensor, update: Tensor | None) -> Tensor:
     """The norm of hidden, to which `update` is added in place."""
     return norm(hidden) if update is None else norm.add(update, hidden)
 
 
-class GptDecoder:
+class GptDecoder(LayerStack):
     """Token and position embeddings, layers, a final norm, the output head."""
 
     recordable = False  # sums and activations between kernels are torch's
@@ -129,7 +119,7 @@ class GptDecoder:
         self.positions = factory.embedding(config.max_position, hidden, kind.skipped_positions)
         self.project_in = factory.linear(hidden, width) if width != hidden else None
         self.project_out = factory.linear(width, hidden) if width != hidden else None
-        self.blocks = [GptLayer(config, kind, factory, i) for i in range(config.num_layers)]
+        self.blocks: list[GptLayer] = [GptLayer(config, kind, factory, i) for i in range(config.num_layers)]
         self.stack: list[Layer] = [*self.blocks]
         self.norm: LayerNorm | None = None
         if kind.final_norm:
@@ -159,29 +149,3 @@ class GptDecoder:
 
     def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         return self.head(hidden, lora)
-
-    def embedding_loaders(self, tokens: str, head: str) -> dict[str, Loader]:
-        """For the token table and, where it has weights of its own, the output head."""
-        if self.config.tie_word_embeddings:
-            return {tokens: self.head.loader()}
-        return {tokens: self.tokens.loader(), head: self.head.loader()}
-
-    def parameters(self) -> dict[str, Tensor]:
-        return collect(self._layers())
-
-    def adopt(self, parameters: Mapping[str, Tensor]) -> None:
-        distribute(self._layers(), parameters)
-
-    def _layers(self) -> dict[str, Stateful]:
-        layers: dict[str, Stateful] = {
-            "tokens": self.tokens,
-            "positions": self.positions,
-            "head": self.head,
-        }
-        if self.norm is not None:
-            layers["norm"] = self.norm
-        if self.project_in is not None and self.project_out is not None:
-            layers |= {"project_in": self.project_in, "project_out": self.project_out}
-        for i, block in enumerate(self.blocks):
-            layers |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
-        return layers

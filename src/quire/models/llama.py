@@ -12,7 +12,7 @@ from quire.layers.attention import Pool
 from quire.layers.batch import Batch
 from quire.layers.factory import GATES, LayerFactory
 from quire.layers.lora import LoraBatch
-from quire.layers.parameters import Loader, Stateful, collect, distribute
+from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.layers.rope import position_limit, rope_parameters
 from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import DecoderModel, Layer
@@ -100,7 +100,7 @@ def _windows(config: ModelConfig) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-class LlamaLayer:
+class LlamaLayer(Composite):
     """norm → qkv → attention → output, norm → gate, up → down; both sums are made by the last projection."""
 
     def __init__(
@@ -110,11 +110,8 @@ class LlamaLayer:
         eps = float(config.hf.get("rms_norm_eps", 1e-6))
         hidden, inner = config.hidden_size, config.intermediate_size
         self._query_rows, self._key_rows, self._inner = heads * head_dim, kv_heads * head_dim, inner
-        self._variant = variant
         self.input_norm = factory.rms_norm(hidden, eps)
         self.qkv = factory.linear(self._query_rows + 2 * self._key_rows, hidden, variant.qkv_bias)
-        self.q_norm = factory.rms_norm(head_dim, eps) if variant.head_norm else None
-        self.k_norm = factory.rms_norm(head_dim, eps) if variant.head_norm else None
         self.attention = factory.attention(
             index, heads, kv_heads, head_dim, window=variant.windows[index], cos_sin=cos_sin
         )
@@ -122,6 +119,8 @@ class LlamaLayer:
         self.post_norm = factory.rms_norm(hidden, eps)
         self.gate_up = factory.linear(2 * inner, hidden, variant.mlp_bias)
         self.down = factory.linear(hidden, inner, variant.mlp_bias)
+        self.q_norm = factory.rms_norm(head_dim, eps) if variant.head_norm else None
+        self.k_norm = factory.rms_norm(head_dim, eps) if variant.head_norm else None
         self._gelu_gate = factory.gelu_gate(_gate_name(config.hf))  # None: silu
 
     def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
@@ -138,19 +137,6 @@ class LlamaLayer:
             gated = self._gelu_gate(self.gate_up.normed(hidden, self.post_norm, lora))
         return self.down(gated, hidden, lora)
 
-    def layers(self) -> dict[str, Stateful]:
-        layers: dict[str, Stateful] = {
-            "input_norm": self.input_norm,
-            "qkv": self.qkv,
-            "output": self.output,
-            "post_norm": self.post_norm,
-            "gate_up": self.gate_up,
-            "down": self.down,
-        }
-        if self.q_norm is not None and self.k_norm is not None:
-            layers |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
-        return layers
-
     def loaders(self, prefix: str) -> dict[str, Loader]:
         query, key, inner = self._query_rows, self._key_rows, self._inner
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -159,25 +145,23 @@ class LlamaLayer:
             f"{prefix}post_attention_layernorm.weight": self.post_norm.loader(),
         }
         parts = (
-            (f"{attention}q_proj", self.qkv, 0, query, self._variant.qkv_bias),
-            (f"{attention}k_proj", self.qkv, query, key, self._variant.qkv_bias),
-            (f"{attention}v_proj", self.qkv, query + key, key, self._variant.qkv_bias),
-            (f"{attention}o_proj", self.output, 0, None, self._variant.output_bias),
-            (f"{mlp}gate_proj", self.gate_up, 0, inner, self._variant.mlp_bias),
-            (f"{mlp}up_proj", self.gate_up, inner, inner, self._variant.mlp_bias),
-            (f"{mlp}down_proj", self.down, 0, None, self._variant.mlp_bias),
+            (f"{attention}q_proj", self.qkv, 0, query),
+            (f"{attention}k_proj", self.qkv, query, key),
+            (f"{attention}v_proj", self.qkv, query + key, key),
+            (f"{attention}o_proj", self.output, 0, None),
+            (f"{mlp}gate_proj", self.gate_up, 0, inner),
+            (f"{mlp}up_proj", self.gate_up, inner, inner),
+            (f"{mlp}down_proj", self.down, 0, None),
         )
-        for name, linear, first_row, num_rows, bias in parts:
-            loaders[f"{name}.weight"] = linear.weight_loader(first_row, num_rows)
-            if bias:
-                loaders[f"{name}.bias"] = linear.bias_loader(first_row, num_rows)
+        for name, linear, first_row, num_rows in parts:
+            loaders |= linear.loaders(name, first_row, num_rows)
         if self.q_norm is not None and self.k_norm is not None:
             loaders[f"{attention}q_norm.weight"] = self.q_norm.loader()
             loaders[f"{attention}k_norm.weight"] = self.k_norm.loader()
         return loaders
 
 
-class Llama:
+class Llama(LayerStack):
     """Every operation of the forward pass is one kernel; between them are only views."""
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
@@ -187,7 +171,9 @@ class Llama:
         variant = _variant(config)
         cos_sin = factory.rotary(config.hf, config.head_dim, config.max_position)
         self.embedding = factory.embedding(config.vocab_size, config.hidden_size)
-        self.blocks = [LlamaLayer(config, variant, factory, i, cos_sin) for i in range(config.num_layers)]
+        self.blocks: list[LlamaLayer] = [
+            LlamaLayer(config, variant, factory, i, cos_sin) for i in range(config.num_layers)
+        ]
         self.stack: list[Layer] = [*self.blocks]
         self.norm = factory.rms_norm(config.hidden_size, float(config.hf.get("rms_norm_eps", 1e-6)))
         tied_to = self.embedding if config.tie_word_embeddings else None
@@ -208,23 +194,7 @@ class Llama:
 
     def loaders(self) -> dict[str, Loader]:
         loaders = {"model.norm.weight": self.norm.loader()}
-        if self.config.tie_word_embeddings:
-            loaders["model.embed_tokens.weight"] = self.head.loader()
-        else:
-            loaders["model.embed_tokens.weight"] = self.embedding.loader()
-            loaders["lm_head.weight"] = self.head.loader()
+        loaders |= self.head.loaders(self.embedding, "model.embed_tokens.weight", "lm_head.weight")
         for i, block in enumerate(self.blocks):
             loaders |= block.loaders(f"model.layers.{i}.")
         return loaders
-
-    def parameters(self) -> dict[str, Tensor]:
-        return collect(self._layers())
-
-    def adopt(self, parameters: Mapping[str, Tensor]) -> None:
-        distribute(self._layers(), parameters)
-
-    def _layers(self) -> dict[str, Stateful]:
-        layers: dict[str, Stateful] = {"embedding": self.embedding, "norm": self.norm, "head": self.head}
-        for i, block in enumerate(self.blocks):
-            layers |= {f"layers.{i}.{name}": layer for name, layer in block.layers().items()}
-        return layers

@@ -49,18 +49,17 @@ class Opt(GptDecoder):
     """GptDecoder under OPT's names."""
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
-        self._gpt_config = _gpt_config(config)
-        super().__init__(config, self._gpt_config, factory)
+        super().__init__(config, _gpt_config(config), factory)
 
     def loaders(self) -> dict[str, Loader]:
         prefix = "model.decoder."
-        loaders = self.embedding_loaders(f"{prefix}embed_tokens.weight", "lm_head.weight")
+        loaders = self.head.loaders(self.tokens, f"{prefix}embed_tokens.weight", "lm_head.weight")
         loaders[f"{prefix}embed_positions.weight"] = self.positions.loader()
         if self.norm is not None:
             loaders |= self.norm.loaders(f"{prefix}final_layer_norm")
         if self.project_in is not None and self.project_out is not None:
-            loaders[f"{prefix}project_in.weight"] = self.project_in.weight_loader()
-            loaders[f"{prefix}project_out.weight"] = self.project_out.weight_loader()
+            loaders |= self.project_in.loaders(f"{prefix}project_in")
+            loaders |= self.project_out.loaders(f"{prefix}project_out")
         for i in range(self.config.num_layers):
             loaders |= self._layer_loaders(f"{prefix}layers.{i}.", i)
         return loaders
@@ -78,7 +77,5 @@ class Opt(GptDecoder):
             ("fc2", block.down, 0, None),
         )
         for name, linear, first_row, num_rows in parts:
-            loaders[f"{prefix}{name}.weight"] = linear.weight_loader(first_row, num_rows)
-            if self._gpt_config.bias:
-                loaders[f"{prefix}{name}.bias"] = linear.bias_loader(first_row, num_rows)
+            loaders |= linear.loaders(f"{prefix}{name}", first_row, num_rows)
         return loaders

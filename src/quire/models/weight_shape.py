@@ -15,6 +15,7 @@ from quire.models.model import DecoderModel
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.fp8 import Fp8Matrix
 from quire.quant.full import FullMatrix
+from quire.quant.int8 import Int8Matrix
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -92,39 +93,20 @@ class _Sized:
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         if self._is_int8:
-            return _SizedInt8(num_rows, num_columns)
+            return _SizedInt8(num_rows, num_columns, CPU)
         return FullMatrix(num_rows, num_columns, self.activation_dtype, META, self.gemm)
 
 
-class _SizedInt8:
+class _SizedInt8(Int8Matrix):
     """As Int8Matrix keeps it; the kernel itself says how much packing pads."""
-
-    def __init__(self, num_rows: int, num_columns: int) -> None:
-        self.num_rows = num_rows
-        self.num_columns = num_columns
 
     def load_rows(self, first_row: int, rows: Tensor) -> None:
         pass
 
-    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        raise NotImplementedError("a sized matrix is never multiplied")
-
-    def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError("a sized matrix is never multiplied")
-
-    def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError("a sized matrix is never multiplied")
-
-    def logits(self, x: Tensor) -> Tensor:
-        raise NotImplementedError("a sized matrix is never multiplied")
-
-    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
-        raise NotImplementedError("a sized matrix is never multiplied")
-
     def state(self) -> dict[str, Tensor]:
         with META:
             return {
-                "packed": choose("int8_linear", CPU).empty_packed(self.num_rows, self.num_columns),
+                "packed": self._kernel.empty_packed(self.num_rows, self.num_columns),
                 "scales": torch.empty(self.num_rows, dtype=torch.float32),
                 "sums": torch.empty(self.num_rows, dtype=torch.int32),
             }

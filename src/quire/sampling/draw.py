@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.sampling.columns import SamplingColumns
 from quire.sampling.records import on_device
 
 ELEMENTS_PER_PASS = 1 << 22  # bounds what is alive at once: about 30 bytes per element
@@ -24,6 +25,13 @@ class Draws:
     top_p: np.ndarray  # [N] float32; 1 is off
     min_p: np.ndarray  # [N] float32; 0 is off
     uniforms: np.ndarray  # [N] float64 in [0, 1)
+
+    @classmethod
+    def of(cls, columns: SamplingColumns, rows: np.ndarray, uniforms: np.ndarray) -> "Draws":
+        """As these rows' parameters say."""
+        return cls(
+            columns.temperature[rows], columns.top_k[rows], columns.top_p[rows], columns.min_p[rows], uniforms
+        )
 
     def take(self, indices: np.ndarray) -> "Draws":
         return Draws(

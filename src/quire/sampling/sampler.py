@@ -41,21 +41,21 @@ class Sampler:
     def __call__(self, logits: Tensor, requests: SampleRequests) -> Sampled:
         """logits [S, V] float32, contiguous. Overwritten: edits are made in place."""
         flags = _current_flags(requests)
-        if self._samples_rows:
-            return self._sample_on_device(logits, flags, requests)
-        finite = self._kernel.peaks(logits).isfinite()
+        usable = None
+        if not self._samples_rows or requests.mask is not None or (flags & CHANGING).any():
+            usable = self._kernel.peaks(logits).isfinite()  # an edit may hide what was wrong
         if requests.beams:
             logits = normalise(logits, requests.beams)
         asking = np.flatnonzero(flags & RowFlag.LOGPROBS)
         raw = self._raw(logits, flags, asking, requests)
         self._edit(logits, flags, requests)
         beams = best_candidates(logits, requests.beams) if requests.beams else ()
-        chosen = self._choose(logits, flags, requests).clamp_(0, logits.shape[1] - 1)
-        finite &= logits.gather(1, chosen[:, None]).squeeze(1).isfinite()
-        chosen = chosen.masked_fill_(~finite, 0)
-        if raw is None:
-            return Sampled(chosen, finite, beams=beams)
-        return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests), beams)
+        if self._samples_rows:
+            chosen, finite = self._sample_rows(logits, usable, requests)
+        else:
+            chosen, finite = self._sample(logits, usable, flags, requests)
+        logprobs = None if raw is None else self._measure(raw, chosen, asking, requests)
+        return Sampled(chosen, finite, logprobs, beams)
 
     def distributions(self, logits: Tensor, requests: SampleRequests, indices: np.ndarray) -> Tensor:
         """[N, V] float32: what these of the S tokens are drawn from, every edit and filter applied.
@@ -69,34 +69,31 @@ class Sampler:
         )  # fmt: skip
         own = logits.index_select(0, chosen).float()
         self._edit(own, _current_flags(of_these), of_these)
-        columns, rows = requests.columns, of_these.rows
-        nothing = np.zeros(len(rows))
-        draws = Draws(
-            columns.temperature[rows], columns.top_k[rows], columns.top_p[rows], columns.min_p[rows], nothing
-        )
+        draws = Draws.of(requests.columns, of_these.rows, np.zeros(len(of_these.rows)))
         weights = filtered_weights(own, draws)
         return weights / weights.sum(dim=1, keepdim=True)
 
-    def _sample_on_device(self, logits: Tensor, flags: np.ndarray, requests: SampleRequests) -> Sampled:
-        """As `__call__`, with one call for the choice; it writes the tokens to their rows as well."""
-        usable = None
-        asking = np.flatnonzero(flags & RowFlag.LOGPROBS)
-        if requests.mask is not None or (flags & CHANGING).any():
-            usable = self._kernel.peaks(logits).isfinite()  # an edit may hide what was wrong
-        if requests.beams:
-            logits = normalise(logits, requests.beams)
-        raw = self._raw(logits, flags, asking, requests)
-        self._edit(logits, flags, requests)
-        beams = best_candidates(logits, requests.beams) if requests.beams else ()
+    def _sample_rows(
+        self, logits: Tensor, usable: Tensor | None, requests: SampleRequests
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens and whether they are finite, in one call, which writes the tokens to their rows as well."""
         chosen = torch.empty(len(logits), dtype=torch.int64, device=self._device)
         finite = torch.empty(len(logits), dtype=torch.bool, device=self._device)
         rows, positions, columns = device_inputs(requests, self._device)
         self._kernel.sample_rows(
             logits, rows, positions, columns, requests.token_ids, chosen, finite, usable=usable
         )
-        if raw is None:
-            return Sampled(chosen, finite, beams=beams)
-        return Sampled(chosen, finite, self._measure(raw, chosen, asking, requests), beams)
+        return chosen, finite
+
+    def _sample(
+        self, logits: Tensor, usable: Tensor | None, flags: np.ndarray, requests: SampleRequests
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens and whether they are finite."""
+        chosen = self._choose(logits, flags, requests).clamp_(0, logits.shape[1] - 1)
+        finite = logits.gather(1, chosen[:, None]).squeeze(1).isfinite()
+        if usable is not None:
+            finite &= usable
+        return chosen.masked_fill_(~finite, 0), finite
 
     def _raw(
         self, logits: Tensor, flags: np.ndarray, asking: np.ndarray, requests: SampleRequests
@@ -131,13 +128,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor, requests: SampleRequests, indices: np.ndarray) -> Tensor:
         columns, rows = requests.columns, requests.rows[indices]
-        draws = Draws(
-            columns.temperature[rows],
-            columns.top_k[rows],
-            columns.top_p[rows],
-            columns.min_p[rows],
-            uniforms(columns.token_key[rows], requests.positions[indices]),
-        )
+        draws = Draws.of(columns, rows, uniforms(columns.token_key[rows], requests.positions[indices]))
         if not self._fused:
             return draw(logits, draws)
         inputs = (draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms)

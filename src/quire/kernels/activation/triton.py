@@ -7,24 +7,13 @@ from torch import Tensor
 
 BLOCK = 1024  # elements per program, 8 per thread: one 16-byte access in half precision
 
-RELU, GELU, GELU_TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+RELU, GELU, GELU_TANH, SILU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
-def _silu_mul_kernel(x, out, width, x_stride, out_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-    up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    # rounded in between as torch does, so that eager and fused models agree
-    value = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
-    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gelu_of(wide, KIND: tl.constexpr):
+def _activated(wide, KIND: tl.constexpr):
+    if KIND == SILU:
+        return wide / (1.0 + tl.exp(-wide))
     if KIND == GELU:
         return 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
     # x * (1 + tanh(u)) / 2 = x * sigmoid(2u)
@@ -33,14 +22,14 @@ def _gelu_of(wide, KIND: tl.constexpr):
 
 
 @triton.jit
-def _gelu_mul_kernel(x, out, width, x_stride, out_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(x, out, width, x_stride, out_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0)
-    # rounded in between as torch does
-    value = _gelu_of(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    # rounded in between as torch does, so that eager and fused models agree
+    value = _activated(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -52,32 +41,18 @@ def _pointwise_kernel(x, out, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
     if KIND == RELU:
         value = tl.maximum(value, tl.zeros_like(value), propagate_nan=tl.PropagateNan.ALL)
     else:
-        value = _gelu_of(value.to(tl.float32), KIND)
+        value = _activated(value.to(tl.float32), KIND)
     tl.store(out + index, value.to(out.dtype.element_ty), mask=inside)
 
 
 def silu_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """x [T, 2F] (gate | up) -> silu(gate) * up [T, F]."""
-    rows, width = x.shape[0], x.shape[1] // 2
-    if out is None:
-        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    if rows:
-        _silu_mul_kernel[(rows, -(-width // BLOCK), 1)](
-            x, out, width, x.stride(0), out.stride(0), BLOCK, num_warps=4
-        )
-    return out
+    return _gated(x, out, SILU.value)
 
 
 def gelu_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
     """x [T, 2F] (gate | up) -> gelu(gate) * up [T, F]; approximate is "none" (erf) or "tanh"."""
-    rows, width = x.shape[0], x.shape[1] // 2
-    if out is None:
-        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    if rows:
-        _gelu_mul_kernel[(rows, -(-width // BLOCK), 1)](
-            x, out, width, x.stride(0), out.stride(0), _kind(approximate), BLOCK, num_warps=4
-        )
-    return out
+    return _gated(x, out, _kind(approximate))
 
 
 def gelu(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
@@ -94,6 +69,17 @@ def _kind(approximate: str) -> int:
     if approximate not in ("none", "tanh"):
         raise ValueError(f'approximate is "none" or "tanh", not {approximate!r}')
     return GELU_TANH.value if approximate == "tanh" else GELU.value
+
+
+def _gated(x: Tensor, out: Tensor | None, kind: int) -> Tensor:
+    rows, width = x.shape[0], x.shape[1] // 2
+    if out is None:
+        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows:
+        _gate_kernel[(rows, -(-width // BLOCK), 1)](
+            x, out, width, x.stride(0), out.stride(0), kind, BLOCK, num_warps=4
+        )
+    return out
 
 
 def _pointwise(x: Tensor, out: Tensor | None, kind: int) -> Tensor:

@@ -27,10 +27,8 @@ def paged_attention(
     tokens, heads, head_dim = q.shape
     out = native.empty(tokens, heads * head_dim) if out is None else out
     native.check_floats(q, out)
-    native.check_integers(query_starts, None)
-    native.check_integers(context_lens, None)
-    if tree_starts is not None:
-        native.check_integers(tree_starts, ancestors)
+    native.check_indices(torch.int32, query_starts, context_lens, tree_starts)
+    native.check_indices(torch.int64, ancestors)
     if block_tables.dtype is not torch.int32 or block_tables.stride(-1) != 1:
         raise TypeError(f"block tables must be int32 with dense rows, not {block_tables.dtype}")
     native.call(
@@ -43,8 +41,7 @@ def paged_attention(
             query_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0],
             block_tables.data_ptr(), block_tables.stride(0),
             native.real(scale), window, out.data_ptr(), out.stride(0),
-            0 if tree_starts is None else tree_starts.data_ptr(),
-            0 if ancestors is None else ancestors.data_ptr(),
+            native.address(tree_starts), native.address(ancestors),
         ),
         (q, k_pages, v_pages, query_starts, context_lens, block_tables, out, tree_starts, ancestors),
     )  # fmt: skip
@@ -63,7 +60,7 @@ def full_attention(
     tokens, heads, head_dim = q.shape
     out = native.empty(tokens, heads * head_dim) if out is None else out
     native.check_floats(q, k, v, out)
-    native.check_integers(starts, None)
+    native.check_indices(torch.int32, starts)
     if not q.stride() == k.stride() == v.stride():  # views into one qkv, or three alike
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if k.stride() != q.stride():

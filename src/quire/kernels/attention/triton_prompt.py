@@ -5,16 +5,14 @@ the whole group. Keys that every query sees run without masks. The deterministic
 decodes: it sums keys in chunks at fixed positions, in any batch.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.attention.triton_decode import reduce_pieces
-from quire.kernels.attention.triton_plan import (
-    TOTAL_STRIDE,
-    AttentionPlan,
-    padded_power,
-)
+from quire.kernels.attention.triton_plan import TOTAL_STRIDE, AttentionPlan, padded_power
 from quire.kernels.attention.triton_tile import (
     NEGATIVE_INFINITY,
     attend_tile,
@@ -31,7 +29,10 @@ def prompt(
     scale: float, v_scale: float, out: Tensor,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
-    _launch(q, k_pages, v_pages, block_tables, plan, scale, v_scale, out, decodes=False)
+    launch_tiles(
+        _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out,
+        (plan.partial_acc, plan.partial_max), CHUNK=plan.chunk,
+    )  # fmt: skip
 
 
 def fixed_decode(
@@ -39,32 +40,32 @@ def fixed_decode(
     scale: float, v_scale: float, out: Tensor,
 ) -> None:  # fmt: skip
     """`decode` with a deterministic plan: the kernel of prompts, then sums in order."""
-    _launch(q, k_pages, v_pages, block_tables, plan, scale, v_scale, out, decodes=True)
+    launch_tiles(
+        _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out,
+        (plan.partial_acc, plan.partial_max), decodes=True, CHUNK=plan.chunk,
+    )  # fmt: skip
     reduce_pieces(plan, q.shape[1], q.shape[2], v_scale, out)
 
 
-def _launch(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, *, decodes: bool,
+def launch_tiles(
+    kernel: Any, q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
+    scale: float, v_scale: float, out: Tensor, own: tuple[Tensor, ...], decodes: bool = False, **constants: int,
 ) -> None:  # fmt: skip
+    """Over the plan's rows with several queries, or its `decodes`; `own` follow the output among the arguments."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, tuning = k_pages.shape[2], plan.tuning
     bound = plan.num_decode_programs if decodes else plan.num_prompt_programs
     grid = min(bound * num_kv_heads, plan.num_multiprocessors * tuning.prompt_programs)
     if grid == 0:
         return
-    _prompt_kernel[(grid,)](
+    kernel[(grid,)](
         q, k_pages, v_pages, plan.decode_items if decodes else plan.prompt_items,
-        plan.totals[:1] if decodes else plan.totals[TOTAL_STRIDE:], block_tables, out,
-        plan.partial_acc, plan.partial_max, scale, v_scale,
+        plan.totals[:1] if decodes else plan.totals[TOTAL_STRIDE:], block_tables, out, *own, scale, v_scale,
         *q.stride()[:2], *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
-        ROWS=tuning.prompt_rows,
-        TILE=tuning.prompt_tile,
-        WINDOW=plan.window, CHUNK=plan.chunk,
-        num_warps=tuning.prompt_warps,
-        num_stages=tuning.prompt_stages,
+        ROWS=tuning.prompt_rows, TILE=tuning.prompt_tile, WINDOW=plan.window, **constants,
+        num_warps=tuning.prompt_warps, num_stages=tuning.prompt_stages,
     )  # fmt: skip
 
 

@@ -8,15 +8,13 @@ queries of a program. From the tree's own tile on each query has a path of its o
 wherever the nodes lie, and the other queries see nothing of them, which leaves their bits alone.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.core.draft import MAX_NODES
-from quire.kernels.attention.triton_plan import TOTAL_STRIDE, AttentionPlan, padded_power
-from quire.kernels.attention.triton_prompt import _attend_range
+from quire.kernels.attention.triton_plan import AttentionPlan
+from quire.kernels.attention.triton_prompt import _attend_range, launch_tiles
 from quire.kernels.attention.triton_tile import (
     NEGATIVE_INFINITY,
     attend_tile,
@@ -39,30 +37,8 @@ def tree_prompt(
         raise ValueError(
             f"attention over {plan.window} positions has no trees: leave out tree_width, or add deterministic"
         )
-    launch_tree(
-        _tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out, tree_starts, ancestors, positions
-    )  # fmt: skip
-
-
-def launch_tree(
-    kernel: Any, q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
-    **constants: int,
-) -> None:  # fmt: skip
-    """Over the plan's rows with several queries, in the tiles that prompts have."""
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads, tuning = k_pages.shape[2], plan.tuning
-    grid = min(plan.num_prompt_programs * num_kv_heads, plan.num_multiprocessors * tuning.prompt_programs)
-    if grid == 0:
-        return
-    kernel[(grid,)](
-        q, k_pages, v_pages, plan.prompt_items, plan.totals[TOTAL_STRIDE:], block_tables, out,
-        tree_starts, ancestors, positions, scale, v_scale,
-        *q.stride()[:2], *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
-        KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
-        ROWS=tuning.prompt_rows, TILE=tuning.prompt_tile, WINDOW=plan.window, **constants,
-        num_warps=tuning.prompt_warps, num_stages=tuning.prompt_stages,
+    launch_tiles(
+        _tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out, (tree_starts, ancestors, positions)
     )  # fmt: skip
 
 
@@ -164,9 +140,9 @@ def fixed_tree(
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
     # Tiles and warps are those of prompts: they decide bits.
-    launch_tree(
-        _fixed_tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out, tree_starts, ancestors,
-        positions, CHUNK=plan.chunk, NODES=MAX_NODES,
+    launch_tiles(
+        _fixed_tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out,
+        (tree_starts, ancestors, positions), CHUNK=plan.chunk, NODES=MAX_NODES,
     )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ def _parse(record: Mapping[str, Any]) -> tuple[TuningKey, TunedTiles]:
     return key, TunedTiles(ranges, tuple(_measured(line) for line in record["measured"]))
 
 
-cache: TunedCache[TuningKey, TunedTiles] = TunedCache("attention", 1, _parse)
+cache: TunedCache[TuningKey, TunedTiles] = TunedCache("attention", 1, _parse, "the default tiles serve")
 
 
 def _tuning(entry: Mapping[str, Any]) -> AttentionTuning:

@@ -14,7 +14,7 @@ def gather(
     if dtype not in (None, torch.float32):
         return reference.gather(table, token_ids, out, dtype)
     wide = token_ids.dtype is torch.int64
-    native.check_integers(None if wide else token_ids, token_ids if wide else None)
+    native.check_indices(torch.int64 if wide else torch.int32, token_ids)
     tokens, width = token_ids.shape[0], table.shape[1]
     out = native.empty(tokens, width) if out is None else out
     native.check_floats(out)

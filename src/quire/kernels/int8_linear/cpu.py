@@ -94,7 +94,7 @@ def _run(
     out: Tensor,
 ) -> None:
     native.check_floats(x, scales, bias, residual, out)
-    native.check_integers(sums, None)
+    native.check_indices(torch.int32, sums)
     native.call(
         name,
         (

@@ -148,4 +148,4 @@ def _indices(entries: dict[str, int]) -> dict[int, int]:
     return indices
 
 
-cache: TunedCache[ChipKey, Choices] = TunedCache("products", 1, _parse)
+cache: TunedCache[ChipKey, Choices] = TunedCache("products", 1, _parse, "GEMMs are measured again")

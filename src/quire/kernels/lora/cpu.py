@@ -35,7 +35,7 @@ def add_embedded(
 ) -> Tensor:
     """y += scale * A[:, first_id + id] @ B."""
     wide = ids.dtype is torch.int64
-    native.check_integers(None if wide else ids, ids if wide else None)
+    native.check_indices(torch.int64 if wide else torch.int32, ids)
     native.check_floats(y)
     source = (0, 0, ids.data_ptr(), int(wide), first_id, num_ids)
     _call(source, ids, y, tables, segments, site, (0, y.shape[1]))
@@ -53,9 +53,8 @@ def _call(
 ) -> None:
     places = (tables.tile_a, tables.tile_b, tables.ranks, tables.tile_ranks, tables.scales)
     chosen = (segments.order, segments.slots, segments.starts)
-    native.check_integers(None, tables.tile_a)
-    for tensor in (tables.ranks, tables.tile_ranks, *chosen):
-        native.check_integers(tensor, None)
+    native.check_indices(torch.int64, tables.tile_a)
+    native.check_indices(torch.int32, tables.ranks, tables.tile_ranks, *chosen)
     padded = bounds + (bounds[-1],) * (MAX_PARTS + 1 - len(bounds))
     native.call(
         "lora_add",

@@ -9,9 +9,7 @@ from quire.kernels.lora.records import CODES, Places
 
 def pack(source: Tensor, places: Places, target: Tensor, dtype: torch.dtype) -> int:
     """As the reference; the same bits."""
-    native.check_integers(None, places.sites)
-    native.check_integers(None, places.tile_a)
-    native.check_integers(None, places.tile_b)
+    native.check_indices(torch.int64, places.sites, places.tile_a, places.tile_b)
     wrong = torch.empty(1, dtype=torch.int64)
     native.call_aside(
         "lora_pack",

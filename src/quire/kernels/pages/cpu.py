@@ -1,6 +1,7 @@
 """Block copies by native code. Promises are those of the reference."""
 
 import numpy
+import torch
 from torch import Tensor
 
 from quire.kernels import native
@@ -12,8 +13,7 @@ def copy_blocks(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
     if numpy.intersect1d(sources.numpy(), targets.numpy()).size:
         reference.copy_blocks(pool, sources, targets)  # chains need the copy through a third place
         return
-    native.check_integers(None, sources)
-    native.check_integers(None, targets)
+    native.check_indices(torch.int64, sources, targets)
     native.call(
         "copy_blocks",
         (

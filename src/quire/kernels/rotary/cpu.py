@@ -1,5 +1,6 @@
 """Rotary position embedding and the store into pages, by native code. Promises are those of the reference."""
 
+import torch
 from torch import Tensor
 
 from quire.kernels import native
@@ -18,7 +19,8 @@ def rotate_and_store(
 ) -> None:
     """Rotates q and k in place ("rotate half" of the first rotary_dim), writes k and v to their slots."""
     native.check_floats(qkv, cos_sin)
-    native.check_integers(positions, slots)
+    native.check_indices(torch.int32, positions)
+    native.check_indices(torch.int64, slots)
     native.call(
         "rotate_and_store",
         (

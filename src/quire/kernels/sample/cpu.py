@@ -16,25 +16,14 @@ def peaks(logits: Tensor) -> Tensor:
     return _per_row("peaks", logits, torch.float32)
 
 
-def _per_row(name: str, logits: Tensor, dtype: torch.dtype) -> Tensor:
-    out = native.empty(logits.shape[0], dtype=dtype)
-    native.check_floats(logits)
-    native.call(
-        name,
-        (logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], out.data_ptr()),
-        (logits, out),
-    )
-    return out
-
-
 def log_softmax_gather(logits: Tensor, token_ids: Tensor) -> Tensor:
     """logits [S, V], token_ids [S] int64 -> fp32 [S], the log probability of each token."""
-    return _per_token("log_softmax_gather", logits, token_ids, torch.float32)
+    return _per_row("log_softmax_gather", logits, torch.float32, token_ids)
 
 
 def token_ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
     """int64 [S]: 1 + how many tokens of the row have a strictly larger logit."""
-    return _per_token("token_ranks", logits, token_ids, torch.int64)
+    return _per_row("token_ranks", logits, torch.int64, token_ids)
 
 
 def sample_filtered(
@@ -48,7 +37,7 @@ def sample_filtered(
     """Draws a token per row: temperature, then min-p, then top-k, then top-p, then inverse CDF by token id."""
     out = native.empty(logits.shape[0], dtype=torch.int64)
     native.check_floats(logits, temperature, top_p, min_p)
-    native.check_integers(top_k, None)
+    native.check_indices(torch.int32, top_k)
     if uniforms.dtype is not torch.float64:
         raise TypeError(f"uniforms must be fp64, not {uniforms.dtype}")
     native.call(
@@ -63,16 +52,15 @@ def sample_filtered(
     return out
 
 
-def _per_token(name: str, logits: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    token_ids = token_ids.long().contiguous()
+def _per_row(name: str, logits: Tensor, dtype: torch.dtype, token_ids: Tensor | None = None) -> Tensor:
+    """One number of each row [S], of its token where `token_ids` are given."""
     out = native.empty(logits.shape[0], dtype=dtype)
     native.check_floats(logits)
+    token_ids = None if token_ids is None else token_ids.long().contiguous()
+    ids = () if token_ids is None else (token_ids.data_ptr(),)
     native.call(
         name,
-        (
-            logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1],
-            token_ids.data_ptr(), out.data_ptr(),
-        ),
+        (logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], *ids, out.data_ptr()),
         (logits, token_ids, out),
-    )  # fmt: skip
+    )
     return out
