@@ -11,10 +11,11 @@ from quire.core.request import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import BeamSet
 from quire.kernels import registry
-from quire.sampling import DeviceColumns, Sampler, SampleRequests, SamplingColumns
 from quire.sampling.beams import candidate_records
-from quire.sampling.columns import Purpose, RowFlag, stream_key, uniforms
+from quire.sampling.columns import DeviceColumns, Purpose, RowFlag, SamplingColumns, stream_key, uniforms
 from quire.sampling.penalties import Penalties
+from quire.sampling.records import SampleRequests
+from quire.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(
     "triton" not in registry.alternatives("sample"), reason="triton cannot run here"

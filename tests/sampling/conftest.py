@@ -1,6 +1,6 @@
 import pytest
 
-from quire.sampling import Sampler
+from quire.sampling.sampler import Sampler
 
 
 @pytest.fixture(scope="module", params=["kernel", "torch"])

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from quire.core.sampling import SamplingParams
-from quire.sampling import SampleRequests, SamplingColumns
+from quire.sampling.columns import SamplingColumns
+from quire.sampling.records import SampleRequests
 
 
 @dataclass(frozen=True)

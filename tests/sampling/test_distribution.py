@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from quire.core.sampling import SamplingParams
-from quire.sampling import Sampler, SampleRequests
+from quire.sampling.records import SampleRequests
+from quire.sampling.sampler import Sampler
 from tests.sampling.oracle import Case, batch_of, weights_of
 
 DRAWS = 20_000

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.sampling import prompt_logprobs
-from quire.sampling.logprobs import ROWS_PER_PASS
+from quire.sampling.logprobs import ROWS_PER_PASS, prompt_logprobs
 
 
 @pytest.mark.parametrize("count", [1, ROWS_PER_PASS, 2 * ROWS_PER_PASS + 3])

@@ -7,8 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.core.sampling import SamplingParams
-from quire.sampling import Sampler, SampleRequests, TokenMask, logprob_entries
 from quire.sampling.columns import Purpose, stream_key, uniforms
+from quire.sampling.logprobs import logprob_entries
+from quire.sampling.records import SampleRequests, TokenMask
+from quire.sampling.sampler import Sampler
 from tests.sampling.oracle import Case, batch_of, edited_logits, raw_logprobs, weights_of
 
 VOCAB = 37

@@ -98,15 +98,7 @@ def find_tensors(name: str, file: AdapterFile) -> dict[str, TensorEntry]:
         tensors = {tensor: _entry(entry) for tensor, entry in entries.items()}
         ends = [entry["data_offsets"][1] for entry in entries.values()]
         fits = all(t.offset + t.num_bytes == end for t, end in zip(tensors.values(), ends, strict=True))
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _unreadable(name, file.path, f"its header is damaged: {error!r}") from error
     if not fits or max(ends, default=0) != len(file.data):
         raise _unreadable(name, file.path, "cut short, or longer than its header says")

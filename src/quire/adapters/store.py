@@ -297,9 +297,8 @@ class AdapterStore:
                     f"adapter {entry.name!r} changed on disk while it was being served: send the request again"
                 )
         except AdapterError as error:
-            entry.error = (
-                error.again()
-            )  # the caught exception's traceback keeps the bytes that were read alive
+            # The caught exception's traceback keeps the bytes that were read alive.
+            entry.error = error.again()
         except Exception as error:
             entry.error = AdapterError(f"adapter {entry.name!r} cannot be read: {error!r}")
         if entry.error is not None:

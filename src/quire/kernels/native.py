@@ -60,12 +60,9 @@ def _state() -> NativeState | None:
     library.quire_has_isa.argtypes = [ctypes.c_char_p]
     library.quire_operation.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     library.quire_operation.restype = ctypes.c_void_p
-    library.quire_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.quire_call.restype = None
-    library.quire_call_aside.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.quire_call_aside.restype = None
-    library.quire_replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    library.quire_replay.restype = None
+    for call in (library.quire_call, library.quire_call_aside):
+        call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_void_p], None
+    library.quire_replay.argtypes, library.quire_replay.restype = [ctypes.c_void_p, ctypes.c_int64], None
     library.quire_set_num_threads.argtypes = [ctypes.c_int]
     library.quire_set_num_threads(default_num_threads())
     state = NativeState(library)

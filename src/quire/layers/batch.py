@@ -1,6 +1,6 @@
 """Batch: a step's tensors. One ragged run of tokens, prompts and decodes mixed, no padding."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -17,37 +17,29 @@ class Span:
     padded: int  # as many tokens as it is computed with
 
 
+@dataclass(slots=True, eq=False)
 class AttentionPlans:
     """How attention divides one batch's work: one plan per sliding window, made on first use, shared by all layers."""
 
-    def __init__(
-        self,
-        planner: Any,  # the kernel's
-        query_starts: Tensor,  # [R + 1] int32
-        context_lens: Tensor,  # [R] int32
-        paged_lens: Tensor,  # [R] int32, zero for rows whose attention needs no pages
-        num_tokens: int,
-        block_tables: Tensor,  # [R, max_blocks] int32
-    ) -> None:
-        self._planner = planner
-        self._query_starts = query_starts
-        self._context_lens = context_lens
-        self._paged_lens = paged_lens
-        self._num_tokens = num_tokens
-        self._block_tables = block_tables
-        self._plans: dict[int, Any] = {}
+    planner: Any  # the kernel's
+    query_starts: Tensor  # [R + 1] int32
+    context_lens: Tensor  # [R] int32
+    paged_lens: Tensor  # [R] int32, zero for rows whose attention needs no pages
+    num_tokens: int
+    block_tables: Tensor  # [R, max_blocks] int32
+    _plans: dict[int, Any] = field(default_factory=dict)
 
     def of(self, window: int) -> Any:
         """The plan for this window. Fresh rows are left out only without a window."""
         if window not in self._plans:
-            lens = self._context_lens if window else self._paged_lens
-            self._plans[window] = self._planner.plan(
-                self._query_starts,
+            lens = self.context_lens if window else self.paged_lens
+            self._plans[window] = self.planner.plan(
+                self.query_starts,
                 lens,
                 lens.shape[0],
                 window=window,
-                num_tokens=self._num_tokens,
-                block_tables=self._block_tables,
+                num_tokens=self.num_tokens,
+                block_tables=self.block_tables,
             )
         return self._plans[window]
 

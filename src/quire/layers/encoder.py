@@ -36,19 +36,19 @@ def assemble_encoder_batch(sequences: Sequence[Sequence[int]], device: torch.dev
     )
 
 
+@dataclass(frozen=True, slots=True)
 class FullAttention:
     """Attention in which every token sees its whole sequence: no pool, no pages, no weights."""
 
-    def __init__(self, kernel: ModuleType, num_heads: int, head_dim: int, scale: float) -> None:
-        self._kernel = kernel
-        self._num_heads = num_heads
-        self._head_dim = head_dim
-        self._scale = scale
+    kernel: ModuleType
+    num_heads: int
+    head_dim: int
+    scale: float
 
     def __call__(self, qkv: Tensor, starts: Tensor) -> Tensor:
         """qkv [T, 3 * heads * head_dim], sequence r in rows starts[r]:starts[r + 1] -> [T, heads * head_dim]."""
-        q, k, v = qkv.view(qkv.shape[0], 3, self._num_heads, self._head_dim).unbind(1)
-        return self._kernel.full_attention(q, k, v, starts, self._scale)
+        q, k, v = qkv.view(qkv.shape[0], 3, self.num_heads, self.head_dim).unbind(1)
+        return self.kernel.full_attention(q, k, v, starts, self.scale)
 
 
 class Pooling:

@@ -45,23 +45,23 @@ class LoraSite:
     is_embedding: bool
 
 
+@dataclass(frozen=True, slots=True)
 class LoraGroup:
     """The sites of one layer: the parts of a fused projection, or the only one."""
 
-    def __init__(self, kernel: ModuleType, first_site: int, bounds: tuple[int, ...], kind: int) -> None:
-        self._kernel = kernel
-        self._first_site = first_site
-        self._bounds = bounds  # part p adds to columns bounds[p] … bounds[p + 1] - 1
-        self.kind = kind
+    kernel: ModuleType
+    first_site: int
+    bounds: tuple[int, ...]  # part p adds to columns bounds[p] … bounds[p + 1] - 1
+    kind: int
 
     def add(self, x: Tensor, y: Tensor, lora: LoraBatch) -> Tensor:
         """x [T, inputs] is the GEMM's input, y [T, outputs] its result, which is added to in place."""
-        self._kernel.add(x, y, lora.tables, lora.segments, self._first_site, self._bounds)
+        self.kernel.add(x, y, lora.tables, lora.segments, self.first_site, self.bounds)
         return y
 
     def add_embedded(self, ids: Tensor, y: Tensor, lora: LoraBatch, num_ids: int, first_id: int) -> Tensor:
         """ids [T] are the embedding's input, y [T, width] its rows, which are added to in place."""
-        self._kernel.add_embedded(ids, y, lora.tables, lora.segments, self._first_site, num_ids, first_id)
+        self.kernel.add_embedded(ids, y, lora.tables, lora.segments, self.first_site, num_ids, first_id)
         return y
 
 

@@ -148,23 +148,16 @@ class FileTransfer:
 
 
 class CopyStream(Protocol):
-    """Copies beside the computation, in order, and marks that order both."""
+    """Copies beside the computation, in order; a copy's handle is its mark. The rest is as in LayerTransfer."""
 
-    def mark(self) -> Any:
-        """The computation as queued so far."""
-        ...
+    def mark(self) -> Any: ...
 
     def copy(self, source: Tensor, target: Tensor, after: Any) -> Any:
         """Queued behind earlier copies and the mark `after`; returns the copy's own mark."""
         ...
 
-    def wait(self, mark: Any) -> None:
-        """The computation goes on after the mark."""
-        ...
-
-    def settle(self, mark: Any) -> None:
-        """The caller waits for the mark."""
-        ...
+    def wait(self, mark: Any) -> None: ...
+    def settle(self, mark: Any) -> None: ...
 
 
 class CudaCopyStream:
@@ -217,7 +210,7 @@ class PinnedTransfer:
         self._copies.settle(handle)
 
 
-class StagedTransfer:
+class StagedTransfer(PinnedTransfer):
     """From pinned memory for some layers; for the others a thread reads a file into a pinned buffer first.
 
     The caller waits until a layer's copy is queued: a device cannot wait for a copy that is not.
@@ -232,17 +225,12 @@ class StagedTransfer:
         files: LayerFiles,
     ) -> None:
         """`pieces` and `staging` lie in `memory`, which stays pinned for the life of this object."""
-        self._memory = memory
-        self._copies = copies
-        self._pieces = pieces
+        super().__init__(copies, pieces, memory)
         self._files = files
         self._staging = list(staging)
         self._used: list[Any] = [None] * len(staging)  # the last copy that reads each of them
         self._turn = 0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="quire-layers")
-
-    def mark(self) -> Any:
-        return self._copies.mark()
 
     def start(self, layer: int, buffer: Tensor, after: Any) -> "Future[Any]":
         return self._reader.submit(self._start, layer, buffer, after)

@@ -8,7 +8,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,16 @@ def load_offloaded(
     """As `loading.load`. ConfigError or WeightsError if memory, folder or disk are not enough."""
     model = build(describe(source.config), factory)
     if offload.memory_bytes is None:
-        pinning = _Pinning(model, factory.device, offload, make_copies)
+        pinning = _Pinning(model=model, device=factory.device, offload=offload, make_copies=make_copies)
         return Loaded(model, pinning.load(source, progress, seed))
-    files = LayerFiles(offload.folder, _key(source, factory, seed))
-    filing = _Filing(model, factory.device, offload, files, make_copies)
+    filing = _Filing(
+        model=model,
+        device=factory.device,
+        offload=offload,
+        make_copies=make_copies,
+        files=LayerFiles(offload.folder, _key(source, factory, seed)),
+        memory_bytes=offload.memory_bytes,
+    )
     return Loaded(model, filing.load(source, progress, seed))
 
 
@@ -173,14 +179,6 @@ def _watched(model: DecoderModel, skipped: set[int], complete: Callable[[int], N
     return {name: watched(name, loader) if name in owner else loader for name, loader in loaders.items()}
 
 
-def _stream(model: DecoderModel, layout: LayerLayout, ring: Ring, layers: tuple[int, ...]) -> None:
-    """Makes these layers read their weights from the ring's buffers."""
-    for index in layers:
-        layer = model.stack[index]
-        distribute(layer.layers(), layout.views(ring.buffer(index)))
-        model.stack[index] = StreamedLayer(layer, index, ring)
-
-
 def _kept_bytes(model: DecoderModel, layout: LayerLayout, num_kept: int) -> int:
     """Bytes of the parameters outside the layers, and of the layers that stay."""
     return sum(t.nbytes for t in _outside(model).values()) + num_kept * layout.num_bytes
@@ -200,210 +198,211 @@ def _check_host_memory(wanted: int, offload: Offload) -> None:
         )
 
 
-class _Pinning:
-    """Moves layers to pinned memory one by one. Their number is known when the first is complete."""
-
-    def __init__(
-        self,
-        model: DecoderModel,
-        device: torch.device,
-        offload: Offload,
-        make_copies: Callable[[torch.device], CopyStream],
-    ) -> None:
-        self._make_copies = make_copies
-        self._model = model
-        self._device = device
-        self._offload = offload
-        self._layout: LayerLayout | None = None
-        self._pieces: dict[int, Tensor] = {}
-        self._memory: PinnedMemory | None = None
-        self._parking = torch.empty(0, dtype=torch.uint8)
-
-    def load(self, source: Source, progress: Progress | None, seed: int) -> Streaming:
-        feed(source, _watched(self._model, set(), self._complete), self._device, progress, seed)
-        assert self._layout is not None, "a decoder has a layer"
-        assert self._memory is not None
-        layers, layout = tuple(self._pieces), self._layout
-        transfer = PinnedTransfer(self._make_copies(self._device), self._pieces, self._memory)
-        ring = _make_ring(transfer, layout, layers, DEVICE_BUFFERS, self._device)
-        _stream(self._model, layout, ring, layers)
-        num_layers = len(self._model.stack)
-        kept = _kept_bytes(self._model, layout, num_layers - len(layers))
-        return Streaming(num_layers, layout.num_bytes, layers, (), "", ring, ring.fill(), kept)
-
-    def _complete(self, index: int) -> None:
-        state = collect(self._model.stack[index].layers())
-        if self._layout is None:
-            self._layout = self._begin(LayerLayout.of(state))
-        if index in self._pieces:
-            self._layout.fill(self._pieces[index], state)
-            _park(self._model.stack[index], self._layout, self._parking)
-
-    def _begin(self, layout: LayerLayout) -> LayerLayout:
-        num_layers = len(self._model.stack)
-        count = min(num_layers, -(-self._offload.device_bytes // layout.num_bytes))
-        _check_host_memory(count * layout.num_bytes, self._offload)
-        self._memory = PinnedMemory(count * layout.num_bytes, self._device)
-        pieces = self._memory.pieces(layout.num_bytes)
-        self._pieces = dict(zip(spread(count, num_layers), pieces, strict=True))
-        self._parking = _empty(layout.num_bytes, self._device)
-        return layout
+def _no_bytes() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
 
 
-class _Filing:
-    """Writes every layer to a file; then reads as many as memory allows back for good."""
+@dataclass(eq=False, kw_only=True)
+class _Placement:
+    """Decides where each layer of a model lives while it is loaded."""
 
-    def __init__(
-        self,
-        model: DecoderModel,
-        device: torch.device,
-        offload: Offload,
-        files: LayerFiles,
-        make_copies: Callable[[torch.device], CopyStream],
-    ) -> None:
-        self._make_copies = make_copies
-        self._model = model
-        self._device = device
-        self._offload = offload
-        self._files = files
-        assert offload.memory_bytes is not None, "without a limit nothing needs a file"
-        self._memory_bytes = offload.memory_bytes
-        self._num_layers = len(model.stack)
-        self._first_layout: LayerLayout | None = None
-        self._staging = self._parking = torch.empty(0, dtype=torch.uint8)
+    model: DecoderModel
+    device: torch.device
+    offload: Offload
+    make_copies: Callable[[torch.device], CopyStream]
+    first_layout: LayerLayout | None = None
+    parking: Tensor = field(default_factory=_no_bytes)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.model.stack)
 
     @property
     def _layout(self) -> LayerLayout:
         """The layers' layout, known from the first layer on."""
-        assert self._first_layout is not None, "a decoder has a layer"
-        return self._first_layout
+        assert self.first_layout is not None, "a decoder has a layer"
+        return self.first_layout
+
+    def _num_offloaded(self) -> int:
+        """Layers that the device's limit moves out."""
+        return min(self.num_layers, -(-self.offload.device_bytes // self._layout.num_bytes))
+
+    def _park(self, index: int) -> None:
+        """Frees a layer's weights: until they are placed, its tensors are views of a buffer of all parked layers."""
+        distribute(self.model.stack[index].layers(), self._layout.views(self.parking))
+
+    def _make_ring(self, transfer: LayerTransfer, layers: tuple[int, ...], usual: int) -> Ring:
+        count = num_buffers(len(layers), usual)
+        memory = _empty(count * self._layout.num_bytes, self.device).view(count, self._layout.num_bytes)
+        return Ring(transfer, memory.unbind(0), layers)
+
+    def _streaming(
+        self, pinned: tuple[int, ...], on_disk: tuple[int, ...], folder: str, ring: Ring
+    ) -> Streaming:
+        """Makes the streamed layers read their weights from the ring's buffers."""
+        layout, num_layers = self._layout, self.num_layers
+        streamed = sorted(pinned + on_disk)
+        for index in streamed:
+            layer = self.model.stack[index]
+            distribute(layer.layers(), layout.views(ring.buffer(index)))
+            self.model.stack[index] = StreamedLayer(layer, index, ring)
+        kept = _kept_bytes(self.model, layout, num_layers - len(streamed))
+        return Streaming(num_layers, layout.num_bytes, pinned, on_disk, folder, ring, ring.fill(), kept)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Pinning(_Placement):
+    """Moves layers to pinned memory one by one. Their number is known when the first is complete."""
+
+    pieces: dict[int, Tensor] = field(default_factory=dict)
+    memory: PinnedMemory | None = None
+
+    def load(self, source: Source, progress: Progress | None, seed: int) -> Streaming:
+        feed(source, _watched(self.model, set(), self._complete), self.device, progress, seed)
+        assert self.memory is not None, "a decoder has a layer"
+        layers = tuple(self.pieces)
+        transfer = PinnedTransfer(self.make_copies(self.device), self.pieces, self.memory)
+        return self._streaming(layers, (), "", self._make_ring(transfer, layers, DEVICE_BUFFERS))
+
+    def _complete(self, index: int) -> None:
+        state = collect(self.model.stack[index].layers())
+        if self.first_layout is None:
+            self._begin(LayerLayout.of(state))
+        if index in self.pieces:
+            self._layout.fill(self.pieces[index], state)
+            self._park(index)
+
+    def _begin(self, layout: LayerLayout) -> None:
+        self.first_layout = layout
+        count = self._num_offloaded()
+        _check_host_memory(count * layout.num_bytes, self.offload)
+        self.memory = PinnedMemory(count * layout.num_bytes, self.device)
+        pieces = self.memory.pieces(layout.num_bytes)
+        self.pieces = dict(zip(spread(count, self.num_layers), pieces, strict=True))
+        self.parking = _empty(layout.num_bytes, self.device)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Filing(_Placement):
+    """Writes every layer to a file; then reads as many as memory allows back for good."""
+
+    files: LayerFiles
+    memory_bytes: int
+    staging: Tensor = field(default_factory=_no_bytes)
 
     def load(self, source: Source, progress: Progress | None, seed: int) -> Streaming | None:
-        self._files.make_folder()
+        self.files.make_folder()
         there = self._already_there()
-        if len(there) < self._num_layers or not self._adopt_outside():
-            feed(source, _watched(self._model, there, self._complete), self._device, progress, seed)
+        if len(there) < self.num_layers or not self._adopt_outside():
+            feed(source, _watched(self.model, there, self._complete), self.device, progress, seed)
             self._keep_outside()
             self._adopt_outside()  # a copy of its own: until here they share huge pages with layers that were moved out
-        self._staging = self._parking = torch.empty(0, dtype=torch.uint8)
+        self.staging = self.parking = _no_bytes()
         huge_pages.release_freed()  # memory that loading took does not count against the limit
-        return self._settle_on_gpu() if self._offload.device_bytes else self._settle_on_cpu()
+        return self._settle_on_gpu() if self.offload.device_bytes else self._settle_on_cpu()
 
     def _already_there(self) -> set[int]:
         """Layers with a valid file of an earlier start."""
         valid: set[int] = set()
-        for index in range(self._num_layers):
-            described = self._files.good(index)
+        for index in range(self.num_layers):
+            described = self.files.good(index)
             if described is None:
                 continue
             layout = LayerLayout.from_json(described)
-            if self._first_layout is None:
+            if self.first_layout is None:
                 self._begin(layout)
             if layout == self._layout:
                 valid.add(index)
-                _park(self._model.stack[index], layout, self._parking)
+                self._park(index)
         return valid
 
     def _adopt_outside(self) -> bool:
         """Takes the parameters outside the layers from their file, so that the source is not read; False if none."""
-        described = self._files.good(OUTSIDE)
+        described = self.files.good(OUTSIDE)
         if described is None:
             return False
         layout = LayerLayout.from_json(described)
         piece = _empty(layout.num_bytes, torch.device("cpu"))
-        self._files.read(OUTSIDE, piece)
-        parked = self._layout.views(self._parking)
-        parameters = layout.views(piece.to(self._device))
-        for index in range(self._num_layers):
+        self.files.read(OUTSIDE, piece)
+        parked = self._layout.views(self.parking)
+        parameters = layout.views(piece.to(self.device))
+        for index in range(self.num_layers):
             parameters |= {f"{LAYERS}{index}.{name}": tensor for name, tensor in parked.items()}
-        self._model.adopt(parameters)
+        self.model.adopt(parameters)
         return True
 
     def _keep_outside(self) -> None:
-        outside = _outside(self._model)
+        outside = _outside(self.model)
         layout = LayerLayout.of(outside)
         piece = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         layout.fill(piece, outside)
-        self._files.write(OUTSIDE, piece, layout.to_json())
+        self.files.write(OUTSIDE, piece, layout.to_json())
 
     def _complete(self, index: int) -> None:
-        state = collect(self._model.stack[index].layers())
-        if self._first_layout is None:
+        state = collect(self.model.stack[index].layers())
+        if self.first_layout is None:
             self._begin(LayerLayout.of(state))
-        self._layout.fill(self._staging, state)
-        self._files.write(index, self._staging, self._layout.to_json())
-        _park(self._model.stack[index], self._layout, self._parking)
+        self._layout.fill(self.staging, state)
+        self.files.write(index, self.staging, self._layout.to_json())
+        self._park(index)
 
     def _begin(self, layout: LayerLayout) -> None:
-        self._first_layout = layout
-        self._staging = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        self._parking = self._staging.to(self._device)  # on a CPU the same memory
-        self._files.check_room(range(self._num_layers), layout.num_bytes)
+        self.first_layout = layout
+        self.staging = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        self.parking = self.staging.to(self.device)  # on a CPU the same memory
+        self.files.check_room(range(self.num_layers), layout.num_bytes)
 
     def _settle_on_cpu(self) -> Streaming | None:
         """Host memory holds the parameters outside the layers, some layers, and buffers for the others."""
-        layout, num_layers = self._layout, self._num_layers
-        room = self._memory_bytes - _kept_bytes(self._model, layout, 0)
+        layout, num_layers = self._layout, self.num_layers
+        room = self.memory_bytes - _kept_bytes(self.model, layout, 0)
         if room >= num_layers * layout.num_bytes:
             self._read_back(range(num_layers))
             return None
         num_kept = room // layout.num_bytes - HOST_BUFFERS
         if num_kept < 0:
-            least = HOST_BUFFERS * layout.num_bytes - room + self._memory_bytes
+            least = HOST_BUFFERS * layout.num_bytes - room + self.memory_bytes
             raise ConfigError(
-                f"weights_memory_gb={self._memory_bytes / GIB:g} is too little for what is always in memory, the "
+                f"weights_memory_gb={self.memory_bytes / GIB:g} is too little for what is always in memory, the "
                 f"embeddings, the output head and {HOST_BUFFERS} layers: raise it to "
                 f"{math.ceil(least / GIB * 1000) / 1000} or more"
             )
         on_disk = spread(num_layers - num_kept, num_layers)
         self._read_back(set(range(num_layers)) - set(on_disk))
-        ring = _make_ring(FileTransfer(self._files), layout, on_disk, HOST_BUFFERS, self._device)
-        return self._streaming((), on_disk, ring)
+        ring = self._make_ring(FileTransfer(self.files), on_disk, HOST_BUFFERS)
+        return self._streaming((), on_disk, str(self.files.folder), ring)
 
     def _settle_on_gpu(self) -> Streaming:
         """The device holds the layers that cpu_offload_gb leaves there; host memory and files the others."""
-        layout, num_layers = self._layout, self._num_layers
-        count = min(num_layers, -(-self._offload.device_bytes // layout.num_bytes))
+        layout, num_layers = self._layout, self.num_layers
+        count = self._num_offloaded()
         streamed = spread(count, num_layers)
-        room = self._memory_bytes // layout.num_bytes
+        room = self.memory_bytes // layout.num_bytes
         num_pinned = count if room >= count else max(0, room - STAGING_BUFFERS)
         on_disk = tuple(streamed[i] for i in spread(count - num_pinned, count))
         pinned = tuple(layer for layer in streamed if layer not in on_disk)
         size = (num_pinned + (STAGING_BUFFERS if on_disk else 0)) * layout.num_bytes
-        _check_host_memory(size, self._offload)
-        memory = PinnedMemory(size, self._device)
+        _check_host_memory(size, self.offload)
+        memory = PinnedMemory(size, self.device)
         pieces = memory.pieces(layout.num_bytes)
         pinned_pieces = dict(zip(pinned, pieces, strict=False))
         for index, piece in pinned_pieces.items():
-            self._files.read(index, piece)
+            self.files.read(index, piece)
         self._read_back(set(range(num_layers)) - set(streamed))
-        copies = self._make_copies(self._device)
+        copies = self.make_copies(self.device)
         transfer: LayerTransfer = PinnedTransfer(copies, pinned_pieces, memory)
         if on_disk:
-            transfer = StagedTransfer(copies, pinned_pieces, pieces[num_pinned:], memory, self._files)
-        ring = _make_ring(transfer, layout, streamed, DEVICE_BUFFERS, self._device)
-        return self._streaming(pinned, on_disk, ring)
+            transfer = StagedTransfer(copies, pinned_pieces, pieces[num_pinned:], memory, self.files)
+        folder = str(self.files.folder) if on_disk else ""
+        return self._streaming(pinned, on_disk, folder, self._make_ring(transfer, streamed, DEVICE_BUFFERS))
 
     def _read_back(self, layers: "set[int] | range") -> None:
         """Reads these layers from their files for good."""
         layout = self._layout
         for index in layers:
             piece = _empty(layout.num_bytes, torch.device("cpu"))
-            self._files.read(index, piece)
-            distribute(self._model.stack[index].layers(), layout.views(piece.to(self._device)))
-
-    def _streaming(self, pinned: tuple[int, ...], on_disk: tuple[int, ...], ring: Ring) -> Streaming:
-        layout, num_layers = self._layout, self._num_layers
-        streamed = tuple(sorted(pinned + on_disk))
-        _stream(self._model, layout, ring, streamed)
-        kept = _kept_bytes(self._model, layout, num_layers - len(streamed))
-        folder = str(self._files.folder) if on_disk else ""
-        return Streaming(num_layers, layout.num_bytes, pinned, on_disk, folder, ring, ring.fill(), kept)
-
-
-def _park(layer: Layer, layout: LayerLayout, buffer: Tensor) -> None:
-    """Frees a layer's weights: until they are placed, its tensors are views of a buffer shared by all parked layers."""
-    distribute(layer.layers(), layout.views(buffer))
+            self.files.read(index, piece)
+            distribute(self.model.stack[index].layers(), layout.views(piece.to(self.device)))
 
 
 def _empty(num_bytes: int, device: torch.device) -> Tensor:
@@ -411,11 +410,3 @@ def _empty(num_bytes: int, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return huge_pages.zeros(num_bytes, dtype=torch.uint8)
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-def _make_ring(
-    transfer: LayerTransfer, layout: LayerLayout, layers: tuple[int, ...], usual: int, device: torch.device
-) -> Ring:
-    count = num_buffers(len(layers), usual)
-    memory = _empty(count * layout.num_bytes, device).view(count, layout.num_bytes)
-    return Ring(transfer, memory.unbind(0), layers)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from quire.core.config import ModelConfig
-from quire.kernels import choose
 from quire.layers.factory import LayerFactory
 from quire.models import registry
 from quire.models.model import DecoderModel
@@ -72,17 +71,14 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class _Sized:
+class _Sized(NumberFormat):
     """A number format whose matrices have shapes but no content."""
 
     def __init__(self, real: NumberFormat) -> None:
+        super().__init__(real.activation_dtype, META)
         self.name = real.name
-        self.activation_dtype = real.activation_dtype
-        self.native = False
         self.compact_tables = real.compact_tables
         self.kept_precise = real.kept_precise
-        self.worth_keeping = False
-        self.gemm = choose("linear", META).make_gemm(META)
         self._is_int8 = real.name.startswith("int8")
         self._is_fp8 = real.name.startswith("fp8")
 

@@ -1,53 +1,60 @@
-"""The protocols of number formats: an empty matrix that is filled by slices of rows, then multiplied."""
+"""Number formats: an empty matrix that is filled by slices of rows, then multiplied."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quire.kernels import choose
 
-class Matrix(Protocol):
+
+class Matrix(ABC):
     """A weight [num_rows, num_columns] in some number format. GEMMs are x @ weight.T."""
 
-    num_rows: int
-    num_columns: int
+    def __init__(self, num_rows: int, num_columns: int, activation: ModuleType) -> None:
+        """`activation`: the kernel for activations that no GEMM fuses."""
+        self.num_rows = num_rows
+        self.num_columns = num_columns
+        self._activation = activation
 
+    @abstractmethod
     def load_rows(self, first_row: int, rows: Tensor) -> None:
         """Converts float rows [n, num_columns] and keeps them; the float tensor is not kept."""
-        ...
 
+    @abstractmethod
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """x [T, num_columns] -> x @ weight.T (+ bias) (+ residual) [T, num_rows]. The residual may be overwritten."""
-        ...
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, num_columns] -> x @ weight.T [T, num_rows] in float32."""
-        ...
+        return self.linear(x, None, None).float()
 
     def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Rows are gate, then up: silu(gate) * up [T, num_rows / 2]."""
-        ...
+        return self._activation.silu_mul(self.linear(x, bias, None))
 
     def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """max(x @ weight.T (+ bias), 0) [T, num_rows]."""
-        ...
+        return self._activation.relu(self.linear(x, bias, None))
 
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
         """RMS norm of x and GEMM in one kernel; None where two kernels are as fast.
 
         With `silu_mul` as `linear_silu_mul`, without as `linear`.
         """
-        ...
+        return None
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The tensors that hold the weight, by name; views, not copies."""
-        ...
 
+    @abstractmethod
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         """Takes over what `state` gave, without copying; a KeyError or ValueError if it does not fit."""
-        ...
 
 
 class Gemm(Protocol):
@@ -70,22 +77,27 @@ class Gemm(Protocol):
         ...
 
 
-class NumberFormat(Protocol):
+class NumberFormat(ABC):
     """How matrices are stored and multiplied."""
 
     name: str  # names the layout too: converted weights of another name are not read
-    activation_dtype: torch.dtype  # of x and of every result
-    native: bool  # GEMMs are native operations, which a tape can record
-    compact_tables: bool  # embedding tables need no more than 16 bits and are not shared with the output head
-    kept_precise: tuple[str, ...]  # what stays in higher precision, for the start's report
-    gemm: Gemm
-    worth_keeping: bool  # converting is slow enough to cache the result
+    native: bool = False  # GEMMs are native operations, which a tape can record
+    # Embedding tables need no more than 16 bits and are not shared with the output head.
+    compact_tables: bool = False
+    kept_precise: tuple[str, ...] = ()  # what stays in higher precision, for the start's report
+    worth_keeping: bool = False  # converting is slow enough to cache the result
 
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.activation_dtype = dtype  # of x and of every result
+        self.gemm: Gemm = choose("linear", device).make_gemm(device)  # of the matrices that are not quantized
+        self._device = device
+
+    @abstractmethod
     def matrix(self, num_rows: int, num_columns: int) -> Matrix: ...
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         """The output head's: logits are sensitive, and some formats keep it precise."""
-        ...
+        return self.matrix(num_rows, num_columns)
 
 
 def check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

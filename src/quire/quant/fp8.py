@@ -7,22 +7,20 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels import choose
-from quire.quant.format import Matrix, check_state
+from quire.quant.format import Matrix, NumberFormat, check_state
 from quire.quant.full import FullMatrix
 
 ALIGNED = 16  # rows and columns of a GEMM are multiples of this
 
 
-class Fp8Matrix:
+class Fp8Matrix(Matrix):
     """float8 (e4m3) weights; GEMMs by the tensor cores' float8 path."""
 
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_rows = num_rows
-        self.num_columns = num_columns
+        super().__init__(num_rows, num_columns, choose("activation", device))
         self._dtype = dtype
         self._device = device
         self._rows = choose("fp8_rows", device)
-        self._activation = choose("activation", device)
         self._weight: Tensor | None = None  # [num_rows, num_columns] float8_e4m3fn
         self._scales = torch.empty(0)  # [1, num_rows] float32
 
@@ -45,18 +43,6 @@ class Fp8Matrix:
         ).to(self._dtype)  # fmt: skip
         return y if residual is None else y.add_(residual)
 
-    def logits(self, x: Tensor) -> Tensor:
-        return self.linear(x, None, None).float()
-
-    def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._activation.silu_mul(self.linear(x, bias, None))
-
-    def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._activation.relu(self.linear(x, bias, None))
-
-    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
-        return None
-
     def state(self) -> dict[str, Tensor]:
         assert self._weight is not None, "a matrix must be loaded before it is kept"
         return {"weight": self._weight, "scales": self._scales}
@@ -68,19 +54,11 @@ class Fp8Matrix:
         self._scales = state["scales"].to(self._device)
 
 
-class Fp8:
+class Fp8(NumberFormat):
     """Linear layers in float8; small or sensitive weights stay in the activations' dtype."""
 
     name = "fp8"
-    native = False
-    compact_tables = False
-    kept_precise: tuple[str, ...] = ("embedding table", "output head", "norms", "biases")
-    worth_keeping = False
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.activation_dtype = dtype
-        self.gemm = choose("linear", device).make_gemm(device)
-        self._device = device
+    kept_precise = ("embedding table", "output head", "norms", "biases")
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
         if num_rows % ALIGNED or num_columns % ALIGNED:

@@ -7,22 +7,21 @@ from torch import Tensor
 
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
-from quire.quant.format import Gemm, Matrix, check_state
+from quire.quant.format import Gemm, Matrix, NumberFormat, check_state
 
 
-class FullMatrix:
+class FullMatrix(Matrix):
     """A plain matrix. `gemm` multiplies, and is shared by all matrices of a model."""
 
     def __init__(
         self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, gemm: Gemm
     ) -> None:
-        self.num_rows = num_rows
-        self.num_columns = num_columns
+        native = device.type != "cpu" or dtype is torch.float32
+        activation = choose("activation", device) if native else load("activation", REFERENCE)
+        super().__init__(num_rows, num_columns, activation)
         self._like = torch.empty(num_rows, num_columns, dtype=dtype, device="meta")
         self._device = device
         self._weight: Tensor | None = None  # [num_rows, num_columns]
-        native = device.type != "cpu" or dtype is torch.float32
-        self._activation = choose("activation", device) if native else load("activation", REFERENCE)
         self._narrow = choose("narrow_linear", device)
         self._gemm = gemm.gemm
 
@@ -41,12 +40,9 @@ class FullMatrix:
         assert self._weight is not None, "a matrix must be loaded before it is used"
         return self._gemm(x, self._weight, widened=True)
 
-    def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._activation.silu_mul(self.linear(x, bias, None))
-
     def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if not x.is_cuda or self._is_narrow(x):
-            return self._activation.relu(self.linear(x, bias, None))
+            return super().linear_relu(x, bias)
         assert self._weight is not None, "a matrix must be loaded before it is used"
         return self._gemm(x, self._weight, bias, relu=True)
 
@@ -91,23 +87,13 @@ class InvariantMatrix(FullMatrix):
         return None
 
 
-class FullPrecision:
+class FullPrecision(NumberFormat):
     """float32, float16 or bfloat16 throughout. `invariant`: batch-invariant GEMMs."""
 
-    native = False
-    compact_tables = False
-    kept_precise: tuple[str, ...] = ()
-    worth_keeping = False
-
     def __init__(self, dtype: torch.dtype, device: torch.device, invariant: bool = False) -> None:
+        super().__init__(dtype, device)
         self.name = str(dtype).removeprefix("torch.")
-        self.activation_dtype = dtype
-        self._device = device
         self._kind = InvariantMatrix if invariant else FullMatrix
-        self.gemm = choose("linear", device).make_gemm(device)
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
         return self._kind(num_rows, num_columns, self.activation_dtype, self._device, self.gemm)
-
-    def head(self, num_rows: int, num_columns: int) -> Matrix:
-        return self.matrix(num_rows, num_columns)

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE
-from quire.quant.format import Matrix, check_state
+from quire.quant.format import Matrix, NumberFormat, check_state
 
 # Rows that are quantized at a time: bounds the float32 copies of an embedding-sized matrix.
 ROWS_AT_A_TIME = 4096
 
 
-class Int8Matrix:
+class Int8Matrix(Matrix):
     """A packed int8 matrix with its scales and row sums."""
 
     def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
-        self.num_rows = num_rows
-        self.num_columns = num_columns
+        super().__init__(num_rows, num_columns, choose("activation", device))
         self._kernel = choose("int8_linear", device)
         self._packed: Tensor | None = None  # opaque int8, as the kernel packs it
         self._scales = torch.empty(0)  # [num_rows] float32
@@ -57,9 +56,6 @@ class Int8Matrix:
     def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.linear(x, bias, None).relu_()
 
-    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
-        return None
-
     def state(self) -> dict[str, Tensor]:
         assert self._packed is not None, "a matrix must be loaded before it is kept"
         return {"packed": self._packed, "scales": self._scales, "sums": self._sums}
@@ -76,27 +72,22 @@ class Int8Matrix:
         self._packed, self._scales, self._sums = state["packed"], state["scales"], state["sums"]
 
 
-class Int8:
+class Int8(NumberFormat):
     """Per-channel int8 weights, per-token int8 activations; everything between GEMMs is float32."""
 
-    activation_dtype = torch.float32
     compact_tables = True
     # every linear is int8, the output head too
-    kept_precise: tuple[str, ...] = ("embedding table", "norms", "biases")
+    kept_precise = ("embedding table", "norms", "biases")
     worth_keeping = True
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.float32, device)
         kernel = choose("int8_linear", device)
         self.name = f"int8-{_layout_digest(kernel)}"
         self.native = not kernel.__name__.endswith(REFERENCE)
-        self.gemm = choose("linear", device).make_gemm(device)  # none of its matrices uses it
-        self._device = device
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
         return Int8Matrix(num_rows, num_columns, self._device)
-
-    def head(self, num_rows: int, num_columns: int) -> Matrix:
-        return self.matrix(num_rows, num_columns)
 
 
 def _layout_digest(kernel: ModuleType) -> str:

@@ -35,9 +35,8 @@ class SampleRequests:
     device_rows: Tensor | None = None  # [S] int32 or int64, on the device; negative: padding, nothing is done
     device_positions: Tensor | None = None  # [S] int32 or int64, on the device
     device_columns: DeviceColumns | None = None  # the rows' parameters on the device
-    beams: tuple[
-        BeamSet, ...
-    ] = ()  # samples whose candidates are wanted; the tokens chosen for them mean nothing
+    # Samples whose candidates are wanted; the tokens chosen for them mean nothing.
+    beams: tuple[BeamSet, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -15,8 +15,7 @@ from torch import Tensor
 from quire.core.sampling import SamplingParams
 from quire.kernels import registry
 from quire.kernels.sample import triton as sample_kernel
-from quire.sampling import DeviceColumns, SamplingColumns
-from quire.sampling.columns import uniforms
+from quire.sampling.columns import DeviceColumns, SamplingColumns, uniforms
 
 GREEDY = SamplingParams(temperature=0.0)
 TOP_P = SamplingParams(temperature=0.8, top_p=0.95)

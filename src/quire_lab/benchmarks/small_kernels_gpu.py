@@ -24,7 +24,8 @@ from quire.bench.machine import describe_origin
 from quire.core.sampling import SamplingParams
 from quire.kernels import registry
 from quire.kernels.sample import triton as sample_kernel
-from quire.sampling import Sampler, SampleRequests
+from quire.sampling.records import SampleRequests
+from quire.sampling.sampler import Sampler
 from quire_lab.benchmarks.sample_checks import (
     GREEDY,
     PLAIN,

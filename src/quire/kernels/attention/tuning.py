@@ -40,9 +40,8 @@ class AttentionTuning:
     decode_tile: int = 64  # keys per iteration
     decode_warps: int = 2
     decode_stages: int = 2
-    decode_registers: int | None = (
-        None  # per thread at most: with fewer, more programs share a multiprocessor
-    )
+    # Per thread at most: with fewer, more programs share a multiprocessor.
+    decode_registers: int | None = None
     decode_pieces: int = 4  # pieces per multiprocessor that decodes are cut into, about
     fused_reduction: bool = True  # the last piece of a row to finish adds its pieces up; else a second kernel
     prompt_rows: int = 128  # queries × heads of a group per program

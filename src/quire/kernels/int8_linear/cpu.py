@@ -5,19 +5,9 @@ from torch import Tensor
 
 from quire.kernels import huge_pages, native
 from quire.kernels.activation.cpu import silu_mul
-from quire.kernels.int8_linear.reference import quantize, quantize_rows, row_sums
-
-__all__ = [
-    "empty_packed",
-    "linear",
-    "linear_silu_mul",
-    "pack",
-    "pack_rows",
-    "quantize",
-    "quantize_rows",
-    "row_sums",
-    "unpack",
-]
+from quire.kernels.int8_linear.reference import quantize as quantize
+from quire.kernels.int8_linear.reference import quantize_rows as quantize_rows
+from quire.kernels.int8_linear.reference import row_sums as row_sums
 
 CHANNELS = 16  # of a block
 GROUP = 4  # columns that lie together
