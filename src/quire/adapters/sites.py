@@ -1,7 +1,7 @@
 """Sites: where adapters can be attached to a model, by the names that checkpoints use."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 # Checkpoints of the bare model lack the outer module's name, and some add one more.
 PREFIXES = ("model.decoder.", "model.", "decoder.", "transformer.", "")
@@ -22,12 +22,12 @@ class Site:
         return self.name.rpartition(".")[2]
 
 
-class Sites(Sequence[Site]):
+class Sites(tuple[Site, ...]):
     """All sites of one model; a site's index is its number in every table."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._sites = tuple(sites)
-        self._indices = {site.name: i for i, site in enumerate(self._sites)}
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        return {site.name: i for i, site in enumerate(self)}
 
     def find(self, module: str) -> int | None:
         """The index of a module's site, with any of the known outer prefixes."""
@@ -40,12 +40,3 @@ class Sites(Sequence[Site]):
                     if index is not None:
                         return index
         return None
-
-    def __getitem__(self, index: int) -> Site:  # type: ignore[override]
-        return self._sites[index]
-
-    def __len__(self) -> int:
-        return len(self._sites)
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self._sites)

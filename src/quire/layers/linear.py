@@ -6,13 +6,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from quire.layers.lora import LoraBatch, LoraGroup
+from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
-from quire.layers.parameters import LayerPart, Loader, Vector, check_shape
+from quire.layers.parameters import Adaptable, LayerPart, Loader, Vector, check_shape
 from quire.quant.format import Matrix
 
 
-class TokenEmbedding:
+class TokenEmbedding(Adaptable):
     """A table [num_rows, width]; results are in the model's activation type.
 
     With `compact` a 16-bit table stays as it is and a 32-bit one becomes float16: it is only read row by row.
@@ -28,6 +28,7 @@ class TokenEmbedding:
         compact: bool,
         first_row: int = 0,
     ) -> None:
+        super().__init__()
         self._kernel = kernel
         self._shape = (num_rows, width)
         self._dtype = dtype
@@ -35,7 +36,6 @@ class TokenEmbedding:
         self._compact = compact
         self._first_row = first_row  # rows of the checkpoint's table before the first that is kept
         self._table: Tensor | None = None  # [num_rows, width]
-        self._lora: LoraGroup | None = None
 
     @property
     def table(self) -> Tensor:
@@ -45,13 +45,11 @@ class TokenEmbedding:
     def __call__(self, ids: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """ids [T] int32 or int64 -> [T, width], plus the rows' adapters."""
         rows = self._kernel.gather(self._table, ids, dtype=self._dtype)
-        if lora is None or self._lora is None or not lora.adds_to(self._lora):
+        group = self._adapted(lora)
+        if group is None or lora is None:
             return rows
         num_ids = self._first_row + self._shape[0]
-        return self._lora.add_embedded(ids, rows, lora, num_ids, self._first_row)
-
-    def take_lora(self, group: LoraGroup) -> None:
-        self._lora = group
+        return group.add_embedded(ids, rows, lora, num_ids, self._first_row)
 
     def loader(self) -> Loader:
         num_rows, width = self._first_row + self._shape[0], self._shape[1]
@@ -92,14 +90,14 @@ class RowSelection:
         return rows if indices is None else self._gather(rows, indices, dtype=self._dtype)
 
 
-class Linear:
+class Linear(Adaptable):
     """y = x @ weight.T (+ bias) (+ residual) (+ the rows' adapters, `lora`). Fused ones are loaded part by part."""
 
     def __init__(self, matrix: Matrix, bias: Vector | None, silu_mul: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
         self._matrix = matrix
         self._bias = bias
         self._silu_mul = silu_mul  # for GEMMs that adapters add to before the activation
-        self._lora: LoraGroup | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, lora: LoraBatch | None = None) -> Tensor:
         """x [T, columns], residual [T, rows] -> [T, rows]. The residual may be overwritten."""
@@ -128,13 +126,6 @@ class Linear:
         """self.silu_mul(norm(x))."""
         fused = self._fused(x, norm, lora, silu_mul=True)
         return self.silu_mul(norm(x), lora) if fused is None else fused
-
-    def take_lora(self, group: LoraGroup) -> None:
-        self._lora = group
-
-    def _adapted(self, lora: LoraBatch | None) -> LoraGroup | None:
-        """The layer's sites, if some row has an adapter there."""
-        return self._lora if lora is not None and lora.adds_to(self._lora) else None
 
     def _fused(self, x: Tensor, norm: RMSNorm, lora: LoraBatch | None, silu_mul: bool) -> Tensor | None:
         """Norm and GEMM in one kernel, if there is one; an adapter needs the norm's result."""
@@ -178,24 +169,20 @@ class Linear:
             self._bias.adopt(state["bias"])
 
 
-class OutputHead:
+class OutputHead(Adaptable):
     """Hidden states to logits. A tied head has the embedding's weights, in one memory where `share` is true."""
 
     def __init__(self, matrix: Matrix, tied_to: TokenEmbedding | None = None, share: bool = False) -> None:
+        super().__init__()
         self._matrix = matrix
         self._tied_to = tied_to
         self._share = share and tied_to is not None
-        self._lora: LoraGroup | None = None
 
     def __call__(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """hidden [L, width] -> logits [L, vocab] float32."""
         logits = self._matrix.logits(hidden)
-        if lora is None or self._lora is None or not lora.adds_to(self._lora):
-            return logits
-        return self._lora.add(hidden, logits, lora)
-
-    def take_lora(self, group: LoraGroup) -> None:
-        self._lora = group
+        group = self._adapted(lora)
+        return logits if group is None or lora is None else group.add(hidden, logits, lora)
 
     def loaders(self, table: TokenEmbedding, table_name: str, name: str) -> dict[str, Loader]:
         """For the checkpoint's token table and the head's matrix; a tied head's is the table, which loads both."""

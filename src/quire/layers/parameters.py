@@ -8,19 +8,26 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import WeightsError
-from quire.layers.lora import LoraGroup
+from quire.layers.lora import LoraBatch, LoraGroup
 
 
-class Adaptable(Protocol):
+class Adaptable:
     """A layer whose result adapters can add to."""
+
+    def __init__(self) -> None:
+        self._lora: LoraGroup | None = None
 
     def take_lora(self, group: LoraGroup) -> None:
         """From now on adds the rows' adapters at these sites to the result."""
-        ...
+        self._lora = group
 
     def state(self) -> dict[str, Tensor]:
         """Its own tensors, by name; views, not copies."""
-        ...
+        raise NotImplementedError
+
+    def _adapted(self, lora: LoraBatch | None) -> LoraGroup | None:
+        """The layer's sites, if some row has an adapter there."""
+        return self._lora if lora is not None and lora.adds_to(self._lora) else None
 
 
 @dataclass(frozen=True, slots=True)
