@@ -91,17 +91,10 @@ def describe_places() -> dict[str, str]:
 def describe_gpus() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "capability": f"{properties.major}.{properties.minor}",
-            }
-        )
-    return gpus
+    return [
+        {"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
 
 
 def cpu_name() -> str:

@@ -89,11 +89,8 @@ def _scheduler_results(watched: Watched) -> dict[str, Any]:
 
 
 def _throughput_rows(results: dict[str, Any], plan: ThroughputPlan, built: Built) -> list[tuple[str, str]]:
-    scheduler, first, gap = (
-        results["scheduler"],
-        results["first_token_seconds"],
-        results["inter_token_seconds"],
-    )
+    first, gap = results["first_token_seconds"], results["inter_token_seconds"]
+    scheduler = results["scheduler"]
     return [
         model_row(built),
         ("requests", f"{results['num_requests']:,} ({plan.source}, {plan.sampling})"),

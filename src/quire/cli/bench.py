@@ -5,8 +5,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -86,11 +86,8 @@ def _add_throughput(parser: Parser) -> None:
     lengths.add_argument(
         "--lengths", choices=sorted(DISTRIBUTIONS), help="sample lengths from a named distribution"
     )
-    lengths.add_argument(
-        "--lengths-csv",
-        metavar="FILE",
-        help="take lengths from a file with columns such as prompt_tokens, output_tokens",
-    )
+    columns = "take lengths from a file with columns such as prompt_tokens, output_tokens"
+    lengths.add_argument("--lengths-csv", metavar="FILE", help=columns)
     _add_lengths(parser)
     parser.add_argument("--no-warm-up", action="store_true", help="measure the first steps as well")
     _add_sampling(parser)
@@ -123,24 +120,20 @@ def _add_lengths(parser: Parser) -> None:
 
 
 def _add_sampling(parser: Parser) -> None:
-    parser.add_argument(
-        "--sampling",
-        choices=SAMPLINGS,
-        default="greedy",
-        help="mixed is half greedy, half temperature 0.8, top-p 0.95",
-    )
+    mixed = "mixed is half greedy, half temperature 0.8, top-p 0.95"
+    parser.add_argument("--sampling", choices=SAMPLINGS, default="greedy", help=mixed)
 
 
 def _throughput(arguments: argparse.Namespace) -> BenchReport:
     lengths, source = _lengths(arguments)
     seed = arguments.seed or 0
     plan = ThroughputPlan(lengths, source, arguments.sampling, seed, not arguments.no_warm_up)
-    config, built = _built(arguments)
-    try:
-        with tqdm(total=len(lengths), disable=not sys.stderr.isatty(), unit="req", leave=False) as bar:
-            return run_throughput(config, built, plan, lambda: bar.update(1) and None)
-    finally:
-        built.engine.close()
+    hidden = not sys.stderr.isatty()
+    with (
+        _built(arguments) as (config, built),
+        tqdm(total=len(lengths), disable=hidden, unit="req", leave=False) as bar,
+    ):
+        return run_throughput(config, built, plan, lambda: bar.update(1) and None)
 
 
 def _latency(arguments: argparse.Namespace) -> BenchReport:
@@ -154,11 +147,8 @@ def _latency(arguments: argparse.Namespace) -> BenchReport:
         seed=arguments.seed or 0,
     )
     fixed(plan.input_len, plan.output_len, 1)  # checked before anything is loaded
-    config, built = _built(arguments)
-    try:
+    with _built(arguments) as (config, built):
         return run_latency(config, built, plan)
-    finally:
-        built.engine.close()
 
 
 def _startup(arguments: argparse.Namespace) -> BenchReport:
@@ -176,17 +166,14 @@ def _speculate(arguments: argparse.Namespace) -> BenchReport:
         arguments.num_tokens, arguments.rounds, tuple(arguments.workloads), arguments.seed or 0
     )
     arguments.speculative_config = arguments.speculative_config or '{"method": "ngram"}'
-    config, speculating = _built(arguments)
-    plain = build(replace(config, speculative_config=None))
-    drafts, chains = config.speculative_config, None
-    if drafts is not None and drafts.tree_width > 1:
-        chains = build(replace(config, speculative_config=replace(drafts, tree_width=1)))
-    try:
+    with _built(arguments) as (config, speculating), ExitStack() as stack:
+        plain = build(replace(config, speculative_config=None))
+        stack.callback(plain.engine.close)
+        drafts, chains = config.speculative_config, None
+        if drafts is not None and drafts.tree_width > 1:
+            chains = build(replace(config, speculative_config=replace(drafts, tree_width=1)))
+            stack.callback(chains.engine.close)
         return run_speculate(config, plain, speculating, load_template(plain.source), plan, chains)
-    finally:
-        for built in (plain, speculating, chains):
-            if built is not None:
-                built.engine.close()
 
 
 def _lengths(arguments: argparse.Namespace) -> tuple[list[Lengths], str]:
@@ -210,14 +197,17 @@ def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _built(arguments: argparse.Namespace) -> tuple[EngineConfig, Built]:
+@contextmanager
+def _built(arguments: argparse.Namespace) -> Iterator[tuple[EngineConfig, Built]]:
+    """The engine that the flags describe, closed at the end; its start report goes to stderr."""
     config = EngineConfig.of(**engine_settings(arguments))
     announce_compiling()
     with load_progress(sys.stderr.isatty()) as progress:
         built = build(config, progress)
     for line in built.report.lines():
         print(line, file=sys.stderr)
-    return config, built
+    with closing(built.engine):
+        yield config, built
 
 
 def _laboratory(kind: str) -> ModuleType:
@@ -380,11 +370,8 @@ def _add_workload(group: FlagGroup) -> None:
     )
     group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
     group.add_argument("--temperature", type=float, default=0.0, help="(default: 0)")
-    group.add_argument(
-        "--no-ignore-eos",
-        action="store_true",
-        help="let answers end early (for servers that know no ignore_eos)",
-    )
+    ended = "let answers end early (for servers that know no ignore_eos)"
+    group.add_argument("--no-ignore-eos", action="store_true", help=ended)
     group.add_argument("--extra-body", metavar="JSON", help="additional fields of every request")
     group.add_argument("--num-warmups", type=int, default=1, help="short requests before (default: 1)")
 

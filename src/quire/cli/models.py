@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 
 from quire.bench.table import aligned, in_bytes
 from quire.cli.parser import Parser
@@ -23,9 +24,8 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     items = list_cached()
     if arguments.json:
-        print(
-            json.dumps({"cache": str(cache_folder()), "models": [_record(item) for item in items]}, indent=2)
-        )
+        listing = {"cache": cache_folder(), "models": [asdict(item) for item in items]}
+        print(json.dumps(listing, indent=2, default=str))
         return 0
     if items:
         header = ["name", "size", "what", "where"]
@@ -37,20 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\n{in_bytes(sum(item.num_bytes for item in items))} in all; the cache is {cache_folder()}")
     else:
         print(f"nothing is cached in {cache_folder()}")
-    if not any(item.path.name == _builtin_file() for item in items):
+    if not any(item.path.name == BUILTIN.file_name for item in items):
         print(
             f"the built-in model, {BUILTIN_NAME}, is fetched ({in_bytes(BUILTIN.num_bytes)}) when it is first used"
         )
     return 0
 
 
-def _record(item: CachedItem) -> dict[str, object]:
-    return {"name": item.name, "kind": item.kind, "path": str(item.path), "num_bytes": item.num_bytes}
-
-
 def _name(item: CachedItem) -> str:
-    return f"{BUILTIN_NAME} (built-in)" if item.path.name == _builtin_file() else item.name
-
-
-def _builtin_file() -> str:
-    return BUILTIN.member.rpartition("/")[2]
+    return f"{BUILTIN_NAME} (built-in)" if item.path.name == BUILTIN.file_name else item.name

@@ -23,18 +23,12 @@ _NOT_HERE = ("max_queue_requests", "max_queue_tokens")  # --max-concurrency boun
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        *("-i", "--input-file"),
-        required=True,
-        metavar="FILE",
-        help="requests, one per line; - for standard input",
-    )
-    parser.add_argument(
-        *("-o", "--output-file"),
-        required=True,
-        metavar="FILE",
-        help="results, one per line; - for standard output",
-    )
+    files = {
+        "input": "requests, one per line; - for standard input",
+        "output": "results, one per line; - for standard output",
+    }
+    for name, text in files.items():
+        parser.add_argument(f"-{name[0]}", f"--{name}-file", required=True, metavar="FILE", help=text)
     parser.add_argument(
         "--resume", action="store_true", help="keep finished rows of the output file, run the rest"
     )

@@ -97,21 +97,17 @@ def _add_network(group: FlagGroup) -> None:
     group.add_argument("--root-path", metavar="PATH", help="path prefix that a proxy adds")
     group.add_argument("--ssl-certfile", metavar="FILE", help="certificate, to serve HTTPS")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
-    silence = (
-        f"seconds of silence before a stream gets a comment (default: {DEFAULTS.sse_keep_alive:g}; 0: never)"
+    default = f"(default: {DEFAULTS.sse_keep_alive:g}; 0: never)"
+    group.add_argument(
+        "--sse-keep-alive", type=float, help=f"seconds of silence before a stream gets a comment {default}"
     )
-    group.add_argument("--sse-keep-alive", type=float, help=silence)
     origins = "CORS: allow browsers from this origin, or * for all (repeatable)"
     group.add_argument("--allowed-origins", action=Collect, metavar="ORIGIN", help=origins)
 
 
 def _add_access(group: FlagGroup) -> None:
-    group.add_argument(
-        "--api-key",
-        action=Collect,
-        metavar="KEY",
-        help="require one of these keys (repeatable; also: QUIRE_API_KEY)",
-    )
+    keys = "require one of these keys (repeatable; also: QUIRE_API_KEY)"
+    group.add_argument("--api-key", action=Collect, metavar="KEY", help=keys)
     group.add_argument("--api-key-file", metavar="FILE", help="file of keys, one per line")
     group.add_argument(
         "--admin-key", metavar="KEY", help="key of the admin endpoints (also: QUIRE_ADMIN_KEY)"
@@ -131,22 +127,15 @@ def _add_access(group: FlagGroup) -> None:
 
 
 def _add_formats(group: FlagGroup) -> None:
-    by_template = "(default: detected from the chat template)"
-    group.add_argument(
-        "--tool-call-parser",
-        metavar="NAME",
-        help=f"format of tool calls: {', '.join(TOOL_PARSERS)} or none {by_template}",
-    )
-    group.add_argument(
-        "--reasoning-parser",
-        metavar="NAME",
-        help=f"format of reasoning: {', '.join(REASONING_PARSERS)} or none {by_template}",
-    )
-    group.add_argument(
-        "--enable-auto-tool-choice",
-        action="store_true",
-        help="always on; accepted for compatibility with vLLM",
-    )
+    known = {
+        "--tool-call-parser": ("tool calls", TOOL_PARSERS),
+        "--reasoning-parser": ("reasoning", REASONING_PARSERS),
+    }
+    for flag, (what, parsers) in known.items():
+        text = f"format of {what}: {', '.join(parsers)} or none (default: detected from the chat template)"
+        group.add_argument(flag, metavar="NAME", help=text)
+    compatible = "always on; accepted for compatibility with vLLM"
+    group.add_argument("--enable-auto-tool-choice", action="store_true", help=compatible)
 
 
 def _add_embeddings(group: FlagGroup) -> None:

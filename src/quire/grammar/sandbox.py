@@ -133,22 +133,22 @@ def _serve(lines: BinaryIO, answers: BinaryIO) -> None:
         special_ids=frozenset(settings["special_ids"]),
         end_ids=tuple(settings["end_ids"]),
     )
+
+    def answer(error: str | None) -> None:
+        answers.write(json.dumps({"error": error}).encode() + b"\n")
+        answers.flush()
+
     tokenizer = make_tokenizer(vocabulary)
     _limit_memory()
-    _answer(answers, None)
+    answer(None)
     for line in lines:
         _limit_cpu_time(settings["seconds"])
         try:
             compile_matcher(tokenizer, StructuredOutput(*json.loads(line)))
         except GrammarError as error:
-            _answer(answers, str(error))
+            answer(str(error))
         else:
-            _answer(answers, None)
-
-
-def _answer(answers: BinaryIO, error: str | None) -> None:
-    answers.write(json.dumps({"error": error}).encode() + b"\n")
-    answers.flush()
+            answer(None)
 
 
 def _limit_cpu_time(seconds: int) -> None:

@@ -64,9 +64,7 @@ class FolderSource:
                             tensor = file.get_tensor(name)
                             yield name, tensor if tensor.dtype in _KEPT else tensor.float()
             except (SafetensorError, OSError) as error:
-                raise WeightsError(
-                    f"{shard.path} cannot be read ({error}): fetch or copy it again"
-                ) from error
+                raise damaged(shard.path, f"cannot be read ({error})") from error
 
     def tokenizer_json(self) -> str | None:
         text = read_text(self.folder / "tokenizer.json")
@@ -119,7 +117,7 @@ def read_text(path: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise WeightsError(f"{path} cannot be read ({error}): fetch or copy it again") from error
+        raise damaged(path, f"cannot be read ({error})") from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -127,7 +125,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     value = read_any_json(path)
     if isinstance(value, dict) or not path.exists():
         return value
-    raise WeightsError(f"{path} holds a {type(value).__name__}, not a JSON object: fetch or copy it again")
+    raise damaged(path, f"holds a {type(value).__name__}, not a JSON object")
+
+
+def damaged(path: Path, problem: str) -> WeightsError:
+    return WeightsError(f"{path} {problem}: fetch or copy it again")
 
 
 def read_any_json(path: Path) -> Any:
@@ -136,7 +138,7 @@ def read_any_json(path: Path) -> Any:
     try:
         return None if text is None else json.loads(text)
     except ValueError as error:
-        raise WeightsError(f"{path} is not valid JSON ({error}): fetch or copy it again") from error
+        raise damaged(path, f"is not valid JSON ({error})") from error
 
 
 def _shards(folder: Path) -> list[Shard]:
@@ -161,7 +163,7 @@ def _shards(folder: Path) -> list[Shard]:
 def _indexed(folder: Path, index: Mapping[str, Any]) -> list[Shard]:
     places = index.get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise WeightsError(f"{folder / INDEX} has no weight_map: fetch or copy it again")
+        raise damaged(folder / INDEX, "has no weight_map")
     names = sorted(set(places.values()))
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
@@ -184,7 +186,7 @@ def _shard(path: Path) -> Shard:
             length = file.read(8)
             size = struct.unpack("<Q", length)[0] if len(length) == 8 else _LARGEST_HEADER + 1
             if size > _LARGEST_HEADER:
-                raise WeightsError(f"{path} is not a safetensors file, or is cut: fetch or copy it again")
+                raise damaged(path, "is not a safetensors file, or is cut")
             header = file.read(size)
             present = file.seek(0, 2)
     except OSError as error:
@@ -198,9 +200,7 @@ def _shard(path: Path) -> Shard:
         raise WeightsError(f"{path}: its header is cut or damaged: fetch or copy it again") from error
     if present != needed:
         problem = "cut short" if present < needed else "too long"
-        raise WeightsError(
-            f"{path} is {problem}: {present:,} bytes instead of {needed:,}: fetch or copy it again"
-        )
+        raise damaged(path, f"is {problem}: {present:,} bytes instead of {needed:,}")
     for kind, name in kinds.items():
         if kind not in _FLOATS | _BUFFERS:
             raise ModelError(

@@ -19,7 +19,7 @@ from quire.weights.gguf_tokenizer import tokenizer_text
 
 _DIRECT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_ELEMENTS = 1 << 21  # unpacking needs several times a chunk in scratch memory
-_SPECIAL_TOKENS = ("bos", "eos", "unk", "pad")
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # to GGUF's words
 _LLAMA3_ORIGINAL_CONTEXT = 8192  # of every Llama 3.x; GGUF keeps only the factors that follow from it
 _FLOAT_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
@@ -68,7 +68,9 @@ class GgufSource:
         config: dict[str, Any] = {}
         tokens = metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, StringArray):
-            ids = {word: metadata.get(f"tokenizer.ggml.{key}_token_id") for word, key in _token_keys()}
+            ids = {
+                word: metadata.get(f"tokenizer.ggml.{key}_token_id") for word, key in _SPECIAL_TOKENS.items()
+            }
             texts = tokens.pick({int(token_id) for token_id in ids.values() if token_id is not None})
             config = {f"{word}_token": texts[token_id] for word, token_id in ids.items() if token_id in texts}
         template = text_of(metadata, "tokenizer.chat_template")
@@ -98,11 +100,6 @@ class GgufSource:
         unpacked = _dequantized(self._file.raw(info), info, self._file.path)
         self._file.forget(info)
         return torch.from_numpy(unpacked).reshape(info.shape)
-
-
-def _token_keys() -> Iterator[tuple[str, str]]:
-    spelled = {"unk": "unknown", "pad": "padding"}
-    return ((word, spelled.get(word, word)) for word in _SPECIAL_TOKENS)
 
 
 def _dequantized(raw: np.ndarray, info: TensorInfo, path: Path) -> np.ndarray:
@@ -171,7 +168,7 @@ class _Keys:
     """The metadata below one architecture's prefix."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
-        self.file, self.path, self.architecture = file, file.path, architecture
+        self.file, self.architecture = file, architecture
 
     def get(self, key: str) -> Any:
         return self.file.metadata.get(f"{self.architecture}.{key}")
@@ -181,40 +178,31 @@ class _Keys:
         value = self.get(key)
         if isinstance(value, np.ndarray):
             if len(value) == 0 or (value != value[0]).any():
-                raise ModelError(
-                    f"{self.path}: {self.architecture}.{key} differs from layer to layer: not supported"
-                )
+                raise self.error(f"{self.architecture}.{key} differs from layer to layer: not supported")
             value = value[0].item()
         if value is None:
             value = default
         if value is None:
-            raise ModelError(
-                f"{self.path}: no {self.architecture}.{key} in its metadata: convert the model again"
-            )
-        return _shortest(value) if isinstance(value, float) else value
+            raise self.error(f"no {self.architecture}.{key} in its metadata: convert the model again")
+        # GGUF keeps float32; 1e-05 shall come back as 1e-05
+        return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def has(self, suffix: str) -> bool:
         return f"blk.0.{suffix}" in self.file.tensors
 
-
-def _shortest(value: float) -> float:
-    """GGUF keeps float32; 1e-05 shall come back as 1e-05."""
-    return float(str(np.float32(value)))
+    def error(self, problem: str) -> ModelError:
+        return ModelError(f"{self.file.path}: {problem}")
 
 
 def _decoder(keys: _Keys) -> dict[str, Any]:
     """What llama, qwen2 and qwen3 have in common."""
     if keys.get("expert_count"):
-        raise ModelError(
-            f"{keys.path}: {keys.get('expert_count')} experts per layer: mixtures are not supported"
-        )
+        raise keys.error(f"{keys.get('expert_count')} experts per layer: mixtures are not supported")
     hidden, heads = keys.number("embedding_length"), keys.number("attention.head_count")
     head_dim = keys.number("attention.key_length", hidden // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         if keys.number(key, head_dim) != head_dim:
-            raise ModelError(
-                f"{keys.path}: {keys.architecture}.{key}={keys.get(key)} differs from the head's {head_dim}"
-            )
+            raise keys.error(f"{keys.architecture}.{key}={keys.get(key)} differs from the head's {head_dim}")
     return {
         "hidden_size": hidden,
         "intermediate_size": keys.number("feed_forward_length"),
@@ -287,9 +275,7 @@ def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
     if kind == "none":
         return {"rope_type": "linear", "factor": linear} if linear != 1.0 else None
     if kind not in ("linear", "yarn"):
-        raise ModelError(
-            f"{keys.path}: rope scaling {kind!r} is not known here: known are none, linear, yarn"
-        )
+        raise keys.error(f"rope scaling {kind!r} is not known here: known are none, linear, yarn")
     factor = float(keys.number("rope.scaling.factor"))
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
@@ -310,9 +296,7 @@ def _llama3_scaling(keys: _Keys, head_dim: int) -> dict[str, Any]:
     """Llama 3's scaling from `rope_freqs.weight`, which holds only its effect: a divisor per frequency."""
     file, tensor = keys.file, keys.file.tensors["rope_freqs.weight"]
     if tensor.type_name != "F32":
-        raise ModelError(
-            f"{keys.path}: rope_freqs.weight is {tensor.type_name}, not F32: convert the model again"
-        )
+        raise keys.error(f"rope_freqs.weight is {tensor.type_name}, not F32: convert the model again")
     divisors = np.frombuffer(file.buffer, np.float32, tensor.num_bytes // 4, tensor.start)
     scaling = {
         "rope_type": "llama3",
@@ -323,8 +307,8 @@ def _llama3_scaling(keys: _Keys, head_dim: int) -> dict[str, Any]:
     }
     expected = llama3_divisors(scaling, keys.number("rope.freq_base", 10000.0), head_dim)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
-        raise ModelError(
-            f"{keys.path}: the frequencies in rope_freqs.weight are not Llama 3's: use the Hugging Face folder instead"
+        raise keys.error(
+            "the frequencies in rope_freqs.weight are not Llama 3's: use the Hugging Face folder instead"
         )
     return scaling
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.errors import ModelError, WeightsError
-from quire.weights.folder import read_any_json, read_json
+from quire.weights.folder import damaged, read_any_json, read_json
 
 _KINDS = {
     "pooling_mode_mean_tokens": "mean",
@@ -54,7 +54,7 @@ def _modules(folder: Path) -> list[dict[str, Any]] | None:
     if modules is None:
         return None
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise WeightsError(f"{path} is no list of modules: fetch or copy it again")
+        raise damaged(path, "is no list of modules")
     return modules
 
 
