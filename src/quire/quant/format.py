@@ -15,6 +15,8 @@ from quire.kernels import choose
 class Matrix(ABC):
     """A weight [num_rows, num_columns] in some number format. GEMMs are x @ weight.T."""
 
+    fuses_norm = False  # whether `normed` may have a kernel
+
     def __init__(self, num_rows: int, num_columns: int, activation: ModuleType) -> None:
         """`activation`: the kernel for activations that no GEMM fuses."""
         self.num_rows = num_rows
