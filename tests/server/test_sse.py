@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from quire.server.sse import COMMENT, SseWriter, TextEvent, event
+from quire.server.reply import COMMENT, SseWriter, TextEvent, event
 
 
 class Client:

@@ -23,10 +23,19 @@ from quire.server.protocol.completions import (
     ChatMessage,
     ToolCallDelta,
 )
-from quire.server.reply import ERRORS, JsonReply, answer_head, answers
+from quire.server.reply import (
+    DONE,
+    ERRORS,
+    EventStream,
+    JsonReply,
+    TextEvent,
+    answer_head,
+    answers,
+    event,
+    last_error,
+)
 from quire.server.sampling import chat_sampling
 from quire.server.service import ServedModel, Service
-from quire.server.sse import DONE, EventStream, TextEvent, event, last_error
 from quire.server.tools import ToolPlan, tool_plan
 from quire.text.answer import AnswerSequence
 from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning

@@ -14,10 +14,19 @@ from quire.server.protocol.completions import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from quire.server.reply import ERRORS, JsonReply, answer_head, answers
+from quire.server.reply import (
+    DONE,
+    ERRORS,
+    EventStream,
+    JsonReply,
+    TextEvent,
+    answer_head,
+    answers,
+    event,
+    last_error,
+)
 from quire.server.sampling import completion_sampling
 from quire.server.service import Service
-from quire.server.sse import DONE, EventStream, TextEvent, event, last_error
 from quire.text.answer import Answer, AnswerSequence
 from quire.text.prompts import PreparedPrompt
 from quire.text.tokenizer import Tokenizer

@@ -21,9 +21,8 @@ from quire.server.protocol.messages import (
     MessageUsage,
     TokenCount,
 )
-from quire.server.reply import ERRORS, REQUEST_ID, JsonReply, answers
+from quire.server.reply import ERRORS, REQUEST_ID, EventStream, JsonReply, answers
 from quire.server.service import Service
-from quire.server.sse import EventStream
 from quire.server.translation import (
     TranslatedEvents,
     build_whole,

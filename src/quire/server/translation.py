@@ -13,8 +13,8 @@ from quire.server.chat import ChatReply, answer_chat, chat_prompt, chat_tools
 from quire.server.errors import ApiError, from_validation
 from quire.server.protocol.base import Usage
 from quire.server.protocol.completions import ChatCompletionRequest
+from quire.server.reply import named_events
 from quire.server.service import Service
-from quire.server.sse import named_events
 from quire.text.prompts import PreparedPrompt
 
 Payloads = list[dict[str, Any]]  # of typed events

@@ -23,7 +23,7 @@ from quire.server.protocol.responses import (
     ResponseObject,
     ResponseRequest,
 )
-from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.reply import ERRORS, EventStream, JsonReply, answers
 from quire.server.responses.builder import ResponseBuilder, new_response
 from quire.server.responses.convert_request import (
     NAMES,
@@ -33,7 +33,6 @@ from quire.server.responses.convert_request import (
     refuse_unsupported,
 )
 from quire.server.service import Service
-from quire.server.sse import EventStream
 from quire.server.translation import (
     TranslatedEvents,
     build_whole,
