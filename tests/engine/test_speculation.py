@@ -15,7 +15,7 @@ from quire.core.errors import ConfigError
 from quire.core.request import Ints, Request
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
-from quire.engine.build.drafts import check_trees
+from quire.engine.build.weights import check_trees
 from quire.engine.engine import Engine
 from quire.runner.runner import Runner
 from quire_lab.baselines.synthetic_drafts import SyntheticProposer

@@ -25,81 +25,27 @@ class _Load:
     key: str
     ended: Future[None] = field(default_factory=Future)
 
-
-class AdapterLoads:
-    """Adapters that operators load while the engine runs; files are read beside the steps.
-
-    Loads of one name run one after another, in order: the name means the last adapter that could be read. Until then
-    it keeps its meaning, if it has one.
-
-    Used by the engine's thread alone, which also ends the futures.
-    """
-
-    def __init__(self, library: AdapterStore) -> None:
-        self._library = library
-        self._queues: dict[str, deque[_Load]] = {}  # by name; the first of each is being read
-
-    @property
-    def num_waiting(self) -> int:
-        """Names with unfinished loads."""
-        return len(self._queues)
-
-    def start(self, name: str, path: str) -> Future[None]:
-        """Ends when requests can name the adapter, or with AdapterError. A path that is not allowed raises at once."""
-        load = _Load(self._library.prepare(name, self._library.folder_at(name, path)))
-        self._queues.setdefault(name, deque()).append(load)
-        return load.ended
-
-    def look(self) -> None:
-        """Ends what was read since the last look, or could not be."""
-        for name, queue in list(self._queues.items()):
-            load = queue[0]
-            try:
-                if self._library.want(load.key) is None:
-                    continue
-                self._library.publish(load.key)
-                fault = None
-            except Exception as error:  # any fault ends this load alone
-                self._library.discard(load.key)
-                fault = error
-            queue.popleft()
-            if not queue:
-                del self._queues[name]
-            _end(load, fault)
-            del fault  # or it would keep this frame, which keeps it
-
-    def cancel(self, name: str) -> bool:
-        """Cancels all loads under that name; False if there is none."""
-        loads = self._queues.pop(name, None) or ()
-        for load in loads:
-            self._library.discard(load.key)
-            _end(load, AdapterError(f"adapter {name!r} was unloaded while it was being loaded"))
-        return bool(loads)
-
-    def close(self) -> None:
-        """Cancels all loads."""
-        for loads in self._queues.values():
-            for load in loads:
-                load.ended.cancel()
-        self._queues.clear()
-
-
-def _end(load: _Load, fault: Exception | None) -> None:
-    if fault is None:
-        load.ended.set_result(None)
-    else:
-        load.ended.set_exception(fault)
+    def end(self, fault: Exception | None) -> None:
+        if fault is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(fault)
 
 
 class Adapters:
-    """One engine's adapters. The scheduler asks its `admission`."""
+    """One engine's adapters. The scheduler asks its `admission`.
+
+    Operators load adapters while the engine runs, and files are read beside the steps. Loads of one name run one after
+    another, in order: the name means the last adapter that could be read. Until then it keeps its meaning, if it has
+    one. The engine's thread alone calls this, and ends the futures.
+    """
 
     def __init__(
         self, library: AdapterStore, memory: PagedMemory, max_adapters: int | None = None, merge: bool = False
     ) -> None:
         self.library = library
         self.admission = make_adapter_admission(library, memory, max_adapters, merge)
-        self._loads = AdapterLoads(library)
+        self._loads: dict[str, deque[_Load]] = {}  # by name; the first of each is being read
         self._memory = memory
         self._pages = memory.adapter_pages
         self._keys: dict[str, str] = {}  # by request
@@ -125,7 +71,9 @@ class Adapters:
 
     def load(self, name: str, path: str) -> Future[None]:
         """Ends in a later step: requests can name it, or AdapterError. A path that is not allowed raises at once."""
-        return self._loads.start(name, path)
+        load = _Load(self.library.prepare(name, self.library.folder_at(name, path)))
+        self._loads.setdefault(name, deque()).append(load)
+        return load.ended
 
     def restore(self, name: str, path: str) -> None:
         """As `load`, for an adapter that was loaded before: requests may name it at once and wait for its file."""
@@ -134,24 +82,42 @@ class Adapters:
 
     def remove(self, name: str) -> None:
         """Cancels loads under that name too."""
-        was_loading = self._loads.cancel(name)
+        loads = self._loads.pop(name, None) or ()
+        for load in loads:
+            self.library.discard(load.key)
+            load.end(AdapterError(f"adapter {name!r} was unloaded while it was being loaded"))
         try:
             self.library.remove(name)
         except AdapterError:
-            if not was_loading:
+            if not loads:
                 raise
         self._drop_retired()
 
     @property
     def are_loading(self) -> bool:
         """Whether a load is unfinished."""
-        return self._loads.num_waiting > 0
+        return bool(self._loads)
 
     def finish_loads(self) -> None:
         """Ends loads whose files were read, or could not be."""
-        if self._loads.num_waiting:
-            self._loads.look()
-            self._drop_retired()
+        if not self._loads:
+            return
+        for name, queue in list(self._loads.items()):
+            load = queue[0]
+            try:
+                if self.library.want(load.key) is None:
+                    continue
+                self.library.publish(load.key)
+                fault = None
+            except Exception as error:  # any fault ends this load alone
+                self.library.discard(load.key)
+                fault = error
+            queue.popleft()
+            if not queue:
+                del self._loads[name]
+            load.end(fault)
+            del fault  # or it would keep this frame, which keeps it
+        self._drop_retired()
 
     def wait(self) -> None:
         """Waits a moment for a file, if some are being read."""
@@ -196,7 +162,10 @@ class Adapters:
         return tuple(sorted({self.library.name_of(key) for key in keys})[:MAX_NAMES])
 
     def close(self) -> None:
-        self._loads.close()
+        for loads in self._loads.values():
+            for load in loads:
+                load.ended.cancel()
+        self._loads.clear()
         self.library.close()
 
     def _drop_retired(self) -> None:

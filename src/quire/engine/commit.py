@@ -1,6 +1,6 @@
 """Commit: turns a step's result into tokens, finished sequences and updates."""
 
-from quire.core.request import FinishReason, Phase, Sequence
+from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.step import SequenceUpdate, StepResult, TokenLogprobs
 from quire.engine.beams import BeamSearches
 from quire.engine.speculation import Speculation
@@ -137,11 +137,18 @@ def error_updates(ended: list[Sequence], message: str) -> list[SequenceUpdate]:
         if not s.is_beam
     ]
     for request in {s.request.request_id: s.request for s in ended if s.is_beam}.values():
-        updates += [
-            SequenceUpdate(request.request_id, i, (), finish_reason=FinishReason.ERROR, error=message)
-            for i in range(request.sampling.num_answers)
-        ]
+        updates += request_errors(request, message)
     return updates
+
+
+def request_errors(request: Request, message: str, param: str | None = None) -> list[SequenceUpdate]:
+    """One update per answer of a request that failed as a whole."""
+    return [
+        SequenceUpdate(
+            request.request_id, i, (), finish_reason=FinishReason.ERROR, error=message, param=param
+        )
+        for i in range(request.sampling.num_answers)
+    ]
 
 
 def _joined(updates: list[SequenceUpdate]) -> list[SequenceUpdate]:

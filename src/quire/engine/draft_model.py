@@ -11,6 +11,7 @@ from quire.core.step import RowStart, Step, StepResult
 from quire.engine.engine import StepRunner
 from quire.engine.speculation import reads_history
 from quire.observe.logs import get_logger
+from quire.scheduler.plan import row_start
 from quire.speculate.tree import parted
 
 logger = get_logger(__name__)
@@ -222,19 +223,10 @@ class DraftModel:
 
 
 def _row_start(room: DraftRoom) -> RowStart:
-    sequence = room.sequence
-    request = sequence.request
     num_top = room.width if room.width > 1 else None  # the likeliest first tokens, one of each branch
-    return RowStart(
-        row=sequence.row,
-        token_ids=sequence.token_ids[:],
-        block_ids=ints(sequence.block_ids),
-        sampling=request.sampling.changed(structured=None, logprobs=num_top, prompt_logprobs=None),
-        seed=request.seed,
-        sample_index=sequence.index,
-        num_prompt_tokens=request.num_prompt_tokens,
-        stop_token_ids=request.stop_token_ids,
-    )
+    start = row_start(room.sequence)
+    sampling = start.sampling.changed(structured=None, logprobs=num_top, prompt_logprobs=None)
+    return replace(start, sampling=sampling, adapter=None)
 
 
 def may_draw(room: DraftRoom) -> bool:

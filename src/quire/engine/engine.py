@@ -13,7 +13,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.stats import EngineStats, OffloadStats, PoolStats, QueueStats, SpeculationStats, StepStats
 from quire.core.step import SequenceUpdate, Step, StepResult
 from quire.engine.adapters import Adapters
-from quire.engine.commit import Committer, error_updates
+from quire.engine.commit import Committer, error_updates, request_errors
 from quire.engine.policies import make_admission_policy
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
@@ -321,21 +321,13 @@ class Engine:
             except QueueFull:
                 break  # it was accepted on arrival: it waits here for room in the queue
             del self._compiled[0]
-        for request, _ in arrivals.failed:
+        updates: list[SequenceUpdate] = []
+        for request, fault in arrivals.failed:
             self._give_back_adapter(request.request_id)
-        self.stats.num_finished += sum(request.sampling.num_answers for request, _ in arrivals.failed)
-        return [
-            SequenceUpdate(
-                request.request_id,
-                index,
-                (),
-                finish_reason=FinishReason.ERROR,
-                error=str(fault),
-                param=fault.param if isinstance(fault, InvalidRequest) else None,
-            )
-            for request, fault in arrivals.failed
-            for index in range(request.sampling.num_answers)
-        ]
+            param = fault.param if isinstance(fault, InvalidRequest) else None
+            updates += request_errors(request, str(fault), param)
+        self.stats.num_finished += len(updates)
+        return updates
 
     def _mask(self, scheduled: ScheduledStep) -> list[SequenceUpdate]:
         """Masks the step just launched, all before it being committed. Its forward pass runs meanwhile."""

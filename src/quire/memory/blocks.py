@@ -60,6 +60,12 @@ class BlockPool:
         self._previous[after] = before
         self.num_free -= 1
 
+    def check_counts(self, counts: list[int], name: str) -> None:
+        """Raises RuntimeError for the first `name` whose holders, recounted, are not its references."""
+        for block, (expected, count) in enumerate(zip(self.ref_counts, counts, strict=True)):
+            if expected != count:
+                raise RuntimeError(f"{name} {block} has {expected} references but {count} holders")
+
     def free_blocks(self) -> list[int]:
         """The free list in order, for checks."""
         blocks, block = [], self._next[0]

@@ -130,12 +130,7 @@ class PagedMemory:
 
         The last known token is always computed: its logits are needed.
         """
-        request = sequence.request
-        if not self._enable_prefix_caching or request.sampling.prompt_logprobs is not None:
-            return 0
-        num_candidates = (len(sequence.token_ids) - 1) // self.block_size
-        self._extend_hashes(sequence, num_candidates)
-        for content in sequence.block_hashes[:num_candidates]:
+        for content in self._prefix_hashes(sequence):
             block = self.index.find(content)
             if block is None:
                 break
@@ -146,11 +141,9 @@ class PagedMemory:
 
     def is_loading_prefix(self, sequence: Sequence) -> bool:
         """Whether more of the prefix is being read from the disk tier, and worth waiting for."""
-        if self.offload_cache is None or sequence.request.sampling.prompt_logprobs is not None:
+        if self.offload_cache is None:
             return False
-        num_candidates = (len(sequence.token_ids) - 1) // self.block_size
-        self._extend_hashes(sequence, num_candidates)
-        missing = (c for c in sequence.block_hashes[:num_candidates] if self.index.find(c) is None)
+        missing = (c for c in self._prefix_hashes(sequence) if self.index.find(c) is None)
         return self.offload_cache.is_loading(sequence.request.request_id, missing)
 
     def fetch_prefix(self, sequence: Sequence) -> int:
@@ -159,11 +152,10 @@ class PagedMemory:
         The copies are among the next step's transfers, and the blocks are indexed when that step is committed. The
         caller has checked that there is room.
         """
-        if self.offload_cache is None or sequence.request.sampling.prompt_logprobs is not None:
+        if self.offload_cache is None:
             return 0
         num_before = len(sequence.block_ids)
-        num_candidates = (len(sequence.token_ids) - 1) // self.block_size
-        for content in sequence.block_hashes[num_before:num_candidates]:
+        for content in self._prefix_hashes(sequence)[num_before:]:
             block = self.index.find(content)
             if block is not None:
                 self.pool.share(block)
@@ -206,6 +198,14 @@ class PagedMemory:
         for pinned in self._pinned:
             for content, block in zip(pinned.block_hashes, pinned.block_ids, strict=False):
                 self.index.put(content, block)
+
+    def _prefix_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of the full blocks before the last known token; none if the sequence must compute its whole prompt."""
+        if not self._enable_prefix_caching or sequence.request.sampling.prompt_logprobs is not None:
+            return []
+        num_blocks = (len(sequence.token_ids) - 1) // self.block_size
+        self._extend_hashes(sequence, num_blocks)
+        return sequence.block_hashes[:num_blocks]
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         hashes, size = sequence.block_hashes, self.block_size
@@ -311,11 +311,7 @@ class PagedMemory:
         self.adapter_pages.count_references(counts)
         if counts[0]:
             raise RuntimeError("block 0 was given out")
-        if counts != self.pool.ref_counts:
-            wrong = next(b for b, n in enumerate(counts) if n != self.pool.ref_counts[b])
-            raise RuntimeError(
-                f"block {wrong} has {self.pool.ref_counts[wrong]} references but {counts[wrong]} holders"
-            )
+        self.pool.check_counts(counts, "block")
         free = self.pool.free_blocks()
         if len(free) != self.num_free or sorted(free) != [b for b in range(1, len(counts)) if counts[b] == 0]:
             raise RuntimeError("the free list disagrees with the reference counts")

@@ -138,11 +138,7 @@ class SwapSpace:
                 )
             for host in sequence.host_block_ids:
                 counts[host] += 1
-        if counts != self.hosts.ref_counts:
-            wrong = next(h for h, n in enumerate(counts) if n != self.hosts.ref_counts[h])
-            raise RuntimeError(
-                f"host block {wrong} has {self.hosts.ref_counts[wrong]} references but {counts[wrong]} holders"
-            )
+        self.hosts.check_counts(counts, "host block")
 
     def _computed(self, sequence: Sequence) -> list[int]:
         """The blocks that hold computed positions: those allocated beyond them are empty."""

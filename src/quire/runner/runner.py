@@ -242,14 +242,7 @@ class Runner:
             return self._ops.capture(seconds)
 
     def _run_warmup_steps(self, prompt: int = PROMPT_TOKENS) -> None:
-        limits = self._limits
-        for step in warmup_steps(
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-            limits.max_model_len,
-            self._pool.layout.block_size,
-            prompt,
-        ):
+        for step in warmup_steps(self._limits, self._pool.layout.block_size, prompt):
             self.launch(step)
             self.collect()
 

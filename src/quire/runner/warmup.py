@@ -93,15 +93,14 @@ def warm_up_attention(
         )
 
 
-def warmup_steps(
-    max_rows: int, max_tokens: int, max_model_len: int, block_size: int, prompt: int = PROMPT_TOKENS
-) -> Iterator[Step]:
+def warmup_steps(limits: RunnerLimits, block_size: int, prompt: int = PROMPT_TOKENS) -> Iterator[Step]:
     """A prefill, a prefill beside decodes, then decodes: small steps that make every kernel of a runner compile.
 
     Every block is block 0, so nothing of value is written.
     """
-    rows = range(min(2, max_rows, max_tokens))
-    prompt = max(1, min(prompt, max_tokens // len(rows), max_model_len // 2))
+    max_tokens = limits.max_num_batched_tokens
+    rows = range(min(2, limits.max_num_seqs, max_tokens))
+    prompt = max(1, min(prompt, max_tokens // len(rows), limits.max_model_len // 2))
     num_blocks = -(-(prompt + 1) // block_size)
     yield _step(0, rows, [0] * len(rows), [prompt] * len(rows), num_blocks)
     if len(rows) > 1:

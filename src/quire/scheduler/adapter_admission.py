@@ -57,9 +57,8 @@ class AdapterAdmission:
         self._max_adapters = max_adapters
         self._loads: dict[str, AdapterLoad] = {}  # not carried by a step yet
         self._taken: list[str] = []  # keys that the newest step carries
-        self.failed: list[
-            tuple[SequenceGroup, AdapterError]
-        ] = []  # taken out of the queue; the engine ends them
+        # taken out of the queue; the engine ends them
+        self.failed: list[tuple[SequenceGroup, AdapterError]] = []
 
     def ready(self, group: SequenceGroup, reserved: int, alone: bool) -> Readiness:
         """Whether the next group could be admitted as far as its adapter goes. See `prepare`."""

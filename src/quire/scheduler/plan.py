@@ -101,7 +101,7 @@ class StepPlan:
             sequence.has_started = True
         return Step(
             step_id=self.step_id,
-            starts=tuple(_row_start(s) for s in self.starts),
+            starts=tuple(row_start(s) for s in self.starts),
             rows=ints([s.row for s in self.sequences]),
             num_computed=ints(self.positions),
             num_tokens=ints(self.num_tokens),
@@ -148,7 +148,8 @@ def _beam_set(receivers: list[Sequence], samples: list[int]) -> BeamSet:
     return BeamSet(ints(samples), tuple(receivers[i].score for i in samples), num_candidates)
 
 
-def _row_start(sequence: Sequence) -> RowStart:
+def row_start(sequence: Sequence) -> RowStart:
+    """The sequence as it is now, for the runner that gives it a row."""
     request = sequence.request
     return RowStart(
         row=sequence.row,

@@ -60,23 +60,24 @@ class Preemption:
         held = memory.held_blocks(sequences)
         missing = held.total - held.indexed_shared - self._kept * held.indexed  # blocks to recompute
         copying = (held.total + missing) * self._block_seconds
-        token_seconds = self.speed.token_seconds
-        return not token_seconds or copying < missing * memory.block_size * token_seconds
+        return self._is_quicker(copying, missing * memory.block_size)
 
     def fetching_pays(self, memory: PagedMemory) -> bool:
         """Whether copying a block from the offload cache is quicker than computing its tokens."""
-        token_seconds = self.speed.token_seconds
-        return not token_seconds or self._block_seconds < memory.block_size * token_seconds
+        return self._is_quicker(self._block_seconds, memory.block_size)
 
     def waits_for_disk(self, sequence: Sequence, memory: PagedMemory) -> bool:
         """Whether to admit the sequence later: more of its prefix is being read from disk, and that is quicker."""
         cache = memory.offload_cache
         if cache is None or cache.disk_tier is None:
             return False
-        token_seconds = self.speed.token_seconds
         seconds = self._block_seconds + cache.disk_tier.block_seconds()
-        pays = not token_seconds or seconds < memory.block_size * token_seconds
-        return pays and memory.is_loading_prefix(sequence)
+        return self._is_quicker(seconds, memory.block_size) and memory.is_loading_prefix(sequence)
+
+    def _is_quicker(self, seconds: float, num_tokens: float) -> bool:
+        """Whether `seconds` are less than computing `num_tokens` takes, or that is not known yet."""
+        token_seconds = self.speed.token_seconds
+        return not token_seconds or seconds < num_tokens * token_seconds
 
     def returned(self, num_cached: int, num_blocks: int) -> None:
         """A preempted group is back: `num_cached` of its `num_blocks` full blocks were still in the prefix cache."""

@@ -13,13 +13,11 @@ from quire.adapters.store import AdapterStore, HostLimits
 from quire.core import laboratory
 from quire.core.config import AdapterConfig, EngineConfig
 from quire.core.errors import ConfigError
-from quire.engine.adapters import Adapters
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.engine.build.weights import LoadedModels
 from quire.kernels.registry import REFERENCE, alternatives, choose, forces_reference
 from quire.layers.attention import Pool
 from quire.layers.lora import LoraSite, install_sites
-from quire.memory.paged import PagedMemory
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
@@ -113,15 +111,6 @@ def _make_store(plan: BuildPlan, sites: tuple[LoraSite, ...], block: BlockShape)
     )
     store.register_named(config.modules())
     return store
-
-
-def serve_adapters(
-    config: AdapterConfig, built: BuiltAdapters | None, memory: PagedMemory
-) -> Adapters | None:
-    """The engine's view of the adapters; None where adapters are off."""
-    if built is None:
-        return None
-    return Adapters(built.store, memory, config.max_loras, merge=config.lora_mode == "merge")
 
 
 def adapter_lines(config: AdapterConfig, built: BuiltAdapters | None, max_num_seqs: int) -> tuple[str, ...]:

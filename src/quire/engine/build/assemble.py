@@ -9,8 +9,8 @@ from quire.core import laboratory
 from quire.core.config import EngineConfig, ModelConfig, ModelOptions, SchedulerConfig
 from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
-from quire.engine.build.adapters import BuiltAdapters, adapter_lines, build_adapters, serve_adapters
-from quire.engine.build.drafts import make_proposals, make_proposer
+from quire.engine.adapters import Adapters
+from quire.engine.build.adapters import BuiltAdapters, adapter_lines, build_adapters
 from quire.engine.build.host_memory import HostMemory, make_host_memory
 from quire.engine.build.pins import PinnedPrefix, pin_prefixes
 from quire.engine.build.pool import BuiltPool, make_pool, start_kernel_warmup
@@ -26,7 +26,7 @@ from quire.engine.build.resolve import (
     resolve_scheduler,
 )
 from quire.engine.build.runner import BuiltRunner, build_runner, runner_limits
-from quire.engine.build.weights import LoadedModels, load_models, offload_lines
+from quire.engine.build.weights import LoadedModels, load_models, make_proposer, offload_lines
 from quire.engine.engine import Engine
 from quire.engine.loop import LoopEngine
 from quire.engine.policies import make_memory
@@ -100,7 +100,9 @@ def _make_parts(plan: BuildPlan, models: LoadedModels, pool: BuiltPool) -> _Part
     for_runner = runner_limits(plan, scheduler, models.model, plan.precision)
     host = make_host_memory(plan, pool.pool)
     adapters = build_adapters(plan, models, pool.pool, for_runner, host.transfers)
-    proposals = make_proposals(plan.speculative)
+    speculative = plan.speculative
+    judged = speculative is not None and speculative.acceptance == "rejection"
+    proposals = Proposals() if judged else None
     runner = build_runner(
         models.model,
         pool.pool,
@@ -126,7 +128,10 @@ def _make_engine(plan: BuildPlan, models: LoadedModels, pool: BuiltPool, parts: 
         host.make_offload_cache(pending),
         pool.num_adapter_blocks,
     )
-    adapters = serve_adapters(config.adapters, parts.adapters, memory)
+    adapters = None
+    if parts.adapters is not None:
+        lora = config.adapters
+        adapters = Adapters(parts.adapters.store, memory, lora.max_loras, merge=lora.lora_mode == "merge")
     make_speculation = None
     if plan.speculative is not None:
         proposer = make_proposer(plan, parts.scheduler, models.draft, pool.size, parts.proposals)

@@ -9,9 +9,8 @@ import torch
 from quire.core.config import EngineConfig, MemoryConfig
 from quire.core.layout import BlockLayout
 from quire.engine.build.adapters import separate_blocks
-from quire.engine.build.drafts import LoadedDraft
 from quire.engine.build.resolve import BuildPlan, Precision, block_layout, default_limits
-from quire.engine.build.weights import LoadedModels
+from quire.engine.build.weights import LoadedDraft, LoadedModels
 from quire.layers.attention import Pool
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed

@@ -135,7 +135,7 @@ def default_limits(config: SchedulerConfig, device: torch.device) -> tuple[int, 
 
 
 def resolve_scheduler(config: SchedulerConfig, device: torch.device, num_blocks: int) -> SchedulerConfig:
-    max_num_seqs, _ = default_limits(config, device)
+    max_num_seqs, max_tokens = default_limits(config, device)
     if config.max_num_seqs is None:
         max_num_seqs = min(max_num_seqs, num_blocks)
     if max_num_seqs > num_blocks:
@@ -143,9 +143,6 @@ def resolve_scheduler(config: SchedulerConfig, device: torch.device, num_blocks:
             f"the pool has {num_blocks} blocks, too few for one per sequence with max_num_seqs={max_num_seqs}: "
             f"lower max_num_seqs to {num_blocks} or raise kv_cache_memory_bytes"
         )
-    max_tokens = config.max_num_batched_tokens
-    if max_tokens is None:
-        max_tokens = max(CPU_BATCHED_TOKENS if device.type == "cpu" else GPU_BATCHED_TOKENS, max_num_seqs)
     return replace(config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
 
 
