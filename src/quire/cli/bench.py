@@ -32,7 +32,7 @@ from quire.cli.flags import add_engine_flags, engine_settings
 from quire.cli.parser import FlagGroup, Parser
 from quire.cli.start import announce_compiling
 from quire.core import laboratory
-from quire.core.config import EngineConfig
+from quire.core.config import USUAL_BLOCK_SIZE, EngineConfig
 from quire.core.errors import ConfigError, QuireError
 from quire.engine.build import Built, build
 from quire.llm.progress import load_progress
@@ -155,9 +155,7 @@ def _startup(arguments: argparse.Namespace) -> BenchReport:
     settings = engine_settings(arguments)
     EngineConfig.of(**settings)  # a bad setting fails before any process starts
     if not {"num_blocks", "kv_cache_memory_bytes"} & set(settings):
-        settings["num_blocks"] = STARTUP_POOL_TOKENS // settings.get(
-            "block_size", EngineConfig().memory.block_size
-        )
+        settings["num_blocks"] = STARTUP_POOL_TOKENS // settings.get("block_size", USUAL_BLOCK_SIZE)
     return run_startup(StartupPlan(settings, arguments.iterations, arguments.num_tokens))
 
 
@@ -222,13 +220,8 @@ def _add_serve(parser: Parser) -> None:
     _add_workload(parser.group("requests"))
     _add_arrivals(parser.group("arrivals"))
     group = parser.group("results")
-    group.add_argument(
-        "--goodput",
-        nargs="+",
-        default=(),
-        metavar="GOAL:MS",
-        help=f"count requests that meet these goals, of {', '.join(GOALS)}: --goodput ttft:200 tpot:50",
-    )
+    goals = f"count requests that meet these goals, of {', '.join(GOALS)}: --goodput ttft:200 tpot:50"
+    group.add_argument("--goodput", nargs="+", default=(), metavar="GOAL:MS", help=goals)
     group.add_argument("--percentiles", default="50,90,99", metavar="N,…", help="(default: 50,90,99)")
     group.add_argument(
         "--save-detailed", action="store_true", help="add the times of every request to the JSON"
@@ -337,23 +330,16 @@ def _add_server(group: FlagGroup) -> None:
     )
     group.add_argument("--model", help="model to request (default: the server's first)")
     group.add_argument("--api-key", metavar="KEY", help="(also: OPENAI_API_KEY)")
-    group.add_argument(
-        "--endpoint",
-        default=_ENDPOINTS["completions"],
-        metavar="PATH",
-        help=f"{' or '.join(_ENDPOINTS.values())} (default: the former)",
-    )
+    endpoints = f"{' or '.join(_ENDPOINTS.values())} (default: the former)"
+    group.add_argument("--endpoint", default=_ENDPOINTS["completions"], metavar="PATH", help=endpoints)
     group.add_argument(
         "--timeout", type=float, default=3600.0, help="seconds for one request (default: 3600)"
     )
 
 
 def _add_workload(group: FlagGroup) -> None:
-    group.add_argument(
-        "--dataset",
-        choices=DATASETS,
-        help="random: about --random-…-len; sharegpt, alpaca: lengths like theirs; trace: --dataset-path",
-    )
+    datasets = "random: about --random-…-len; sharegpt, alpaca: lengths like theirs; trace: --dataset-path"
+    group.add_argument("--dataset", choices=DATASETS, help=datasets)
     group.add_argument(
         "--dataset-path",
         metavar="FILE",
@@ -377,11 +363,8 @@ def _add_workload(group: FlagGroup) -> None:
 
 
 def _add_arrivals(group: FlagGroup) -> None:
-    group.add_argument(
-        "--request-rate",
-        metavar="R,…",
-        help="per second; inf: all at once; several: one run each (default: inf, or the trace's own times)",
-    )
+    rates = "per second; inf: all at once; several: one run each (default: inf, or the trace's own times)"
+    group.add_argument("--request-rate", metavar="R,…", help=rates)
     group.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: bursts; more: even")
     group.add_argument("--max-concurrency", type=int, help="requests open at once (default: no limit)")
     group.add_argument(

@@ -123,10 +123,8 @@ def _floors(arguments: argparse.Namespace, capacity: Capacity, device: Device, c
     fits = capacity.sequences_of(context)
     wanted = [arguments.concurrency] if arguments.concurrency else [n for n in BATCHES if n < fits] + [fits]
     if arguments.concurrency and arguments.concurrency > fits:
-        print(
-            f"quire: note: only {fits} sequences of {context} tokens fit at once; more would wait",
-            file=sys.stderr,
-        )
+        note = f"only {fits} sequences of {context} tokens fit at once; more would wait"
+        print(f"quire: note: {note}", file=sys.stderr)
     return [floor_of(capacity, device, context, count) for count in wanted if count > 0]
 
 

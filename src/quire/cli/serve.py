@@ -27,12 +27,8 @@ def add_arguments(parser: Parser) -> None:
     _add_network(parser.group("network"))
     _add_access(parser.group("access"))
     _add_limits(parser.group("limits"))
-    parser.add_argument(
-        "--trust-request-chat-template",
-        action="store_true",
-        default=None,
-        help="accept chat templates in requests",
-    )
+    templates = "accept chat templates in requests"
+    parser.add_argument("--trust-request-chat-template", action="store_true", default=None, help=templates)
     _add_formats(parser.group("answers"))
     _add_embeddings(parser.group("embeddings"))
     group = parser.group("logs")
