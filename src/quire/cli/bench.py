@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from quire.bench.serve_report import (
     plot_serve,
     serve_report,
 )
-from quire.bench.speculate import WORKLOADS, SpeculatePlan, run_speculate
 from quire.bench.startup import StartupPlan, run_startup
 from quire.bench.workload import DATASETS, DISTRIBUTIONS, Lengths, WorkloadPlan, fixed, from_csv, named
 from quire.cli.flags import add_engine_flags, engine_settings
@@ -36,7 +34,6 @@ from quire.core.config import USUAL_BLOCK_SIZE, EngineConfig
 from quire.core.errors import ConfigError, QuireError
 from quire.engine.build import Built, build
 from quire.llm.progress import load_progress
-from quire.text.template import load_template
 
 STARTUP_POOL_TOKENS = 2048
 DEFAULT_INPUT, DEFAULT_OUTPUT = 128, 64
@@ -108,12 +105,6 @@ def _add_startup(parser: Parser) -> None:
     parser.add_argument("--num-tokens", type=int, default=64, help="tokens to generate (default: 64)")
 
 
-def _add_speculate(parser: Parser) -> None:
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each workload (default: 5)")
-    parser.add_argument("--num-tokens", type=int, default=128, help="longest answer (default: 128)")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="default: all")
-
-
 def _add_lengths(parser: Parser) -> None:
     for name, default, what in (("input", DEFAULT_INPUT, "prompt"), ("output", DEFAULT_OUTPUT, "answer")):
         parser.add_argument(f"--{name}-len", type=int, help=f"tokens of every {what} (default: {default})")
@@ -130,7 +121,7 @@ def _throughput(arguments: argparse.Namespace) -> BenchReport:
     plan = ThroughputPlan(lengths, source, arguments.sampling, seed, not arguments.no_warm_up)
     hidden = not sys.stderr.isatty()
     with (
-        _built(arguments) as (config, built),
+        built_engine(arguments) as (config, built),
         tqdm(total=len(lengths), disable=hidden, unit="req", leave=False) as bar,
     ):
         return run_throughput(config, built, plan, lambda: bar.update(1) and None)
@@ -147,7 +138,7 @@ def _latency(arguments: argparse.Namespace) -> BenchReport:
         seed=arguments.seed or 0,
     )
     fixed(plan.input_len, plan.output_len, 1)  # checked before anything is loaded
-    with _built(arguments) as (config, built):
+    with built_engine(arguments) as (config, built):
         return run_latency(config, built, plan)
 
 
@@ -157,21 +148,6 @@ def _startup(arguments: argparse.Namespace) -> BenchReport:
     if not {"num_blocks", "kv_cache_memory_bytes"} & set(settings):
         settings["num_blocks"] = STARTUP_POOL_TOKENS // settings.get("block_size", USUAL_BLOCK_SIZE)
     return run_startup(StartupPlan(settings, arguments.iterations, arguments.num_tokens))
-
-
-def _speculate(arguments: argparse.Namespace) -> BenchReport:
-    plan = SpeculatePlan(
-        arguments.num_tokens, arguments.rounds, tuple(arguments.workloads), arguments.seed or 0
-    )
-    arguments.speculative_config = arguments.speculative_config or '{"method": "ngram"}'
-    with _built(arguments) as (config, speculating), ExitStack() as stack:
-        plain = build(replace(config, speculative_config=None))
-        stack.callback(plain.engine.close)
-        drafts, chains = config.speculative_config, None
-        if drafts is not None and drafts.tree_width > 1:
-            chains = build(replace(config, speculative_config=replace(drafts, tree_width=1)))
-            stack.callback(chains.engine.close)
-        return run_speculate(config, plain, speculating, load_template(plain.source), plan, chains)
 
 
 def _lengths(arguments: argparse.Namespace) -> tuple[list[Lengths], str]:
@@ -196,7 +172,7 @@ def _or(value: int | None, default: int) -> int:
 
 
 @contextmanager
-def _built(arguments: argparse.Namespace) -> Iterator[tuple[EngineConfig, Built]]:
+def built_engine(arguments: argparse.Namespace) -> Iterator[tuple[EngineConfig, Built]]:
     """The engine that the flags describe, closed at the end; its start report goes to stderr."""
     config = EngineConfig.of(**engine_settings(arguments))
     announce_compiling()
@@ -387,9 +363,7 @@ _BENCHMARKS = {
     "latency": Benchmark("one batch repeatedly: time to first token and per token", _add_latency, _latency),
     "startup": Benchmark("fresh processes: time to first token, resident memory", _add_startup, _startup),
     "speculate": Benchmark(
-        "plain and speculative decoding in turn: tokens per second, acceptance rate, equality of tokens",
-        _add_speculate,
-        _speculate,
+        "plain and speculative decoding in turn: tokens per second, acceptance rate, equality of tokens"
     ),
     "serve": Benchmark(
         "load on any OpenAI-compatible server: latency, throughput and goodput at one rate or several",

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.drive import Bench
-from quire.bench.speculate import PASSAGES, QUESTIONS
 from quire.bench.table import in_bytes
 from quire.engine.build import block_layout
 from quire.models.weight_shape import weight_shape
 from quire_lab.measure.engines import in_words, opened, prompt_rate, step_seconds, warm_up
+from quire_lab.measure.speculate import PASSAGES, QUESTIONS
 from quire_lab.report.experiment import Experiment, Finding, Setup, Table
 from quire_lab.report.figure import Picture, line_style, look, plain_log
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from quire.bench.speculate import SpeculatePlan, run_speculate
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build import build
 from quire.text.template import load_template
+from quire_lab.measure.speculate import SpeculatePlan, run_speculate
 
 
 def test_the_report_compares_what_both_engines_did() -> None:
