@@ -154,8 +154,7 @@ class Scheduler:
         """
         running, memory = self.running, self.memory
         decodes_left: int | None = None  # counted only if a prefill competes with them
-        preempted, position = False, 0
-        drafts: dict[int, TokenTree] = {}
+        preempted, position, drafts = False, 0, dict[int, TokenTree]()
         if self._drafter is not None:
             drafts = find_drafts(self._drafter, running, memory, budget - len(running), plan.delta)
         while position < len(running) and budget > 0:
