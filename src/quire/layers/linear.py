@@ -45,7 +45,7 @@ class TokenEmbedding(Adaptable):
     def __call__(self, ids: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """ids [T] int32 or int64 -> [T, width], plus the rows' adapters."""
         rows = self._kernel.gather(self._table, ids, dtype=self._dtype)
-        group = self._adapted(lora)
+        group = None if lora is None else self._adapted(lora)
         if group is None or lora is None:
             return rows
         num_ids = self._first_row + self._shape[0]
@@ -102,18 +102,18 @@ class Linear(Adaptable):
     def __call__(self, x: Tensor, residual: Tensor | None = None, lora: LoraBatch | None = None) -> Tensor:
         """x [T, columns], residual [T, rows] -> [T, rows]. The residual may be overwritten."""
         y = self._matrix.linear(x, self._bias.value if self._bias else None, residual)
-        group = self._adapted(lora)
+        group = None if lora is None else self._adapted(lora)
         return y if group is None or lora is None else group.add(x, y, lora)
 
     def silu_mul(self, x: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """For a fused gate | up projection: silu(gate) * up [T, rows / 2]."""
-        if self._adapted(lora) is not None:
+        if lora is not None and self._adapted(lora) is not None:
             return self._silu_mul(self(x, lora=lora))
         return self._matrix.linear_silu_mul(x, self._bias.value if self._bias else None)
 
     def relu(self, x: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """max(self(x), 0)."""
-        if self._adapted(lora) is not None:
+        if lora is not None and self._adapted(lora) is not None:
             return self(x, lora=lora).relu_()
         return self._matrix.linear_relu(x, self._bias.value if self._bias else None)
 
@@ -129,7 +129,11 @@ class Linear(Adaptable):
 
     def _fused(self, x: Tensor, norm: RMSNorm, lora: LoraBatch | None, silu_mul: bool) -> Tensor | None:
         """Norm and GEMM in one kernel, if there is one; an adapter needs the norm's result."""
-        if self._bias or self._adapted(lora) is not None:
+        if (
+            not self._matrix.fuses_norm
+            or self._bias
+            or (lora is not None and self._adapted(lora) is not None)
+        ):
             return None
         return self._matrix.normed(x, norm.weight, norm.eps, silu_mul=silu_mul)
 
@@ -181,7 +185,7 @@ class OutputHead(Adaptable):
     def __call__(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """hidden [L, width] -> logits [L, vocab] float32."""
         logits = self._matrix.logits(hidden)
-        group = self._adapted(lora)
+        group = None if lora is None else self._adapted(lora)
         return logits if group is None or lora is None else group.add(hidden, logits, lora)
 
     def loaders(self, table: TokenEmbedding, table_name: str, name: str) -> dict[str, Loader]:

@@ -25,9 +25,9 @@ class Adaptable:
         """Its own tensors, by name; views, not copies."""
         raise NotImplementedError
 
-    def _adapted(self, lora: LoraBatch | None) -> LoraGroup | None:
+    def _adapted(self, lora: LoraBatch) -> LoraGroup | None:
         """The layer's sites, if some row has an adapter there."""
-        return self._lora if lora is not None and lora.adds_to(self._lora) else None
+        return self._lora if lora.adds_to(self._lora) else None
 
 
 @dataclass(frozen=True, slots=True)

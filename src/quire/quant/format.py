@@ -15,6 +15,8 @@ from quire.kernels import choose
 class Matrix(ABC):
     """A weight [num_rows, num_columns] in some number format. GEMMs are x @ weight.T."""
 
+    fuses_norm: bool = False  # `normed` may serve
+
     def __init__(self, num_rows: int, num_columns: int, activation: ModuleType) -> None:
         """`activation`: the kernel for activations that no GEMM fuses."""
         self.num_rows = num_rows
@@ -44,9 +46,9 @@ class Matrix(ABC):
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
         """RMS norm of x and GEMM in one kernel; None where two kernels are as fast.
 
-        With `silu_mul` as `linear_silu_mul`, without as `linear`.
+        With `silu_mul` as `linear_silu_mul`, without as `linear`. Called only if `fuses_norm`.
         """
-        return None
+        raise NotImplementedError
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ from quire.quant.format import Gemm, Matrix, NumberFormat, check_state
 class FullMatrix(Matrix):
     """A plain matrix. `gemm` multiplies, and is shared by all matrices of a model."""
 
+    fuses_norm = True
+
     def __init__(
         self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, gemm: Gemm
     ) -> None:
@@ -68,6 +70,8 @@ class FullMatrix(Matrix):
 class InvariantMatrix(FullMatrix):
     """A plain matrix with batch-invariant GEMMs: a token's result does not depend on the others."""
 
+    fuses_norm = False
+
     def __init__(
         self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, gemm: Gemm
     ) -> None:
@@ -82,9 +86,6 @@ class InvariantMatrix(FullMatrix):
 
     def logits(self, x: Tensor) -> Tensor:
         return self._kernel.linear(x, self._weight, dtype=torch.float32)
-
-    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
-        return None
 
 
 class FullPrecision(NumberFormat):
