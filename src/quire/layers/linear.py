@@ -130,8 +130,8 @@ class Linear(Adaptable):
     def _fused(self, x: Tensor, norm: RMSNorm, lora: LoraBatch | None, silu_mul: bool) -> Tensor | None:
         """Norm and GEMM in one kernel, if there is one; an adapter needs the norm's result."""
         if (
-            self._bias
-            or not self._matrix.fuses_norm
+            not self._matrix.fuses_norm
+            or self._bias
             or (lora is not None and self._adapted(lora) is not None)
         ):
             return None

@@ -46,9 +46,9 @@ class Matrix(ABC):
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
         """RMS norm of x and GEMM in one kernel; None where two kernels are as fast.
 
-        With `silu_mul` as `linear_silu_mul`, without as `linear`.
+        With `silu_mul` as `linear_silu_mul`, without as `linear`. Called only if `fuses_norm`.
         """
-        return None
+        raise NotImplementedError
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:

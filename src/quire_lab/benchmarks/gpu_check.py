@@ -214,7 +214,7 @@ class Checker:
         """[prompts, vocabulary], as the model gives them to the sampler."""
         per_prompt: list[torch.Tensor] = []
         with self.engine(folder=folder, dtype=dtype) as llm:
-            model: Any = llm.engine._runner._model  # type: ignore[attr-defined]
+            model: Any = llm.engine._runner._ops._model  # type: ignore[attr-defined]
             logits = model.logits
 
             def noted(*given: Any) -> torch.Tensor:
