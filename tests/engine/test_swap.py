@@ -13,7 +13,7 @@ from quire.engine.engine import Engine
 from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
 from quire.runner.runner import Runner
-from quire.runner.transfer import TransferEngine
+from quire.runner.transfer import HostArena
 from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
 from tests.engine.test_device_runner import SHAPE, DeviceRunner
 
@@ -122,10 +122,10 @@ def test_nothing_leaks_over_thousands_of_requests(count, mode):
 def test_swap_memory_is_made_ready_once_and_before_it_is_needed(folder, monkeypatch):
     told = []
 
-    def prepare(mover, num_blocks):
+    def prepare(arena, num_blocks):
         told.append((engine.memory.usage, engine.scheduler.stats.num_preemptions))
 
-    monkeypatch.setattr(TransferEngine, "prepare", prepare)  # its own has nothing to do on a CPU
+    monkeypatch.setattr(HostArena, "prepare", prepare)  # its own has nothing to do on a CPU
     config = EngineConfig.of(
         model=str(folder), load_format="dummy", dtype="float32", device="cpu", block_size=4, **QUARTER,
         preemption_mode="swap",
