@@ -250,3 +250,4 @@ def test_a_prefill_chunk_leaves_the_tokens_that_drafts_need():
     )  # a preempted group returns: its leader prefills while its follower verifies a draft
     machine.drain()
     machine.whole()
+    assert machine.runner.largest_step == machine.max_batch
