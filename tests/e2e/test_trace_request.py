@@ -4,6 +4,8 @@ import re
 
 from tools.trace_request.__main__ import main
 
+MAX_FILES = 50  # that one plain streamed chat request may enter
+
 
 def test_one_request_is_traced_through_both_processes_and_held_to_the_budget(capsys):
     assert main(["--budget", "1"]) == 1
@@ -14,4 +16,4 @@ def test_one_request_is_traced_through_both_processes_and_held_to_the_budget(cap
     assert re.search(r"^ +\d+\. +\d+ calls  scheduler/\w+\.py$", out, re.MULTILINE)
     total = re.search(r"^total: (\d+) distinct files \(budget 1: exceeded\)$", out, re.MULTILINE)
     assert total
-    assert 20 < int(total[1]) < 200
+    assert 20 < int(total[1]) <= MAX_FILES
