@@ -11,7 +11,7 @@ from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine import build as building
 from quire.runner.cuda import CudaOps
-from quire.runner.graphs import PROMPT_SIZES, Graphs, Kind, adapted_sizes, decode_sizes
+from quire.runner.graphs import Graphs, Kind, StepShape, adapted_sizes, decode_sizes, prompt_shapes
 from quire.runner.runner import Runner
 
 SHAPE = {
@@ -45,14 +45,14 @@ class EagerGraphs(Graphs):
         self._model, self._pool, self._inputs, self._drafts = model, pool, inputs, drafts
         self._adapters, self._adapted_sizes = adapters, adapted_sizes(limits.max_num_seqs)
         self._decode_sizes = decode_sizes(limits.max_num_seqs)
-        self._prompt_sizes = [size for size in PROMPT_SIZES if size <= limits.max_num_batched_tokens]
+        self._prompt_shapes = prompt_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
 
     def capture(self, seconds: float) -> int:
         return 0
 
-    def _run(self, kind: Kind, size: int, adapted: bool = False):
-        EagerGraphs.num_small += kind is not Kind.DECODE
-        return self._model(self._batch(kind, size, adapted), self._pool)
+    def _run(self, shape: StepShape, adapted: bool = False):
+        EagerGraphs.num_small += shape.kind is not Kind.DECODE
+        return self._model(self._batch(shape, adapted), self._pool)
 
 
 class DeviceRunner(Runner):
@@ -107,16 +107,35 @@ def test_tokens_are_those_of_the_plain_runner(
     assert _outputs(DeviceRunner, tmp_path, monkeypatch, **settings) == expected
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"max_num_batched_tokens": 32, "max_num_seqs": 18}, {"steps_in_flight": 0, "max_num_batched_tokens": 64},
+@pytest.mark.parametrize(("times", "settings"), [
+    (1, {}),
+    (1, {"max_num_batched_tokens": 32, "max_num_seqs": 18}),
+    (1, {"steps_in_flight": 0, "max_num_batched_tokens": 64}),
+    (4, {"max_num_batched_tokens": 96, "max_num_seqs": 30}),  # every row is taken: the padding has one of its own
 ])  # fmt: skip
 def test_padding_to_the_sizes_of_graphs_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, settings: dict[str, object]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     samplings = [one.changed(prompt_logprobs=None) for one in SAMPLINGS]  # steps with those are never padded
-    monkeypatch.setattr(sys.modules[__name__], "SAMPLINGS", samplings)
+    monkeypatch.setattr(sys.modules[__name__], "SAMPLINGS", samplings * times)
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", PROMPTS * times)
     expected = _outputs(Runner, tmp_path, monkeypatch, **settings)
     EagerGraphs.num_small = 0
     assert _outputs(PaddingRunner, tmp_path, monkeypatch, **settings) == expected
     assert EagerGraphs.num_small > 0
+
+
+def test_a_step_with_prompts_takes_the_least_shape_with_a_row_to_spare() -> None:
+    shapes = prompt_shapes(512, 8192)
+    assert all(
+        shape.size > previous for shape in shapes for previous in (16, 64, 256) if shape.rows > previous
+    )
+    graphs = EagerGraphs.__new__(EagerGraphs)
+    graphs._prompt_shapes = shapes
+    assert graphs.prompt_shape(10, 3) == StepShape(Kind.PROMPTS, 16, 16)
+    assert graphs.prompt_shape(260, 15) == StepShape(Kind.PROMPTS, 320, 16)
+    assert graphs.prompt_shape(260, 16) == StepShape(Kind.PROMPTS, 320, 64)
+    assert graphs.prompt_shape(1300, 40) == StepShape(Kind.PROMPTS, 1536, 256)
+    assert graphs.prompt_shape(2048, 512) == StepShape(Kind.PROMPTS, 2048, 513)
+    assert graphs.prompt_shape(2049, 512) is None

@@ -18,7 +18,7 @@ from quire.layers.attention import Pool
 from quire.layers.lora import LoraBatch
 from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots
-from quire.runner.device_inputs import SMALL_ROWS, DeviceInputs, VerifyInputs
+from quire.runner.device_inputs import DeviceInputs, VerifyInputs
 from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prompt_scores
 from quire.runner.graphs import Graphs
 from quire.runner.step_inputs import RowSettings, StepInputs, TokenInputs, step_inputs, token_inputs
@@ -43,7 +43,7 @@ class _Done(Generic[T]):
 class CudaOps:
     """Everything is queued on one stream, in order: nothing here waits.
 
-    A step takes the first of these that it fits: a decode, few rows with prompts or a verification of drafts, each of
+    A step takes the first of these that it fits: a decode, rows with prompts or a verification of drafts, each of
     a size that graphs are captured for, or a pass without a graph. Runs on a CPU too, through the reference kernels and
     without graphs.
     """
@@ -128,26 +128,26 @@ class CudaOps:
         if inputs.step.drafts:
             fitted = self._forward_drafts(tokens) if adapters is None else None
         else:
-            fitted = self._forward_small(tokens, adapters)
+            fitted = self._forward_prompts(tokens, adapters)
         return fitted or self._forward_mixed(tokens, adapters)
 
-    def _forward_small(self, tokens: TokenInputs, adapters: AdapterSlots | None) -> ForwardPass | None:
+    def _forward_prompts(self, tokens: TokenInputs, adapters: AdapterSlots | None) -> ForwardPass | None:
         """A step with prompts that fits a graph; None if it does not."""
         inputs = tokens.inputs
-        rows, num_samples = inputs.rows, len(inputs.sample_rows)
-        if self._graphs is None or not num_samples or max(len(rows), num_samples) >= SMALL_ROWS:
+        num_samples = len(inputs.sample_rows)
+        if self._graphs is None or inputs.scored:
             return None
-        padded = self._graphs.padded_tokens(tokens.num_tokens)
-        if padded is None or inputs.scored:
+        shape = self._graphs.prompt_shape(tokens.num_tokens, max(len(inputs.rows), num_samples))
+        if shape is None:
             return None
-        self._inputs.stage_small(tokens, padded)
+        self._inputs.stage_prompts(tokens, shape.size, shape.rows)
         wanted = None
         if adapters is not None:
-            adapters.of_tokens(tokens.token_rows(), padded)
-            wanted = adapters.of_wanted(tokens.wanted_rows(), SMALL_ROWS)
-        hidden = self._graphs.prompts(padded, adapters is not None)
-        logits = self._logits(hidden, num_samples, _of_head(adapters, wanted))
-        samples = self._inputs.small_samples(num_samples)
+            adapters.of_tokens(tokens.token_rows(), shape.size)
+            wanted = adapters.of_wanted(tokens.wanted_rows(), shape.rows)
+        hidden = self._graphs.prompts(shape, adapters is not None)
+        logits = self._logits(hidden, num_samples, _of_head(adapters, wanted)) if num_samples else None
+        samples = self._inputs.prompt_samples(shape.rows, num_samples)
         return ForwardPass(inputs, tokens.sample_positions, logits, (), *samples)
 
     def _forward_drafts(self, tokens: TokenInputs) -> ForwardPass | None:
@@ -265,7 +265,7 @@ def attention_planner(
     if planner is None:
         return None
     return planner(
-        limits.max_num_seqs,
+        limits.max_num_seqs + 1,  # and a row of padding
         config.num_heads,
         config.num_kv_heads,
         config.head_dim,

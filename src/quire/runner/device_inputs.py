@@ -18,8 +18,9 @@ from quire.runner.staging import Sections, pinned, round_up, send
 from quire.runner.step_inputs import StepInputs, TokenInputs
 from quire.sampling.records import on_device
 
-SMALL_ROWS = 16  # of a step with prompts that fits a graph, one row of padding included
-# Tokens of a step that verifies drafts. Larger ones keep the device busier than the host is with launching.
+# Tokens of a step with prompts, and of one that verifies drafts, that graphs are captured for. Larger ones keep the
+# device busier than the host is with launching.
+PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
 VERIFY_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
@@ -56,13 +57,14 @@ class DeviceInputs:
         self.row_tables = torch.zeros(max_rows, max_blocks, **integers)  # [max_rows, max_blocks]
         # rows | num_computed of a decode
         self._decode = torch.full((2 * round_up(max_rows),), -1, **integers)
-        self._small = torch.full((6 * round_up(SMALL_ROWS + 1),), -1, **integers)  # see `stage_small`
+        self._prompts = torch.full((6 * round_up(max_rows + 2),), -1, **integers)  # see `stage_prompts`
         self._single_starts = torch.arange(max_rows + 1, **integers)  # query_starts where rows have one token
         self._token_ids = torch.zeros(max_tokens, **integers)
         self._positions = torch.zeros(max_tokens, **integers)
         self._slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self._context_lens = torch.zeros(max_rows, **integers)
-        self._block_tables = torch.zeros(max_rows, max_blocks, **integers)
+        # a step with prompts may have a row of padding beside all others
+        self._context_lens = torch.zeros(max_rows + 1, **integers)
+        self._block_tables = torch.zeros(max_rows + 1, max_blocks, **integers)
 
     # ------------------------------------------------------------------ rows change
 
@@ -115,44 +117,53 @@ class DeviceInputs:
         """Rows and positions [S] of the tokens to be sampled: a row's next token stands where its context ends."""
         return self._decode[:count], self._context_lens[:count]
 
-    # ------------------------------------------------------------------ few rows with prompts
+    # ------------------------------------------------------------------ prompts, in a graph
 
-    def stage_small(self, tokens: TokenInputs, padded: int) -> None:
-        """Sends a step of less than SMALL_ROWS rows; a row of padding takes the tokens up to `padded`."""
+    def stage_prompts(self, tokens: TokenInputs, num_tokens: int, num_rows: int) -> None:
+        """Sends a step of less than `num_rows` rows; a row of padding takes the tokens up to `num_tokens`."""
         inputs = tokens.inputs
-        num_rows, num_samples = len(inputs.rows), len(inputs.sample_rows)
-        packed = np.full((6, round_up(SMALL_ROWS + 1)), -1, np.int32)
+        count, num_samples = len(inputs.rows), len(inputs.sample_rows)
+        packed = np.full((6, round_up(num_rows + 1)), -1, np.int32)
         rows, computed, starts, wanted, sample_rows, sample_positions = packed
-        rows[:num_rows] = inputs.rows
-        computed[:num_rows] = inputs.computed
-        starts[0], starts[1 : num_rows + 1], starts[num_rows + 1 :] = 0, tokens.ends, padded
+        rows[:count] = inputs.rows
+        computed[:count] = inputs.computed
+        starts[0], starts[1 : count + 1], starts[count + 1 :] = 0, tokens.ends, num_tokens
         wanted[:] = 0
         wanted[:num_samples] = tokens.wanted
         sample_rows[:num_samples] = inputs.sample_rows
         sample_positions[:num_samples] = tokens.sample_positions
-        self._small.copy_(pinned(packed.reshape(-1), self.device), non_blocking=True)
+        flat = packed.reshape(-1)
+        self._prompts[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
 
-    def small(
-        self, num_tokens: int, lora: LoraBatch | None = None, wanted_lora: LoraBatch | None = None
+    def prompts(
+        self,
+        num_tokens: int,
+        num_rows: int,
+        lora: LoraBatch | None = None,
+        wanted_lora: LoraBatch | None = None,
     ) -> Batch:
-        """The batch of a small step, padded to `num_tokens`; may be captured."""
-        rows, computed, starts, wanted, _, _ = self._small.view(6, -1).unbind(0)
+        """The batch of a step that `stage_prompts` padded to these sizes; may be captured."""
+        rows, computed, starts, wanted, _, _ = self._sent_prompts(num_rows)
         return self.spread(
-            rows[:SMALL_ROWS],
-            computed[:SMALL_ROWS],
-            starts[: SMALL_ROWS + 1],
-            self._context_lens[:SMALL_ROWS],
+            rows[:num_rows],
+            computed[:num_rows],
+            starts[: num_rows + 1],
+            self._context_lens[:num_rows],
             num_tokens,
             max_query_len=num_tokens,
-            wanted=wanted[:SMALL_ROWS],
+            wanted=wanted[:num_rows],
             lora=lora,
             wanted_lora=wanted_lora,
         )
 
-    def small_samples(self, count: int) -> tuple[Tensor, Tensor]:
+    def prompt_samples(self, num_rows: int, count: int) -> tuple[Tensor, Tensor]:
         """Rows and positions [S] of the tokens to be sampled."""
-        packed = self._small.view(6, -1)
-        return packed[4, :count], packed[5, :count]
+        *_, rows, positions = self._sent_prompts(num_rows)
+        return rows[:count], positions[:count]
+
+    def _sent_prompts(self, num_rows: int) -> tuple[Tensor, ...]:
+        width = round_up(num_rows + 1)
+        return self._prompts[: 6 * width].view(6, width).unbind(0)
 
     # ------------------------------------------------------------------ anything else
 

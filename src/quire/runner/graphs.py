@@ -1,4 +1,4 @@
-"""Graphs: forward passes as CUDA graphs, decodes by their number of rows, small prompts and drafts by their tokens."""
+"""Graphs: forward passes as CUDA graphs: decodes by rows, steps with prompts by tokens and rows, drafts by tokens."""
 
 import time
 from bisect import bisect_left
@@ -13,10 +13,10 @@ from quire.layers.batch import Batch
 from quire.models.model import DecoderModel
 from quire.observe.logs import get_logger
 from quire.runner.adapters import AdapterSlots
-from quire.runner.device_inputs import SMALL_ROWS, VERIFY_SIZES, DeviceInputs, VerifyInputs
+from quire.runner.device_inputs import PROMPT_SIZES, VERIFY_SIZES, DeviceInputs, VerifyInputs
 
-# Tokens of a step with prompts. Larger ones keep the device busier than the host is with launching.
-PROMPT_SIZES = (16, 32, 64, 128, 256, 512)
+PROMPT_ROWS = (16, 64, 256)  # and the largest number of rows; one of them is a row of padding
+FEW_ROWS_TOKENS = 1024  # of the largest step with less than 256 rows: more tokens are worth no graph
 ADAPTED_SECONDS = 3.5  # of capturing passes with adapters at start, beside those without
 
 logger = get_logger(__name__)
@@ -26,9 +26,18 @@ class Kind(Enum):
     """What a graph holds, and so what its size counts."""
 
     DECODE = "rows that advance by one token"
-    PROMPTS = "tokens of few rows with prompts"
+    PROMPTS = "tokens of rows with prompts among them"
     CHAINS = "tokens of rows that verify chains"
     TREES = "tokens of rows that verify trees"
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a graph is captured for."""
+
+    kind: Kind
+    size: int  # rows of a decode, else tokens
+    rows: int = 0  # of a step with prompts, the row of padding included
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +60,19 @@ def adapted_sizes(max_rows: int) -> list[int]:
 
 def token_counts(max_rows: int, max_tokens: int, drafts: bool) -> list[int]:
     """How many tokens graphs will hold, as far as is known before the pool is: the sizes to tune GEMMs for."""
-    others = (*(PROMPT_SIZES if max_rows >= SMALL_ROWS else ()), *(VERIFY_SIZES if drafts else ()))
+    others = (*PROMPT_SIZES, *(VERIFY_SIZES if drafts else ()))
     return sorted({*decode_sizes(max_rows), *(size for size in others if size <= max_tokens)})
+
+
+def prompt_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
+    """Steps with prompts that are captured, small ones first. Each has more tokens than rows."""
+    shapes = []
+    fewer = 0  # rows that the shapes before have
+    for rows in (*(rows for rows in PROMPT_ROWS if rows <= max_rows), max_rows + 1):
+        most = max_tokens if rows >= PROMPT_ROWS[-1] else min(max_tokens, FEW_ROWS_TOKENS)
+        shapes += [StepShape(Kind.PROMPTS, size, rows) for size in PROMPT_SIZES if fewer < size <= most]
+        fewer = rows
+    return shapes
 
 
 class Graphs:
@@ -79,11 +99,9 @@ class Graphs:
         self._inputs = inputs
         self._drafts = drafts
         self._decode_sizes = decode_sizes(max_rows)
-        self._prompt_sizes = [size for size in PROMPT_SIZES if size <= max_tokens]
-        if max_rows < SMALL_ROWS:
-            self._prompt_sizes = []
-        self._captured: dict[tuple[Kind, int, int], _Captured] = {}  # (what, size, adapters' kinds)
-        self._too_large: set[tuple[Kind, int, int]] = set()  # there was no memory to capture these
+        self._prompt_shapes = prompt_shapes(max_rows, max_tokens)
+        self._captured: dict[tuple[StepShape, int], _Captured] = {}  # (shape, adapters' kinds)
+        self._too_large: set[tuple[StepShape, int]] = set()  # there was no memory to capture these
         self._memory = torch.cuda.graph_pool_handle()
 
     def padded_rows(self, num_rows: int, adapted: bool = False) -> int:
@@ -91,59 +109,58 @@ class Graphs:
         sizes = self._adapted_sizes if adapted else self._decode_sizes
         return sizes[bisect_left(sizes, num_rows)]
 
-    def padded_tokens(self, num_tokens: int) -> int | None:
-        """The size that serves `num_tokens` of few rows; None if they are too many."""
-        index = bisect_left(self._prompt_sizes, num_tokens)
-        return self._prompt_sizes[index] if index < len(self._prompt_sizes) else None
+    def prompt_shape(self, num_tokens: int, num_rows: int) -> StepShape | None:
+        """The least shape that serves a step with prompts, with a row to spare; None if it is too large."""
+        for shape in self._prompt_shapes:
+            if num_tokens <= shape.size and num_rows < shape.rows:
+                return shape
+        return None
 
     def decode(self, num_rows: int, adapted: bool = False) -> Tensor:
         """Hidden states [num_rows, width], valid until the next run. `adapted`: rows may have adapters."""
-        return self._run(Kind.DECODE, num_rows, adapted)
+        return self._run(StepShape(Kind.DECODE, num_rows), adapted)
 
-    def prompts(self, num_tokens: int, adapted: bool = False) -> Tensor:
-        """Hidden states [SMALL_ROWS, width] of the tokens to be sampled, valid until the next run."""
-        return self._run(Kind.PROMPTS, num_tokens, adapted)
+    def prompts(self, shape: StepShape, adapted: bool = False) -> Tensor:
+        """Hidden states [shape.rows, width] of the tokens to be sampled, valid until the next run."""
+        return self._run(shape, adapted)
 
     def drafts(self, num_tokens: int, has_trees: bool) -> Tensor:
         """Hidden states [num_tokens, width] of a step that verifies drafts, valid until the next run."""
-        return self._run(Kind.TREES if has_trees else Kind.CHAINS, num_tokens)
+        return self._run(StepShape(Kind.TREES if has_trees else Kind.CHAINS, num_tokens))
 
     def capture(self, seconds: float) -> int:
         """Captures sizes for about `seconds`; returns how many. The largest comes first: the others fit its memory.
 
         Then from the smallest up: small batches are what a server sees most, and where launching costs most.
         """
-        began = time.perf_counter()
-        decodes = [(Kind.DECODE, size) for size in (self._decode_sizes[-1], *self._decode_sizes[:-1])]
-        prompts = [(Kind.PROMPTS, size) for size in self._prompt_sizes]
-        for kind, size in decodes[:1] + prompts + decodes[1:]:
-            if time.perf_counter() - began > seconds:
-                break
-            self._capture(kind, size)
+        self._capture_all(self._decode_sizes, seconds, adapted=False)
         if self._adapters is not None and self._adapters.kinds:
-            began = time.perf_counter()
-            for size in (self._adapted_sizes[-1], *self._adapted_sizes[:-1]):
-                if time.perf_counter() - began < ADAPTED_SECONDS:
-                    self._capture(Kind.DECODE, size, True)
+            self._capture_all(self._adapted_sizes, ADAPTED_SECONDS, adapted=True)
         return len(self._captured)
 
-    def _run(self, kind: Kind, size: int, adapted: bool = False) -> Tensor:
-        key = (kind, size, self._kinds(adapted))
+    def _capture_all(self, sizes: list[int], seconds: float, adapted: bool) -> None:
+        began = time.perf_counter()
+        decodes = [StepShape(Kind.DECODE, size) for size in (sizes[-1], *sizes[:-1])]
+        for shape in decodes[:1] + self._prompt_shapes[-1:] + decodes[1:] + self._prompt_shapes[:-1]:
+            if time.perf_counter() - began > seconds:
+                break
+            self._capture(shape, adapted)
+
+    def _run(self, shape: StepShape, adapted: bool = False) -> Tensor:
+        key = (shape, self._kinds(adapted))
         captured = self._captured.get(key)
         if captured is None:
             if key in self._too_large:
-                return self._model(self._batch(kind, size, adapted), self._pool)
+                return self._model(self._batch(shape, adapted), self._pool)
             # No warm-up may have run these, and nothing may compile inside a graph.
-            if adapted or kind in (Kind.CHAINS, Kind.TREES):
-                self._model(self._batch(kind, size, adapted), self._pool)
+            if adapted or shape.kind in (Kind.CHAINS, Kind.TREES):
+                self._model(self._batch(shape, adapted), self._pool)
             try:
-                captured = self._capture(kind, size, adapted)
+                captured = self._capture(shape, adapted)
             except torch.OutOfMemoryError:
-                logger.warning(
-                    "no memory for a graph of %d (%s): such steps run without one", size, kind.value
-                )
+                logger.warning("no memory for a graph of %s: such steps run without one", shape)
                 self._too_large.add(key)
-                return self._model(self._batch(kind, size, adapted), self._pool)
+                return self._model(self._batch(shape, adapted), self._pool)
         captured.graph.replay()
         return captured.hidden
 
@@ -151,26 +168,26 @@ class Graphs:
         """Of layers that call the adapters' kernel in a pass of this sort."""
         return self._adapters.kinds if adapted and self._adapters is not None else 0
 
-    def _capture(self, kind: Kind, size: int, adapted: bool = False) -> _Captured:
+    def _capture(self, shape: StepShape, adapted: bool = False) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         # Another thread may wait for a copy meanwhile, which must not fail this capture.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            hidden = self._model(self._batch(kind, size, adapted), self._pool)
+            hidden = self._model(self._batch(shape, adapted), self._pool)
         kinds = self._kinds(adapted)
         if kinds:  # a new kind of adapter came: passes without it are of no use any more
-            outdated = [key for key in self._captured if key[2] not in (0, kinds)]
+            outdated = [key for key in self._captured if key[1] not in (0, kinds)]
             for key in outdated:
                 del self._captured[key]
-        self._captured[kind, size, kinds] = _Captured(graph, hidden)
-        return self._captured[kind, size, kinds]
+        self._captured[shape, kinds] = _Captured(graph, hidden)
+        return self._captured[shape, kinds]
 
-    def _batch(self, kind: Kind, size: int, adapted: bool = False) -> Batch:
+    def _batch(self, shape: StepShape, adapted: bool = False) -> Batch:
         """Made from what the step's inputs hold now; a captured graph makes it again at each replay."""
         adapters = self._adapters if adapted else None
-        lora = adapters.recorded_tokens(size) if adapters is not None else None
-        if kind is Kind.DECODE:
-            return self._inputs.decode(size, lora)
-        if kind is Kind.PROMPTS:
-            wanted = adapters.recorded_wanted(SMALL_ROWS) if adapters is not None else None
-            return self._inputs.small(size, lora, wanted)
-        return self._drafts.batch(size, kind is Kind.TREES)
+        lora = adapters.recorded_tokens(shape.size) if adapters is not None else None
+        if shape.kind is Kind.DECODE:
+            return self._inputs.decode(shape.size, lora)
+        if shape.kind is Kind.PROMPTS:
+            wanted = adapters.recorded_wanted(shape.rows) if adapters is not None else None
+            return self._inputs.prompts(shape.size, shape.rows, lora, wanted)
+        return self._drafts.batch(shape.size, shape.kind is Kind.TREES)

@@ -19,6 +19,7 @@ from quire.layers.batch import Batch
 from quire.models.model import DecoderModel
 from quire.observe.logs import get_logger
 from quire.runner.cuda import attention_planner
+from quire.runner.device_inputs import PROMPT_SIZES
 from quire.runner.device_ops import RunnerLimits
 
 PROMPT_TOKENS = 20  # where the limits allow
@@ -157,13 +158,14 @@ def activation_bytes(
     )
     largest = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
-    decodes = replace(_empty_prefill(max_num_seqs, 1, layout, device), logits_indices=None)
-    hidden = model(decodes, pool)
-    decode = torch.cuda.max_memory_allocated(device) - before
-    model.logits(hidden)
+    num_tokens = max(max_num_seqs, min(PROMPT_SIZES[-1], max_num_batched_tokens))
+    captured = replace(_empty_prefill(num_tokens, 1, layout, device), logits_indices=None)
+    hidden = model(captured, pool)
+    graph = torch.cuda.max_memory_allocated(device) - before
+    model.logits(hidden[:max_num_seqs])
     logits = max_num_seqs * model.config.vocab_size * 4
     torch.cuda.synchronize(device)
-    return max(largest, 3 * logits) + 2 * decode  # graphs keep theirs; sampling may copy the logits twice
+    return max(largest, 3 * logits) + 2 * graph  # graphs keep theirs; sampling may copy the logits twice
 
 
 def _empty_prefill(num_tokens: int, longest: int, layout: BlockLayout, device: torch.device) -> Batch:
