@@ -94,9 +94,15 @@ class EngineLoop:
     """Drives one engine from one thread. `num_turns` and `is_idle` are read by the heartbeat's thread."""
 
     def __init__(
-        self, engine: LoopEngine, transport: Transport, shutdown: ShutdownSignal | None = None
+        self,
+        engine: LoopEngine,
+        transport: Transport,
+        shutdown: ShutdownSignal | None = None,
+        when_idle: Callable[[], object] | None = None,
     ) -> None:
+        """`when_idle` is called once whenever the engine has run out of work for IDLE_SECONDS."""
         self.engine = engine
+        self._when_idle = when_idle
         self.num_turns = 0
         self.is_idle = False
         self._transport = transport
@@ -169,6 +175,8 @@ class EngineLoop:
                 if not self._is_checked:
                     self.engine.check_integrity()
                     self._is_checked = True
+                    if self._when_idle is not None:
+                        self._when_idle()
             return None
         finally:
             self.is_idle = False

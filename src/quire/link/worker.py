@@ -3,6 +3,7 @@
 stdin stays open for as long as the parent lives; its end tells the process that it is an orphan.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from quire.kernels import build as compilation
 from quire.link.channel import WorkerChannel, integrity_error, remove_socket
 from quire.link.heartbeat import start_heartbeat
 from quire.link.messages import Described, Failed, Note, Progress, Ready, read_config
+from quire.observe.heap import freeze_heap
 from quire.observe.logs import get_logger
 from quire.text.load import tokenizer_files
 from quire.weights.source import Source
@@ -72,10 +74,11 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
         channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))
         return FAULT
     engine = built.engine
-    loop = EngineLoop(engine, channel, termination.shutdown)
+    loop = EngineLoop(engine, channel, termination.shutdown, when_idle=gc.collect)
     termination.is_serving = True
     channel.send(_ready(config, built))
     start_heartbeat(pipe, loop)
+    freeze_heap()
     try:
         loop.run()
         _log_end(loop, has_pool=built.report.vectors is None)

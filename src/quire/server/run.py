@@ -14,6 +14,7 @@ import uvicorn
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.llm.progress import load_progress
+from quire.observe.heap import freeze_heap
 from quire.observe.logs import ROOT, get_logger
 from quire.server.app import create_app
 from quire.server.errors import Unavailable
@@ -174,6 +175,7 @@ def _report(service: Service, listener: socket.socket) -> None:
     log.info("timeouts  %s", _timeouts_report(settings))
     if settings.otlp_traces_endpoint:
         log.info("traces    to %s", settings.otlp_traces_endpoint)
+    freeze_heap()
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     shown = f"[{host}]" if ":" in host else host
