@@ -45,7 +45,7 @@ def _commit(scheduler: Scheduler, planned: ScheduledStep) -> None:
 
 
 def _preempt(scheduler: Scheduler) -> None:
-    scheduler._preempt(scheduler.running[-1], StepPlan(999))
+    scheduler._preempt(scheduler.running[-1], StepPlan(999, 64))
 
 
 def test_a_sample_that_returns_twice_never_finds_anothers_blocks() -> None:

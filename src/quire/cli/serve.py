@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine = engine_settings(arguments)
     for name in _OWN_FLAGS:
         engine.pop(name, None)
-    settings, config = server_settings(arguments), EngineConfig.of(**engine)
+    settings, config = server_settings(arguments), EngineConfig.of(**{"itl_goal": "auto", **engine})
     if settings.isolate_keys and config.memory.pin_prefix:
         raise ConfigError(
             "--isolate-keys gives every key a cache of its own, where no pinned prefix is found: leave out one"

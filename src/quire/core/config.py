@@ -207,6 +207,11 @@ class SchedulerConfig:
     max_prompt_chunk: int | None = setting(
         None, "prompt tokens of one request in one step, at most (default: the step's limit)"
     )
+    itl_goal: str = setting(
+        "off",
+        "milliseconds between two tokens of an answer: prompts that arrive meanwhile are prefilled in chunks that fit; "
+        "auto: 2.5 times a decode step, at least 10; off: no goal (default: auto for a server and AsyncLLM, else off)",
+    )
     preset: str | None = setting(
         None, "several settings at once: ft is static batching with memory reserved to the maximum"
     )
@@ -235,8 +240,24 @@ class SchedulerConfig:
             )
         if not 0.0 <= self.batch_window_ms < float("inf"):
             raise ConfigError(f"batch_window_ms={self.batch_window_ms} must be a number of at least 0")
+        self.itl_seconds  # noqa: B018 refuses what is no number
         one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         one_of("admit_after", self.admit_after, ("resumed", "completed"))
+
+    @property
+    def itl_seconds(self) -> float | None:
+        """The goal for the time between two tokens; None: auto, or off."""
+        if self.itl_goal in ("auto", "off"):
+            return None
+        try:
+            milliseconds = float(self.itl_goal)
+        except (TypeError, ValueError):
+            milliseconds = 0.0
+        if not 0.0 < milliseconds < float("inf"):
+            raise ConfigError(
+                f"itl_goal={self.itl_goal!r} must be auto, off or a number of milliseconds above 0"
+            )
+        return milliseconds / 1000.0
 
     @property
     def limits(self) -> tuple[int, int]:

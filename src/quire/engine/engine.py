@@ -374,6 +374,6 @@ class Engine:
         self.stats.num_steps += 1
         self.stats.num_computed_tokens += scheduled.step.total_tokens
         self.stats.step_seconds += result.seconds
-        self.scheduler.preemption.speed.note(scheduled.step.total_tokens, result.seconds)
+        self.scheduler.measured(scheduled.step, result.seconds)
         self.stats.commit_seconds += time.perf_counter() - started
         return updates

@@ -29,7 +29,7 @@ class AsyncLLM:
     """Use it from one event loop. A caller that stops iterating has its request aborted."""
 
     def __init__(self, model: str | None = None, *, use_tqdm: bool = False, **settings: Any) -> None:
-        self.config = EngineConfig.of(model=model, **settings)
+        self.config = EngineConfig.of(model=model, **{"itl_goal": "auto", **settings})
         with load_progress(use_tqdm) as progress:
             self.config.adapters.check_folders()
             self._built = build(self.config, progress)

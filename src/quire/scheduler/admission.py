@@ -39,7 +39,7 @@ class Admission:
         promised: int | None = None  # blocks that running groups will still take; counted only if one waits
         room = self._policy.room(waiting, self._batch.sequences)
         num_admitted, is_full = 0, False
-        while budget > 0 and num_admitted < room:
+        while budget > 0 and plan.prompt_budget > 0 and num_admitted < room:
             group = waiting.peek()
             is_full = group is None or group.num_rows > self._batch.num_free_rows
             if group is None or is_full or (only_returning and not group.returns):
@@ -127,7 +127,7 @@ class Admission:
             leader.num_cached = num_cached
         leader.num_computed = num_cached
         self._batch.enter(leader, plan)
-        num_tokens = min(leader.target - num_cached, budget, self._max_prompt_chunk)
+        num_tokens = min(leader.target - num_cached, budget, plan.prompt_budget, self._max_prompt_chunk)
         memory.allocate(leader, num_cached + num_tokens, plan.delta)
         plan.advance(leader, num_tokens)
         if group.num_rows_to_come:

@@ -21,8 +21,9 @@ class ScheduledStep:
 class StepPlan:
     """Entries are in the schedule's order, so that a group that is preempted half-way is cut off the end."""
 
-    def __init__(self, step_id: int) -> None:
+    def __init__(self, step_id: int, prompt_budget: int) -> None:
         self.step_id = step_id
+        self.prompt_budget = prompt_budget  # tokens that prefills may still take
         self.sequences: list[Sequence] = []  # that advance
         self.positions: list[int] = []  # of each one's first token in this step
         self.num_tokens: list[int] = []
@@ -42,6 +43,8 @@ class StepPlan:
         self.sequences.append(sequence)
         self.positions.append(start)
         self.num_tokens.append(num_tokens)
+        if num_tokens > 1:
+            self.prompt_budget -= num_tokens
 
     def recompute_last(self, sequence: Sequence, samples: bool) -> None:
         """The sequence computes its last computed position once more: the same K and V, at the cost of a decode."""

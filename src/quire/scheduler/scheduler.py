@@ -7,11 +7,13 @@ from quire.core.config import SchedulerConfig
 from quire.core.draft import TokenTree
 from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.core.stats import SchedulerStats
+from quire.core.step import Step
 from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_admission import AdapterAdmission
 from quire.scheduler.admission import Admission
 from quire.scheduler.drafts import Drafter, find_drafts, waits_for_drafts
 from quire.scheduler.ordering import FairQueue, make_queue
+from quire.scheduler.pacing import Pacing
 from quire.scheduler.plan import ScheduledStep, StepPlan
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.queue import SequenceGroup
@@ -38,6 +40,7 @@ class Scheduler:
         """`drafter`, `adapters`: None if no request speculates or has an adapter."""
         max_num_seqs, self._max_num_batched_tokens = config.limits
         self._max_prompt_chunk = config.max_prompt_chunk or self._max_num_batched_tokens  # chunked prefill
+        self._pacing = Pacing(config.itl_seconds) if config.itl_goal != "off" else None
         self.memory = memory
         self.policy = policy or AdmissionPolicy()
         self.preemption = preemption or Preemption(config.preemption_mode)
@@ -123,7 +126,7 @@ class Scheduler:
         """Decides the next step, or None when nothing can advance before a result is committed."""
         if self._drafter is not None and waits_for_drafts(self._drafter, self.running):
             return None
-        plan = StepPlan(self.stats.num_steps)
+        plan = StepPlan(self.stats.num_steps, self._prompt_budget())
         budget, preempted = self._advance(plan, self._max_num_batched_tokens)
         if not preempted:
             self._admission.admit(plan, budget, self._finish_preempted_first and bool(self._preempted))
@@ -146,6 +149,12 @@ class Scheduler:
             sequence.num_pending += not sequence.is_beam
         self.stats.num_steps += 1
         return ScheduledStep(step, plan.sequences, plan.receivers)
+
+    def _prompt_budget(self) -> int:
+        """Tokens that prefills may take in the next step."""
+        if self._pacing is None or not any(s.target - s.num_computed == 1 for s in self.running):
+            return self._max_num_batched_tokens
+        return self._pacing.prompt_tokens(len(self.running), self.waiting.num_tokens)
 
     def _advance(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Plans running sequences; returns the tokens left and whether a group was preempted.
@@ -174,7 +183,7 @@ class Scheduler:
                 if decodes_left is None:
                     decodes_left = sum(1 for s in running if s.target - s.num_computed == 1)
                 reserved = max(0, decodes_left - plan.num_decodes) + sum(map(len, drafts.values()))
-                distance = min(distance, budget - reserved, self._max_prompt_chunk)
+                distance = min(distance, budget - reserved, plan.prompt_budget, self._max_prompt_chunk)
             if distance <= 0:
                 continue
             while not memory.allocate(sequence, sequence.num_computed + distance, plan.delta):
@@ -214,6 +223,12 @@ class Scheduler:
         for sequence in scheduled.receivers:
             if not sequence.is_beam and sequence.phase is not Phase.FINISHED:
                 sequence.num_pending -= 1
+
+    def measured(self, step: Step, seconds: float) -> None:
+        """The step took so long."""
+        self.preemption.speed.note(step.total_tokens, seconds)
+        if self._pacing is not None:
+            self._pacing.note(step, seconds)
 
     def rewind(self, sequence: Sequence, num_computed: int) -> None:
         """Drops the positions of rejected draft tokens."""

@@ -1,0 +1,99 @@
+"""Steps with prompts end in time: their size follows what steps took."""
+
+import pytest
+
+from quire.core.config import SchedulerConfig
+from quire.core.errors import ConfigError
+from quire.core.request import ints
+from quire.core.step import Step
+from quire.memory.paged import PagedMemory
+from quire.scheduler.pacing import BACKLOG, FEWEST, FIRST, SHORTEST_BUSY, Pacing
+from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.test_scheduler import request, step
+
+
+def measured(rows, prompt):
+    """A step of `rows` decodes and a prompt chunk."""
+    counts = [1] * rows + ([prompt] if prompt else [])
+    return Step(
+        step_id=0,
+        starts=(),
+        rows=ints(range(len(counts))),
+        num_computed=ints([0] * len(counts)),
+        num_tokens=ints(counts),
+        sample_sources=ints(()),
+        sample_rows=ints(()),
+    )
+
+
+def device(tokens):
+    """An H200 with 8 billion parameters, roughly: bound by memory, then by arithmetic."""
+    return max(0.005, 23e-6 * tokens)
+
+
+def settle(pacing, rows, seconds=device, waiting=10**4):
+    for _ in range(10):
+        pacing.note(measured(rows, 0), seconds(rows))
+    prompt = FIRST
+    for _ in range(12):
+        pacing.note(measured(rows, prompt), seconds(rows + prompt))
+        prompt = pacing.prompt_tokens(rows, waiting)
+    return prompt
+
+
+@pytest.mark.parametrize("goal", [0.008, 0.016, 0.1])
+def test_a_goal_is_met_and_used(goal):
+    prompt = settle(Pacing(goal), 32)
+    assert 0.9 * goal < device(32 + prompt) <= goal * 1.01
+
+
+def test_auto_allows_a_multiple_of_a_decode_step():
+    prompt = settle(Pacing(None), 32, waiting=1000)
+    assert 2.2 * device(32) < device(32 + prompt) < 2.6 * device(32)
+    slow = settle(Pacing(None), 8, lambda tokens: 0.015 + 0.00043 * tokens, waiting=1000)  # a CPU
+    assert 2.0 * 0.0185 < 0.015 + 0.00043 * (8 + slow) < 2.7 * 0.0185
+
+
+def test_a_long_queue_makes_steps_longer_up_to_a_bound():
+    pacing = Pacing(None)
+    settle(pacing, 32, waiting=1000)
+    calm = pacing.prompt_tokens(32, 1000)
+    busy = settle(pacing, 32, waiting=BACKLOG * calm * 2)
+    assert calm < busy
+    assert 0.8 * SHORTEST_BUSY < device(32 + busy) < 1.1 * SHORTEST_BUSY
+
+
+def test_a_prefill_goes_on_whatever_steps_take():
+    pacing = Pacing(0.001)
+    pacing.note(measured(32, 64), 1.0)
+    assert pacing.prompt_tokens(32, 0) == FEWEST
+
+
+def test_many_rows_that_were_never_measured_alone_do_not_starve_prompts():
+    """A burst: every step since the first row has had prompts."""
+    pacing = Pacing(None)
+    pacing.note(measured(1, 0), 0.004)
+    for rows in (1, 100, 300, 500):
+        pacing.note(measured(rows, 1000), device(rows + 1000))
+    assert pacing.prompt_tokens(500, 0) >= 500
+
+
+def test_a_scheduler_cuts_prompts_beside_decodes_only():
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=1024, itl_goal="auto")
+    scheduler = Scheduler(config, PagedMemory(1024, 4, enable_prefix_caching=False))
+    scheduler.add(request("a", 900, max_tokens=8))
+    assert step(scheduler) == [("a", 900)]
+    scheduler.add(request("b", 600, max_tokens=8, first=1))
+    assert step(scheduler) == [("a", 1), ("b", FIRST)]
+    assert step(scheduler) == [("a", 1), ("b", FIRST)]
+    assert step(scheduler) == [("a", 1), ("b", 600 - 2 * FIRST)]
+
+
+@pytest.mark.parametrize("wrong", ["soon", "0", "-1", "nan", "inf"])
+def test_a_goal_that_is_no_time_is_refused(wrong):
+    with pytest.raises(ConfigError, match="itl_goal"):
+        SchedulerConfig(itl_goal=wrong)
+
+
+def test_a_goal_may_be_a_number():
+    assert SchedulerConfig(itl_goal=25).itl_seconds == 0.025  # type: ignore[arg-type]
