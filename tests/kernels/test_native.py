@@ -249,3 +249,14 @@ def test_no_operation_waits_for_what_runs_aside() -> None:
         if longest < took[0] / 3:
             return
     pytest.fail("an operation takes as long as the packing beside it")
+
+
+def test_looking_for_a_gpu_kernel_compiles_no_native_code(monkeypatch):
+    """It did at each first start with adapters, for a minute."""
+    from quire.engine.build import adapters
+
+    def compile_it():
+        raise AssertionError("native code was compiled")
+
+    monkeypatch.setattr(native, "available", compile_it)
+    adapters._has_triton()

@@ -45,7 +45,7 @@ def operations() -> tuple[str, ...]:
 
 def alternatives(operation: str) -> tuple[str, ...]:
     """Alternatives of an operation beside the reference that can run on this machine."""
-    return tuple(name for name, _ in _ALTERNATIVES[operation] if _can_run(name))
+    return tuple(name for name, _ in _ALTERNATIVES[operation] if can_run(name))
 
 
 def load(operation: str, alternative: str) -> ModuleType:
@@ -63,12 +63,13 @@ def choose(operation: str, device: str | torch.device) -> ModuleType:
     kind = torch.device(device).type
     if not forces_reference():
         for name, alternative_kind in _ALTERNATIVES.get(operation, ()):
-            if alternative_kind == kind and _can_run(name):
+            if alternative_kind == kind and can_run(name):
                 return load(operation, name)
     return load(operation, REFERENCE)
 
 
-def _can_run(alternative: str) -> bool:
+def can_run(alternative: str) -> bool:
+    """Whether this machine has what the alternative needs. For "cpu" it compiles native code, which takes a minute."""
     if alternative == "cpu":
         return native.available()
     if alternative == "host":

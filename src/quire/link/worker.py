@@ -18,6 +18,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.core.stats import KvPoolSize, StartStats
 from quire.engine.build import Built, build_engine
+from quire.engine.build.resolve import resolve_device
 from quire.engine.loop import EngineLoop, ShutdownSignal
 from quire.kernels import build as compilation
 from quire.link.channel import WorkerChannel, integrity_error, remove_socket
@@ -64,7 +65,8 @@ def main() -> int:
 
 def _serve(config: EngineConfig, channel: WorkerChannel, termination: TerminationHandler, pipe: int) -> int:
     try:
-        _announce_compiling(channel)
+        if resolve_device(config.runner.device).type == "cpu":
+            _announce_compiling(channel)
         built = build_engine(config, _ProgressReporter(channel))
     except QuireError as error:
         channel.send(Failed(type(error).__name__, str(error)))

@@ -13,9 +13,11 @@ from quire.core.request import ints
 from quire.core.sampling import SamplingParams
 from quire.core.step import RowStart, Step
 from quire.kernels import choose
+from quire.kernels.lora.records import MAX_PARTS, LoraSegments, LoraTables
 from quire.kernels.sample.columns import WORDS
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch
+from quire.layers.lora import segment_length
 from quire.models.model import DecoderModel
 from quire.observe.logs import get_logger
 from quire.runner.cuda import attention_planner
@@ -92,6 +94,23 @@ def warm_up_attention(
         kernel.paged_attention(
             queries, k_pages, v_pages, starts, lens, tables, 1.0, 0, out, plan=plan, max_query_len=2
         )
+
+
+def warm_up_lora(
+    num_inputs: int,
+    bounds: tuple[int, ...],  # of the projections that are fused, as in LoraGroup
+    num_tokens: int,
+    dtype: torch.dtype,  # of adapters
+    activation_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Adds adapters to a projection as a step does, for rows that have none."""
+    tables = LoraTables.empty(torch.zeros(16, dtype=dtype, device=device), 1, MAX_PARTS)
+    integers = torch.full((3, 16), -1, dtype=torch.int32, device=device)
+    segments = LoraSegments(integers[0], integers[1, :1], integers[2, :2], segment_length(num_tokens))
+    x = torch.zeros(1, num_inputs, dtype=activation_dtype, device=device).expand(num_tokens, -1)
+    y = torch.zeros(1, bounds[-1], dtype=activation_dtype, device=device).expand(num_tokens, -1)
+    choose("lora", device).add(x, y, tables, segments, 0, bounds)
 
 
 def warmup_steps(limits: RunnerLimits, block_size: int, prompt: int = PROMPT_TOKENS) -> Iterator[Step]:

@@ -6,8 +6,8 @@ FEWEST = 16  # prompt tokens of a step: a prefill always goes on
 FIRST = 256  # before a step with prompts was measured
 DECODE_RATIO = 2.5  # `auto`: a step with prompts may take this many times a decode step,
 SHORTEST = 0.010  # and at least so many seconds,
-BACKLOG = 16  # or, where the prompts that wait would fill more than so many steps,
-SHORTEST_BUSY = 0.040  # at least so many
+BACKLOG = 64  # or, where the prompts that wait would fill more than so many steps,
+SHORTEST_BUSY = 0.080  # at least so many
 NEWEST = 0.1  # weight of the newest decode step in the estimate of its duration
 DECAY = 0.8  # per step with prompts, of the weight of earlier ones
 

@@ -15,7 +15,7 @@ from quire.core.config import AdapterConfig, EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.engine.build.weights import LoadedModels
-from quire.kernels.registry import REFERENCE, alternatives, choose, forces_reference
+from quire.kernels.registry import REFERENCE, can_run, choose, forces_reference
 from quire.layers.attention import Pool
 from quire.layers.lora import LoraSite, install_sites
 from quire.models.model import DecoderModel
@@ -125,7 +125,7 @@ def adapter_lines(config: AdapterConfig, built: BuiltAdapters | None, max_num_se
 
 
 def _has_triton() -> bool:
-    return not forces_reference() and "triton" in alternatives("lora_pack")
+    return not forces_reference() and can_run("triton")
 
 
 def separate_blocks(config: AdapterConfig, num_blocks: int, block_bytes: int) -> int:

@@ -1,5 +1,6 @@
 """The pool: how large, measured on the device; kernels compile while weights load."""
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,17 +9,24 @@ import torch
 
 from quire.core.config import EngineConfig, MemoryConfig
 from quire.core.layout import BlockLayout
-from quire.engine.build.adapters import separate_blocks
+from quire.engine.build.adapters import adapter_dtype, separate_blocks
 from quire.engine.build.resolve import BuildPlan, Precision, block_layout, default_limits
 from quire.engine.build.weights import LoadedDraft, LoadedModels
 from quire.layers.attention import Pool
+from quire.layers.lora import MANY_FROM
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import device_bytes
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.graphs import token_counts
 from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
-from quire.runner.warmup import KernelWarmup, activation_bytes, warm_up_attention, warm_up_sampling
+from quire.runner.warmup import (
+    KernelWarmup,
+    activation_bytes,
+    warm_up_attention,
+    warm_up_lora,
+    warm_up_sampling,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,27 @@ def start_kernel_warmup(plan: BuildPlan) -> KernelWarmup:
         device,
         partial(warm_up_sampling, plan.model.vocab_size, device),
         partial(warm_up_attention, plan.model, limits, layout, device),
+        *_lora_pieces(plan, limits),
     )
+
+
+def _lora_pieces(plan: BuildPlan, limits: RunnerLimits) -> Iterator[Callable[[], None]]:
+    """The kernels of adapters, which compile side by side: those of each projection for decodes and for prompts."""
+    model, adapters = plan.model, plan.config.adapters
+    if not adapters.enabled or adapters.lora_mode == "merge":
+        return
+    dtypes = (adapter_dtype(plan.precision), limits.activation_dtype)
+    hidden, inner = model.hidden_size, model.intermediate_size
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    projections = (
+        (hidden, (0, query, query + key, query + 2 * key)),
+        (query, (0, hidden)),
+        (hidden, (0, inner, 2 * inner)),
+        (inner, (0, hidden)),
+    )
+    for num_inputs, bounds in projections:
+        for num_tokens in (1,) if limits.deterministic else (1, MANY_FROM, 4 * MANY_FROM):
+            yield partial(warm_up_lora, num_inputs, bounds, num_tokens, *dtypes, plan.precision.device)
 
 
 def make_pool(plan: BuildPlan, models: LoadedModels, warmup: KernelWarmup) -> BuiltPool:
