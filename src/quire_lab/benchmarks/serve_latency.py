@@ -5,8 +5,8 @@
 
 Each tree serves in a process of its own, and `quire bench serve` of this tree is the client. Cases: a number is a rate
 in requests per second and `inf` all at once with 512 streams, each about 220 → 300 tokens. `streamsN` is N long
-with (its `src`). The model is random weights in the shape of llama8b, unless `--model` names one.
-with (its `src`). The model is llama8b's shape with random weights, unless `--model` names one.
+answers, while a prompt of 1,000 tokens arrives every `--every` seconds. `--tree NAME=FOLDER` names a source tree to
+compare with (its `src`). The model is random weights in the shape of llama8b, unless `--model` names one.
 """
 
 import argparse
