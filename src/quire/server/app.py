@@ -21,10 +21,12 @@ from quire.server.models import models_router, tokens_router
 from quire.server.operations import operations_router
 from quire.server.responses.endpoints import responses_router
 from quire.server.service import Service
+from quire.server.stored_chats import stored_chats_router
 
 log = get_logger(__name__)
 ROUTERS = (
     chat_router,
+    stored_chats_router,
     completions_router,
     responses_router,
     messages_router,

@@ -11,7 +11,7 @@ from quire.core.sampling import SamplingParams
 from quire.server.errors import ApiError, not_supported
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.protocol.base import Usage
+from quire.server.protocol.base import InputTokens, Usage
 from quire.server.protocol.completions import (
     ChatChoice,
     ChatChunkChoice,
@@ -36,6 +36,7 @@ from quire.server.reply import (
 )
 from quire.server.sampling import chat_sampling
 from quire.server.service import ServedModel, Service
+from quire.server.stored_chats import create_stored_chat
 from quire.server.tools import ToolPlan, tool_plan
 from quire.text.answer import AnswerSequence
 from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning
@@ -50,10 +51,20 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", responses={**answers(ChatCompletion, ChatCompletionChunk), **ERRORS})
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, whole or in pieces."""
+        if body.store:
+            return await create_stored_chat(service, request, body, answer_chat)
         reply = await answer_chat(service, request, body)
         if body.stream:
             return EventStream(reply, reply.response_id)
         return JsonReply(await reply.whole())
+
+    @router.post("/v1/chat/completions/input_tokens", responses={**answers(InputTokens), **ERRORS})
+    async def count_input_tokens(body: ChatCompletionRequest) -> Response:
+        """How many tokens a chat's prompt would have."""
+        _refuse_unsupported(body, service.settings.trust_request_chat_template)
+        prompt = await chat_prompt(service.model_named(body.model), body, chat_tools(body))
+        count: InputTokens = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        return JsonReply(count)
 
     return router
 
@@ -188,6 +199,10 @@ class ChatReply:
     async def whole(self) -> ChatCompletion:
         """The answer, when its last token has come."""
         await self.generation.finish()
+        return self.completion()
+
+    def completion(self) -> ChatCompletion:
+        """The answer of a generation that has ended."""
         answer = self.generation.answers[0]
         choices = [self._whole_choice(index, sequence) for index, sequence in enumerate(answer.best)]
         whole: ChatCompletion = {**self._head, "choices": choices, "usage": self.usage()}

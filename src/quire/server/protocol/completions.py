@@ -5,7 +5,7 @@ from typing import Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, PromptLogprob, SamplingFields, Usage
+from quire.server.protocol.base import Int, Metadata, PromptLogprob, RequestBody, SamplingFields, Usage
 
 
 class CompletionRequest(SamplingFields):
@@ -80,6 +80,8 @@ class ChatCompletionRequest(SamplingFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    store: bool | None = Field(None, description="Keep the answer in memory, for GET /v1/chat/completions.")
+    metadata: Metadata | None = Field(None, description="Of a stored answer.")
     functions: Any = Field(None, deprecated=True)
     function_call: Any = Field(None, deprecated=True)
 
@@ -136,6 +138,32 @@ class ChatCompletion(AnswerHead):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+
+
+class StoredChatUpdate(RequestBody):
+    metadata: Metadata | None = Field(description="In the place of the metadata before.")
+
+
+class StoredChat(ChatCompletion):
+    metadata: dict[str, str]
+
+
+class StoredChatList(TypedDict):
+    object: str
+    data: list[StoredChat]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class StoredMessageList(TypedDict):
+    """The messages of the request, each with an id."""
+
+    object: str
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class FunctionDelta(TypedDict):

@@ -1,11 +1,11 @@
 """/v1/responses."""
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import ExtraFields, Int, ModelName, RequestBody, Stops
+from quire.server.protocol.base import ExtraFields, Int, Metadata, ModelName, RequestBody, Stops
 
 # An item of a conversation: a message, a function call, its output or a piece of reasoning. Which fields it has
 # hangs on its `type`, and each kind of item has more forms than one: `responses.convert_request` reads them.
@@ -13,9 +13,6 @@ Item = dict[str, Any]
 # A typed event of a stream.
 ResponseEvent = dict[str, Any]
 
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-]
 _ITEMS: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
     "examples": ["What is the capital of France?"],
@@ -120,20 +117,9 @@ class ResponseObject(TypedDict):
     user: NotRequired[str | None]
 
 
-class DeletedResponse(TypedDict):
-    id: str
-    object: str
-    deleted: bool
-
-
 class ItemList(TypedDict):
     object: str
     data: list[Item]
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-class InputTokens(TypedDict):
-    object: str
-    input_tokens: int
