@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -238,6 +238,7 @@ class RequestContext:
     allowance: Allowance = field(default_factory=Allowance)  # what that key may still have this minute
     keep_alive: float = 15.0  # seconds of silence on a stream before a comment is sent; 0: never
     arrival: float = field(default_factory=time.monotonic)
+    held: ExitStack = field(default_factory=ExitStack)  # the request's place among those of its key
     facts: dict[str, object] = field(default_factory=dict)  # for the log line: token counts, finish reasons
     warnings: list[str] = field(default_factory=list)  # for the response's headers; `add_warning` adds them
 
@@ -352,7 +353,8 @@ class RequestMiddleware:
         path = path_of(scope)
         context.key = self._identified(path, scope)
         receive = _limited(scope, receive, self._max_body_bytes)
-        with self._keys.hold(context.key if path not in OPEN_PATHS else None):
+        with context.held as held:
+            held.enter_context(self._keys.hold(context.key if path not in OPEN_PATHS else None))
             if path not in ADMIN_PATHS:
                 context.allowance = self._rates.of(context.key)
             if scope["method"] == "POST":  # reads are free

@@ -14,11 +14,13 @@ from quire.observe.logs import get_logger
 from quire.server.access import RATE_HEADERS, Keys, Rates, RequestMiddleware, context_of, error_reply
 from quire.server.chat import chat_router
 from quire.server.completions import completions_router
+from quire.server.conversations import conversations_router
 from quire.server.embeddings import embeddings_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
 from quire.server.operations import operations_router
+from quire.server.responses.compact import compact_router
 from quire.server.responses.endpoints import responses_router
 from quire.server.service import Service
 from quire.server.stored_chats import stored_chats_router
@@ -28,7 +30,9 @@ ROUTERS = (
     chat_router,
     stored_chats_router,
     completions_router,
+    compact_router,
     responses_router,
+    conversations_router,
     messages_router,
     embeddings_router,
     models_router,

@@ -46,7 +46,7 @@ class StoredObject:
     def shown(self) -> dict[str, Any]:
         """The object as its endpoint returns it."""
         body: dict[str, Any] = msgspec.json.decode(self.body)
-        return body | self.head
+        return {**body, **self.head}
 
     def listed_items(self) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = msgspec.json.decode(self.items)
@@ -167,6 +167,11 @@ class ObjectStore:
         self._evict()
         return updated
 
+    def put_items(self, stored: StoredObject, items: Sequence[Mapping[str, Any]]) -> None:
+        """Puts these items in the place of the object's own."""
+        body = msgspec.json.decode(stored.body)
+        self.put(stored.kind, stored.owner, body, items, head=stored.head, events=stored.events)
+
     def delete(self, kind: str, owner: str | None, object_id: str) -> None:
         self.get(kind, owner, object_id)
         self._drop(object_id)
@@ -198,10 +203,13 @@ class ObjectStore:
         self._shown_bytes.set(self.num_bytes)
 
 
-def check_encodable(*values: Any) -> None:
-    """These values are kept or repeated as JSON: refuses half characters and nesting that cannot be written."""
+def check_encodable(*values: Any) -> int:
+    """These values are kept or repeated as JSON: refuses half characters and nesting that cannot be written.
+
+    Returns the number of bytes.
+    """
     try:
-        msgspec.json.encode(values)
+        return len(msgspec.json.encode(values))
     except UnicodeEncodeError:
         raise InvalidRequest("the request holds half of a character: send valid Unicode") from None
     except RecursionError:

@@ -29,21 +29,30 @@ class ReasoningConfig(RequestBody):
     summary: str | None = None
 
 
-class ResponseInput(ExtraFields):
-    """The fields that make the prompt: enough to count its tokens."""
+class ConversationName(RequestBody):
+    id: str
+
+
+class ConversationInput(RequestBody):
+    """The items of a conversation, old and new."""
 
     model: ModelName = None
     input: str | list[Item] | None = Field(None, json_schema_extra=_ITEMS)
     instructions: str | None = Field(None, description="A system message; the next response has its own.")
     previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
+    prompt: Any = None
+
+
+class ResponseInput(ConversationInput, ExtraFields):
+    """The fields that make the prompt: enough to count its tokens."""
+
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    conversation: Any = None
-    prompt: Any = None
 
 
 class ResponseRequest(ResponseInput):
@@ -87,6 +96,10 @@ class IncompleteDetails(TypedDict):
     reason: str
 
 
+class ConversationReference(TypedDict):
+    id: str
+
+
 class ResponseObject(TypedDict):
     id: str
     object: str
@@ -115,6 +128,7 @@ class ResponseObject(TypedDict):
     truncation: str
     usage: ResponseUsage | None
     user: NotRequired[str | None]
+    conversation: NotRequired[ConversationReference]
 
 
 class ItemList(TypedDict):
@@ -123,3 +137,39 @@ class ItemList(TypedDict):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class CompactedResponse(TypedDict):
+    """The user's messages, and one item of type compaction that stands for all the rest."""
+
+    id: str
+    object: str
+    created_at: int
+    output: list[Item]
+    usage: ResponseUsage
+
+
+# ---------------------------------------------------------------------- conversations
+
+
+MAX_NEW_ITEMS = 20  # of one request
+
+
+class NewItems(RequestBody):
+    items: list[Item] = Field(max_length=MAX_NEW_ITEMS)
+
+
+class NewConversation(RequestBody):
+    items: list[Item] | None = Field(None, max_length=MAX_NEW_ITEMS)
+    metadata: Metadata | None = None
+
+
+class ConversationUpdate(RequestBody):
+    metadata: Metadata | None = Field(description="In the place of the metadata before.")
+
+
+class Conversation(TypedDict):
+    id: str
+    object: str
+    created_at: int
+    metadata: dict[str, str]

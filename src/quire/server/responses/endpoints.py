@@ -1,14 +1,19 @@
 """POST, GET and DELETE /v1/responses."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
 from quire.server.access import context_of
+from quire.server.conversations import MAX_CONVERSATION_BYTES, ItemFinder, add_items
+from quire.server.errors import ApiError, not_supported
 from quire.server.protocol.base import Deleted, InputTokens
 from quire.server.protocol.responses import (
+    ConversationInput,
     Item,
     ItemList,
     ResponseEvent,
@@ -17,16 +22,25 @@ from quire.server.protocol.responses import (
     ResponseRequest,
 )
 from quire.server.reply import ERRORS, EventStream, JsonReply, answers
+from quire.server.responses.background import (
+    BackgroundResponses,
+    EventLog,
+    FollowedEvents,
+    RunningResponse,
+    ended_log,
+    stay,
+)
 from quire.server.responses.builder import ResponseBuilder, new_response
 from quire.server.responses.convert_request import (
     NAMES,
     chat_fields,
+    conversation_id,
     prompt_fields,
     read_items,
     refuse_unsupported,
 )
 from quire.server.service import Service
-from quire.server.stored import RESPONSE, ObjectStore, check_encodable, page
+from quire.server.stored import CONVERSATION, RESPONSE, ObjectStore, check_encodable, page
 from quire.server.translation import (
     TranslatedEvents,
     build_whole,
@@ -38,24 +52,38 @@ from quire.server.translation import (
 def responses_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["responses"])
     store = service.store
+    background = BackgroundResponses(store.max_bytes)
 
     @router.post("/v1/responses", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, whole or in typed events, and keeps the answer."""
-        owner = context_of(request).key
-        items = _conversation(body, owner, store)
-        check_encodable(items, body.tools, body.tool_choice, body.text and body.text.format)
-        fields = chat_fields(body, await _within(service, body, items))
-        reply = await translated_chat(service, request, fields, NAMES)
+        read = read_conversation(store, request, body, background)
+        num_bytes = check_encodable(read.items, body.tools, body.tool_choice, body.text and body.text.format)
         keep = body.store is not False and store.max_objects > 0
+        receive = request.receive
+        if body.background:
+            _check_background(keep, body)
+            background.check_room(num_bytes)
+            request = Request(request.scope, stay)
+        fields = chat_fields(body, await _within(service, body, read.items))
+        reply = await translated_chat(service, request, fields, NAMES)
         response_id = f"resp_{reply.response_id.removeprefix('chatcmpl-')}"
         recommended = service.model_named(body.model).ready.default_sampling
         builder = ResponseBuilder(new_response(body, response_id, reply.model, keep, recommended))
 
-        def on_end() -> None:
-            if keep:
-                store.put(RESPONSE, owner, builder.response, items)
+        def on_end(events: bytes = b"") -> None:
+            _end(store, read, builder.response, keep, events)
 
+        if body.background:
+            source, held = TranslatedEvents(reply, builder, NAMES), context_of(request).held.pop_all()
+            events = EventLog() if body.stream else None
+            running = RunningResponse(
+                read.owner, read.items, num_bytes, builder, source, held, on_end, events
+            )
+            background.start(running)
+            if events is None:
+                return JsonReply(builder.response)
+            return EventStream(FollowedEvents(events, 0, receive), reply.response_id)
         if body.stream:
             return EventStream(TranslatedEvents(reply, builder, NAMES, on_end), reply.response_id)
         await build_whole(reply, builder, NAMES)
@@ -65,43 +93,135 @@ def responses_router(service: Service) -> APIRouter:
     @router.post("/v1/responses/input_tokens", responses={**answers(InputTokens), **ERRORS})
     async def count_input_tokens(body: ResponseInput, request: Request) -> Response:
         """How many tokens a response's prompt would have."""
-        items = _conversation(body, context_of(request).key, store)
-        prompt = await translated_prompt(service, prompt_fields(body, items), NAMES)
+        read = read_conversation(store, request, body, background)
+        prompt = await translated_prompt(service, prompt_fields(body, read.items), NAMES)
         count: InputTokens = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
         return JsonReply(count)
 
-    @router.get("/v1/responses/{response_id}", responses={**answers(ResponseObject), **ERRORS})
+    _add_stored_routes(router, store, background)
+    return router
+
+
+def _add_stored_routes(router: APIRouter, store: ObjectStore, background: BackgroundResponses) -> None:
+    @router.get("/v1/responses/{response_id}", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
     async def retrieve_response(response_id: str, request: Request) -> Response:
-        """A response that is kept."""
-        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-            raise InvalidRequest("a response that has ended cannot be streamed: leave stream out", "stream")
-        stored = store.get(RESPONSE, context_of(request).key, response_id)
-        return Response(stored.body, media_type="application/json")
+        """A response that is kept or runs; the events of one in the background after `starting_after`."""
+        owner, query = context_of(request).key, request.query_params
+        running = background.get(owner, response_id)
+        if query.get("stream", "false").lower() in ("false", "0"):
+            response = (
+                running.builder.response if running else store.get(RESPONSE, owner, response_id).shown()
+            )
+            return JsonReply(response)
+        events = running.events if running else ended_log(store.get(RESPONSE, owner, response_id).events)
+        if events is None:
+            raise InvalidRequest(
+                "only a response made with background: true and stream: true can be streamed again: leave stream out",
+                "stream",
+            )
+        number = _number_after(query.get("starting_after"))
+        return EventStream(FollowedEvents(events, number, request.receive), response_id)
+
+    @router.post("/v1/responses/{response_id}/cancel", responses={**answers(ResponseObject), **ERRORS})
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """Ends a response in the background; one that has ended already is returned as it is."""
+        owner = context_of(request).key
+        await background.cancel(owner, response_id)
+        response = store.get(RESPONSE, owner, response_id).shown()
+        if not response["background"]:
+            raise InvalidRequest("only a response made with background: true can be cancelled", "response_id")
+        return JsonReply(response)
 
     @router.delete("/v1/responses/{response_id}", responses={**answers(Deleted), **ERRORS})
     async def delete_response(response_id: str, request: Request) -> Response:
         """Deletes a response. Responses that continued it keep their own copy of the conversation."""
-        store.delete(RESPONSE, context_of(request).key, response_id)
+        owner = context_of(request).key
+        await background.cancel(owner, response_id)
+        store.delete(RESPONSE, owner, response_id)
         gone: Deleted = {"id": response_id, "object": "response", "deleted": True}
         return JsonReply(gone)
 
     @router.get("/v1/responses/{response_id}/input_items", responses={**answers(ItemList), **ERRORS})
     async def list_input_items(response_id: str, request: Request) -> Response:
         """A response's input and the conversation before it, newest first."""
-        items = store.get(RESPONSE, context_of(request).key, response_id).listed_items()
+        owner = context_of(request).key
+        running = background.get(owner, response_id)
+        items = running.items if running else store.get(RESPONSE, owner, response_id).listed_items()
         return JsonReply(page(items, request.query_params))
 
-    return router
+
+def _number_after(given: str | None) -> int:
+    if given is None:
+        return 0
+    if not (given.isascii() and given.isdigit() and len(given) < 16):
+        raise InvalidRequest(
+            f"starting_after={given[:40]!r} is no number of an event: give the last one you have",
+            "starting_after",
+        )
+    return int(given) + 1
 
 
-def _conversation(body: ResponseInput, owner: str | None, store: ObjectStore) -> list[Item]:
-    """The whole conversation: up to the previous response, its output, and the new input."""
+def _check_background(keep: bool, body: ResponseRequest) -> None:
+    if body.store is False:
+        raise InvalidRequest("background needs a stored response: leave store out", "background")
+    if not keep:
+        raise not_supported("background", "background needs stored responses: raise --max-stored-responses")
+
+
+# ---------------------------------------------------------------------- conversations
+
+
+@dataclass(frozen=True, slots=True)
+class ReadConversation:
+    owner: str | None
+    conversation_id: str | None  # the stored one that it continues
+    before: list[Item]
+    new: list[Item]
+
+    @property
+    def items(self) -> list[Item]:
+        return self.before + self.new
+
+
+def read_conversation(
+    store: ObjectStore,
+    request: Request,
+    body: ConversationInput,
+    background: BackgroundResponses | None = None,
+) -> ReadConversation:
+    """The conversation up to the previous response and its output, or the stored one; and the new input."""
+    owner = context_of(request).key
     refuse_unsupported(body)
-    items = read_items(body.input)
-    if body.previous_response_id is None:
-        return items
-    previous = store.get(RESPONSE, owner, body.previous_response_id, "previous_response_id")
-    return previous.conversation() + items
+    new = read_items(body.input, ItemFinder(store, owner))
+    named, previous = conversation_id(body), body.previous_response_id
+    before: list[Item] = []
+    if named is not None:
+        stored = store.get(CONVERSATION, owner, named, "conversation")
+        if len(stored.items) > MAX_CONVERSATION_BYTES:
+            raise InvalidRequest(
+                f"the conversation has {len(stored.items)} bytes, of at most {MAX_CONVERSATION_BYTES}: begin another "
+                "one",
+                "conversation",
+            )
+        before = stored.listed_items()
+    elif previous is not None:
+        if background is not None and background.get(owner, previous) is not None:
+            raise InvalidRequest(
+                f"the response {previous!r} still runs: wait until it has ended", "previous_response_id"
+            )
+        before = store.get(RESPONSE, owner, previous, "previous_response_id").conversation()
+    return ReadConversation(owner, named, before, new)
+
+
+def _end(
+    store: ObjectStore, read: ReadConversation, response: ResponseObject, keep: bool, events: bytes
+) -> None:
+    """Keeps a response, without its events if they make it too large, and adds it to its conversation."""
+    if keep and not store.put(RESPONSE, read.owner, response, read.items, events=events) and events:
+        store.put(RESPONSE, read.owner, response, read.items)
+    if read.conversation_id is not None and response["status"] in ("completed", "incomplete"):
+        with suppress(ApiError):  # the conversation may be gone by now
+            add_items(store, read.owner, read.conversation_id, [*read.new, *response["output"]])
 
 
 async def _within(service: Service, body: ResponseRequest, items: list[Item]) -> list[Item]:
