@@ -173,8 +173,7 @@ def test_tools_and_choices_nest_as_chats_want_them():
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "tools"),

@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -262,6 +262,13 @@ def add_warning(request: Request, message: str) -> None:
         warnings.append(shown)
 
 
+def warn_without_effect(request: Request, body: object, names: Mapping[str, str]) -> None:
+    """Warns of each of these fields that a request has set; `names` says why it has no effect."""
+    for name, reason in names.items():
+        if getattr(body, name) not in (None, False):
+            add_warning(request, f"{name} has no effect: {reason}")
+
+
 def path_of(scope: Scope) -> str:
     """The path below --root-path, whether or not a proxy cut that off."""
     root, path = scope.get("root_path", ""), scope["path"]
@@ -272,7 +279,7 @@ def error_reply(scope: Scope, error: ApiError) -> JsonReply:
     """An error in the shape of the API that the path belongs to."""
     context: RequestContext = scope["quire.context"]
     context.note_error(error)
-    if not speaks_anthropic(path_of(scope)):
+    if not speaks_anthropic(path_of(scope), scope["headers"]):
         return JsonReply(error.body(), status_code=error.status, headers=error.headers)
     body = anthropic_body(error, context.request_id)
     headers = {**error.headers, REQUEST_ID: context.request_id}
@@ -291,11 +298,27 @@ async def until_gone(receive: Receive) -> None:
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Probes, scrapers and documents ask without a key; everything else needs one where keys are set.
 OPEN_PATHS = frozenset(
-    {"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect"}
+    {"/", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect"}
 )
 ADMIN_PATHS = frozenset(
     {"/reset_prefix_cache", "/check_integrity", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 )
+_WITHOUT_VERSION = re.compile(
+    r"/(chat/completions|completions|embeddings|models|responses|conversations|messages)(/|$)"
+)
+
+
+def needs_admin(method: str, path: str) -> bool:
+    """Whether this is an operators' call: one that changes the server for all keys."""
+    return path in ADMIN_PATHS or (method == "DELETE" and path.startswith("/v1/models/"))
+
+
+def _add_version(scope: Scope) -> None:
+    """Clients whose base URL lacks /v1 mean the same paths."""
+    path = path_of(scope)
+    if _WITHOUT_VERSION.match(path):
+        root = scope["path"].removesuffix(path)
+        scope["path"] = f"{root}/v1{path}"
 
 
 class RequestMiddleware:
@@ -332,6 +355,7 @@ class RequestMiddleware:
             return
         if self._root_path:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
+        _add_version(scope)
         context = RequestContext(_request_id(scope), keep_alive=self._keep_alive)
         scope["quire.context"] = context
         response = _Response(send, context)
@@ -355,7 +379,7 @@ class RequestMiddleware:
         receive = _limited(scope, receive, self._max_body_bytes)
         with context.held as held:
             held.enter_context(self._keys.hold(context.key if path not in OPEN_PATHS else None))
-            if path not in ADMIN_PATHS:
+            if not needs_admin(scope["method"], path):
                 context.allowance = self._rates.of(context.key)
             if scope["method"] == "POST":  # reads are free
                 self._take_request(context)
@@ -371,14 +395,15 @@ class RequestMiddleware:
     def _identified(self, path: str, scope: Scope) -> str | None:
         if path in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
-        if path in ADMIN_PATHS and not self._admin:
+        is_admin = needs_admin(scope["method"], path)
+        if is_admin and not self._admin:
             raise ApiError(403, "operators' calls are off: start the server with --admin-key to allow them")
-        keys = self._admin if path in ADMIN_PATHS else self._keys
+        keys = self._admin if is_admin else self._keys
         if not keys:
             return None
         name = keys.identify(offered_key(scope["headers"]))
         if name is None:
-            wanted = "the admin key" if path in ADMIN_PATHS else "an API key"
+            wanted = "the admin key" if is_admin else "an API key"
             raise ApiError(
                 401,
                 f"this needs {wanted}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",

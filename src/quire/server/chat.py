@@ -2,17 +2,20 @@
 
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
+from quire.server.access import add_warning, warn_without_effect
 from quire.server.errors import ApiError, not_supported
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.base import InputTokens, Usage
 from quire.server.protocol.completions import (
+    CHAT_WITHOUT_EFFECT,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -51,6 +54,9 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", responses={**answers(ChatCompletion, ChatCompletionChunk), **ERRORS})
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, whole or in pieces."""
+        warn_without_effect(request, body, CHAT_WITHOUT_EFFECT)
+        if body.modalities is not None and body.modalities != ["text"]:
+            _check_modalities(request, body.modalities)
         if body.store:
             return await create_stored_chat(service, request, body, answer_chat)
         reply = await answer_chat(service, request, body)
@@ -117,6 +123,7 @@ async def chat_prompt(
         tools=plan.shown if plan is not None else (),
         variables={
             **({"documents": body.documents} if body.documents else {}),
+            **effort_variables(body.reasoning_effort),
             **(body.chat_template_kwargs or {}),
         },
     )
@@ -149,6 +156,19 @@ def _refuse_unsupported(body: ChatCompletionRequest, trust_template: bool) -> No
             "chat_template",
             "a request's own chat template is not accepted: start the server with --trust-request-chat-template",
         )
+
+
+def _check_modalities(request: Request, modalities: Sequence[str]) -> None:
+    if "text" not in modalities:
+        raise not_supported("modalities", f"modalities={modalities!r}: answers are text: give ['text']")
+    add_warning(request, "modalities has no effect: answers are text")
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """The names by which templates know how hard to think; others ignore them."""
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {} if effort is None else {"reasoning_effort": effort}
 
 
 # ---------------------------------------------------------------------- replies

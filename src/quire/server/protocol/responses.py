@@ -55,7 +55,17 @@ class ResponseInput(ConversationInput, ExtraFields):
     truncation: Literal["auto", "disabled"] | None = None
 
 
+# Fields of a response that are accepted, and why they have no effect.
+RESPONSE_WITHOUT_EFFECT = {
+    "max_tool_calls": "the server runs no tools",
+    "context_management": "use truncation, or /v1/responses/compact",
+    "moderation": "the server moderates nothing",
+}
+
+
 class ResponseRequest(ResponseInput):
+    context_management: Any = None
+    moderation: Any = None
     max_output_tokens: Int | None = None
     max_tool_calls: Int | None = None
     temperature: float | None = None

@@ -37,7 +37,7 @@ class EventLog:
     """The last events of a stream, by their numbers, for any number of readers."""
 
     def __init__(self, events: bytes = b"", *, ended: bool = False) -> None:
-        """`events` are those that `encoded` returned."""
+        """`events`: what `encoded` of an earlier log returned."""
         self.ended = ended
         self._events: deque[bytes] = deque()
         self._num_bytes = 0

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from quire.core.errors import InvalidRequest
+from quire.server.chat import effort_variables
 from quire.server.errors import ApiError, not_supported
 from quire.server.protocol.responses import (
     ConversationInput,
@@ -145,14 +146,8 @@ def _given(choice: Any, names: Sequence[Any], tools: list[dict[str, Any]]) -> An
 
 
 def _template_variables(body: ResponseInput) -> dict[str, Any]:
-    """The names by which templates know how hard to think; others ignore them."""
     effort = body.reasoning.effort if body.reasoning is not None else None
-    thinking: dict[str, Any] = {}
-    if effort == "none":
-        thinking = {"enable_thinking": False}
-    elif effort is not None:
-        thinking = {"reasoning_effort": effort}
-    return thinking | (body.chat_template_kwargs or {})
+    return effort_variables(effort) | (body.chat_template_kwargs or {})
 
 
 def _response_format(body: ResponseRequest) -> dict[str, Any] | None:

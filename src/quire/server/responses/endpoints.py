@@ -8,11 +8,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
-from quire.server.access import context_of
+from quire.server.access import context_of, warn_without_effect
 from quire.server.conversations import MAX_CONVERSATION_BYTES, ItemFinder, add_items
 from quire.server.errors import ApiError, not_supported
 from quire.server.protocol.base import Deleted, InputTokens
 from quire.server.protocol.responses import (
+    RESPONSE_WITHOUT_EFFECT,
     ConversationInput,
     Item,
     ItemList,
@@ -57,6 +58,7 @@ def responses_router(service: Service) -> APIRouter:
     @router.post("/v1/responses", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, whole or in typed events, and keeps the answer."""
+        warn_without_effect(request, body, RESPONSE_WITHOUT_EFFECT)
         read = read_conversation(store, request, body, background)
         num_bytes = check_encodable(read.items, body.tools, body.tool_choice, body.text and body.text.format)
         keep = body.store is not False and store.max_objects > 0
