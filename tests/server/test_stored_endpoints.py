@@ -154,6 +154,8 @@ def test_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch):
         made = await client.conversations.create(items=[item])
         with pytest.raises(openai.BadRequestError, match="larger than 500 bytes"):
             await client.conversations.items.create(made.id, items=[item])
+        with pytest.raises(openai.BadRequestError, match="larger than 500 bytes"):
+            await client.conversations.create(items=[item, item])
         with pytest.raises(openai.BadRequestError, match="at most 20"):
             await client.conversations.create(items=[{"role": "user", "content": "x"}] * 21)
 
@@ -286,6 +288,17 @@ def test_events_that_are_too_old_are_dropped(monkeypatch: pytest.MonkeyPatch):
     assert (kept.first, kept.since(9)) == (8, events.since(9))
     with pytest.raises(InvalidRequest, match="before 8 are no longer kept"):
         kept.since(7)
+
+
+def test_a_store_that_is_too_small_says_so_and_loses_nothing():
+    async def scene(client: Client) -> None:
+        item: Any = {"role": "user", "content": "x" * 300}
+        made = await client.conversations.create(items=[item])
+        with pytest.raises(openai.BadRequestError, match="cannot keep"):
+            await client.conversations.items.create(made.id, items=[item, item])
+        assert len((await client.conversations.items.list(made.id)).data) == 1
+
+    run(scene, max_stored_responses_bytes=1200)
 
 
 # Compaction

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
 from quire.server.access import context_of
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, not_supported
 from quire.server.protocol.base import Deleted
 from quire.server.protocol.responses import (
     Conversation,
@@ -36,13 +36,12 @@ def conversations_router(service: Service) -> APIRouter:
         """Begins a conversation, with items or without."""
         owner, body = context_of(request).key, body or NewConversation(items=None)
         items = read_items(body.items or (), ItemFinder(store, owner))
-        check_encodable(items, body.metadata)
+        check_encodable(body.metadata)
+        _check_size(check_encodable(items))
         made = {"id": new_id("conv"), "object": "conversation", "created_at": int(time.time())}
         head = {"metadata": body.metadata or {}}
         if not store.put(CONVERSATION, owner, made, items, head=head):
-            raise InvalidRequest(
-                "the conversation is larger than --max-stored-responses-bytes: send less", "items"
-            )
+            raise _not_kept()
         return JsonReply(made | head)
 
     @router.get("/v1/conversations/{conversation_id}", responses={**answers(Conversation), **ERRORS})
@@ -80,13 +79,9 @@ def _add_item_routes(router: APIRouter, store: ObjectStore) -> None:
         """Adds items to the end of a conversation."""
         stored = conversation(request, conversation_id)
         items = read_items(body.items, ItemFinder(store, stored.owner))
-        num_bytes = check_encodable(items)
-        if len(stored.items) + num_bytes > MAX_CONVERSATION_BYTES:
-            raise InvalidRequest(
-                f"the conversation would be larger than {MAX_CONVERSATION_BYTES} bytes: begin another one",
-                "items",
-            )
-        add_items(store, stored.owner, conversation_id, items)
+        _check_size(len(stored.items) + check_encodable(items))
+        if not add_items(store, stored.owner, conversation_id, items):
+            raise _not_kept()
         listed: ItemList = {
             "object": "list",
             "data": items,
@@ -116,6 +111,14 @@ def _add_item_routes(router: APIRouter, store: ObjectStore) -> None:
         return JsonReply(stored.shown())
 
 
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_CONVERSATION_BYTES:
+        raise InvalidRequest(
+            f"the conversation would be larger than {MAX_CONVERSATION_BYTES} bytes: send less, or begin another one",
+            "items",
+        )
+
+
 def _index(items: Sequence[Item], item_id: str) -> int:
     for index, item in enumerate(items):
         if item["id"] == item_id:
@@ -123,12 +126,23 @@ def _index(items: Sequence[Item], item_id: str) -> int:
     raise ApiError(404, f"there is no item {item_id[:80]!r} in this conversation", code="item_not_found")
 
 
-def add_items(store: ObjectStore, owner: str | None, conversation_id: str, items: Sequence[Item]) -> None:
-    """Adds to the end what the conversation does not have yet. Raises 404 if it is gone."""
+def _not_kept() -> ApiError:
+    return not_supported(
+        "items",
+        "the server cannot keep this conversation: it is larger than --max-stored-responses-bytes, or "
+        "--max-stored-responses is 0",
+    )
+
+
+def add_items(store: ObjectStore, owner: str | None, conversation_id: str, items: Sequence[Item]) -> bool:
+    """Adds to the end what the conversation does not have yet; False if the store is too small for it.
+
+    Raises 404 if the conversation is gone.
+    """
     stored = store.get(CONVERSATION, owner, conversation_id)
     before = stored.listed_items()
     known = {item["id"] for item in before}
-    store.put_items(stored, [*before, *(item for item in items if item["id"] not in known)])
+    return store.put_items(stored, [*before, *(item for item in items if item["id"] not in known)])
 
 
 class ItemFinder:

@@ -104,7 +104,7 @@ class ObjectStore:
         head: Mapping[str, Any] | None = None,
         events: bytes = b"",
     ) -> bool:
-        """Keeps an object under its id, in the place of one with the same id; False if it is larger than the store."""
+        """Keeps an object under its id, in the place of one with the same id; False if the store is too small for it."""
         object_id = body["id"]
         before = self._stored.get(object_id)
         item_ids = [item.get("id") for item in (*items, *body.get("output", ()))] if kind != CHAT else []
@@ -119,16 +119,16 @@ class ObjectStore:
             tuple(item_id for item_id in item_ids if item_id is not None),
             events,
         )
+        if stored.num_bytes > self.max_bytes or not self.max_objects:
+            return False
         self._drop(object_id)
-        fits = stored.num_bytes <= self.max_bytes and self.max_objects > 0
-        if fits:
-            self._num_made += 1
-            self._stored[object_id] = stored
-            self._used[object_id] = self._clock()
-            self.num_bytes += stored.num_bytes
-            self._by_item.update({(owner, item_id): object_id for item_id in stored.item_ids})
+        self._num_made += 1
+        self._stored[object_id] = stored
+        self._used[object_id] = self._clock()
+        self.num_bytes += stored.num_bytes
+        self._by_item.update({(owner, item_id): object_id for item_id in stored.item_ids})
         self._evict()
-        return fits
+        return True
 
     def get(self, kind: str, owner: str | None, object_id: str, param: str | None = None) -> StoredObject:
         """Raises 404 for an id that is not there, or not this owner's. `param` is the field that names it."""
@@ -167,10 +167,10 @@ class ObjectStore:
         self._evict()
         return updated
 
-    def put_items(self, stored: StoredObject, items: Sequence[Mapping[str, Any]]) -> None:
-        """Puts these items in the place of the object's own."""
+    def put_items(self, stored: StoredObject, items: Sequence[Mapping[str, Any]]) -> bool:
+        """Puts these items in the place of the object's own; False, as `put`, changes nothing."""
         body = msgspec.json.decode(stored.body)
-        self.put(stored.kind, stored.owner, body, items, head=stored.head, events=stored.events)
+        return self.put(stored.kind, stored.owner, body, items, head=stored.head, events=stored.events)
 
     def delete(self, kind: str, owner: str | None, object_id: str) -> None:
         self.get(kind, owner, object_id)

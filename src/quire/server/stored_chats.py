@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.server.access import context_of
+from quire.server.access import add_warning, context_of
 from quire.server.protocol.base import Deleted
 from quire.server.protocol.completions import (
     ChatCompletion,
@@ -31,6 +31,8 @@ async def create_stored_chat(
 ) -> Response:
     """Answers a chat and keeps the answer when it has ended."""
     check_encodable(body.messages, body.metadata)
+    if not service.store.max_objects:
+        add_warning(request, "store has no effect: the server keeps nothing (--max-stored-responses 0)")
     owner = context_of(request).key
     reply = await answer(service, request, body)
 

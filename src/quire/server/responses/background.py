@@ -20,8 +20,8 @@ from quire.server.responses.builder import ResponseBuilder
 from quire.server.translation import TranslatedEvents
 
 log = get_logger(__name__)
-MAX_RUNNING = 256
-MAX_EVENT_BYTES = 8 << 20  # of one response, for readers that come back
+MAX_RUNNING = 128
+MAX_EVENT_BYTES = 4 << 20  # of one response, for readers that come back
 
 
 class Cancelled(Exception):
@@ -165,9 +165,9 @@ class RunningResponse:
         finally:
             generation.close()
             self.held.close()
-            self.keep(self.events.encoded() if self.events is not None else b"")
             if self.events is not None:
                 self.events.end()
+            self.keep(self.events.encoded() if self.events is not None else b"")
 
 
 class BackgroundResponses:
