@@ -301,6 +301,35 @@ def test_a_store_that_is_too_small_says_so_and_loses_nothing():
     run(scene, max_stored_responses_bytes=1200)
 
 
+def test_what_is_stored_and_what_runs_belongs_to_its_key():
+    async def scene(client: Client) -> None:
+        other = client.with_options(api_key="two")
+        chat = await client.chat.completions.create(model="scripted", messages=HI, store=True)
+        made = await client.conversations.create(items=[{"role": "user", "content": "Hi"}])
+        (item,) = (await client.conversations.items.list(made.id)).data
+        running = await client.responses.create(**ASKED, background=True)
+        reference: Any = [{"type": "item_reference", "id": item.id}]
+        assert (await other.chat.completions.list()).data == []
+        for call in (
+            other.chat.completions.retrieve(chat.id),
+            other.chat.completions.update(chat.id, metadata={}),
+            other.chat.completions.messages.list(chat.id),
+            other.conversations.retrieve(made.id),
+            other.conversations.items.list(made.id),
+            other.responses.create(**ASKED, conversation=made.id),
+            other.responses.create(model="scripted", input=reference),
+            other.responses.retrieve(running.id),
+            other.responses.cancel(running.id),
+            other.responses.delete(running.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        assert (await ended(client, running.id)).status == "completed"
+        assert (await client.responses.create(model="scripted", input=reference)).output_text == "Hello"
+
+    run(scene, api_keys=("one", "two"))
+
+
 # Compaction
 
 

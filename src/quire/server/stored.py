@@ -104,7 +104,7 @@ class ObjectStore:
         head: Mapping[str, Any] | None = None,
         events: bytes = b"",
     ) -> bool:
-        """Keeps an object under its id, in the place of one with the same id; False if the store is too small for it."""
+        """Keeps an object, in the place of one with the same id; False if the store is too small for it."""
         object_id = body["id"]
         before = self._stored.get(object_id)
         item_ids = [item.get("id") for item in (*items, *body.get("output", ()))] if kind != CHAT else []
