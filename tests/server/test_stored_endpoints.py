@@ -260,6 +260,12 @@ def test_the_background_is_bounded(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(openai.RateLimitError, match="in the background already"):
             await client.responses.create(**ASKED, background=True)
         await client.responses.cancel(first.id)
+        both = [client.responses.create(**ASKED, background=True) for _ in range(2)]  # at the same time
+        started = await asyncio.gather(*both, return_exceptions=True)
+        assert sum(isinstance(one, openai.RateLimitError) for one in started) == 1
+        for one in started:
+            if not isinstance(one, BaseException):
+                await client.responses.cancel(one.id)
         second = await client.responses.create(**ASKED, background=True)
         await client.responses.cancel(second.id)
         with pytest.raises(openai.RateLimitError, match="bytes of input"):

@@ -51,6 +51,15 @@ class Deleted(TypedDict):
     deleted: bool
 
 
+class ListPage(TypedDict):
+    """What the pages of lists have beside their `data`."""
+
+    object: str
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class InputTokens(TypedDict):
     object: str
     input_tokens: int

@@ -5,7 +5,15 @@ from typing import Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, Metadata, PromptLogprob, RequestBody, SamplingFields, Usage
+from quire.server.protocol.base import (
+    Int,
+    ListPage,
+    Metadata,
+    PromptLogprob,
+    RequestBody,
+    SamplingFields,
+    Usage,
+)
 
 
 class CompletionRequest(SamplingFields):
@@ -178,22 +186,14 @@ class StoredChat(ChatCompletion):
     metadata: dict[str, str]
 
 
-class StoredChatList(TypedDict):
-    object: str
+class StoredChatList(ListPage):
     data: list[StoredChat]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
-class StoredMessageList(TypedDict):
+class StoredMessageList(ListPage):
     """The messages of the request, each with an id."""
 
-    object: str
     data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class FunctionDelta(TypedDict):

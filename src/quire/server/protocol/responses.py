@@ -5,7 +5,7 @@ from typing import Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import ExtraFields, Int, Metadata, ModelName, RequestBody, Stops
+from quire.server.protocol.base import ExtraFields, Int, ListPage, Metadata, ModelName, RequestBody, Stops
 
 # An item of a conversation: a message, a function call, its output or a piece of reasoning. Which fields it has
 # hangs on its `type`, and each kind of item has more forms than one: `responses.convert_request` reads them.
@@ -141,12 +141,8 @@ class ResponseObject(TypedDict):
     conversation: NotRequired[ConversationReference]
 
 
-class ItemList(TypedDict):
-    object: str
+class ItemList(ListPage):
     data: list[Item]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class CompactedResponse(TypedDict):

@@ -190,6 +190,13 @@ class BackgroundResponses:
             )
 
     def start(self, running: RunningResponse) -> None:
+        """Raises 429, and aborts the response, if others have taken the room since `check_room`."""
+        try:
+            self.check_room(running.num_bytes)
+        except ApiError:
+            running.source.generation.close()
+            running.held.close()
+            raise
         response_id = running.builder.response["id"]
         running.add(named_events(running.builder.queue()))
         self._running[response_id] = running
