@@ -278,7 +278,11 @@ def test_a_key_holds_its_place_until_its_background_response_ends():
     async def scene(client: Client) -> None:
         first = await client.responses.create(**ASKED, background=True)
         with pytest.raises(openai.RateLimitError, match="under way"):
-            await client.responses.retrieve(first.id)
+            await client.responses.create(**ASKED)
+        assert (await client.responses.retrieve(first.id)).status in ("queued", "in_progress")
+        assert (await client.responses.cancel(first.id)).status == "cancelled"
+        second = await client.responses.create(**ASKED, background=True)
+        await client.responses.delete(second.id)
 
     run(scene, [[update("Hel")]], api_keys=("one",), max_concurrent_per_key=1)
 

@@ -378,7 +378,9 @@ class RequestMiddleware:
         context.key = self._identified(path, scope)
         receive = _limited(scope, receive, self._max_body_bytes)
         with context.held as held:
-            held.enter_context(self._keys.hold(context.key if path not in OPEN_PATHS else None))
+            # Reads and cancellations are always possible, also for a key whose background responses fill its limit.
+            if scope["method"] == "POST" and not path.endswith("/cancel"):
+                held.enter_context(self._keys.hold(context.key))
             if not needs_admin(scope["method"], path):
                 context.allowance = self._rates.of(context.key)
             if scope["method"] == "POST":  # reads are free
