@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -86,6 +87,21 @@ def _loading(server):
     assert server.post(unload, json={"lora_name": "new"}, headers=OPERATOR).status_code == 200
     assert server.chat_error(404, model="new")["param"] == "model"
     assert server.error(unload, 400, json={"lora_name": "new"}, headers=OPERATOR)["param"] == "lora_name"
+    _deleting(server)
+
+
+def _deleting(server):
+    body = {"lora_name": "org/new", "lora_path": "spare"}
+    assert server.post("/v1/load_lora_adapter", json=body, headers=OPERATOR).status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        server.client().models.delete("org/new")
+    operator = server.client(api_key=ADMIN_KEY)
+    assert operator.models.delete("org/new").deleted
+    for name, kind in (("org/new", openai.NotFoundError), (MODEL, openai.BadRequestError)):
+        with pytest.raises(kind) as refused:
+            operator.models.delete(name)
+        assert refused.value.param == "model"
+    assert _answer(server, MODEL)
 
 
 def _refusing(server):

@@ -22,6 +22,10 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 
 
+def document(kind: str, **source: Any) -> dict[str, Any]:
+    return {"type": "document", "source": {"type": kind, **source}}
+
+
 def fields(messages: Any = HI, **more: Any) -> dict[str, Any]:
     return chat_fields(MessageRequest(messages=messages, **{"max_tokens": 5, **more}))
 
@@ -53,6 +57,21 @@ def test_fields_get_the_names_that_chats_have_for_them():
     assert "tools" not in got
     assert "continue_final_message" not in got
     assert fields(thinking={"type": "disabled"})["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_documents_of_text_become_text():
+    plain = {
+        **document("text", media_type="text/plain", data="Body"),
+        "title": "Title",
+        "context": "From 1999.",
+    }
+    parts = document("content", content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+    said = [{"role": "user", "content": [plain, parts, {"type": "text", "text": "Hm?"}]}]
+    content = fields(said)["messages"][0]["content"]
+    assert [part["text"] for part in content] == ["Title\nFrom 1999.\nBody", "a\nb", "Hm?"]
+    pdf = document("base64", media_type="application/pdf", data="JVBER")
+    with pytest.raises(ApiError, match=r"application/pdf.*send their text"):
+        fields([{"role": "user", "content": [pdf]}])
 
 
 def test_tools_their_uses_and_their_results_become_calls():
@@ -117,6 +136,13 @@ def test_an_answer_that_the_caller_began_is_continued():
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [document("base64", data="x")]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [document("url", url="x")]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [document("text", data=5)]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [document("content", content=[document("text")])]}]},
+            "messages",
+        ),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages"),
         ({"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "messages"),
         ({"messages": [*HI, {"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages"),

@@ -23,7 +23,7 @@ from quire.engine.validation import Limits
 from quire.link.client import EngineClient
 from quire.link.messages import Described, Ready
 from quire.server.metrics import Metrics
-from quire.server.responses.endpoints import ResponseStore
+from quire.server.stored import ObjectStore
 
 # name | type | labels beside model_name | help
 HTTP = """
@@ -36,7 +36,7 @@ request_decode_time_seconds | histogram |  | From the first token to the last.
 prompt_tokens_total | counter |  | Prompt tokens of answered requests.
 generation_tokens_total | counter |  | Tokens that were generated.
 requests_disconnected_total | counter |  | Requests whose client left.
-stored_responses | gauge |  | Responses that are kept in memory.
+stored_responses | gauge |  | Responses, chat completions and conversations that are kept in memory.
 stored_responses_bytes | gauge |  | Their size.
 request_success_total | counter | finished_reason | Sequences that ended, by reason.
 embeddings_total | counter | embedding_model | Texts that were embedded.
@@ -141,7 +141,7 @@ def encoder() -> EngineClient:
 def metrics() -> Metrics:
     """With every metric of the HTTP side used once."""
     metrics = Metrics()
-    ResponseStore(1, 1, metrics.registry)
+    ObjectStore(1, 1, registry=metrics.registry)
     metrics.first_token(0.5, 0.1, 0.2, 7)
     metrics.gap(0.03, 3)
     metrics.generated(3)

@@ -209,8 +209,9 @@ def test_too_long_a_conversation_is_refused_or_loses_its_oldest_turns(client: op
         ({"temperature": -1}, "temperature"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"stop": ["x"] * 100}, "stop"),
-        ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
+        ({"background": True, "store": False}, "background"),
+        ({"conversation": "c", "previous_response_id": "r"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"truncation": "sometimes"}, "truncation"),
         ({"metadata": {"a": 1}}, "metadata.a"),
@@ -257,3 +258,21 @@ def test_wrong_questions_about_kept_responses_are_named(server: RunningServer, c
     assert client.models.list().data[0].id == MODEL
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="gpt-17", input="Hi")
+
+
+def test_a_background_stream_outlives_its_reader_and_is_cancelled(
+    server: RunningServer, client: openai.OpenAI
+):
+    settings: Any = {"max_output_tokens": 6000, "extra_body": {"ignore_eos": True}}  # takes a minute
+    stream = client.responses.create(model=MODEL, input="Hi", background=True, stream=True, **settings)
+    created = next(stream)
+    assert next(stream).type == "response.queued"
+    stream.close()
+    again = client.responses.retrieve(created.response.id, stream=True, starting_after=1)
+    assert (event := next(again)).type == "response.in_progress"
+    assert event.sequence_number == 2
+    assert client.responses.retrieve(event.response.id).status == "in_progress"
+    assert client.responses.cancel(event.response.id).status == "cancelled"
+    assert [event.type for event in again][-1] == "response.cancelled"
+    assert client.responses.retrieve(event.response.id).status == "cancelled"
+    server.wait_idle()

@@ -4,18 +4,17 @@ import asyncio
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from quire.core.errors import ConfigError, FieldName, InvalidRequest
+from quire.core.errors import FieldName, InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.server.errors import ApiError
 from quire.server.protocol.base import Usage
 from quire.server.protocol.responses import ResponseRequest
 from quire.server.responses.builder import ResponseBuilder, new_response
 from quire.server.responses.convert_request import chat_fields, chat_messages, read_items, refuse_unsupported
-from quire.server.responses.endpoints import ResponseStore, drop_oldest_turns
-from quire.server.settings import ServerSettings
-from quire.server.translation import check_encodable, renamed_errors
+from quire.server.responses.endpoints import drop_oldest_turns
+from quire.server.stored import check_encodable
+from quire.server.translation import renamed_errors
 
 USAGE: Usage = {
     "prompt_tokens": 5,
@@ -174,8 +173,7 @@ def test_tools_and_choices_nest_as_chats_want_them():
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "tools"),
@@ -344,61 +342,6 @@ def test_a_fault_ends_the_stream_with_a_failed_response():
     assert event["response"]["error"] == {"code": "server_error", "message": "the engine died"}
     assert event["response"]["output"][0]["status"] == "incomplete"
     assert kinds(draft().fail(ApiError(500, "at once"))) == ["created", "in_progress", "failed"]
-
-
-# The store
-
-
-def stored(name: str, size: int = 1) -> Any:
-    return {"id": name, "output": [{"text": "x" * size}]}
-
-
-def test_the_least_recently_used_go_first():
-    registry = CollectorRegistry()
-    store = ResponseStore(2, 10_000, registry)
-    store.put(None, stored("a"), [])
-    store.put(None, stored("b"), [{"id": "i"}])
-    assert store.get(None, "a").conversation() == [{"text": "x"}]
-    store.put(None, stored("c"), [])
-    with pytest.raises(ApiError, match="no response 'b'") as caught:
-        store.get(None, "b", "previous_response_id")
-    assert (caught.value.status, caught.value.param) == (404, "previous_response_id")
-    assert [len(store), store.get(None, "a").owner] == [2, None]
-    assert registry.get_sample_value("quire_stored_responses") == 2
-
-
-def test_bytes_are_bounded_and_counted_back():
-    store = ResponseStore(100, 1000)
-    for index in range(10):
-        store.put(None, stored(str(index), 300), [])
-        assert store.num_bytes <= 1000
-    assert len(store) == 2
-    store.put(None, stored("large", 2000), [])
-    assert len(store) == 2
-    store.put(None, stored("9", 10), [])  # again, smaller
-    store.delete(None, "8")
-    store.delete(None, "9")
-    assert (len(store), store.num_bytes) == (0, 0)
-    nothing = ResponseStore(0, 1000)
-    nothing.put(None, stored("a"), [])
-    assert len(nothing) == 0
-
-
-def test_a_store_of_less_than_nothing_is_refused():
-    for name in ("max_stored_responses", "max_stored_responses_bytes"):
-        with pytest.raises(ConfigError, match=name):
-            ServerSettings(**{name: -1})
-
-
-def test_a_response_is_its_keys_own():
-    store = ResponseStore(10, 1000)
-    store.put("key-1", stored("a"), [])
-    for other in ("key-2", None):
-        with pytest.raises(ApiError):
-            store.get(other, "a")
-        with pytest.raises(ApiError):
-            store.delete(other, "a")
-    assert store.get("key-1", "a")
 
 
 # Truncation

@@ -226,7 +226,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
             {"input": LONG},
             {"input": []},
             {"input": [{"type": "message", "role": "x", "content": "a"}]},
-            {"background": True},
+            {"background": True, "store": False},
             {"text": {"format": {"type": "xml"}}},
             {"text": {"format": {"type": "json_schema"}}},
             {"text": {"format": {"type": "json_schema", "schema": {"type": "object"}, "strict": "yes"}}},

@@ -157,9 +157,11 @@ def _add_limits(group: FlagGroup) -> None:
         "engine_timeout": (float, f"{step} (default: {DEFAULTS.engine_timeout:g})"),
         "max_stored_responses": (
             int,
-            f"responses of /v1/responses kept in memory (default: {DEFAULTS.max_stored_responses})",
+            "responses, chat completions (store: true) and conversations kept in memory "
+            f"(default: {DEFAULTS.max_stored_responses})",
         ),
-        "max_stored_responses_bytes": (parse_bytes, "maximum size of stored responses (default: 256MiB)"),
+        "max_stored_responses_bytes": (parse_bytes, "their maximum size (default: 256MiB)"),
+        "max_stored_responses_seconds": (float, "seconds for which unused ones are kept (default: 30 days)"),
         "shutdown_timeout": (
             float,
             f"seconds to finish running requests after SIGTERM (default: {DEFAULTS.shutdown_timeout:g})",

@@ -7,8 +7,8 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 Clock = Callable[[], float]
+MAX_WARNINGS = 8  # of one response
+MAX_WARNING_CHARACTERS = 400
+_UNPRINTABLE = re.compile(r"[^ -~]")
 _KINDS = ("requests", "tokens")
 RATE_HEADERS = tuple(
     f"x-ratelimit-{part}-{kind}" for part in ("limit", "remaining", "reset") for kind in _KINDS
@@ -235,7 +238,9 @@ class RequestContext:
     allowance: Allowance = field(default_factory=Allowance)  # what that key may still have this minute
     keep_alive: float = 15.0  # seconds of silence on a stream before a comment is sent; 0: never
     arrival: float = field(default_factory=time.monotonic)
+    held: ExitStack = field(default_factory=ExitStack)  # the request's place among those of its key
     facts: dict[str, object] = field(default_factory=dict)  # for the log line: token counts, finish reasons
+    warnings: list[str] = field(default_factory=list)  # for the response's headers; `add_warning` adds them
 
     def note_error(self, error: ApiError) -> None:
         """For the log and the trace: which error ended it."""
@@ -244,6 +249,24 @@ class RequestContext:
 
 def context_of(request: Request) -> RequestContext:
     return request.scope["quire.context"]
+
+
+def add_warning(request: Request, message: str) -> None:
+    """Says in a `Warning` header what of the request has no effect. Only before the response begins.
+
+    At most MAX_WARNINGS are sent, each once, as printable ASCII of at most MAX_WARNING_CHARACTERS.
+    """
+    warnings = context_of(request).warnings
+    shown = _UNPRINTABLE.sub("?", message)[:MAX_WARNING_CHARACTERS]
+    if shown not in warnings and len(warnings) < MAX_WARNINGS:
+        warnings.append(shown)
+
+
+def warn_without_effect(request: Request, body: object, names: Mapping[str, str]) -> None:
+    """Warns of each of these fields that a request has set; `names` says why it has no effect."""
+    for name, reason in names.items():
+        if getattr(body, name) not in (None, False):
+            add_warning(request, f"{name} has no effect: {reason}")
 
 
 def path_of(scope: Scope) -> str:
@@ -256,7 +279,7 @@ def error_reply(scope: Scope, error: ApiError) -> JsonReply:
     """An error in the shape of the API that the path belongs to."""
     context: RequestContext = scope["quire.context"]
     context.note_error(error)
-    if not speaks_anthropic(path_of(scope)):
+    if not speaks_anthropic(path_of(scope), scope["headers"]):
         return JsonReply(error.body(), status_code=error.status, headers=error.headers)
     body = anthropic_body(error, context.request_id)
     headers = {**error.headers, REQUEST_ID: context.request_id}
@@ -275,11 +298,27 @@ async def until_gone(receive: Receive) -> None:
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Probes, scrapers and documents ask without a key; everything else needs one where keys are set.
 OPEN_PATHS = frozenset(
-    {"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect"}
+    {"/", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect"}
 )
 ADMIN_PATHS = frozenset(
     {"/reset_prefix_cache", "/check_integrity", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 )
+_WITHOUT_VERSION = re.compile(
+    r"/(chat/completions|completions|embeddings|models|responses|conversations|messages)(/|$)"
+)
+
+
+def needs_admin(method: str, path: str) -> bool:
+    """Whether this is an operators' call: one that changes the server for all keys."""
+    return path in ADMIN_PATHS or (method == "DELETE" and path.startswith("/v1/models/"))
+
+
+def _add_version(scope: Scope) -> None:
+    """Clients whose base URL lacks /v1 mean the same paths."""
+    path = path_of(scope)
+    if _WITHOUT_VERSION.match(path):
+        root = scope["path"].removesuffix(path)
+        scope["path"] = f"{root}/v1{path}"
 
 
 class RequestMiddleware:
@@ -316,6 +355,7 @@ class RequestMiddleware:
             return
         if self._root_path:
             scope["root_path"] = self._root_path  # routing takes it off again where a proxy left it on
+        _add_version(scope)
         context = RequestContext(_request_id(scope), keep_alive=self._keep_alive)
         scope["quire.context"] = context
         response = _Response(send, context)
@@ -337,8 +377,11 @@ class RequestMiddleware:
         path = path_of(scope)
         context.key = self._identified(path, scope)
         receive = _limited(scope, receive, self._max_body_bytes)
-        with self._keys.hold(context.key if path not in OPEN_PATHS else None):
-            if path not in ADMIN_PATHS:
+        with context.held as held:
+            # Reads and cancellations are always possible, also for a key whose background responses fill its limit.
+            if scope["method"] == "POST" and not path.endswith("/cancel"):
+                held.enter_context(self._keys.hold(context.key))
+            if not needs_admin(scope["method"], path):
                 context.allowance = self._rates.of(context.key)
             if scope["method"] == "POST":  # reads are free
                 self._take_request(context)
@@ -354,14 +397,15 @@ class RequestMiddleware:
     def _identified(self, path: str, scope: Scope) -> str | None:
         if path in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
-        if path in ADMIN_PATHS and not self._admin:
+        is_admin = needs_admin(scope["method"], path)
+        if is_admin and not self._admin:
             raise ApiError(403, "operators' calls are off: start the server with --admin-key to allow them")
-        keys = self._admin if path in ADMIN_PATHS else self._keys
+        keys = self._admin if is_admin else self._keys
         if not keys:
             return None
         name = keys.identify(offered_key(scope["headers"]))
         if name is None:
-            wanted = "the admin key" if path in ADMIN_PATHS else "an API key"
+            wanted = "the admin key" if is_admin else "an API key"
             raise ApiError(
                 401,
                 f"this needs {wanted}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
@@ -390,7 +434,7 @@ class RequestMiddleware:
 
 
 class _Response:
-    """Adds the request's id and its key's rate limits to the response's headers; remembers the status."""
+    """Adds the request's id, its warnings and its key's rate limits to the response's headers; remembers the status."""
 
     def __init__(self, send: Send, context: RequestContext) -> None:
         self._send = send
@@ -404,12 +448,20 @@ class _Response:
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = self._context.request_id
             headers.update(self._context.allowance.headers())
+            for warning in self._context.warnings:
+                headers.append("Warning", f"299 quire {_quoted(warning)}")
         return self._send(message)
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """A response that has begun cannot be taken back: it ends where it is."""
         if self.status == 499:
             await error_reply(scope, error)(scope, receive, self.send)
+
+
+def _quoted(text: str) -> str:
+    """A quoted-string of HTTP."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:

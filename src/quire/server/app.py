@@ -1,9 +1,12 @@
 """create_app: endpoints, error shapes and middleware, put together."""
 
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -11,22 +14,28 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.errors import QuireError
 from quire.observe.logs import get_logger
-from quire.server.access import RATE_HEADERS, Keys, Rates, RequestMiddleware, context_of, error_reply
+from quire.server.access import RATE_HEADERS, Keys, Rates, RequestMiddleware, context_of, error_reply, path_of
 from quire.server.chat import chat_router
 from quire.server.completions import completions_router
+from quire.server.conversations import conversations_router
 from quire.server.embeddings import embeddings_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
 from quire.server.operations import operations_router
+from quire.server.responses.compact import compact_router
 from quire.server.responses.endpoints import responses_router
 from quire.server.service import Service
+from quire.server.stored_chats import stored_chats_router
 
 log = get_logger(__name__)
 ROUTERS = (
     chat_router,
+    stored_chats_router,
     completions_router,
+    compact_router,
     responses_router,
+    conversations_router,
     messages_router,
     embeddings_router,
     models_router,
@@ -38,11 +47,13 @@ ROUTERS = (
 def create_app(service: Service) -> FastAPI:
     settings = service.settings
     app = FastAPI(title="Quire", version=__version__, redoc_url=None)
-    for router in ROUTERS:
-        app.include_router(router(service))
+    routers = [router(service) for router in ROUTERS]
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    for router in (_literal_paths(routes), *routers):
+        app.include_router(router)
     app.openapi = lambda: without_422(app)  # type: ignore[method-assign]
     app.add_exception_handler(RequestValidationError, _on_validation)
-    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(HTTPException, partial(_on_http, routes))
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(QuireError, _on_error)
     app.add_exception_handler(ClientGone, _on_gone)
@@ -64,7 +75,7 @@ def create_app(service: Service) -> FastAPI:
             allow_origins=list(settings.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
+            expose_headers=["X-Request-Id", "Retry-After", "Warning", *RATE_HEADERS],
         )
     return app
 
@@ -74,22 +85,43 @@ async def _on_validation(request: Request, error: Exception) -> Response:
     return error_reply(request.scope, as_api_error(from_validation(error.errors(), error.body)))
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
+def _allowed(routes: Iterable[APIRoute], path: str) -> set[str]:
+    """The methods of a path; of one without parameters, if several match."""
+    matching = [route for route in routes if route.path_regex.match(path)]
+    literal = [route for route in matching if "{" not in route.path]
+    return {method for route in literal or matching for method in route.methods or ()}
+
+
+def _literal_paths(routes: Sequence[APIRoute]) -> APIRouter:
+    """Refuses other methods of paths that a path with a parameter would take: /compact is no response's id."""
+    router = APIRouter(include_in_schema=False)
+
+    async def refuse() -> None:
+        raise HTTPException(405)
+
+    for path in {route.path for route in routes if "{" not in route.path}:
+        taken = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
+        if others := taken - _allowed(routes, path):
+            router.add_api_route(path, refuse, methods=sorted(others))
+    return router
+
+
+async def _on_http(routes: Sequence[APIRoute], request: Request, error: Exception) -> Response:
     """Errors of Starlette and FastAPI: no such path, a wrong method, an unreadable body."""
     assert isinstance(error, HTTPException)
     cause = error.__cause__
     if isinstance(cause, ApiError):  # raised while the body was read
         return error_reply(request.scope, cause)
-    code, message = None, str(error.detail)
+    code, message, headers = None, str(error.detail), dict(error.headers or {})
     if error.status_code == 404:
         code, message = "not_found", f"there is no {request.url.path} here: GET /docs shows what there is"
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        code, message = (
-            "method_not_allowed",
-            f"{request.url.path} does not take {request.method}: use {allowed}",
-        )
-    shown = ApiError(error.status_code, message, code=code, headers=error.headers)
+        allowed = sorted(_allowed(routes, path_of(request.scope)))
+        if allowed:  # else it is a path of the documents, and Starlette knows its methods
+            headers["Allow"] = ", ".join(allowed)
+        code = "method_not_allowed"
+        message = f"{request.url.path} does not take {request.method}: use {headers.get('Allow', 'GET')}"
+    shown = ApiError(error.status_code, message, code=code, headers=headers)
     return error_reply(request.scope, shown)
 
 

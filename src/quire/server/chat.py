@@ -2,17 +2,20 @@
 
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
+from quire.server.access import add_warning, warn_without_effect
 from quire.server.errors import ApiError, not_supported
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.protocol.base import Usage
+from quire.server.protocol.base import InputTokens, Usage
 from quire.server.protocol.completions import (
+    CHAT_WITHOUT_EFFECT,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -36,6 +39,7 @@ from quire.server.reply import (
 )
 from quire.server.sampling import chat_sampling
 from quire.server.service import ServedModel, Service
+from quire.server.stored_chats import create_stored_chat
 from quire.server.tools import ToolPlan, tool_plan
 from quire.text.answer import AnswerSequence
 from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning
@@ -50,10 +54,23 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", responses={**answers(ChatCompletion, ChatCompletionChunk), **ERRORS})
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation, whole or in pieces."""
+        warn_without_effect(request, body, CHAT_WITHOUT_EFFECT)
+        if body.modalities is not None and body.modalities != ["text"]:
+            _check_modalities(request, body.modalities)
+        if body.store:
+            return await create_stored_chat(service, request, body, answer_chat)
         reply = await answer_chat(service, request, body)
         if body.stream:
             return EventStream(reply, reply.response_id)
         return JsonReply(await reply.whole())
+
+    @router.post("/v1/chat/completions/input_tokens", responses={**answers(InputTokens), **ERRORS})
+    async def count_input_tokens(body: ChatCompletionRequest) -> Response:
+        """How many tokens a chat's prompt would have."""
+        _refuse_unsupported(body, service.settings.trust_request_chat_template)
+        prompt = await chat_prompt(service.model_named(body.model), body, chat_tools(body))
+        count: InputTokens = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        return JsonReply(count)
 
     return router
 
@@ -106,6 +123,7 @@ async def chat_prompt(
         tools=plan.shown if plan is not None else (),
         variables={
             **({"documents": body.documents} if body.documents else {}),
+            **effort_variables(body.reasoning_effort),
             **(body.chat_template_kwargs or {}),
         },
     )
@@ -138,6 +156,19 @@ def _refuse_unsupported(body: ChatCompletionRequest, trust_template: bool) -> No
             "chat_template",
             "a request's own chat template is not accepted: start the server with --trust-request-chat-template",
         )
+
+
+def _check_modalities(request: Request, modalities: Sequence[str]) -> None:
+    if "text" not in modalities:
+        raise not_supported("modalities", f"modalities={modalities!r}: answers are text: give ['text']")
+    add_warning(request, "modalities has no effect: answers are text")
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """The names by which templates know how hard to think; others ignore them."""
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {} if effort is None else {"reasoning_effort": effort}
 
 
 # ---------------------------------------------------------------------- replies
@@ -188,6 +219,10 @@ class ChatReply:
     async def whole(self) -> ChatCompletion:
         """The answer, when its last token has come."""
         await self.generation.finish()
+        return self.completion()
+
+    def completion(self) -> ChatCompletion:
+        """The answer of a generation that has ended."""
         answer = self.generation.answers[0]
         choices = [self._whole_choice(index, sequence) for index, sequence in enumerate(answer.best)]
         whole: ChatCompletion = {**self._head, "choices": choices, "usage": self.usage()}

@@ -1,6 +1,6 @@
 """Errors as HTTP responses: a status, and the body of the API that the path belongs to, OpenAI's or Anthropic's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError, renamed_field
@@ -139,9 +139,11 @@ _ANTHROPIC_KINDS = {
 }
 
 
-def speaks_anthropic(path: str) -> bool:
-    """Whether the path belongs to Anthropic's API."""
-    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+def speaks_anthropic(path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> bool:
+    """Whether the path belongs to Anthropic's API; that of models does for clients with Anthropic's header."""
+    if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"):
+        return True
+    return path.startswith("/v1/models") and any(name == b"anthropic-version" for name, _ in headers)
 
 
 def anthropic_body(error: ApiError, request_id: str) -> MessageErrorBody:

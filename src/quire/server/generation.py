@@ -139,6 +139,10 @@ class Generation:
         finally:
             self.close()
 
+    def fail(self, fault: Exception) -> None:
+        """Aborts what has not ended; the next `take` without an update raises `fault`."""
+        self._stream.fail(fault)
+
     def close(self) -> None:
         """Aborts what has not ended. Calling it twice is fine."""
         self._stream.close()

@@ -352,12 +352,35 @@ def _texts(content: Any, path: str) -> str:
 
 
 def _text(block: Block, path: str) -> str:
+    if block["type"] == "document":
+        return _document(block, path)
     if block["type"] != "text":
         raise not_supported(
             path.split("[")[0].split(".")[0],
             f"{path} has type {block['type']!r}, which is not supported here: send text",
         )
     return string_field(block, "text", path)
+
+
+def _document(block: Block, path: str) -> str:
+    """The title, the context and the text of a document, one after another."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind not in ("text", "content"):
+        media = source.get("media_type") if isinstance(source, Mapping) else None
+        raise not_supported(
+            path.split("[")[0].split(".")[0],
+            f"{path}.source has type {kind!r}{f' ({media})' if media else ''}: only documents of text are supported: "
+            "send their text, with a source of type 'text' or 'content'",
+        )
+    lines = [string_field(block, name, path) for name in ("title", "context") if block.get(name) is not None]
+    if kind == "text":
+        return "\n".join([*lines, string_field(source, "data", f"{path}.source")])
+    blocks = _blocks(source.get("content"), f"{path}.source.content")
+    nested = next((index for index, inner in enumerate(blocks) if inner["type"] == "document"), None)
+    if nested is not None:
+        raise InvalidRequest.at(f"{path}.source.content[{nested}]", "is a document in a document: send text")
+    return "\n".join([*lines, _texts(blocks, f"{path}.source.content")])
 
 
 # ---------------------------------------------------------------------- settings

@@ -1,13 +1,22 @@
-"""GET /v1/models and /v1/models/{id}; POST /tokenize and /detokenize."""
+"""/v1/models and /v1/models/{id}; POST /tokenize and /detokenize, GET /tokenizer_info."""
 
-from fastapi import APIRouter
-from starlette.responses import Response
+from datetime import UTC, datetime
+
+from fastapi import APIRouter, Request
+from starlette.datastructures import QueryParams
+from starlette.responses import JSONResponse, Response
 
 from quire.core.errors import InvalidRequest
+from quire.server.access import path_of
 from quire.server.encoders import ServedEncoder
+from quire.server.errors import speaks_anthropic
 from quire.server.logprobs import token_text
+from quire.server.operations import engine_call
 from quire.server.prompts import PromptMaker
+from quire.server.protocol.base import Deleted
 from quire.server.protocol.models import (
+    AnthropicModel,
+    AnthropicModelList,
     Detokenized,
     DetokenizeRequest,
     Model,
@@ -17,6 +26,7 @@ from quire.server.protocol.models import (
 )
 from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.service import ServedModel, Service
+from quire.server.stored import page_limit
 from quire.server.tools import checked_tools
 from quire.text.prompts import PreparedPrompt
 
@@ -25,7 +35,7 @@ def models_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["models"])
 
     @router.get("/v1/models", responses={**answers(ModelList), **ERRORS})
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
         """All that a request may name; an embedding model under the first of its names."""
         data: list[Model] = []
         if service.encoders.main is None:
@@ -33,18 +43,72 @@ def models_router(service: Service) -> APIRouter:
             data = [_described(name, model) for name in model.names]
             data += [_described(name, model, model.names[0]) for name in service.client.adapters.names()]
         data += [_described(encoder.names[0], encoder) for encoder in service.encoders.all]
+        if _for_anthropic(request):
+            return JsonReply(_anthropic_page(data, request.query_params))
         listed: ModelList = {"object": "list", "data": data}
         return JsonReply(listed)
 
     @router.get("/v1/models/{model_id:path}", responses={**answers(Model), **ERRORS})
-    async def retrieve_model(model_id: str) -> Response:
+    async def retrieve_model(model_id: str, request: Request) -> Response:
         if service.encoders.knows(model_id):
-            return JsonReply(_described(model_id, service.encoders.find(model_id)))
-        model = service.model_named(model_id)
-        is_adapter = service.adapter_named(model_id) is not None
-        return JsonReply(_described(model_id, model, model.names[0] if is_adapter else None))
+            described = _described(model_id, service.encoders.find(model_id))
+        else:
+            model = service.model_named(model_id)
+            is_adapter = service.adapter_named(model_id) is not None
+            described = _described(model_id, model, model.names[0] if is_adapter else None)
+        return JsonReply(_anthropic_model(described) if _for_anthropic(request) else described)
+
+    @router.delete("/v1/models/{model_id:path}", responses={**answers(Deleted), **ERRORS})
+    async def delete_model(model_id: str) -> Response:
+        """Unloads an adapter, with the admin key; requests that run with it go on."""
+        if service.encoders.knows(model_id) or not service.client.adapters.knows(model_id):
+            if not service.encoders.knows(model_id):
+                service.model_named(model_id)  # 404 for an unknown name
+            raise InvalidRequest(f"{model_id} is no adapter: only adapters can be deleted", "model")
+        with engine_call():
+            await service.client.unload_adapter(model_id)
+        gone: Deleted = {"id": model_id, "object": "model", "deleted": True}
+        return JsonReply(gone)
 
     return router
+
+
+def _for_anthropic(request: Request) -> bool:
+    return speaks_anthropic(path_of(request.scope), request.scope["headers"])
+
+
+def _anthropic_model(model: Model) -> AnthropicModel:
+    created = datetime.fromtimestamp(model["created"], UTC)
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": model.get("max_model_len"),
+        "max_tokens": model.get("max_model_len"),
+    }
+
+
+def _anthropic_page(models: list[Model], query: QueryParams) -> AnthropicModelList:
+    """One page, by the query's limit and after_id or before_id."""
+    limit = page_limit(query.get("limit", "20"), 1000)
+    ids = [model["id"] for model in models]
+    for name in ("after_id", "before_id"):
+        if name in query and query[name] not in ids:
+            raise InvalidRequest(f"{name}={query[name][:80]!r} is no model of this server", name)
+    start = ids.index(query["after_id"]) + 1 if "after_id" in query else 0
+    end = start + limit
+    if "before_id" in query:
+        end = ids.index(query["before_id"])
+        start = max(start, end - limit)
+    shown = models[start:end]
+    return {
+        "data": [_anthropic_model(model) for model in shown],
+        "has_more": start > 0 if "before_id" in query else end < len(models),
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+    }
 
 
 def _described(name: str, model: ServedModel | ServedEncoder, parent: str | None = None) -> Model:
@@ -75,6 +139,15 @@ def tokens_router(service: Service) -> APIRouter:
                 token_text(token_id, model.prompts.tokenizer) for token_id in token_ids
             ]
         return JsonReply(tokenized)
+
+    @router.get("/tokenizer_info", responses=ERRORS)
+    async def tokenizer_info() -> Response:
+        """The model's tokenizer_config.json, its chat template included, in vLLM's shape."""
+        described = service.model.ready.described
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **described.tokenizer_config}
+        if "chat_template" in described.template_config:
+            config["chat_template"] = described.template_config["chat_template"]
+        return JSONResponse(config)  # its numbers may be larger than msgspec writes
 
     @router.post("/detokenize", responses={**answers(Detokenized), **ERRORS})
     async def detokenize(body: DetokenizeRequest) -> Response:

@@ -28,11 +28,19 @@ def operations_router(service: Service) -> APIRouter:
     """Reads are for probes, scrapers and people; every POST needs the admin key."""
     router = APIRouter(tags=["operations"])
 
+    @router.head("/", include_in_schema=False)
+    @router.get("/")
+    async def root() -> Response:
+        """What answers here."""
+        return JsonReply({"name": "quire", "version": __version__, "docs": "/docs"})
+
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", responses={503: {"description": "The engine cannot be started."}})
     async def health() -> Response:
         """Alive: the server answers, and an engine that died is being restarted."""
         return JsonReply({"status": service.status}, status_code=503 if service.is_sick else 200)
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", responses={503: {"description": "Not now; `status` says why."}})
     async def ready() -> Response:
         """Able to serve a request now."""
@@ -50,14 +58,14 @@ def operations_router(service: Service) -> APIRouter:
     @router.post("/reset_prefix_cache", responses=ERRORS)
     async def reset_prefix_cache() -> Response:
         """Drops all cached prefixes; running requests go on."""
-        with _engine_call():
+        with engine_call():
             await service.client.reset_prefix_cache()
         return JsonReply({"status": "ok"})
 
     @router.post("/check_integrity", responses=ERRORS)
     async def check_integrity() -> Response:
         """Recounts every block of the pool, and returns how many are in use."""
-        with _engine_call():
+        with engine_call():
             wrong = await service.client.check_integrity()
         if wrong is not None:
             raise ApiError(500, f"the pool is not whole: {wrong}", code="integrity")
@@ -81,14 +89,14 @@ def operations_router(service: Service) -> APIRouter:
         service.refuse_if_draining()
         if body.lora_name in service.model.names:
             raise InvalidRequest(f"{body.lora_name} is the model itself: choose another name", "lora_name")
-        with _engine_call():
+        with engine_call():
             await service.client.load_adapter(body.lora_name, body.lora_path)
         return JsonReply({"status": "ok", "lora_name": body.lora_name})
 
     @router.post("/v1/unload_lora_adapter", responses=ERRORS)
     async def unload_lora_adapter(body: UnloadLora) -> Response:
         """Removes an adapter, also one that is still being loaded; requests that run with it go on."""
-        with _engine_call():
+        with engine_call():
             await service.client.unload_adapter(body.lora_name)
         return JsonReply({"status": "ok", "lora_name": body.lora_name})
 
@@ -96,7 +104,7 @@ def operations_router(service: Service) -> APIRouter:
 
 
 @contextmanager
-def _engine_call() -> Iterator[None]:
+def engine_call() -> Iterator[None]:
     """An engine that is down makes a call unavailable, not failed."""
     try:
         yield

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -14,9 +14,6 @@ from quire.observe.logs import get_logger
 from quire.server.errors import ApiError, ClientGone, as_api_error
 from quire.server.protocol.base import ErrorBody
 from quire.server.protocol.completions import AnswerHead
-
-if TYPE_CHECKING:  # generation.py imports access.py, which imports this module
-    from quire.server.generation import Generation
 
 REQUEST_ID = "request-id"  # the header in which Anthropic's clients look for it
 FINGERPRINT = f"quire-{__version__}"  # the same program gives the same tokens for the same seed
@@ -100,10 +97,22 @@ class TextEvent:
         return b"".join(self._whole)  # a copy, without the tuple of arguments that bytes() takes
 
 
+class Awaited(Protocol):
+    """What a stream waits for: a Generation, or the events of one that runs in the background."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def wait(self) -> Awaitable[None]: ...
+
+    def close(self) -> None: ...
+
+
 class EventSource(Protocol):
     """A generation's answers as the events of one API."""
 
-    generation: "Generation"
+    @property
+    def generation(self) -> Awaited: ...
 
     def take(self) -> bytes:
         """The events for what has come since the last call; empty if nothing can be shown yet."""

@@ -167,7 +167,7 @@ def _report(service: Service, listener: socket.socket) -> None:
     tokens = f" or {settings.max_queue_tokens:,} prompt tokens" if settings.max_queue_tokens else ""
     log.info("queue     %s requests%s, then 429", f"{settings.max_queue_requests:,}", tokens)
     log.info(
-        "stored    %s responses or %s MB of /v1/responses in memory",
+        "stored    %s responses, chat completions and conversations or %s MB in memory",
         f"{settings.max_stored_responses:,}",
         f"{settings.max_stored_responses_bytes / 1e6:,.0f}",
     )

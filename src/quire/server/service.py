@@ -21,6 +21,7 @@ from quire.server.metrics import Metrics
 from quire.server.prompts import PromptMaker
 from quire.server.protocol.base import SamplingFields
 from quire.server.settings import ServerSettings
+from quire.server.stored import ObjectStore
 from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt, ready_to_sample
 from quire.weights.architectures import is_encoder
@@ -47,6 +48,12 @@ class Service:
         self.encoders = encoders or Encoders(settings)
         self.settings = settings
         self.metrics = Metrics()
+        self.store = ObjectStore(
+            settings.max_stored_responses,
+            settings.max_stored_responses_bytes,
+            settings.max_stored_responses_seconds,
+            self.metrics.registry,
+        )
         self.traces = open_traces(settings.otlp_traces_endpoint)
         self.draining = False
         self._model: ServedModel | None = None

@@ -38,8 +38,9 @@ class ServerSettings:
     trust_request_chat_template: bool = False
     tool_call_parser: str | None = None  # none: as the chat template shows
     reasoning_parser: str | None = None  # likewise
-    max_stored_responses: int = 1000  # of /v1/responses, in memory; 0 keeps none
+    max_stored_responses: int = 1000  # with chat completions and conversations, in memory; 0 keeps none
     max_stored_responses_bytes: int = 256 << 20
+    max_stored_responses_seconds: float = 30 * 86400.0  # since they were last used
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -57,7 +58,7 @@ class ServerSettings:
             raise ConfigError(f"sse_keep_alive={self.sse_keep_alive} must not be negative (0: no comments)")
         if self.engine_timeout <= 0:
             raise ConfigError(f"engine_timeout={self.engine_timeout} must be more than 0 seconds")
-        for name in ("max_stored_responses", "max_stored_responses_bytes"):
+        for name in ("max_stored_responses", "max_stored_responses_bytes", "max_stored_responses_seconds"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative (0 keeps none)")
         if self.embedding_models and not self.embeddings:

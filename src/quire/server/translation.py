@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import msgspec
 import pydantic
 from fastapi import Request
 
@@ -112,16 +111,6 @@ def string_field(item: Mapping[str, Any], name: str, path: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequest.at(path, f"needs {name}: give a string")
     return value
-
-
-def check_encodable(*values: Any) -> None:
-    """An answer repeats these values as JSON: refuses half characters and nesting that cannot be written."""
-    try:
-        msgspec.json.encode(values)
-    except UnicodeEncodeError:
-        raise InvalidRequest("the request holds half of a character: send valid Unicode") from None
-    except RecursionError:
-        raise InvalidRequest("the request nests too deeply: send flatter values") from None
 
 
 def _chat_request(fields: Mapping[str, Any]) -> ChatCompletionRequest:

@@ -7,6 +7,9 @@ from typing_extensions import TypedDict
 
 # JSON's integers have no bound; the engine's have.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 
 
 class RequestBody(BaseModel):
@@ -40,6 +43,26 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: NotRequired[PromptTokensDetails]
     completion_tokens_details: NotRequired[CompletionTokensDetails]
+
+
+class Deleted(TypedDict):
+    id: str
+    object: str
+    deleted: bool
+
+
+class ListPage(TypedDict):
+    """What the pages of lists have beside their `data`."""
+
+    object: str
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(TypedDict):
+    object: str
+    input_tokens: int
 
 
 class StreamOptions(RequestBody):

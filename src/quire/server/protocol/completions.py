@@ -5,7 +5,15 @@ from typing import Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, PromptLogprob, SamplingFields, Usage
+from quire.server.protocol.base import (
+    Int,
+    ListPage,
+    Metadata,
+    PromptLogprob,
+    RequestBody,
+    SamplingFields,
+    Usage,
+)
 
 
 class CompletionRequest(SamplingFields):
@@ -80,14 +88,46 @@ class ChatCompletionRequest(SamplingFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    store: bool | None = Field(None, description="Keep the answer in memory, for GET /v1/chat/completions.")
+    metadata: Metadata | None = Field(None, description="Of a stored answer.")
     functions: Any = Field(None, deprecated=True)
     function_call: Any = Field(None, deprecated=True)
+
+    reasoning_effort: str | None = Field(None, description="For chat templates that know it.")
+    modalities: list[str] | None = Field(None, description="Answers are text.")
+    audio: Any = None
+    web_search_options: Any = None
+    prediction: Any = None
+    verbosity: Any = None
+    moderation: Any = None
+    logits_processors: Any = None
+    kv_transfer_params: Any = None
+    prompt_embeds: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    echo: Any = None
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+
+
+# Fields of a chat that are accepted, and why they have no effect.
+CHAT_WITHOUT_EFFECT = {
+    "audio": "answers are text",
+    "web_search_options": "the server searches nothing",
+    "prediction": "use the server's --speculative-config",
+    "verbosity": "ask for it in the messages",
+    "moderation": "the server moderates nothing",
+    "logits_processors": "the server runs no code of a request",
+    "kv_transfer_params": "the server transfers no KV blocks",
+    "prompt_embeds": "prompts are text",
+    "return_token_ids": "use logprobs",
+    "return_tokens_as_token_ids": "use logprobs",
+    "echo": "chats do not repeat the prompt",
+}
 
 
 class TopLogprob(TypedDict):
@@ -136,6 +176,24 @@ class ChatCompletion(AnswerHead):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+
+
+class StoredChatUpdate(RequestBody):
+    metadata: Metadata | None = Field(description="In the place of the metadata before.")
+
+
+class StoredChat(ChatCompletion):
+    metadata: dict[str, str]
+
+
+class StoredChatList(ListPage):
+    data: list[StoredChat]
+
+
+class StoredMessageList(ListPage):
+    """The messages of the request, each with an id."""
+
+    data: list[dict[str, Any]]
 
 
 class FunctionDelta(TypedDict):

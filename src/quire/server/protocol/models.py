@@ -22,6 +22,25 @@ class ModelList(TypedDict):
     data: list[Model]
 
 
+class AnthropicModel(TypedDict):
+    """For clients that send `anthropic-version`."""
+
+    type: str
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: str
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class AnthropicModelList(TypedDict):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class TokenizeRequest(RequestBody):
     """A prompt, or messages for the chat template."""
 

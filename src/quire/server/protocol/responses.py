@@ -1,11 +1,11 @@
 """/v1/responses."""
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import ExtraFields, Int, ModelName, RequestBody, Stops
+from quire.server.protocol.base import ExtraFields, Int, ListPage, Metadata, ModelName, RequestBody, Stops
 
 # An item of a conversation: a message, a function call, its output or a piece of reasoning. Which fields it has
 # hangs on its `type`, and each kind of item has more forms than one: `responses.convert_request` reads them.
@@ -13,9 +13,6 @@ Item = dict[str, Any]
 # A typed event of a stream.
 ResponseEvent = dict[str, Any]
 
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-]
 _ITEMS: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
     "examples": ["What is the capital of France?"],
@@ -32,24 +29,43 @@ class ReasoningConfig(RequestBody):
     summary: str | None = None
 
 
-class ResponseInput(ExtraFields):
-    """The fields that make the prompt: enough to count its tokens."""
+class ConversationName(RequestBody):
+    id: str
+
+
+class ConversationInput(RequestBody):
+    """The items of a conversation, old and new."""
 
     model: ModelName = None
     input: str | list[Item] | None = Field(None, json_schema_extra=_ITEMS)
     instructions: str | None = Field(None, description="A system message; the next response has its own.")
     previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
+    prompt: Any = None
+
+
+class ResponseInput(ConversationInput, ExtraFields):
+    """The fields that make the prompt: enough to count its tokens."""
+
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    conversation: Any = None
-    prompt: Any = None
+
+
+# Fields of a response that are accepted, and why they have no effect.
+RESPONSE_WITHOUT_EFFECT = {
+    "max_tool_calls": "the server runs no tools",
+    "context_management": "use truncation, or /v1/responses/compact",
+    "moderation": "the server moderates nothing",
+}
 
 
 class ResponseRequest(ResponseInput):
+    context_management: Any = None
+    moderation: Any = None
     max_output_tokens: Int | None = None
     max_tool_calls: Int | None = None
     temperature: float | None = None
@@ -90,6 +106,10 @@ class IncompleteDetails(TypedDict):
     reason: str
 
 
+class ConversationReference(TypedDict):
+    id: str
+
+
 class ResponseObject(TypedDict):
     id: str
     object: str
@@ -118,22 +138,44 @@ class ResponseObject(TypedDict):
     truncation: str
     usage: ResponseUsage | None
     user: NotRequired[str | None]
+    conversation: NotRequired[ConversationReference]
 
 
-class DeletedResponse(TypedDict):
+class ItemList(ListPage):
+    data: list[Item]
+
+
+class CompactedResponse(TypedDict):
+    """The user's messages, and one item of type compaction that stands for all the rest."""
+
     id: str
     object: str
-    deleted: bool
+    created_at: int
+    output: list[Item]
+    usage: ResponseUsage
 
 
-class ItemList(TypedDict):
+# ---------------------------------------------------------------------- conversations
+
+
+MAX_NEW_ITEMS = 20  # of one request
+
+
+class NewItems(RequestBody):
+    items: list[Item] = Field(max_length=MAX_NEW_ITEMS)
+
+
+class NewConversation(RequestBody):
+    items: list[Item] | None = Field(None, max_length=MAX_NEW_ITEMS)
+    metadata: Metadata | None = None
+
+
+class ConversationUpdate(RequestBody):
+    metadata: Metadata | None = Field(description="In the place of the metadata before.")
+
+
+class Conversation(TypedDict):
+    id: str
     object: str
-    data: list[Item]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class InputTokens(TypedDict):
-    object: str
-    input_tokens: int
+    created_at: int
+    metadata: dict[str, str]

@@ -14,7 +14,7 @@ from quire.server.protocol.responses import (
     ResponseRequest,
     ResponseUsage,
 )
-from quire.server.responses.convert_request import new_id
+from quire.server.responses.convert_request import conversation_id, new_id
 
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # what each type of item has its text in
 _ARGUMENTS = "response.function_call_arguments"
@@ -33,8 +33,15 @@ class ResponseBuilder:
         self._call_index: int | None = None  # a chat's number for it, if it is a call
         self._logprobs: list[Any] = []  # of tokens whose text has not come yet
 
+    def queue(self) -> list[ResponseEvent]:
+        """The first events of a response in the background, before anything else is called."""
+        return [self._lifecycle("response.created"), self._lifecycle("response.queued")]
+
     def begin(self, _usage: Usage) -> list[ResponseEvent]:
-        return self._begun()
+        if self.response["status"] != "queued":
+            return self._begun()
+        self.response["status"] = "in_progress"
+        return [self._lifecycle("response.in_progress")]
 
     def take(self, delta: dict[str, Any], logprobs: Sequence[Any] = ()) -> list[ResponseEvent]:
         """A delta of a chat, with the logprobs of its tokens."""
@@ -83,6 +90,13 @@ class ResponseBuilder:
         self.response["status"] = "failed"
         self.response["error"] = {"code": code, "message": str(error)}
         return [*events, self._lifecycle("response.failed")]
+
+    def cancel(self) -> list[ResponseEvent]:
+        """The last event of a response that its owner ended."""
+        if self._open is not None:
+            self._open["status"] = "incomplete"
+        self.response["status"] = "cancelled"
+        return [self._lifecycle("response.cancelled")]
 
     # ------------------------------------------------------------------ items
 
@@ -193,13 +207,14 @@ def new_response(
     text = body.text
     reasoning = body.reasoning
     verbosity = {"verbosity": text.verbosity} if text is not None and text.verbosity else {}
-    return {
+    conversation = conversation_id(body)
+    response: ResponseObject = {
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
-        "status": "in_progress",
-        "background": False,
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -225,6 +240,9 @@ def new_response(
         "usage": None,
         "user": body.user,
     }
+    if conversation is not None:
+        response["conversation"] = {"id": conversation}
+    return response
 
 
 def response_usage(usage: Usage) -> ResponseUsage:

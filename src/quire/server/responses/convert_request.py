@@ -1,13 +1,22 @@
 """Converts a request of the Responses API to the fields of a chat request: its settings, and the items of its input."""
 
+import base64
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from quire.core.errors import InvalidRequest
+from quire.server.chat import effort_variables
 from quire.server.errors import ApiError, not_supported
-from quire.server.protocol.responses import Item, ResponseInput, ResponseRequest
+from quire.server.protocol.responses import (
+    ConversationInput,
+    ConversationName,
+    Item,
+    ResponseInput,
+    ResponseRequest,
+)
 from quire.server.translation import string_field
 
 LOGPROBS = "message.output_text.logprobs"
@@ -25,14 +34,19 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 _PARAM = "input"  # what errors name
 
 
-def refuse_unsupported(body: ResponseInput) -> None:
+def refuse_unsupported(body: ConversationInput) -> None:
     """Fields that would change the answer and are not served are refused by name, never dropped silently."""
-    if isinstance(body, ResponseRequest) and body.background:
-        raise not_supported("background", "responses cannot run in the background: leave background out")
-    if body.conversation is not None:
-        raise not_supported("conversation", "conversations are not kept: use previous_response_id instead")
     if body.prompt is not None:
         raise not_supported("prompt", "prompts are not kept here: send their text as instructions and input")
+    if body.conversation is not None and body.previous_response_id is not None:
+        raise InvalidRequest(
+            "conversation and previous_response_id exclude each other: send one", "conversation"
+        )
+
+
+def conversation_id(body: ConversationInput) -> str | None:
+    named = body.conversation
+    return named.id if isinstance(named, ConversationName) else named
 
 
 def prompt_fields(body: ResponseInput, items: Sequence[Item]) -> dict[str, Any]:
@@ -132,14 +146,8 @@ def _given(choice: Any, names: Sequence[Any], tools: list[dict[str, Any]]) -> An
 
 
 def _template_variables(body: ResponseInput) -> dict[str, Any]:
-    """The names by which templates know how hard to think; others ignore them."""
     effort = body.reasoning.effort if body.reasoning is not None else None
-    thinking: dict[str, Any] = {}
-    if effort == "none":
-        thinking = {"enable_thinking": False}
-    elif effort is not None:
-        thinking = {"reasoning_effort": effort}
-    return thinking | (body.chat_template_kwargs or {})
+    return effort_variables(effort) | (body.chat_template_kwargs or {})
 
 
 def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
@@ -168,17 +176,20 @@ def new_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def read_items(given: str | Sequence[Any] | None) -> list[Item]:
+FindItem = Callable[[str, str], Item]  # the item of an id; its path is for errors
+
+
+def read_items(given: str | Sequence[Any] | None, find: FindItem | None = None) -> list[Item]:
     """Input as items in their plain form: each has an id and a type, content is a list of parts.
 
-    Raises InvalidRequest for what has the wrong shape, and says so for what is not served: images, files,
-    the items of hosted tools.
+    `find` returns the items that the input refers to. Raises InvalidRequest for what has the wrong shape, and
+    says so for what is not served: images, files, the items of hosted tools.
     """
     if given is None:
         return []
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return [_read(item, f"{_PARAM}[{index}]") for index, item in enumerate(given)]
+    return [_read(item, f"{_PARAM}[{index}]", find) for index, item in enumerate(given)]
 
 
 def chat_messages(items: Sequence[Item], instructions: str | None = None) -> list[dict[str, Any]]:
@@ -205,16 +216,53 @@ def chat_messages(items: Sequence[Item], instructions: str | None = None) -> lis
                 _turn(messages).setdefault("tool_calls", []).append(_call(item))
             case "function_call_output":
                 messages.append(_output(item, names))
+            case "compaction":
+                _add_summary(messages, read_summary(item["encrypted_content"]))
     return messages
+
+
+# ---------------------------------------------------------------------- compaction
+
+_SUMMARY = "quire1."  # what the content of this server's items of type compaction begins with
+
+
+def write_summary(text: str) -> str:
+    """The content of an item of type compaction: opaque to clients, though nothing in it is secret from them."""
+    return _SUMMARY + base64.b64encode(text.encode()).decode()
+
+
+def read_summary(content: str, path: str = _PARAM) -> str:
+    if content.startswith(_SUMMARY):
+        with suppress(ValueError):
+            return base64.b64decode(content.removeprefix(_SUMMARY), validate=True).decode()
+    raise InvalidRequest.at(
+        path,
+        "has an encrypted_content that this server did not make: send what /v1/responses/compact returned",
+    )
+
+
+def _add_summary(messages: list[dict[str, Any]], summary: str) -> None:
+    """User messages before it become one, so that roles alternate as many templates require."""
+    first = len(messages)
+    while first and messages[first - 1]["role"] == "user":
+        first -= 1
+    parts: list[dict[str, Any]] = []
+    for message in messages[first:]:
+        content = message["content"]
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if parts:
+        messages[first:] = [{"role": "user", "content": parts}]
+    messages.append({"role": "assistant", "content": f"Summary of the conversation so far:\n{summary}"})
 
 
 # ---------------------------------------------------------------------- reading
 
 
-def _read(item: Any, path: str) -> Item:
+def _read(item: Any, path: str, find: FindItem | None) -> Item:
     if not isinstance(item, Mapping):
         raise InvalidRequest.at(path, f"must be an object, not {type(item).__name__}")
-    match item.get("type", "message"):
+    is_reference = "id" in item and "role" not in item
+    match item.get("type") or ("item_reference" if is_reference else "message"):
         case "message":
             return _read_message(item, path)
         case "function_call":
@@ -244,8 +292,14 @@ def _read(item: Any, path: str) -> Item:
                 "summary": _reasoning_parts(item.get("summary"), "summary_text", f"{path}.summary"),
                 "content": _reasoning_parts(item.get("content"), "reasoning_text", f"{path}.content"),
             }
+        case "item_reference" if find is not None:
+            return find(string_field(item, "id", path), path)
         case "item_reference":
             raise not_supported(_PARAM, f"{path} refers to an item by its id: send the item itself")
+        case "compaction":
+            summary = string_field(item, "encrypted_content", path)
+            read_summary(summary, path)
+            return {"id": _id(item, "cmp"), "type": "compaction", "encrypted_content": summary}
         case other:
             raise not_supported(
                 _PARAM,

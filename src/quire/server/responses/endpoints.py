@@ -1,21 +1,20 @@
-"""POST, GET and DELETE /v1/responses, and the store of finished responses."""
+"""POST, GET and DELETE /v1/responses."""
 
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-import msgspec
 from fastapi import APIRouter, Request
-from prometheus_client import CollectorRegistry, Gauge
 from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
-from quire.server.access import context_of
-from quire.server.errors import ApiError
-from quire.server.metrics import PREFIX
+from quire.server.access import context_of, warn_without_effect
+from quire.server.conversations import MAX_CONVERSATION_BYTES, ItemFinder, add_items
+from quire.server.errors import ApiError, not_supported
+from quire.server.protocol.base import Deleted, InputTokens
 from quire.server.protocol.responses import (
-    DeletedResponse,
-    InputTokens,
+    RESPONSE_WITHOUT_EFFECT,
+    ConversationInput,
     Item,
     ItemList,
     ResponseEvent,
@@ -24,50 +23,69 @@ from quire.server.protocol.responses import (
     ResponseRequest,
 )
 from quire.server.reply import ERRORS, EventStream, JsonReply, answers
+from quire.server.responses.background import (
+    BackgroundResponses,
+    EventLog,
+    FollowedEvents,
+    RunningResponse,
+    ended_log,
+    stay,
+)
 from quire.server.responses.builder import ResponseBuilder, new_response
 from quire.server.responses.convert_request import (
     NAMES,
     chat_fields,
+    conversation_id,
     prompt_fields,
     read_items,
     refuse_unsupported,
 )
 from quire.server.service import Service
+from quire.server.stored import CONVERSATION, RESPONSE, ObjectStore, check_encodable, page
 from quire.server.translation import (
     TranslatedEvents,
     build_whole,
-    check_encodable,
     translated_chat,
     translated_prompt,
 )
 
-MAX_LISTED = 100
-
 
 def responses_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["responses"])
-    settings = service.settings
-    store = ResponseStore(
-        settings.max_stored_responses, settings.max_stored_responses_bytes, service.metrics.registry
-    )
+    store = service.store
+    background = BackgroundResponses(store.max_bytes)
 
     @router.post("/v1/responses", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, whole or in typed events, and keeps the answer."""
-        owner = context_of(request).key
-        items = _conversation(body, owner, store)
-        check_encodable(items, body.tools, body.tool_choice, body.text and body.text.format)
-        fields = chat_fields(body, await _within(service, body, items))
+        warn_without_effect(request, body, RESPONSE_WITHOUT_EFFECT)
+        read = read_conversation(store, request, body, background)
+        num_bytes = check_encodable(read.items, body.tools, body.tool_choice, body.text and body.text.format)
+        keep = body.store is not False and store.max_objects > 0
+        receive = request.receive
+        if body.background:
+            _check_background(keep, body)
+            background.check_room(num_bytes)
+            request = Request(request.scope, stay)
+        fields = chat_fields(body, await _within(service, body, read.items))
         reply = await translated_chat(service, request, fields, NAMES)
-        keep = body.store is not False and store.max_responses > 0
         response_id = f"resp_{reply.response_id.removeprefix('chatcmpl-')}"
         recommended = service.model_named(body.model).ready.default_sampling
         builder = ResponseBuilder(new_response(body, response_id, reply.model, keep, recommended))
 
-        def on_end() -> None:
-            if keep:
-                store.put(owner, builder.response, items)
+        def on_end(events: bytes = b"") -> None:
+            _end(store, read, builder.response, keep, events)
 
+        if body.background:
+            source, held = TranslatedEvents(reply, builder, NAMES), context_of(request).held.pop_all()
+            events = EventLog() if body.stream else None
+            running = RunningResponse(
+                read.owner, read.items, num_bytes, builder, source, held, on_end, events
+            )
+            background.start(running)
+            if events is None:
+                return JsonReply(builder.response)
+            return EventStream(FollowedEvents(events, 0, receive), reply.response_id)
         if body.stream:
             return EventStream(TranslatedEvents(reply, builder, NAMES, on_end), reply.response_id)
         await build_whole(reply, builder, NAMES)
@@ -77,48 +95,135 @@ def responses_router(service: Service) -> APIRouter:
     @router.post("/v1/responses/input_tokens", responses={**answers(InputTokens), **ERRORS})
     async def count_input_tokens(body: ResponseInput, request: Request) -> Response:
         """How many tokens a response's prompt would have."""
-        items = _conversation(body, context_of(request).key, store)
-        prompt = await translated_prompt(service, prompt_fields(body, items), NAMES)
+        read = read_conversation(store, request, body, background)
+        prompt = await translated_prompt(service, prompt_fields(body, read.items), NAMES)
         count: InputTokens = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
         return JsonReply(count)
 
-    @router.get("/v1/responses/{response_id}", responses={**answers(ResponseObject), **ERRORS})
-    async def retrieve_response(response_id: str, request: Request) -> Response:
-        """A response that is kept."""
-        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-            raise InvalidRequest("a response that has ended cannot be streamed: leave stream out", "stream")
-        stored = store.get(context_of(request).key, response_id)
-        return Response(stored.response, media_type="application/json")
+    _add_stored_routes(router, store, background)
+    return router
 
-    @router.delete("/v1/responses/{response_id}", responses={**answers(DeletedResponse), **ERRORS})
+
+def _add_stored_routes(router: APIRouter, store: ObjectStore, background: BackgroundResponses) -> None:
+    @router.get("/v1/responses/{response_id}", responses={**answers(ResponseObject, ResponseEvent), **ERRORS})
+    async def retrieve_response(response_id: str, request: Request) -> Response:
+        """A response that is kept or runs; the events of one in the background after `starting_after`."""
+        owner, query = context_of(request).key, request.query_params
+        running = background.get(owner, response_id)
+        if query.get("stream", "false").lower() in ("false", "0"):
+            response = (
+                running.builder.response if running else store.get(RESPONSE, owner, response_id).shown()
+            )
+            return JsonReply(response)
+        events = running.events if running else ended_log(store.get(RESPONSE, owner, response_id).events)
+        if events is None:
+            raise InvalidRequest(
+                "only a response made with background: true and stream: true can be streamed again: leave stream out",
+                "stream",
+            )
+        number = _number_after(query.get("starting_after"))
+        return EventStream(FollowedEvents(events, number, request.receive), response_id)
+
+    @router.post("/v1/responses/{response_id}/cancel", responses={**answers(ResponseObject), **ERRORS})
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """Ends a response in the background; one that has ended already is returned as it is."""
+        owner = context_of(request).key
+        await background.cancel(owner, response_id)
+        response = store.get(RESPONSE, owner, response_id).shown()
+        if not response["background"]:
+            raise InvalidRequest("only a response made with background: true can be cancelled", "response_id")
+        return JsonReply(response)
+
+    @router.delete("/v1/responses/{response_id}", responses={**answers(Deleted), **ERRORS})
     async def delete_response(response_id: str, request: Request) -> Response:
         """Deletes a response. Responses that continued it keep their own copy of the conversation."""
-        store.delete(context_of(request).key, response_id)
-        gone: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
+        owner = context_of(request).key
+        await background.cancel(owner, response_id)
+        store.delete(RESPONSE, owner, response_id)
+        gone: Deleted = {"id": response_id, "object": "response", "deleted": True}
         return JsonReply(gone)
 
     @router.get("/v1/responses/{response_id}/input_items", responses={**answers(ItemList), **ERRORS})
     async def list_input_items(response_id: str, request: Request) -> Response:
         """A response's input and the conversation before it, newest first."""
-        query = request.query_params
-        items = store.get(context_of(request).key, response_id).input_items()
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise InvalidRequest(f"order={order!r} is not known: give 'asc' or 'desc'", "order")
-        ordered = items if order == "asc" else items[::-1]
-        return JsonReply(_page(ordered, query.get("after"), _limit(query.get("limit", "20"))))
-
-    return router
+        owner = context_of(request).key
+        running = background.get(owner, response_id)
+        items = running.items if running else store.get(RESPONSE, owner, response_id).listed_items()
+        return JsonReply(page(items, request.query_params))
 
 
-def _conversation(body: ResponseInput, owner: str | None, store: "ResponseStore") -> list[Item]:
-    """The whole conversation: up to the previous response, its output, and the new input."""
+def _number_after(given: str | None) -> int:
+    if given is None:
+        return 0
+    if not (given.isascii() and given.isdigit() and len(given) < 16):
+        raise InvalidRequest(
+            f"starting_after={given[:40]!r} is no number of an event: give the last one you have",
+            "starting_after",
+        )
+    return int(given) + 1
+
+
+def _check_background(keep: bool, body: ResponseRequest) -> None:
+    if body.store is False:
+        raise InvalidRequest("background needs a stored response: leave store out", "background")
+    if not keep:
+        raise not_supported("background", "background needs stored responses: raise --max-stored-responses")
+
+
+# ---------------------------------------------------------------------- conversations
+
+
+@dataclass(frozen=True, slots=True)
+class ReadConversation:
+    owner: str | None
+    conversation_id: str | None  # the stored one that it continues
+    before: list[Item]
+    new: list[Item]
+
+    @property
+    def items(self) -> list[Item]:
+        return self.before + self.new
+
+
+def read_conversation(
+    store: ObjectStore,
+    request: Request,
+    body: ConversationInput,
+    background: BackgroundResponses | None = None,
+) -> ReadConversation:
+    """The conversation up to the previous response and its output, or the stored one; and the new input."""
+    owner = context_of(request).key
     refuse_unsupported(body)
-    items = read_items(body.input)
-    if body.previous_response_id is None:
-        return items
-    previous = store.get(owner, body.previous_response_id, "previous_response_id")
-    return previous.conversation() + items
+    new = read_items(body.input, ItemFinder(store, owner))
+    named, previous = conversation_id(body), body.previous_response_id
+    before: list[Item] = []
+    if named is not None:
+        stored = store.get(CONVERSATION, owner, named, "conversation")
+        if len(stored.items) > MAX_CONVERSATION_BYTES:
+            raise InvalidRequest(
+                f"the conversation has {len(stored.items)} bytes, of at most {MAX_CONVERSATION_BYTES}: begin another "
+                "one",
+                "conversation",
+            )
+        before = stored.listed_items()
+    elif previous is not None:
+        if background is not None and background.get(owner, previous) is not None:
+            raise InvalidRequest(
+                f"the response {previous!r} still runs: wait until it has ended", "previous_response_id"
+            )
+        before = store.get(RESPONSE, owner, previous, "previous_response_id").conversation()
+    return ReadConversation(owner, named, before, new)
+
+
+def _end(
+    store: ObjectStore, read: ReadConversation, response: ResponseObject, keep: bool, events: bytes
+) -> None:
+    """Keeps a response, without its events if they make it too large, and adds it to its conversation."""
+    if keep and not store.put(RESPONSE, read.owner, response, read.items, events=events) and events:
+        store.put(RESPONSE, read.owner, response, read.items)
+    if read.conversation_id is not None and response["status"] in ("completed", "incomplete"):
+        with suppress(ApiError):  # the conversation may be gone by now
+            add_items(store, read.owner, read.conversation_id, [*read.new, *response["output"]])
 
 
 async def _within(service: Service, body: ResponseRequest, items: list[Item]) -> list[Item]:
@@ -132,27 +237,6 @@ async def _within(service: Service, body: ResponseRequest, items: list[Item]) ->
         return len((await translated_prompt(service, prompt_fields(body, some), NAMES)).token_ids)
 
     return await drop_oldest_turns(items, max(1, limit - (body.max_output_tokens or 1)), count)
-
-
-def _limit(given: str) -> int:
-    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= MAX_LISTED):
-        raise InvalidRequest(f"limit={given[:40]!r} is outside 1 to {MAX_LISTED}", "limit")
-    return int(given)
-
-
-def _page(items: list[Item], after: str | None, limit: int) -> ItemList:
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise InvalidRequest(f"after={after[:80]!r} is no item of this response", "after")
-    start = ids.index(after) + 1 if after is not None else 0
-    shown = items[start : start + limit]
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": start + limit < len(items),
-    }
 
 
 # ---------------------------------------------------------------------- truncation: auto
@@ -180,89 +264,3 @@ async def drop_oldest_turns(items: list[Item], room: int, count: Counted) -> lis
         else:
             first = middle + 1
     return [*head, *items[starts[first] :]]
-
-
-# ---------------------------------------------------------------------- store
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """Holds its whole conversation, so that it can be continued when what came before is gone."""
-
-    owner: str | None  # the name of the key that made it; None where there are no keys
-    response: bytes  # ResponseObject as JSON
-    items: bytes  # a list of Item as JSON: the conversation before its output
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.response) + len(self.items)
-
-    def input_items(self) -> list[Item]:
-        items: list[Item] = msgspec.json.decode(self.items)
-        return items
-
-    def conversation(self) -> list[Item]:
-        """The conversation that another response continues."""
-        output: list[Item] = msgspec.json.decode(self.response)["output"]
-        return self.input_items() + output
-
-
-class ResponseStore:
-    """Holds at most `max_responses` responses and `max_bytes` of JSON; evicts the least recently used.
-
-    A response belongs to the key that made it: to every other key it does not exist.
-    """
-
-    def __init__(self, max_responses: int, max_bytes: int, registry: CollectorRegistry | None = None) -> None:
-        registry = registry or CollectorRegistry()
-        self.max_responses = max_responses
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._shown_count = Gauge(
-            f"{PREFIX}stored_responses", "Responses that are kept in memory.", registry=registry
-        )
-        self._shown_bytes = Gauge(f"{PREFIX}stored_responses_bytes", "Their size.", registry=registry)
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def put(self, owner: str | None, response: ResponseObject, items: Sequence[Item]) -> None:
-        """Keeps a response; one that is larger than the whole store is not kept."""
-        stored = StoredResponse(owner, msgspec.json.encode(response), msgspec.json.encode(items))
-        self._drop(response["id"])
-        if stored.num_bytes > self.max_bytes or not self.max_responses:
-            return
-        self._stored[response["id"]] = stored
-        self.num_bytes += stored.num_bytes
-        while len(self._stored) > self.max_responses or self.num_bytes > self.max_bytes:
-            self._drop(next(iter(self._stored)))
-        self._show()
-
-    def get(self, owner: str | None, response_id: str, param: str | None = None) -> StoredResponse:
-        """Raises 404 for an id that is not there, or not this owner's."""
-        stored = self._stored.get(response_id)
-        if stored is None or stored.owner != owner:
-            raise ApiError(
-                404,
-                f"there is no response {response_id[:80]!r}: the server keeps the last {self.max_responses} in memory, "
-                "unless they were sent with store: false (--max-stored-responses keeps more)",
-                param=param,
-                code="previous_response_not_found" if param is not None else "response_not_found",
-            )
-        self._stored.move_to_end(response_id)
-        return stored
-
-    def delete(self, owner: str | None, response_id: str) -> None:
-        self.get(owner, response_id)
-        self._drop(response_id)
-        self._show()
-
-    def _drop(self, response_id: str) -> None:
-        dropped = self._stored.pop(response_id, None)
-        if dropped is not None:
-            self.num_bytes -= dropped.num_bytes
-
-    def _show(self) -> None:
-        self._shown_count.set(len(self._stored))
-        self._shown_bytes.set(self.num_bytes)
