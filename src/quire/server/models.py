@@ -4,7 +4,6 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
-from quire.server.encoders import ServedEncoder
 from quire.server.logprobs import token_text
 from quire.server.prompts import PromptMaker
 from quire.server.protocol.models import (
@@ -16,7 +15,8 @@ from quire.server.protocol.models import (
     TokenizeRequest,
 )
 from quire.server.reply import ERRORS, JsonReply, answers
-from quire.server.service import ServedModel, Service
+from quire.server.served_models import ServedModel
+from quire.server.service import Service
 from quire.server.tools import checked_tools
 from quire.text.prompts import PreparedPrompt
 
@@ -28,18 +28,18 @@ def models_router(service: Service) -> APIRouter:
     async def list_models() -> Response:
         """All that a request may name; an embedding model under the first of its names."""
         data: list[Model] = []
-        if service.encoders.main is None:
+        if service.models.main.task == "generate":
             model = service.model
             data = [_described(name, model) for name in model.names]
             data += [_described(name, model, model.names[0]) for name in service.client.adapters.names()]
-        data += [_described(encoder.names[0], encoder) for encoder in service.encoders.all]
+        data += [_described(encoder.names[0], encoder) for encoder in service.models.encoders]
         listed: ModelList = {"object": "list", "data": data}
         return JsonReply(listed)
 
     @router.get("/v1/models/{model_id:path}", responses={**answers(Model), **ERRORS})
     async def retrieve_model(model_id: str) -> Response:
-        if service.encoders.knows(model_id):
-            return JsonReply(_described(model_id, service.encoders.find(model_id)))
+        if service.models.knows(model_id):
+            return JsonReply(_described(model_id, service.models.encoder(model_id)))
         model = service.model_named(model_id)
         is_adapter = service.adapter_named(model_id) is not None
         return JsonReply(_described(model_id, model, model.names[0] if is_adapter else None))
@@ -47,10 +47,10 @@ def models_router(service: Service) -> APIRouter:
     return router
 
 
-def _described(name: str, model: ServedModel | ServedEncoder, parent: str | None = None) -> Model:
+def _described(name: str, model: ServedModel, parent: str | None = None) -> Model:
     """`parent`: the model that an adapter of this name belongs to."""
     described: Model = {"id": name, "object": "model", "created": model.created, "owned_by": "quire"}
-    if model.ready is not None:
+    if model.is_started:
         described["max_model_len"] = model.ready.max_model_len
     if parent is not None:
         described["parent"] = parent

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from quire.core import laboratory
 from quire.core.config import EngineConfig, ModelConfig, ModelOptions, SchedulerConfig
@@ -27,8 +27,7 @@ from quire.engine.build.resolve import (
 )
 from quire.engine.build.runner import BuiltRunner, build_runner, runner_limits
 from quire.engine.build.weights import LoadedModels, load_models, make_proposer, offload_lines
-from quire.engine.engine import Engine
-from quire.engine.loop import LoopEngine
+from quire.engine.engine import Engine, EngineCore
 from quire.engine.policies import make_memory
 from quire.engine.speculation import Speculation
 from quire.engine.validation import Limits
@@ -41,7 +40,7 @@ from quire.scheduler.preemption import Preemption
 from quire.text.load import choose_tokenizer
 from quire.weights.source import Source
 
-E = TypeVar("E", bound=LoopEngine)
+E = TypeVar("E", bound=EngineCore[Any])
 
 
 @dataclass(frozen=True, slots=True)
