@@ -8,7 +8,7 @@ from quire.core.request import EmbedRequest, QueueBounds
 from quire.engine.encoder import EncoderEngine, EncodeResult, EncoderRunner, EncodeStep
 from quire.engine.validation import Limits
 
-LIMITS = Limits(vocab_size=100, max_model_len=10, max_num_seqs=3)
+LIMITS = Limits(vocab_size=100, max_model_len=10, max_num_seqs=3, max_num_batched_tokens=12)
 BOUNDS = QueueBounds(max_requests=4, max_tokens=60)
 
 
@@ -41,7 +41,7 @@ def drained(engine: EncoderEngine) -> dict[tuple[str, int], list[float]]:
 
 def test_texts_run_in_order_of_arrival_within_both_limits_of_a_step() -> None:
     runner = Summing()
-    engine = EncoderEngine(LIMITS, 12, runner, BOUNDS)
+    engine = EncoderEngine(LIMITS, runner, BOUNDS)
     engine.add(EmbedRequest("a", [[1] * 5, [2] * 5, [3] * 4]))
     engine.add(EmbedRequest("b", [[4]]))
     engine.add(EmbedRequest("c", [[5], [6]]))
@@ -66,7 +66,7 @@ def test_texts_run_in_order_of_arrival_within_both_limits_of_a_step() -> None:
 
 def test_an_aborted_request_takes_no_more_steps() -> None:
     runner = Summing()
-    engine = EncoderEngine(LIMITS, 12, runner, BOUNDS)
+    engine = EncoderEngine(LIMITS, runner, BOUNDS)
     engine.add(EmbedRequest("a", [[1] * 10] * 3))
     engine.add(EmbedRequest("b", [[2]]))
     engine.step()
@@ -87,7 +87,7 @@ def test_an_aborted_request_takes_no_more_steps() -> None:
     ],
 )
 def test_what_can_never_run_is_refused_whole(texts: list[list[int]], message: str) -> None:
-    engine = EncoderEngine(LIMITS, 12, Summing(), BOUNDS)
+    engine = EncoderEngine(LIMITS, Summing(), BOUNDS)
     with pytest.raises(InvalidRequest, match=message) as caught:
         engine.add(EmbedRequest("a", [[1], *texts] if texts else texts))
     assert caught.value.param == "input"
@@ -95,7 +95,7 @@ def test_what_can_never_run_is_refused_whole(texts: list[list[int]], message: st
 
 
 def test_the_queue_is_bounded() -> None:
-    engine = EncoderEngine(LIMITS, 12, Summing(), BOUNDS)
+    engine = EncoderEngine(LIMITS, Summing(), BOUNDS)
     engine.add(EmbedRequest("a", [[1] * 10] * 5))
     with pytest.raises(InvalidRequest, match="already being served"):
         engine.add(EmbedRequest("a", [[1]]))
@@ -109,7 +109,7 @@ def test_the_queue_is_bounded() -> None:
 
 
 def test_a_vector_that_is_none_fails_its_own_text_alone() -> None:
-    engine = EncoderEngine(LIMITS, 12, Summing(), BOUNDS)
+    engine = EncoderEngine(LIMITS, Summing(), BOUNDS)
     engine.add(EmbedRequest("a", [[1], [99], [2]]))
     first, second, third = engine.step()
     assert (first.error, third.error) == (None, None)

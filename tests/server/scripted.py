@@ -104,7 +104,7 @@ def scripted_app(engine: ScriptedEngine, **settings: Any) -> ASGIApp:
         described=Described(byte_tokenizer(), config, config),
         default_sampling=SamplingParams(temperature=0.5, max_tokens=256),
         limits=Limits(vocab_size=257, max_model_len=4096, max_num_seqs=16),
-        start=StartStats(num_threads=1, max_num_batched_tokens=512, weights_bytes=0, seconds=0.0),
+        start=StartStats(num_threads=1, weights_bytes=0, seconds=0.0),
         lines=[],
     )
     engine.ready = ready

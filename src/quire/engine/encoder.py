@@ -64,13 +64,10 @@ class EncoderRunner:
 class EncoderEngine(EngineCore[Pooled]):
     """An engine that embeds. Nothing is kept between steps, so there is no memory to check or reset."""
 
-    def __init__(
-        self, limits: Limits, max_num_batched_tokens: int, runner: EncoderRunner, bounds: QueueBounds
-    ) -> None:
-        """`max_num_batched_tokens` holds at least one text of the longest length."""
+    def __init__(self, limits: Limits, runner: EncoderRunner, bounds: QueueBounds) -> None:
+        """`max_num_batched_tokens` of the limits holds at least one text of the longest length."""
         super().__init__(limits, runner, steps_in_flight=0)
         self.num_waiting_tokens = 0
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._bounds = bounds
         self._waiting: dict[
             str, deque[tuple[int, Sequence[int]]]
@@ -117,7 +114,7 @@ class EncoderEngine(EngineCore[Pooled]):
         """In order of arrival: a short text never overtakes a long one, so none waits for ever."""
         taken: list[Sequence[int]] = []
         origins: list[tuple[str, int]] = []
-        room = self._max_num_batched_tokens
+        room = self.limits.max_num_batched_tokens
         while self._waiting and len(taken) < self.limits.max_num_seqs:
             request_id, texts = next(iter(self._waiting.items()))
             index, text = texts[0]
@@ -129,7 +126,7 @@ class EncoderEngine(EngineCore[Pooled]):
             texts.popleft()
             if not texts:
                 del self._waiting[request_id]
-        self.num_waiting_tokens -= self._max_num_batched_tokens - room
+        self.num_waiting_tokens -= self.limits.max_num_batched_tokens - room
         return [], ScheduledTexts(EncodeStep(taken), origins) if taken else None
 
     def _committed(self, scheduled: ScheduledTexts, result: EncodeResult) -> list[Pooled]:
