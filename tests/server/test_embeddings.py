@@ -16,9 +16,10 @@ import httpx
 import openai
 import pytest
 
+from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
-from quire.server.encoders import Encoders
 from quire.server.errors import ApiError
+from quire.server.served_models import ServedModels
 from quire.server.settings import ServerSettings
 from quire.weights.builtin import builtin_encoder_folder
 from tests.server.running import MODEL, RunningServer
@@ -204,7 +205,7 @@ def test_an_encoder_alone_embeds_and_refuses_to_chat(folder: Path) -> None:
 
 def test_embeddings_may_be_switched_off() -> None:
     with pytest.raises(ApiError, match="--no-embeddings") as caught:
-        Encoders(ServerSettings(embeddings=False)).find("minilm")
+        ServedModels.of(EngineConfig(), ServerSettings(embeddings=False)).encoder("minilm")
     assert caught.value.status == 403
     with pytest.raises(ConfigError, match="contradict"):
         ServerSettings(embeddings=False, embedding_models=("builtin",))
@@ -212,8 +213,9 @@ def test_embeddings_may_be_switched_off() -> None:
 
 def test_models_that_were_asked_for_go_by_their_names(tmp_path: Path) -> None:
     folder = str(tmp_path / "my-encoder")
-    encoders = Encoders(ServerSettings(embedding_models=("builtin", folder, "builtin")))
-    assert [one.names[0] for one in encoders.all] == [MINILM, "my-encoder"]
-    assert encoders.started_first == encoders.all
-    assert encoders.find("my-encoder") is encoders.find(folder)
-    assert encoders.find(None) is encoders.find("minilm")
+    settings = ServerSettings(embedding_models=("builtin", folder, "builtin"))
+    models = ServedModels.of(EngineConfig(), settings)
+    assert [model.names[0] for model in models.encoders] == [MINILM, "my-encoder"]
+    assert models.started_first == [models.main, *models.encoders]
+    assert models.encoder("my-encoder") is models.encoder(folder)
+    assert models.encoder(None) is models.encoder("minilm")

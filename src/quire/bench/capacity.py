@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
+from quire.core.stats import PoolSize
 from quire.engine.build import block_layout
 from quire.engine.build.resolve import Precision, default_limits, resolve_max_model_len, resolve_precision
 from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
-from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, PoolSize, free_host_bytes, pool_size
+from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, free_host_bytes, pool_size
 from quire.weights.source import Source
 
 GiB = 1 << 30

@@ -6,12 +6,15 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quire.bench.table import in_bytes
+from quire.core.stats import shown
 from quire.kernels import build as compilation
 from quire.kernels import native
 from quire.weights.cache import cache_folder
@@ -34,16 +37,43 @@ def describe_origin() -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class GpuHardware:
+    name: str
+    memory_bytes: int
+    capability: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, {in_bytes(self.memory_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The hardware: a record of every measurement, and what `quire env` shows."""
+
+    system: str = shown("system")
+    cpu: str = shown("cpu")
+    cpu_flags: list[str] = shown("cpu flags", " ".join, empty="none of note")
+    usable_cores: int = shown("cores", "{} physical usable")
+    logical_cpus: int | None = shown("cores", "{} logical")
+    memory_bytes: int = shown("memory", in_bytes)
+    gpus: list[GpuHardware] = shown("gpu", lambda gpus: "; ".join(map(str, gpus)), empty="none")
+
+
+def this_machine() -> Machine:
+    return Machine(
+        system=f"{platform.system()} {platform.release()} ({platform.machine()})",
+        cpu=cpu_name(),
+        cpu_flags=[flag for flag in (*NOTED_FLAGS, *NOTED_ARM_FLAGS) if flag in _cpu_flags()],
+        usable_cores=native.default_num_threads(),
+        logical_cpus=os.cpu_count(),
+        memory_bytes=memory_bytes(),
+        gpus=describe_gpus(),
+    )
+
+
 def describe_machine() -> dict[str, Any]:
-    return {
-        "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
-        "cpu": cpu_name(),
-        "cpu_flags": [flag for flag in (*NOTED_FLAGS, *NOTED_ARM_FLAGS) if flag in _cpu_flags()],
-        "logical_cpus": os.cpu_count(),
-        "usable_cores": native.default_num_threads(),
-        "memory_bytes": memory_bytes(),
-        "gpus": describe_gpus(),
-    }
+    return asdict(this_machine())
 
 
 def describe_versions() -> dict[str, str]:
@@ -88,11 +118,11 @@ def describe_places() -> dict[str, str]:
     return {"python": sys.executable, "package": str(Path(__file__).parents[1]), "cache": str(cache_folder())}
 
 
-def describe_gpus() -> list[dict[str, Any]]:
+def describe_gpus() -> list[GpuHardware]:
     if not torch.cuda.is_available():
         return []
     return [
-        {"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+        GpuHardware(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}")
         for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
 

@@ -99,9 +99,9 @@ def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:
 
 def _gpu_here(rate: float, flops: float) -> Device:
     here = describe_gpus()[0]
-    device = Device(here["name"], True, here["memory_bytes"], rate, flops, "as PyTorch reports it")
+    device = Device(here.name, True, here.memory_bytes, rate, flops, "as PyTorch reports it")
     with suppress(ConfigError):  # not in the table
-        known = find_gpu(here["name"])
+        known = find_gpu(here.name)
         device = replace(
             device, read_rate=rate or known.read_rate, flops=flops or known.flops, source=known.source
         )

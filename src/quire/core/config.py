@@ -8,11 +8,12 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quire.core.draft import MAX_NODES
 from quire.core.errors import ConfigError
 
+Task = Literal["generate", "embed"]  # what a model is for
 USUAL_BLOCK_SIZE = 16
 RESERVATIONS = ("paged", "max", "pow2", "oracle")
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -43,20 +43,20 @@ class _Drafting:
     def num_known(self) -> int:
         return len(self.room.sequence.token_ids)
 
-    def next_step(self, budget: int) -> "_Part":
+    def next_step(self, budget: int) -> "_DraftRow":
         """What it computes next: known tokens, as many as the budget allows, or the level that was drafted last."""
         computed = self.progress.num_computed
         if not self.levels:
-            return _Part(self, computed, min(self.num_known - computed, budget), None)
+            return _DraftRow(self, computed, min(self.num_known - computed, budget), None)
         if self.width == 1 and not self.is_drawn:
-            return _Part(self, computed, 1, None)
+            return _DraftRow(self, computed, 1, None)
         num_before = (len(self.levels) - 1) * self.width
         nodes, parents = ints(), ints([ROOT] * self.width + list(range(num_before)))
         for level in self.levels:
             nodes.extend(level)
         row = self.room.sequence.row
         grown = Draft(row, self.num_known, nodes, parents, is_growing=True)
-        return _Part(self, self.num_known + num_before, self.width, grown)
+        return _DraftRow(self, self.num_known + num_before, self.width, grown)
 
     def tree(self) -> TokenTree:
         tree = parted([[level[branch] for level in self.levels] for branch in range(self.width)])
@@ -64,7 +64,7 @@ class _Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _DraftRow:
     """What one sequence computes in a step of the draft model."""
 
     draft: _Drafting
@@ -159,7 +159,7 @@ class DraftModel:
             waiting = [draft for draft in waiting if not draft.levels]
 
     def _extend(self, drafts: list[_Drafting]) -> None:
-        parts: list[_Part] = []
+        parts: list[_DraftRow] = []
         for draft in drafts:
             if parts and sum(part.count for part in parts) + draft.width > self._max_tokens:
                 self._run(parts, ())
@@ -167,7 +167,7 @@ class DraftModel:
             parts.append(draft.next_step(self._max_tokens))
         self._run(parts, ())
 
-    def _run(self, parts: list[_Part], starts: tuple[RowStart, ...]) -> None:
+    def _run(self, parts: list[_DraftRow], starts: tuple[RowStart, ...]) -> None:
         """Each computes its part, and gets a token more at each of its ends if then all it has is computed."""
         samples = [
             (i, offset) for i, part in enumerate(parts) for offset in reversed(range(part.num_samples))
@@ -191,7 +191,7 @@ class DraftModel:
         self._num_steps += 1
         self._take(parts, self._runner.collect())
 
-    def _drawn(self, parts: list[_Part]) -> Ints:
+    def _drawn(self, parts: list[_DraftRow]) -> Ints:
         """How many tokens each sample draws: one more of a branch, or as many as there are branches."""
         if not any(part.draft.is_drawn for part in parts):
             return ints()
@@ -201,7 +201,7 @@ class DraftModel:
             counts.extend([wanted * part.draft.is_drawn] * part.num_samples)
         return counts
 
-    def _take(self, parts: list[_Part], result: StepResult) -> None:
+    def _take(self, parts: list[_DraftRow], result: StepResult) -> None:
         """A tree's pages are not moved when part of it is accepted: it is read again from its root."""
         first = 0
         for part in parts:

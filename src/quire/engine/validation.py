@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from quire.core.errors import ContextExceeded, InvalidRequest
 from quire.core.request import Clock, EmbedRequest, Request
 from quire.core.sampling import SamplingParams
-from quire.core.stats import gauge
+from quire.core.stats import Shown, gauge
 from quire.memory.paged import PagedMemory
 
 
@@ -17,9 +17,16 @@ class Limits:
     """What the model and the batch allow a single request. Pure: both sides of the link check with it."""
 
     vocab_size: int
-    max_model_len: int = gauge("max_model_len", "Tokens per sequence.")
-    max_num_seqs: int = gauge("max_num_seqs", "Sequences that run at once.")
+    max_model_len: int = gauge(
+        "max_model_len", "Tokens per sequence.", shown=Shown("limits", "{:,} tokens per sequence")
+    )
+    max_num_seqs: int = gauge(
+        "max_num_seqs", "Sequences that run at once.", shown=Shown("limits", "{} sequences")
+    )
     eos_token_ids: tuple[int, ...] = ()
+    max_num_batched_tokens: int = gauge(
+        "max_num_batched_tokens", "Tokens per step.", 0, shown=Shown("limits", "{:,} tokens per step")
+    )
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequest if the request exceeds the context, the vocabulary or the batch."""

@@ -12,7 +12,7 @@ import msgspec
 from quire.core.config import EngineConfig
 from quire.core.request import EmbedRequest, Pooled, Request
 from quire.core.sampling import SamplingParams
-from quire.core.stats import EngineStats, KvPoolSize, QueueStats, StartStats, VectorFormat
+from quire.core.stats import EngineStats, PoolSize, QueueStats, StartStats, VectorFormat
 from quire.core.step import SequenceUpdate
 from quire.engine.loop import Started, StepReport
 from quire.engine.validation import Limits
@@ -152,7 +152,7 @@ class Ready(_Message, frozen=True):
     limits: Limits
     start: StartStats
     lines: list[str]  # the start report
-    pool: KvPoolSize | None = None  # None: an encoder
+    pool: PoolSize | None = None  # None: an encoder
     vectors: VectorFormat | None = None  # None: the model generates
 
     @property

@@ -1,16 +1,18 @@
 """load: a source of tensors to a model that can run, through the cache of converted weights where that is faster."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.core.config import Task
 from quire.core.errors import WeightsError
 from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
-from quire.models.model import DecoderModel, Encoder, Loadable
-from quire.models.registry import build, build_encoder, describe, describe_encoder
+from quire.models.model import Loadable
+from quire.models.registry import build, describe
 from quire.observe.logs import get_logger
 from quire.weights.converted import converted_path, read_converted, write_converted
 from quire.weights.source import Source
@@ -25,24 +27,20 @@ NAMED = 4  # tensors that an error names
 
 
 def load(
-    source: Source, factory: LayerFactory, progress: Progress | None = None, seed: int = 0
-) -> DecoderModel:
-    """A loaded model. Needs the model's own memory plus one tensor; WeightsError names what is missing or wrong.
+    source: Source,
+    factory: LayerFactory,
+    progress: Progress | None = None,
+    seed: int = 0,
+    task: Task = "generate",
+) -> Any:
+    """A loaded DecoderModel, or, to embed, Encoder. Needs the model's own memory plus one tensor; WeightsError names
+    what is missing or wrong.
 
     A source with `random` set has no tensors: parameters are random, by `seed`.
     """
-    model = build(describe(source.config), factory)
+    model: Loadable = build(describe(source.config, task), factory)
     _fill(model, source, factory, progress, seed)
     return model
-
-
-def load_encoder(
-    source: Source, factory: LayerFactory, progress: Progress | None = None, seed: int = 0
-) -> Encoder:
-    """As `load`, for a model that makes embeddings."""
-    encoder = build_encoder(describe_encoder(source.config), factory)
-    _fill(encoder, source, factory, progress, seed)
-    return encoder
 
 
 def _fill(

@@ -38,7 +38,8 @@ from quire.server.reply import (
     last_error,
 )
 from quire.server.sampling import chat_sampling
-from quire.server.service import ServedModel, Service
+from quire.server.served_models import ServedModel
+from quire.server.service import Service
 from quire.server.stored_chats import create_stored_chat
 from quire.server.tools import ToolPlan, tool_plan
 from quire.text.answer import AnswerSequence

@@ -1,6 +1,5 @@
 """POST /v1/embeddings."""
 
-import asyncio
 import base64
 import math
 import sys
@@ -15,15 +14,13 @@ from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, Queue
 from quire.core.request import EmbedRequest, Pooled
 from quire.link.messages import Ready
 from quire.server.access import context_of
-from quire.server.encoders import ServedEncoder
 from quire.server.errors import ApiError
 from quire.server.generation import StreamWatch
-from quire.server.prompts import INLINE_CHARACTERS
 from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
 from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.served_models import ServedModel
 from quire.server.service import Service
-from quire.text.prompts import as_list, cut, prepare
-from quire.text.tokenizer import Tokenizer
+from quire.text.prompts import as_list, cut
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 
@@ -36,10 +33,9 @@ def embeddings_router(service: Service) -> APIRouter:
         """One vector for each text."""
         service.refuse_if_draining()  # before an encoder is started for it
         encoder = await service.encoder_named(body.model)
-        assert encoder.ready is not None
         _check_dimensions(body.dimensions, encoder.ready)
         service.check_room(encoder.client)
-        texts = await _token_ids(body, encoder.tokenizer, encoder.ready)
+        texts = await _token_ids(body, encoder)
         pooled = await _embedded(service, encoder, texts, request)
         num_tokens = sum(vector.num_tokens for vector in pooled)
         listed: EmbeddingList = {
@@ -61,7 +57,7 @@ def embeddings_router(service: Service) -> APIRouter:
 
 
 async def _embedded(
-    service: Service, encoder: ServedEncoder, texts: list[list[int]], request: Request
+    service: Service, encoder: ServedModel, texts: list[list[int]], request: Request
 ) -> list[Pooled]:
     """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
     context = context_of(request)
@@ -91,12 +87,11 @@ async def _embedded(
     return pooled
 
 
-def _check(embed: EmbedRequest, encoder: ServedEncoder) -> None:
+def _check(embed: EmbedRequest, encoder: ServedModel) -> None:
     """Refuses here what the engine would refuse by the same limits."""
-    ready, limit = encoder.ready, encoder.client.admission.bounds.max_tokens
-    assert ready is not None
+    limit = encoder.client.admission.bounds.max_tokens
     try:
-        ready.limits.check_texts(embed)
+        encoder.ready.limits.check_texts(embed)
     except ContextExceeded as error:
         raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
     if limit is not None and embed.num_prompt_tokens > limit:
@@ -116,7 +111,7 @@ def _check_dimensions(dimensions: int | None, ready: Ready) -> None:
         )
 
 
-async def _token_ids(body: EmbeddingRequest, tokenizer: Tokenizer | None, ready: Ready) -> list[list[int]]:
+async def _token_ids(body: EmbeddingRequest, encoder: ServedModel) -> list[list[int]]:
     """The texts' tokens, cut if that was asked for; refused with the number that was exceeded."""
     inputs = as_list(body.input)
     if not inputs:
@@ -126,17 +121,12 @@ async def _token_ids(body: EmbeddingRequest, tokenizer: Tokenizer | None, ready:
             f"input has {len(inputs)} texts and one request may have {MAX_INPUTS}: send several requests",
             "input",
         )
-    special = body.add_special_tokens is not False
-
-    def make() -> list[list[int]]:
-        return [prepare(item, tokenizer, add_special_tokens=special).token_ids for item in inputs]
-
-    size = sum(len(item) for item in inputs if isinstance(item, str))
     try:
-        texts = make() if size < INLINE_CHARACTERS else await asyncio.to_thread(make)
+        prepared = await encoder.prompts.completions(inputs, body.add_special_tokens)
     except InvalidRequest as wrong:
         raise InvalidRequest(str(wrong), "input") from None
-    return _fitted(texts, body.truncate_prompt_tokens, ready.max_model_len)
+    texts = [prompt.token_ids for prompt in prepared]
+    return _fitted(texts, body.truncate_prompt_tokens, encoder.ready.max_model_len)
 
 
 def _fitted(texts: list[list[int]], keep: int | None, longest: int) -> list[list[int]]:

@@ -33,7 +33,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class _Part:
+class _PromptState:
     """One prompt of the request, and its answer."""
 
     prompt: PreparedPrompt
@@ -86,11 +86,11 @@ class Generation:
         self._client = client
         self._metrics = metrics
         self._context = context
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _PromptState] = {}
         for position, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             answer = Answer(request.request_id, request.sampling, tokenizer, kept_ids)
             changes = [Change(position, sequence) for sequence in answer.sequences]
-            self._parts[request.request_id] = _Part(prompt, request.num_prompt_tokens, answer, changes)
+            self._parts[request.request_id] = _PromptState(prompt, request.num_prompt_tokens, answer, changes)
         self._changed: deque[Change] = deque()  # keeps its memory when it is emptied, unlike a list
         self._num_open = len(requests)
         self._submitted = time.monotonic()
@@ -202,7 +202,9 @@ class Generation:
             self._end(part, update.request_id, now)
         return num_tokens
 
-    def _clock(self, part: _Part, change: Change, request_id: str, num_tokens: int, now: float) -> None:
+    def _clock(
+        self, part: _PromptState, change: Change, request_id: str, num_tokens: int, now: float
+    ) -> None:
         if change.last_update is not None:
             self._metrics.gap(now - change.last_update, num_tokens)
         change.last_update = now
@@ -215,7 +217,7 @@ class Generation:
             self._context.facts.setdefault("queued", round(queued, 4))
             self._context.facts.setdefault("first_token", round(first, 4))
 
-    def _end(self, part: _Part, request_id: str, now: float) -> None:
+    def _end(self, part: _PromptState, request_id: str, now: float) -> None:
         self._stream.done(request_id)
         self._num_open -= 1
         first = part.answer.first_token or now

@@ -8,7 +8,6 @@ from starlette.responses import JSONResponse, Response
 
 from quire.core.errors import InvalidRequest
 from quire.server.access import path_of
-from quire.server.encoders import ServedEncoder
 from quire.server.errors import speaks_anthropic
 from quire.server.logprobs import token_text
 from quire.server.operations import engine_call
@@ -25,7 +24,8 @@ from quire.server.protocol.models import (
     TokenizeRequest,
 )
 from quire.server.reply import ERRORS, JsonReply, answers
-from quire.server.service import ServedModel, Service
+from quire.server.served_models import ServedModel
+from quire.server.service import Service
 from quire.server.stored import page_limit
 from quire.server.tools import checked_tools
 from quire.text.prompts import PreparedPrompt
@@ -38,11 +38,11 @@ def models_router(service: Service) -> APIRouter:
     async def list_models(request: Request) -> Response:
         """All that a request may name; an embedding model under the first of its names."""
         data: list[Model] = []
-        if service.encoders.main is None:
+        if service.models.main.task == "generate":
             model = service.model
             data = [_described(name, model) for name in model.names]
             data += [_described(name, model, model.names[0]) for name in service.client.adapters.names()]
-        data += [_described(encoder.names[0], encoder) for encoder in service.encoders.all]
+        data += [_described(encoder.names[0], encoder) for encoder in service.models.encoders]
         if _for_anthropic(request):
             return JsonReply(_anthropic_page(data, request.query_params))
         listed: ModelList = {"object": "list", "data": data}
@@ -50,8 +50,8 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{model_id:path}", responses={**answers(Model), **ERRORS})
     async def retrieve_model(model_id: str, request: Request) -> Response:
-        if service.encoders.knows(model_id):
-            described = _described(model_id, service.encoders.find(model_id))
+        if service.models.knows(model_id):
+            described = _described(model_id, service.models.encoder(model_id))
         else:
             model = service.model_named(model_id)
             is_adapter = service.adapter_named(model_id) is not None
@@ -61,8 +61,8 @@ def models_router(service: Service) -> APIRouter:
     @router.delete("/v1/models/{model_id:path}", responses={**answers(Deleted), **ERRORS})
     async def delete_model(model_id: str) -> Response:
         """Unloads an adapter, with the admin key; requests that run with it go on."""
-        if service.encoders.knows(model_id) or not service.client.adapters.knows(model_id):
-            if not service.encoders.knows(model_id):
+        if service.models.knows(model_id) or not service.client.adapters.knows(model_id):
+            if not service.models.knows(model_id):
                 service.model_named(model_id)  # 404 for an unknown name
             raise InvalidRequest(f"{model_id} is no adapter: only adapters can be deleted", "model")
         with engine_call():
@@ -111,10 +111,10 @@ def _anthropic_page(models: list[Model], query: QueryParams) -> AnthropicModelLi
     }
 
 
-def _described(name: str, model: ServedModel | ServedEncoder, parent: str | None = None) -> Model:
+def _described(name: str, model: ServedModel, parent: str | None = None) -> Model:
     """`parent`: the model that an adapter of this name belongs to."""
     described: Model = {"id": name, "object": "model", "created": model.created, "owned_by": "quire"}
-    if model.ready is not None:
+    if model.is_started:
         described["max_model_len"] = model.ready.max_model_len
     if parent is not None:
         described["parent"] = parent

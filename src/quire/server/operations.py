@@ -53,7 +53,7 @@ def operations_router(service: Service) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus's text format."""
-        return Response(service.metrics.rendered(service.engines), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics.rendered(service.models.engines), media_type=CONTENT_TYPE_LATEST)
 
     @router.post("/reset_prefix_cache", responses=ERRORS)
     async def reset_prefix_cache() -> Response:

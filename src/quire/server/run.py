@@ -92,7 +92,7 @@ class DrainingServer(uvicorn.Server):
     async def _drain(self, name: str) -> None:
         service, timeout = self._service, self._service.settings.shutdown_timeout
         service.draining = True
-        engines = service.engines
+        engines = service.models.engines
         for engine in engines:
             engine.let_end()  # a signal to the whole process group reaches the engine too: it ends once it is idle
         num_open = sum(engine.num_open for engine in engines)
@@ -155,9 +155,10 @@ def _allow_open_files() -> None:
 
 def _report(service: Service, listener: socket.socket) -> None:
     settings = service.settings
-    if service.encoders.main is None:
-        for line in service.model.ready.lines:
+    for model in service.models.started_first:
+        for line in model.ready.lines:
             log.info("%s", line)
+    if service.models.main.task == "generate":
         formats = service.model.prompts.formats
         log.info(
             "answers   %s; %s",

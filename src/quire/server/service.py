@@ -1,51 +1,35 @@
 """Service: what endpoints share. The engines' clients, the served model's text side, settings and counters."""
 
 import asyncio
-import time
 import uuid
-from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, QueueFull
-from quire.core.request import QueueBounds, Request
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.server.access import RequestContext, context_of
-from quire.server.encoders import Encoders, OnProgress, ServedEncoder
 from quire.server.errors import ApiError, Unavailable, as_api_error
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
-from quire.server.prompts import PromptMaker
 from quire.server.protocol.base import SamplingFields
+from quire.server.served_models import OnProgress, ServedModel, ServedModels
 from quire.server.settings import ServerSettings
 from quire.server.stored import ObjectStore
 from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt, ready_to_sample
-from quire.weights.architectures import is_encoder
 
 SICK_AFTER = (
     5  # engines that failed in a row; then /health says 503, so that an orchestrator replaces the server
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    names: tuple[str, ...]
-    created: int
-    ready: Ready
-    prompts: PromptMaker
-
-
 class Service:
-    def __init__(
-        self, client: EngineClient | None, settings: ServerSettings, encoders: Encoders | None = None
-    ) -> None:
-        """Without a client there must be a main encoder: the server then embeds and generates nothing."""
-        self._client = client
-        self.encoders = encoders or Encoders(settings)
+    def __init__(self, models: ServedModels, settings: ServerSettings) -> None:
+        self.models = models
         self.settings = settings
         self.metrics = Metrics()
         self.store = ObjectStore(
@@ -56,83 +40,54 @@ class Service:
         )
         self.traces = open_traces(settings.otlp_traces_endpoint)
         self.draining = False
-        self._model: ServedModel | None = None
 
     @classmethod
     def of(
         cls, config: EngineConfig, settings: ServerSettings, on_progress: OnProgress | None = None
     ) -> "Service":
-        """The service of the model that `config` names, be it a generating one or an encoder."""
-        embeds = is_encoder(config.model.model, config.model.revision)
-        client = None
-        if not embeds:
-            bounds = QueueBounds(settings.max_queue_requests, settings.max_queue_tokens)
-            client = EngineClient(config, bounds, on_progress, settings.engine_timeout)
-        return cls(client, settings, Encoders(settings, config, embeds, on_progress))
-
-    def serve_model(self, ready: Ready) -> None:
-        """Called when the engine is ready for the first time: makes the tokenizer and the prompts of its model."""
-        settings = self.settings
-        prompts = PromptMaker(
-            ready, settings.chat_template, settings.tool_call_parser, settings.reasoning_parser
-        )
-        names = self.settings.served_names or (ready.model,)
-        self._model = ServedModel(names, int(time.time()), ready, prompts)
+        """The service of the model that `config` names, for its task."""
+        return cls(ServedModels.of(config, settings, on_progress), settings)
 
     async def start(self) -> None:
         """Returns when all engines can serve; raises why one cannot."""
-
-        async def generating() -> None:
-            if self._client is not None:
-                self.serve_model(await self._client.start())
-
-        await asyncio.gather(generating(), self.encoders.start())
+        await self.models.start()
 
     async def close(self) -> None:
         """After the last request: ends the engines and template workers, and sends the last traces."""
-        if self._client is not None:
-            await asyncio.gather(self._client.close(), self.encoders.close())
-        else:
-            await self.encoders.close()
+        await self.models.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
-        if self._model is not None:
-            await self._model.prompts.close()
-
-    @property
-    def client(self) -> EngineClient:
-        """The generating engine's."""
-        if self._client is None:
-            assert self.encoders.main is not None
-            raise ApiError(
-                400,
-                f"this server has only {self.encoders.main.names[0]}, which makes embeddings and no text: "
-                "use /v1/embeddings",
-                param="model",
-            )
-        return self._client
 
     @property
     def main(self) -> EngineClient:
         """The engine that the server was started for."""
-        return self.client if self.encoders.main is None else self.encoders.main.client
+        return self.models.main.client
 
     @property
-    def engines(self) -> list[EngineClient]:
-        """All that run, or should."""
-        return [*([self._client] if self._client is not None else []), *self.encoders.clients]
+    def client(self) -> EngineClient:
+        """The generating engine's."""
+        main = self.models.main
+        if main.task != "generate":
+            raise ApiError(
+                400,
+                f"this server has only {main.names[0]}, which makes embeddings and no text: use /v1/embeddings",
+                param="model",
+            )
+        return main.client
 
     @property
     def model(self) -> ServedModel:
-        if self._model is None:
-            raise Unavailable(f"{self.client.status}: try again in some seconds", "starting")
-        return self._model
+        """The generating model, once it is started."""
+        client = self.client
+        if not self.models.main.is_started:
+            raise Unavailable(f"{client.status}: try again in some seconds", "starting")
+        return self.models.main
 
     def model_named(self, name: str | None) -> ServedModel:
         """The model that a request names; any, if it names none."""
         model = self.model
         if name is not None and name not in model.names and not self.client.adapters.knows(name):
-            if self.encoders.knows(name):
+            if self.models.knows(name):
                 raise InvalidRequest(f"{name} makes embeddings and no text: use /v1/embeddings", "model")
             raise ApiError(
                 404,
@@ -146,20 +101,20 @@ class Service:
         """The adapter that a request names instead of the model, if it does."""
         return None if name is None or name in self.model.names else name
 
-    async def encoder_named(self, name: str | None) -> ServedEncoder:
+    async def encoder_named(self, name: str | None) -> ServedModel:
         """The embedding model that a request names, started if need be."""
-        if self._model is not None and name in self._model.names:
+        main = self.models.main
+        if main.task == "generate" and name in main.names:
             raise InvalidRequest(
                 f"{name} generates text and makes no embeddings: name an embedding model, such as "
-                f"{self.encoders.find(None).names[0]}",
+                f"{self.models.encoder(None).names[0]}",
                 "model",
             )
-        return await self.encoders.named(name)
+        return await self.models.started_encoder(name)
 
     @property
     def is_ready(self) -> bool:
-        has_model = self._model is not None or self._client is None
-        return has_model and self.main.is_ready and not self.draining
+        return self.models.main.is_started and self.main.is_ready and not self.draining
 
     @property
     def is_sick(self) -> bool:

@@ -53,7 +53,7 @@ def _least(repeats: list[Generated]) -> Generated:
 def _length(setup: Setup, bench: Bench) -> int:
     """Tokens for which computing all prefixes, half the length's square, takes the size's share of time."""
     report = bench.built.report
-    longest = min(report.max_model_len, report.pool.num_tokens) - PROMPT - 1
+    longest = min(report.limits.max_model_len, report.pool.num_tokens) - PROMPT - 1
     half_square = setup.pick(2.0, 30.0, 200.0) * prompt_rate(bench) / REPEATS
     fits = int((2 * half_square) ** 0.5) // 32 * 32
     return min(max(32, fits), longest, setup.pick(48, 1024, 4096))

@@ -52,7 +52,7 @@ def run(setup: Setup) -> Finding:
         report = bench.built.report
         text = _text(setup, bench)
         memory = _memory(bench)
-        fit = min(setup.pick(4, 64, 128), report.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
+        fit = min(setup.pick(4, 64, 128), report.limits.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
         batches = [n for n in BATCHES if n <= fit]
         rounds = setup.pick(1, 3, 5)
         with setup.progress(rounds * len(batches) + 1, "points") as bar:
@@ -93,7 +93,7 @@ def _memory(bench: Bench) -> Memory:
     numbers = built.report.precision
     return Memory(
         weight_shape(built.model, numbers.format).num_parameters,
-        built.report.weights_bytes,
+        built.report.start.weights_bytes,
         block_layout(built.report.pool.block_size, built.model, numbers).bytes_per_token,
         numbers.kv_dtype,
         numbers.format_name,

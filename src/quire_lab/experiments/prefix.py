@@ -211,7 +211,7 @@ class _Plan:
     @classmethod
     def of(cls, setup: Setup, bench: Bench) -> "_Plan":
         report = bench.built.report
-        room = min(report.max_model_len, report.pool.num_tokens // 4) - QUESTION - ANSWER
+        room = min(report.limits.max_model_len, report.pool.num_tokens // 4) - QUESTION - ANSWER
         rate = prompt_rate(bench)
         systems = tuple(n for n in setup.pick((16, 64), (64, 256, 512), (64, 256, 1024, 2048)) if n <= room)
         tokens = setup.pick(1.0, 12.0, 120.0) * rate  # that are computed without a cache, in each half

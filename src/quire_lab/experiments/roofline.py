@@ -50,7 +50,9 @@ def run(setup: Setup) -> Finding:
         weights = weight_shape(bench.built.model, report.precision.format)
         # a batch's prompts are computed before it is timed: as many as take no longer than its steps
         prompts = prompt_rate(bench) * setup.pick(1.0, 6.0, 20.0) / CONTEXT
-        most = min(setup.pick(8, 256, 512), report.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
+        most = min(
+            setup.pick(8, 256, 512), report.limits.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT)
+        )
         batches = [n for n in BATCHES if n <= min(most, max(8, prompts))]
         rounds, num_steps = setup.pick((1, 4), (3, 8), (5, 32))
         read_rate = compute_rate = 0.0
@@ -75,7 +77,7 @@ def _read_rate(bench: Bench) -> float:
     device = bench.built.report.precision.device
     if device.type == "cpu":
         threads = torch.get_num_threads()  # torch keeps to one where native kernels do the model's work
-        torch.set_num_threads(bench.built.report.num_threads)
+        torch.set_num_threads(bench.built.report.start.num_threads)
         try:
             return cpu_read_rate()
         finally:

@@ -1,12 +1,18 @@
 """Turns every `auto` setting into a decision, as new objects; BuildPlan holds them for the later stages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from quire.core.config import (
+    EngineConfig,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    Task,
+)
 from quire.core.errors import ConfigError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
@@ -59,17 +65,13 @@ class BuildPlan:
         return self.config.speculative_config
 
 
-def make_plan(
-    config: EngineConfig,
-    progress: Progress | None = None,
-    describe: Callable[[Mapping[str, Any]], ModelConfig] = registry.describe,
-) -> BuildPlan:
+def make_plan(config: EngineConfig, progress: Progress | None = None, task: Task = "generate") -> BuildPlan:
     """Opens the model's source and sets the compute threads. ConfigError where settings contradict the model."""
     options = config.model
     source = open_source(
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
     )
-    model = describe(source.config)
+    model = registry.describe(source.config, task)
     precision = resolve_precision(config, model)
     max_model_len = resolve_max_model_len(config, model)
     num_threads = set_threads(config.runner.num_threads, precision)
