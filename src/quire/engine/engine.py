@@ -148,13 +148,13 @@ class Engine:
         known = self._has_request(request_id)
         self._compiled = [request for request in self._compiled if request.request_id != request_id]
         self.scheduler.abort(request_id, FinishReason.ABORT)
-        self._committer.forget(request_id)
         self._forget_if_ended(request_id)
         return known
 
     def stop(self, request_id: str, index: int) -> bool:
         """Ends one sequence of a request as stopped: its caller saw a stop string in its text."""
         stopped = self.scheduler.stop(request_id, index)
+        self.stats.num_finished += stopped  # no update follows
         self._forget_if_ended(request_id)
         return stopped
 
@@ -298,7 +298,6 @@ class Engine:
         ended = self.scheduler.shed(scheduled)
         for sequence in ended:
             self._forget_if_ended(sequence.request.request_id)
-            self._committer.forget(sequence.request.request_id)
         updates = error_updates(ended, f"request {ended[0].request.request_id}: {why}") if ended else []
         self.stats.num_finished += len(updates)
         return updates
@@ -350,6 +349,7 @@ class Engine:
 
     def _forget_if_ended(self, request_id: str) -> None:
         if not self.scheduler.has_request(request_id):
+            self._committer.forget(request_id)
             if self._structured.running or self._structured.compiling:
                 self._structured.forget(request_id)
             self._give_back_adapter(request_id)
@@ -360,7 +360,6 @@ class Engine:
         for update in updates:
             if update.finish_reason is not None:
                 self.stats.num_finished += 1
-                self._committer.forget(update.request_id)
                 self._forget_if_ended(update.request_id)
 
     def _commit(self) -> list[SequenceUpdate]:
