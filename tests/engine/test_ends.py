@@ -3,13 +3,14 @@
 import pytest
 
 from quire.core.config import SchedulerConfig
+from quire.core.errors import InvalidRequest
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import PromptLogprobs, Step, StepResult, TokenLogprobs
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
-from tests.engine.page_runner import END, VOCABULARY, PageRunner
+from tests.engine.page_runner import END, VOCABULARY, PageRunner, expected
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -57,3 +58,45 @@ def test_a_stop_string_leaves_no_prompt_logprobs_and_counts_as_an_end(in_flight:
     finish(engine)
     assert not engine._committer._prompt_logprobs
     assert engine.stats.num_finished == n
+
+
+HALF = "a\ud800"
+
+
+@pytest.mark.parametrize(
+    ("values", "sampling", "param"),
+    [
+        ({"cache_salt": HALF}, {}, "cache_salt"),
+        ({"tenant": HALF}, {}, "tenant"),
+        ({"request_id": HALF}, {}, "request_id"),
+        ({"adapter": HALF}, {}, "adapter"),
+        ({}, {"max_tokens": None, "min_tokens": 2**63}, "min_tokens"),
+        ({}, {"max_tokens": None, "min_tokens": 64}, "min_tokens"),
+    ],
+    ids=str,
+)
+def test_a_value_that_no_step_could_take_is_refused_on_arrival(values, sampling, param) -> None:
+    engine = engine_of(PageRunner(60, 4))
+    engine.add(Request("other", PROMPT, SamplingParams(max_tokens=8)))
+    engine.step()
+    fields = {
+        "request_id": "bad",
+        "prompt_token_ids": PROMPT,
+        "sampling": SamplingParams(**sampling),
+        **values,
+    }
+    with pytest.raises(InvalidRequest) as caught:
+        engine.add(Request(**fields))
+    assert caught.value.param == param
+    assert finish(engine) == {"other": expected(PROMPT, 0, 8)[1:]}
+    engine.check_integrity()
+
+
+def test_a_value_that_only_the_sampler_finds_wrong_is_refused_on_arrival() -> None:
+    """Whatever checks forget: the values of a request are tried before a step depends on them."""
+    engine = engine_of(PageRunner(60, 4))
+    sampling = SamplingParams(max_tokens=8)
+    object.__setattr__(sampling, "logprobs", 2**63)
+    with pytest.raises(InvalidRequest, match="cannot be computed: OverflowError"):
+        engine.add(Request("bad", PROMPT, sampling))
+    assert not engine.has_work

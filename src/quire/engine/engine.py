@@ -17,9 +17,10 @@ from quire.engine.commit import Committer, error_updates, request_errors
 from quire.engine.policies import make_admission_policy
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
-from quire.engine.validation import Limits, RequestValidator
+from quire.engine.validation import Limits, RequestValidator, check_text
 from quire.grammar.compiler import Compiler
 from quire.memory.paged import PagedMemory
+from quire.sampling.columns import SamplingColumns
 from quire.sampling.records import TokenMask
 from quire.scheduler.plan import ScheduledStep
 from quire.scheduler.preemption import Preemption
@@ -90,6 +91,7 @@ class Engine:
         self.stats = StepStats()
         self._validator = RequestValidator(limits, memory, seed, clock)
         self._runner: StepRunner = runner
+        self._trial_row = SamplingColumns(1, limits.vocab_size)
         self._compiled: list[Request] = []  # whose grammar is compiled and which the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
         self._in_flight: deque[ScheduledStep] = deque()
@@ -109,6 +111,7 @@ class Engine:
             request = replace(request, adapter=self._arrive(request_id, request.adapter))
         try:
             request = self._validator.accept(request)
+            self._rehearse(request)
             if request.sampling.structured is None or self._structured.admit(request):
                 self.scheduler.add(request)
         except BaseException:
@@ -117,7 +120,22 @@ class Engine:
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += request.num_prompt_tokens
 
+    def _rehearse(self, request: Request) -> None:
+        """Computes what planning and sampling will make of the values: one that they cannot take is refused here, where
+        it ends this request alone.
+        """
+        try:
+            self.memory.index.root(request.cache_salt)
+            self._trial_row.start_row(
+                0, request.sampling, request.seed, 0, request.num_prompt_tokens, request.stop_token_ids
+            )
+        except Exception as fault:
+            raise InvalidRequest(
+                f"the request cannot be computed: {type(fault).__name__}: {fault}"
+            ) from fault
+
     def _arrive(self, request_id: str, adapter: str) -> str:
+        check_text("adapter", adapter)
         if self.adapters is None:
             raise AdapterError(
                 f"adapter {adapter!r} was asked for and adapters are off: start with enable_lora, lora_modules "
