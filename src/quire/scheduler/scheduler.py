@@ -43,7 +43,8 @@ class Scheduler:
         self.preemption = preemption or Preemption(config.preemption_mode)
         self.stats = SchedulerStats()
         self.waiting = make_queue(config, by_adapter=adapters is not None)
-        self._fair_queue = self.waiting if isinstance(self.waiting, FairQueue) else None
+        # called by commit with the sequence of each output token; None: no share is charged
+        self.charge = self.waiting.charge if isinstance(self.waiting, FairQueue) else None
         self._batch = RunningBatch(max_num_seqs, memory, self.waiting, self.policy)
         self._groups = self._batch.groups
         self.running = self._batch.sequences  # in the schedule's order
@@ -133,8 +134,6 @@ class Scheduler:
             return None
         self._batch.fork_finished_prompts(plan)
         plan.force_beam_tokens()
-        if self._fair_queue is not None:
-            self._fair_queue.charge(plan.receivers)
         if self.policy.kept:
             self.policy.extend(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
         pending = self.memory.transfers
