@@ -24,6 +24,7 @@ class _Progress:
 
     num_computed: int = 0
     num_preemptions: int = 0
+    is_broken: bool = False  # its logits were not finite: nothing is drafted for it any more
 
 
 @dataclass(slots=True)
@@ -58,7 +59,13 @@ class _Drafting:
         grown = Draft(row, self.num_known, nodes, parents, is_growing=True)
         return _Part(self, self.num_known + num_before, self.width, grown)
 
+    @property
+    def is_unfinished(self) -> bool:
+        return len(self.levels) < self.room.length and not self.progress.is_broken
+
     def tree(self) -> TokenTree:
+        if self.progress.is_broken:
+            return TokenTree()
         tree = parted([[level[branch] for level in self.levels] for branch in range(self.width)])
         return replace(tree, drawn=len(self.levels)) if self.is_drawn else tree
 
@@ -97,6 +104,7 @@ class DraftModel:
         self._progress_of: dict[str, dict[int, _Progress]] = {}
         self._num_steps = 0
         self._pass_seconds = 0.0  # of one drafted token of all sequences
+        self._is_warned = False
 
     def guess(self, sequence: Sequence) -> int | None:
         return None
@@ -105,7 +113,8 @@ class DraftModel:
         return True
 
     def can_draft(self, sequence: Sequence) -> bool:
-        return True
+        progress = self._progress_of.get(sequence.request.request_id, {}).get(sequence.index)
+        return progress is None or not progress.is_broken
 
     def seconds(self, length: int) -> float:
         return length * self._pass_seconds
@@ -116,7 +125,7 @@ class DraftModel:
         ]
         try:
             self._read(drafts)
-            while unfinished := [draft for draft in drafts if len(draft.levels) < draft.room.length]:
+            while unfinished := [draft for draft in drafts if draft.is_unfinished]:
                 started = time.perf_counter()
                 self._extend(unfinished)
                 taken = time.perf_counter() - started
@@ -140,6 +149,7 @@ class DraftModel:
         progress = of_request.setdefault(sequence.index, _Progress())
         if progress.num_preemptions != sequence.num_preemptions:
             progress.num_computed, progress.num_preemptions = 0, sequence.num_preemptions
+            progress.is_broken = False
         progress.num_computed = min(progress.num_computed, len(sequence.token_ids) - 1)
         return progress
 
@@ -156,7 +166,7 @@ class DraftModel:
                     budget -= part.count
             self._run(parts, starts)
             starts = ()
-            waiting = [draft for draft in waiting if not draft.levels]
+            waiting = [draft for draft in waiting if not (draft.levels or draft.progress.is_broken)]
 
     def _extend(self, drafts: list[_Drafting]) -> None:
         parts: list[_Part] = []
@@ -203,23 +213,34 @@ class DraftModel:
 
     def _take(self, parts: list[_Part], result: StepResult) -> None:
         """A tree's pages are not moved when part of it is accepted: it is read again from its root."""
-        first = 0
+        first, failed = 0, set(result.failed)
         for part in parts:
-            draft = part.draft
+            draft, samples = part.draft, range(first, first + part.num_samples)
             if part.grown is None:
                 draft.progress.num_computed += part.count
-            tokens = result.token_ids[first : first + part.num_samples]
+            tokens = result.token_ids[first : samples.stop]
             if draft.is_drawn:
-                tokens = ints(
-                    token_id for drawn in result.drawn[first : first + part.num_samples] for token_id in drawn
-                )
+                tokens = ints(token_id for drawn in result.drawn[first : samples.stop] for token_id in drawn)
             elif tokens and not draft.levels and draft.room.width > 1:
                 entry = result.logprobs[first]
                 others = [] if entry is None else [t for t in entry.top_ids if t != tokens[0]]
                 tokens.extend(others[: min(draft.room.width, self._max_tokens) - 1])
-            first += part.num_samples
-            if tokens:
+            first = samples.stop
+            if len(tokens) < len(samples) or not failed.isdisjoint(samples):
+                self._give_up(draft)
+            elif tokens:
                 draft.levels.append(tokens)
+
+    def _give_up(self, draft: _Drafting) -> None:
+        """No answer depends on a draft: its sequence goes on without."""
+        draft.progress.is_broken = True
+        draft.progress.num_computed = min(draft.progress.num_computed, draft.num_known)
+        if not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "the draft model gave logits that are not finite: sequences with such logits go on without drafts; "
+                "check its weights, or try another dtype"
+            )
 
 
 def _row_start(room: DraftRoom) -> RowStart:

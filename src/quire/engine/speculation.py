@@ -128,6 +128,8 @@ class Speculation:
             return False
         gained, drafted = 0.0, 0.0
         for sequence in running:
+            if not self._proposer.guesses and not self._proposer.can_draft(sequence):
+                continue
             if self._config.adaptive and self._is_probed(sequence):
                 return True
             shape = self._shape(sequence, num_running, most)
