@@ -142,9 +142,7 @@ class PageRunner:
             for index, score in zip(beams.samples, beams.scores, strict=True)
             for token, more in enumerate(self.token_scores(contexts[index]))
         ]
-        found = sorted(found, key=lambda one: -one[0])[: beams.num_candidates]
-        scores, samples, tokens = zip(*found, strict=True)
-        return BeamCandidates(ints(samples), ints(tokens), scores)
+        return best_of(found, beams)
 
     def block(self, row: int, position: int) -> int:
         block = self.tables[row][position // self.block_size]
@@ -153,6 +151,15 @@ class PageRunner:
 
     def read(self, row: int, position: int) -> int:
         return self.pages[self.block(row, position)][position % self.block_size]
+
+
+def best_of(found: list[tuple[float, int, int]], beams: BeamSet) -> BeamCandidates:
+    """What a sampler returns of all candidates (score, sample, token), which come best beam and lowest id first."""
+    found = sorted(found, key=lambda one: -one[0])
+    count, rest = beams.num_candidates, found[beams.num_candidates :]
+    going_on = [one for one in rest if one[2] not in beams.stop_token_ids] if beams.stop_token_ids else []
+    scores, samples, tokens = zip(*found[:count], *going_on[:count], strict=True)
+    return BeamCandidates(ints(samples), ints(tokens), scores)
 
 
 def _path(tree: Draft, context: list[int]) -> list[int]:
