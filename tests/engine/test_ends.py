@@ -100,3 +100,23 @@ def test_a_value_that_only_the_sampler_finds_wrong_is_refused_on_arrival() -> No
     with pytest.raises(InvalidRequest, match="cannot be computed: OverflowError"):
         engine.add(Request("bad", PROMPT, sampling))
     assert not engine.has_work
+
+
+class LosingRunner(PageRunner):
+    """Runs one step that the engine has not recorded, as after an interrupt between launch and record."""
+
+    def launch(self, step: Step) -> None:
+        super().launch(step)
+        if step.step_id == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_step_that_was_lost_is_an_error_and_not_the_tokens_of_another() -> None:
+    engine = engine_of(LosingRunner(60, 4))
+    engine.add(Request("a", PROMPT, SamplingParams(max_tokens=8, ignore_eos=True)))
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine)
+    engine.abort("a")
+    engine.add(Request("b", PROMPT, SamplingParams(max_tokens=8, ignore_eos=True)))
+    with pytest.raises(RuntimeError, match="returned step 2 where step 3 was due"):
+        finish(engine)

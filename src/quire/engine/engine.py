@@ -384,6 +384,11 @@ class Engine:
         """Collects and commits the oldest step in flight."""
         scheduled = self._in_flight.popleft()
         result = self._runner.collect()
+        if result.step_id != scheduled.step.step_id:
+            raise RuntimeError(
+                f"the runner returned step {result.step_id} where step {scheduled.step.step_id} was due: a step was "
+                "launched and lost, perhaps by an interrupt. Build a new engine"
+            )
         started = time.perf_counter()
         updates = self._committer.commit(scheduled, result)
         self.stats.num_generated_tokens += sum([len(update.token_ids) for update in updates])
