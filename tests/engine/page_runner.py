@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 from quire.core.draft import ROOT, Draft
 from quire.core.errors import DeviceMemoryFull
 from quire.core.request import ints
-from quire.core.step import BeamCandidates, BeamSet, HostTransfers, RowStart, Step, StepResult
+from quire.core.step import (
+    BeamCandidates,
+    BeamSet,
+    HostTransfers,
+    PromptLogprobs,
+    RowStart,
+    Step,
+    StepResult,
+    TokenLogprobs,
+)
 from quire.speculate.tree import accepted_nodes
 
 VOCABULARY = 50
@@ -125,7 +134,19 @@ class PageRunner:
             if draft.parents:
                 self.settle(draft, result[first : first + 1 + len(draft.token_ids)])
         beams = tuple(self.candidates(one, [contexts[i] for i in step.sample_sources]) for one in step.beams)
-        return StepResult(step.step_id, ints(result), beams=beams)
+        return StepResult(step.step_id, ints(result), prompt_logprobs=self.scores(step), beams=beams)
+
+    def scores(self, step: Step) -> tuple[PromptLogprobs, ...]:
+        """One entry for each prompt token after the first, of rows that ask."""
+        pieces = []
+        for row, first, count in zip(step.rows, step.num_computed, step.num_tokens, strict=True):
+            start = self.rows[row]
+            last = min(first + count, start.num_prompt_tokens - 1)
+            if start.sampling.prompt_logprobs is not None and last > first:
+                tokens = start.token_ids[first + 1 : last + 1]
+                entries = tuple(TokenLogprobs(token, -1.0, 1, (), ()) for token in tokens)
+                pieces.append(PromptLogprobs(row, first + 1, entries))
+        return tuple(pieces)
 
     def settle(self, tree: Draft, chosen: list[int]) -> None:
         """The accepted path's pages, read where they are, are written where they belong."""

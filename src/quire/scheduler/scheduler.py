@@ -81,12 +81,14 @@ class Scheduler:
         return ended
 
     def stop(self, request_id: str, index: int) -> bool:
-        """Ends one sequence; the request's others go on."""
+        """Ends one sequence that has an output; the request's others go on."""
         group = self._groups.get(request_id)
         if group is None or group.is_beams:  # indices of beams mean nothing to callers
             return False
         for sequence in group.live:
-            if sequence.index == index:
+            if (
+                sequence.index == index and sequence.num_outputs
+            ):  # before that, others are still to be forked from it
                 self.finish(sequence, FinishReason.STOP)
                 return True
         return False
