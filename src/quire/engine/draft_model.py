@@ -1,8 +1,10 @@
 """DraftModel: a small model proposes tokens that the target verifies. A second runner under the same block ids."""
 
 import time
+from collections import deque
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from quire.core.draft import ROOT, Draft, DraftRoom, TokenTree
 from quire.core.errors import DeviceMemoryFull
@@ -15,7 +17,7 @@ from quire.scheduler.plan import row_start
 from quire.speculate.tree import parted
 
 logger = get_logger(__name__)
-NEWEST = 0.25  # how much the newest measurement counts
+RECENT_PASSES = 9  # whose median is what a pass takes: one that was disturbed does not count
 
 
 @dataclass(slots=True)
@@ -103,7 +105,10 @@ class DraftModel:
         self._max_tokens = max_num_batched_tokens
         self._progress_of: dict[str, dict[int, _Progress]] = {}
         self._num_steps = 0
-        self._pass_seconds = 0.0  # of one drafted token of all sequences
+        self._pass_seconds: deque[float] = deque(
+            maxlen=RECENT_PASSES
+        )  # of one drafted token of all sequences
+        self._pass_sizes: set[int] = set()  # of passes that have run: the first of a size is slow
         self._is_warned = False
 
     def guess(self, sequence: Sequence) -> int | None:
@@ -117,7 +122,7 @@ class DraftModel:
         return progress is None or not progress.is_broken
 
     def seconds(self, length: int) -> float:
-        return length * self._pass_seconds
+        return length * median(self._pass_seconds) if self._pass_seconds else 0.0
 
     def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
         drafts = [
@@ -126,10 +131,7 @@ class DraftModel:
         try:
             self._read(drafts)
             while unfinished := [draft for draft in drafts if draft.is_unfinished]:
-                started = time.perf_counter()
                 self._extend(unfinished)
-                taken = time.perf_counter() - started
-                self._pass_seconds += NEWEST * (taken - self._pass_seconds) if self._pass_seconds else taken
         except DeviceMemoryFull as full:  # no request depends on a draft
             logger.warning("nothing is drafted in this step: %s", full)
             for draft in drafts:  # drafted tokens are not tokens of the sequence
@@ -184,6 +186,7 @@ class DraftModel:
         ]
         rows = [part.draft.room.sequence.row for part in parts]
         grown = tuple(part.grown for part in parts if part.grown is not None)
+        started = time.perf_counter()
         self._runner.launch(
             Step(
                 step_id=self._num_steps,
@@ -199,7 +202,16 @@ class DraftModel:
             )
         )
         self._num_steps += 1
-        self._take(parts, self._runner.collect())
+        result = self._runner.collect()
+        self._note_seconds(parts, time.perf_counter() - started)
+        self._take(parts, result)
+
+    def _note_seconds(self, parts: list[_Part], seconds: float) -> None:
+        """Of passes that draft a token, also the first one of a draft; prefills are left out, and warm-up."""
+        size = sum(part.count for part in parts)
+        if size in self._pass_sizes and all(part.count <= max(2, part.num_samples) for part in parts):
+            self._pass_seconds.append(seconds)
+        self._pass_sizes.add(size)
 
     def _drawn(self, parts: list[_Part]) -> Ints:
         """How many tokens each sample draws: one more of a branch, or as many as there are branches."""

@@ -68,7 +68,6 @@ def _mix_integer(value: int) -> int:
     return value ^ (value >> 31)
 
 
-_NO_IDS = np.zeros(0, np.int64)
 NO_LOGPROBS = -1
 ANY_TOKEN = -1  # fills the front of shorter prefixes in RowEdits.prefixes
 
@@ -193,7 +192,9 @@ def _row_edits(sampling: SamplingParams, stop_token_ids: Iterable[int], vocab_si
     prefixes = np.full((len(longer), width), ANY_TOKEN, np.int32)
     for index, word in enumerate(longer):
         prefixes[index, width - len(word) + 1 :] = word[:-1]
-    stop_ids = token_array(frozenset(stop_token_ids), vocab_size) if sampling.min_tokens else _NO_IDS
+    stop_ids = (
+        token_array(frozenset(stop_token_ids), vocab_size) if sampling.min_tokens else np.zeros(0, np.int64)
+    )
     return RowEdits(
         bias_ids=np.array(list(bias), np.int64),
         bias_values=np.array(list(bias.values()), np.float32),
