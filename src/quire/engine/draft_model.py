@@ -61,10 +61,6 @@ class _Drafting:
         grown = Draft(row, self.num_known, nodes, parents, is_growing=True)
         return _Part(self, self.num_known + num_before, self.width, grown)
 
-    @property
-    def is_unfinished(self) -> bool:
-        return len(self.levels) < self.room.length and not self.progress.is_broken
-
     def tree(self) -> TokenTree:
         if self.progress.is_broken:
             return TokenTree()
@@ -130,7 +126,9 @@ class DraftModel:
         ]
         try:
             self._read(drafts)
-            while unfinished := [draft for draft in drafts if draft.is_unfinished]:
+            while unfinished := [
+                d for d in drafts if len(d.levels) < d.room.length and not d.progress.is_broken
+            ]:
                 self._extend(unfinished)
         except DeviceMemoryFull as full:  # no request depends on a draft
             logger.warning("nothing is drafted in this step: %s", full)

@@ -121,9 +121,7 @@ class Engine:
         self.stats.num_prompt_tokens += request.num_prompt_tokens
 
     def _rehearse(self, request: Request) -> None:
-        """Computes what planning and sampling will make of the values: one that they cannot take is refused here, where
-        it ends this request alone.
-        """
+        """Computes what steps will make of the values: one that they cannot take ends this request alone."""
         try:
             self.memory.index.root(request.cache_salt)
             self._trial_row.start_row(

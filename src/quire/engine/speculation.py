@@ -30,8 +30,7 @@ SHAPES_KEPT = 16  # steps
 BATCH_GAIN = 0.3  # the same with several rows, where each new step size is recorded before it is fast
 FIRST_RATE_AFTER_GUESS = 0.8  # how often there is a guess after a guessed token, before any was seen
 FIRST_RATE_AFTER_MISS = 0.1  # and after a token that was not guessed
-# Steps without drafts, after which all draft although it does not seem to pay. Each time there are twice as many.
-FIRST_PROBE, PROBED_EVERY = 4, 64
+FIRST_PROBE, PROBED_EVERY = 4, 64  # steps without drafts before all draft although it does not seem to pay
 MAX_PROBE_TRIES = 4  # steps in which no sequence could draft, after which a probe is given up
 PROBE_LENGTH = 2  # a second token shows what a pass of the draft model takes
 

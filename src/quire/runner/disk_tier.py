@@ -165,11 +165,10 @@ class FileDiskTier:
             )  # fmt: skip
             return
         with self._lock:
-            is_current = num_clears == self._num_clears
-            if is_current:
+            if num_clears == self._num_clears:
                 self._known[content] = None
-        if not is_current:
-            path.unlink(missing_ok=True)
+                return
+        path.unlink(missing_ok=True)  # it was cleared meanwhile
 
     def _evicted(self) -> bytes | None:
         """The least recently used content, known no longer; None where one more block fits."""

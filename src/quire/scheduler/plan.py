@@ -144,9 +144,7 @@ def _beam_sets(receivers: list[Sequence]) -> tuple[BeamSet, ...]:
 
 
 def _beam_set(receivers: list[Sequence], samples: list[int]) -> BeamSet:
-    """Asks for as many candidates as leave a full set of beams, whichever of them end: with few stop tokens enough of
-    all, with many the best of all and the best that go on.
-    """
+    """Asks for as many candidates as leave a full set of beams, whichever of them end."""
     request = receivers[samples[0]].request
     scores, width = tuple(receivers[i].score for i in samples), request.sampling.num_sequences
     if len(request.stop_token_ids) > FEW_STOP_TOKENS:
