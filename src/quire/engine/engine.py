@@ -18,9 +18,10 @@ from quire.engine.commit import Committer, error_updates, request_errors
 from quire.engine.policies import make_admission_policy
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
-from quire.engine.validation import Limits, RequestValidator
+from quire.engine.validation import Limits, RequestValidator, check_text
 from quire.grammar.compiler import Compiler
 from quire.memory.paged import PagedMemory
+from quire.sampling.columns import SamplingColumns
 from quire.sampling.records import TokenMask
 from quire.scheduler.plan import ScheduledStep
 from quire.scheduler.preemption import Preemption
@@ -189,6 +190,7 @@ class Engine(EngineCore[SequenceUpdate]):
             make_admission_policy(config, clock),
         )
         self._validator = RequestValidator(limits, memory, seed, clock)
+        self._trial_row = SamplingColumns(1, limits.vocab_size)
         self._compiled: list[Request] = []  # whose grammar is compiled and which the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
 
@@ -206,6 +208,7 @@ class Engine(EngineCore[SequenceUpdate]):
             request = replace(request, adapter=self._arrive(request_id, request.adapter))
         try:
             request = self._validator.accept(request)
+            self._rehearse(request)
             if request.sampling.structured is None or self._structured.admit(request):
                 self.scheduler.add(request)
         except BaseException:
@@ -214,7 +217,20 @@ class Engine(EngineCore[SequenceUpdate]):
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += request.num_prompt_tokens
 
+    def _rehearse(self, request: Request) -> None:
+        """Computes what steps will make of the values: one that they cannot take ends this request alone."""
+        try:
+            self.memory.index.root(request.cache_salt)
+            self._trial_row.start_row(
+                0, request.sampling, request.seed, 0, request.num_prompt_tokens, request.stop_token_ids
+            )
+        except Exception as fault:
+            raise InvalidRequest(
+                f"the request cannot be computed: {type(fault).__name__}: {fault}"
+            ) from fault
+
     def _arrive(self, request_id: str, adapter: str) -> str:
+        check_text("adapter", adapter)
         if self.adapters is None:
             raise AdapterError(
                 f"adapter {adapter!r} was asked for and adapters are off: start with enable_lora, lora_modules "
@@ -245,12 +261,12 @@ class Engine(EngineCore[SequenceUpdate]):
         known = self._has_request(request_id)
         self._compiled = [request for request in self._compiled if request.request_id != request_id]
         self.scheduler.abort(request_id, FinishReason.ABORT)
-        self._committer.forget(request_id)
         self._forget_if_ended(request_id)
         return known
 
     def stop(self, request_id: str, index: int) -> bool:
         stopped = self.scheduler.stop(request_id, index)
+        self.stats.num_finished += stopped  # no update follows
         self._forget_if_ended(request_id)
         return stopped
 
@@ -370,7 +386,6 @@ class Engine(EngineCore[SequenceUpdate]):
         ended = self.scheduler.shed(scheduled)
         for sequence in ended:
             self._forget_if_ended(sequence.request.request_id)
-            self._committer.forget(sequence.request.request_id)
         updates = error_updates(ended, f"request {ended[0].request.request_id}: {why}") if ended else []
         self.stats.num_finished += len(updates)
         return updates
@@ -422,6 +437,7 @@ class Engine(EngineCore[SequenceUpdate]):
 
     def _forget_if_ended(self, request_id: str) -> None:
         if not self.scheduler.has_request(request_id):
+            self._committer.forget(request_id)
             if self._structured.running or self._structured.compiling:
                 self._structured.forget(request_id)
             self._give_back_adapter(request_id)
@@ -432,10 +448,14 @@ class Engine(EngineCore[SequenceUpdate]):
         for update in updates:
             if update.finish_reason is not None:
                 self.stats.num_finished += 1
-                self._committer.forget(update.request_id)
                 self._forget_if_ended(update.request_id)
 
     def _committed(self, scheduled: ScheduledStep, result: StepResult) -> list[SequenceUpdate]:
+        if result.step_id != scheduled.step.step_id:
+            raise RuntimeError(
+                f"the runner returned step {result.step_id} where step {scheduled.step.step_id} was due: a step was "
+                "launched and lost, perhaps by an interrupt. Build a new engine"
+            )
         updates = self._committer.commit(scheduled, result)
         self.stats.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         self._count_ends(updates)

@@ -30,6 +30,8 @@ class Limits:
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequest if the request exceeds the context, the vocabulary or the batch."""
+        for name in ("request_id", "cache_salt", "tenant"):
+            check_text(name, getattr(request, name))
         self._check_context(request.num_prompt_tokens)
         self._check_vocabulary(request.prompt_token_ids, "prompt")
         self._check_sampling(request.sampling)
@@ -75,12 +77,28 @@ class Limits:
                 f"max_num_seqs={self.max_num_seqs}: lower n or raise max_num_seqs",
                 "n",
             )
+        if sampling.min_tokens >= self.max_model_len:
+            raise InvalidRequest(
+                f"min_tokens={sampling.min_tokens} can never be reached in a context of {self.max_model_len}: "
+                "lower min_tokens or raise max_model_len",
+                "min_tokens",
+            )
         for name, token_ids in _named_tokens(sampling):
             for token_id in token_ids:
                 if not 0 <= token_id < self.vocab_size:
                     raise InvalidRequest(
                         f"{name} names token id {token_id}, outside the vocabulary of {self.vocab_size}", name
                     )
+
+
+def check_text(name: str, value: str) -> None:
+    """Raises InvalidRequest for text that could not be encoded later, where it is hashed, sent or logged."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name} has half a surrogate pair at character {error.start}, which is no text: remove it", name
+        ) from None
 
 
 def _named_tokens(sampling: SamplingParams) -> tuple[tuple[str, Iterable[int]], ...]:

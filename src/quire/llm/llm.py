@@ -278,7 +278,7 @@ class LLM:
         try:
             for prompt, sampling, adapter in zip(prompts, samplings, adapters, strict=True):
                 answers.append(self._submit(prompt, sampling, adapter))
-        except QuireError:
+        except BaseException:
             for answer in answers:  # all or none: the caller gets no half-done list
                 self.engine.abort(answer.request_id)
             raise

@@ -17,6 +17,7 @@ value. `kernels/sample` computes the same on devices.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -191,16 +192,24 @@ def _row_edits(sampling: SamplingParams, stop_token_ids: Iterable[int], vocab_si
     prefixes = np.full((len(longer), width), ANY_TOKEN, np.int32)
     for index, word in enumerate(longer):
         prefixes[index, width - len(word) + 1 :] = word[:-1]
-    stop_ids = [token_id for token_id in stop_token_ids if _known((token_id,), vocab_size)]
+    stop_ids = (
+        token_array(frozenset(stop_token_ids), vocab_size) if sampling.min_tokens else np.zeros(0, np.int64)
+    )
     return RowEdits(
         bias_ids=np.array(list(bias), np.int64),
         bias_values=np.array(list(bias.values()), np.float32),
-        stop_ids=np.array(sorted(stop_ids) if sampling.min_tokens else [], np.int64),
+        stop_ids=stop_ids,
         last_ids=np.array([word[-1] for word in longer], np.int64),
         prefixes=prefixes,
         prefix_lens=np.array([len(word) - 1 for word in longer], np.int64),
         allowed_bits=_bits_of(sampling.allowed_token_ids, vocab_size),
     )
+
+
+@lru_cache(maxsize=16)  # of beams, each new branch starts a row with the same ones
+def token_array(token_ids: frozenset[int], vocab_size: int) -> np.ndarray:
+    """[E] int64, sorted, without ids outside the vocabulary."""
+    return np.array(sorted(token_id for token_id in token_ids if 0 <= token_id < vocab_size), np.int64)
 
 
 def _known(token_ids: Iterable[int], vocab_size: int) -> bool:
