@@ -81,7 +81,7 @@ async def answer_chat(service: Service, request: Request, body: ChatCompletionRe
         raise error.renamed({"prompt": "messages"}) from None
     parsers = _answer_parsers(plan, formats, sampling, prompt.text)
     return ChatReply(
-        response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer, parsers
+        response_id, body, service.answer_name(body.model), generation, model.prompts.tokenizer, parsers
     )
 
 

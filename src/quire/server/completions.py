@@ -46,7 +46,7 @@ def completions_router(service: Service) -> APIRouter:
         prompts = await model.prompts.completions(body.prompt, body.add_special_tokens)
         response_id, generation = service.generate(request, body, prompts, sampling, "cmpl")
         reply = CompletionReply(
-            response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer
+            response_id, body, service.answer_name(body.model), generation, model.prompts.tokenizer
         )
         if body.stream:
             return EventStream(reply, response_id)

@@ -52,7 +52,7 @@ def embeddings_router(service: Service) -> APIRouter:
                 }
                 for item in pooled
             ],
-            "model": body.model or encoder.names[0],
+            "model": encoder.names[0],
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
         return JsonReply(listed)

@@ -38,8 +38,10 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{model_id:path}", responses={**answers(Model), **ERRORS})
     async def retrieve_model(model_id: str) -> Response:
-        if service.encoders.knows(model_id):
-            return JsonReply(_described(model_id, service.encoders.find(model_id)))
+        """A model under the name that was asked for, aliases included."""
+        known = service.known_name(model_id)
+        if service.encoders.knows(known) or service.encoders.main is not None:
+            return JsonReply(_described(model_id, service.encoders.find(known)))
         model = service.model_named(model_id)
         is_adapter = service.adapter_named(model_id) is not None
         return JsonReply(_described(model_id, model, model.names[0] if is_adapter else None))
