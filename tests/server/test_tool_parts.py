@@ -27,6 +27,14 @@ def tool(name: str = "get_weather", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
 
 
+SHELL = {"type": "custom", "custom": {"name": "sh"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def request(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest(messages=HI, **fields)
 
@@ -37,7 +45,8 @@ def request(**fields: Any) -> ChatCompletionRequest:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": 5}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].function"),
         ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [tool(), {"type": "function", "function": {}}]}, "tools[1].function.name"),
@@ -55,6 +64,19 @@ def request(**fields: Any) -> ChatCompletionRequest:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "auto", "tools": []}, "tool_choice"),
         ({"tool_choice": "always", "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "custom", "custom": {"name": "sh"}}, "tools": [tool(), SHELL]},
+            "tool_choice",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "sh"}}, "tools": [tool(), SHELL]},
+            "tool_choice",
+        ),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": allowed("sometimes", "get_weather"), "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": allowed("auto"), "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "f"), "tools": [tool()]}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [tool()]}, "tool_choice"),
     ],
@@ -83,6 +105,28 @@ def test_without_a_choice_tools_are_offered_and_with_none_they_are_hidden():
     assert tool_plan(request(tools=[tool()], parallel_tool_calls=False)).max_calls == 1
     assert tool_plan(request(tool_choice="none")).parser_maker("hermes") is None
     assert tool_plan(request(tools=[tool()])).parser_maker(None) is None
+
+
+def test_allowed_tools_hide_the_others():
+    tools = [tool(), tool("b"), tool("c")]
+    plan = tool_plan(request(tools=tools, tool_choice=allowed("auto", "c", "get_weather")))
+    assert (plan.shown, plan.forced) == ((tool(), tool("c")), None)
+    plan = tool_plan(request(tools=[*tools, SHELL], tool_choice=allowed("required", "b")))
+    assert plan.shown == (tool("b"),)
+    assert plan.forced is not None
+    assert "get_weather" not in plan.forced.text
+
+
+def test_tools_of_types_that_are_not_served_are_left_out_with_a_warning():
+    plan = tool_plan(request(tools=[SHELL, tool(), {"type": "web_search"}, SHELL], tool_choice="auto"))
+    assert plan.shown == (tool(),)
+    assert plan.warnings == (
+        "tools of type 'custom' are left out, since only 'function' is served: tools[0], tools[3]",
+        "tools of type 'web_search' are left out, since only 'function' is served: tools[2]",
+    )
+    choice = {"type": "function", "function": {"name": "sh"}}
+    with pytest.raises(InvalidRequest, match=r"'sh', and the tools are get_weather.*'custom' are left out"):
+        tool_plan(request(tools=[SHELL, tool()], tool_choice=choice))
 
 
 def test_required_asks_for_an_array_of_calls():

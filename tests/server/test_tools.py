@@ -55,6 +55,39 @@ def client(server: RunningServer) -> openai.OpenAI:
     return server.client()
 
 
+def test_a_request_of_codex_is_served_without_the_tools_of_openais_own_servers(server: RunningServer):
+    function = {"type": "function", **WEATHER["function"], "strict": False}
+    others = [
+        {"type": "namespace", "name": "mcp__files", "tools": [function]},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+        {"type": "local_shell"},
+        {"type": "computer_use_preview", "display_width": 1},
+    ]
+    body = {
+        "input": "Hi",
+        "max_output_tokens": 2,
+        "tools": [*others, function],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "x",
+    }
+    response = server.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    warnings = response.headers.get_list("warning", split_commas=False)
+    assert [re.findall("type '(.+)' are", warning) for warning in warnings] == [
+        [tool["type"]] for tool in others
+    ]
+    assert "response.incomplete" in response.text
+    chat = {"messages": ASK["messages"], "max_tokens": 2, "tools": others}
+    response = server.post("/v1/chat/completions", json=chat)
+    assert response.status_code == 200, response.text
+    assert len(response.headers.get_list("warning")) == len(others)
+
+
 def checked(name: str, arguments: str) -> dict[str, Any]:
     """The arguments, which must be what the tool's schema wants."""
     read = json.loads(arguments)

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
+from quire.server.access import add_warning
 from quire.server.errors import ApiError, not_supported
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
@@ -69,12 +70,15 @@ async def answer_chat(service: Service, request: Request, body: ChatCompletionRe
     sampling = chat_sampling(body, model.ready.default_sampling)
     formats = model.prompts.formats
     if plan is not None:
+        for warning in plan.warnings:
+            add_warning(request, warning)
         sampling = sampling.changed(structured=plan.form(sampling.structured, formats.tools))
     service.check_room()
     prompt = await chat_prompt(model, body, plan)
     kept_ids: frozenset[int] = frozenset()
-    if plan is not None or formats.reasoning is not None:
-        kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=plan is not None)
+    has_tools = plan is not None and bool(plan.shown)
+    if has_tools or formats.reasoning is not None:
+        kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=has_tools)
     try:
         response_id, generation = service.generate(request, body, [prompt], sampling, "chatcmpl", kept_ids)
     except (InvalidRequest, ApiError) as error:
@@ -86,11 +90,8 @@ async def answer_chat(service: Service, request: Request, body: ChatCompletionRe
 
 
 def chat_tools(body: ChatCompletionRequest) -> ToolPlan | None:
-    """None: the model sees no tools, and the answer holds no calls."""
-    if not body.tools and body.tool_choice is None:
-        return None
-    plan = tool_plan(body)
-    return plan if plan.shown else None
+    """None: the request has no tools."""
+    return tool_plan(body) if body.tools or body.tool_choice is not None else None
 
 
 async def chat_prompt(

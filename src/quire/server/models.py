@@ -17,7 +17,7 @@ from quire.server.protocol.models import (
 )
 from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.service import ServedModel, Service
-from quire.server.tools import checked_tools
+from quire.server.tools import served_tools
 from quire.text.prompts import PreparedPrompt
 
 
@@ -103,7 +103,7 @@ async def _prompt_of(body: TokenizeRequest, prompts: PromptMaker) -> PreparedPro
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
-            tools=checked_tools(body.tools),
+            tools=served_tools(body.tools)[0],
             variables=body.chat_template_kwargs,
         )
     assert body.prompt is not None
