@@ -11,6 +11,7 @@ from quire.core.errors import ConfigError, InvalidRequest
 from quire.server.chat import ChatReply
 from quire.server.generation import Change
 from quire.server.protocol.completions import ChatCompletionRequest
+from quire.server.schemas import served_schema
 from quire.server.settings import ServerSettings
 from quire.server.tools import MAX_BYTES, MAX_TOOLS, tool_plan
 from quire.text.answer import AnswerSequence
@@ -155,7 +156,8 @@ def test_a_named_tool_asks_for_its_arguments_which_are_those_it_lists():
     choice = {"type": "function", "function": {"name": "get_weather"}}
     plan = tool_plan(request(tools=[tool(), tool("b")], tool_choice=choice))
     assert plan.forced is not None
-    assert json.loads(plan.forced.text) == {**CITY, "additionalProperties": False}
+    assert json.loads(plan.forced.text) == served_schema(CITY, False, "tools")[0]
+    assert json.loads(plan.forced.text)["additionalProperties"] is False
     for parameters, closed in ((None, True), ({"type": "object"}, False), ({"$ref": "#/$defs/a"}, False)):
         plan = tool_plan(request(tools=[tool(parameters=parameters)], tool_choice=choice))
         assert plan.forced is not None

@@ -35,7 +35,7 @@ from quire.server.reply import (
     event,
     last_error,
 )
-from quire.server.sampling import chat_sampling
+from quire.server.sampling import chat_sampling, with_served_form
 from quire.server.service import ServedModel, Service
 from quire.server.tools import ToolPlan, tool_plan
 from quire.text.answer import AnswerSequence
@@ -67,7 +67,7 @@ async def answer_chat(service: Service, request: Request, body: ChatCompletionRe
     model = service.model_named(body.model)
     _refuse_unsupported(body, service.settings.trust_request_chat_template)
     plan = chat_tools(body)
-    sampling = chat_sampling(body, model.ready.default_sampling)
+    sampling = with_served_form(request, chat_sampling(body, model.ready.default_sampling))
     formats = model.prompts.formats
     if plan is not None:
         for warning in plan.warnings:

@@ -25,7 +25,7 @@ from quire.server.reply import (
     event,
     last_error,
 )
-from quire.server.sampling import completion_sampling
+from quire.server.sampling import completion_sampling, with_served_form
 from quire.server.service import Service
 from quire.text.answer import Answer, AnswerSequence
 from quire.text.prompts import PreparedPrompt
@@ -41,7 +41,7 @@ def completions_router(service: Service) -> APIRouter:
         model = service.model_named(body.model)
         if body.suffix:
             raise not_supported("suffix", "suffix (filling in the middle) is not supported: leave it out")
-        sampling = completion_sampling(body, model.ready.default_sampling)
+        sampling = with_served_form(request, completion_sampling(body, model.ready.default_sampling))
         service.check_room()
         prompts = await model.prompts.completions(body.prompt, body.add_special_tokens)
         response_id, generation = service.generate(request, body, prompts, sampling, "cmpl")

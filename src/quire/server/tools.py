@@ -10,6 +10,7 @@ from quire.core.errors import InvalidRequest
 from quire.core.structured import StructuredOutput, nests_deeper
 from quire.grammar.matcher import WHITESPACE
 from quire.server.protocol.completions import ChatCompletionRequest
+from quire.server.schemas import served_schema
 from quire.text.tools.formats import HERMES_CLOSE, HERMES_OPEN, tool_parser
 from quire.text.tools.parser import JsonArrayParser, NamedParser, ToolParser
 
@@ -17,19 +18,6 @@ MAX_TOOLS = 128
 MAX_BYTES = 256 * 1024  # of all of them as JSON
 MAX_DEPTH = 100  # brackets within brackets
 Tools = Sequence[dict[str, Any]]
-# Keywords of a schema that may allow more arguments than its `properties` list.
-_OPENING = frozenset(
-    (
-        "additionalProperties",
-        "unevaluatedProperties",
-        "patternProperties",
-        "$ref",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "if",
-    )
-)
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _CHOICES = "'auto', 'none', 'required', {'type': 'function', 'function': {'name': '…'}} or allowed_tools"
 
@@ -195,7 +183,7 @@ def _checked_name(tool: dict[str, Any], path: str) -> str:
     ):
         if not isinstance(function.get(key), (kinds, type(None))):
             raise _wrong(f"{path}.function.{key}", f"must be {wanted}")
-    kind = parameters_of(function).get("type", "object")
+    kind = (function.get("parameters") or {}).get("type", "object")
     if kind != "object":
         raise _wrong(f"{path}.function.parameters", f"has type {_shown(kind)}: arguments are an 'object'")
     return name
@@ -241,11 +229,10 @@ def _shown(value: Any) -> str:
 
 
 def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
-    """The schema of the arguments. Where it only lists them, there are no others; without one, there are none."""
+    """The schema of the arguments, as the grammar gets it; without one, there are none."""
     schema = {"type": "object", **(function.get("parameters") or {"properties": {}})}
-    if "properties" in schema and _OPENING.isdisjoint(schema):
-        schema["additionalProperties"] = False
-    return schema
+    made: dict[str, Any] = served_schema(schema, bool(function.get("strict")), "tools")[0]
+    return made
 
 
 def arguments_form(function: dict[str, Any]) -> StructuredOutput:
