@@ -174,7 +174,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
             ("truncate_prompt_tokens", 0),
             ("min_tokens", 5000),
             ("chat_template_kwargs", {"messages": 1}),
-            ("tools", [{"type": "web"}]),
+            ("tools", [{"type": 5}]),
             ("tool_choice", "required"),
             ("tools", [{"type": "function", "function": {"name": "a b"}}]),
             ("messages", []),
@@ -199,6 +199,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {**TALK, "regex": "a", "grammar": 'start: "a"'}),
     (CHAT, {**TALK, "prompt_logprobs": 1, "stream": True}),
     (CHAT, {**TALK, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}),
+    (CHAT, {**TALK, "tools": [*TOOLS, {"type": "web"}], "tool_choice": {"type": "web"}}),
     (CHAT, {}),
     *(
         (COMPLETIONS, {"prompt": "Hi", **fields})
@@ -230,7 +231,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
             {"text": {"format": {"type": "xml"}}},
             {"text": {"format": {"type": "json_schema"}}},
             {"text": {"format": {"type": "json_schema", "schema": {"type": "object"}, "strict": "yes"}}},
-            {"tools": [{"type": "web"}]},
+            {"tools": [{"type": "web"}], "tool_choice": "required"},
+            {"tools": [{"type": "web"}], "tool_choice": {"type": "web"}},
             {"tools": [{"type": "function"}]},
             {"tools": [{**FLAT_TOOLS[0], "name": "a b"}]},
             {"tools": [{**FLAT_TOOLS[0], "strict": 5}]},
@@ -275,7 +277,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/v1/messages", {"messages": HI}),
     ("/tokenize", {}),
-    ("/tokenize", {"messages": HI, "tools": [{"type": "x"}]}),
+    ("/tokenize", {"messages": HI, "tools": [{"type": 5}]}),
     ("/detokenize", {"tokens": [300]}),
 ]
 

@@ -15,7 +15,7 @@ from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.server.access import RequestContext, context_of
 from quire.server.encoders import Encoders, OnProgress, ServedEncoder
-from quire.server.errors import ApiError, Unavailable, as_api_error
+from quire.server.errors import ApiError, Unavailable, as_api_error, context_exceeded
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
 from quire.server.prompts import PromptMaker
@@ -240,7 +240,7 @@ class Service:
             )
             for position, prompt in enumerate(fitted)
         ]
-        _check_limits(model.ready, requests)
+        _check_limits(model.ready, requests, "messages" if kind == "chatcmpl" else "prompt")
         num_tokens = sum(len(prompt.token_ids) for prompt in fitted)
         self.check_allowance(context, num_tokens)
         try:
@@ -278,13 +278,14 @@ class Service:
         return Unavailable(str(refusal), "engine_down")
 
 
-def _check_limits(ready: Ready, requests: list[Request]) -> None:
-    """Refuses here what the engine would refuse by the same limits."""
-    try:
-        for request in requests:
+def _check_limits(ready: Ready, requests: list[Request], what: str) -> None:
+    """Refuses here what the engine would refuse by the same limits; `what` is what OpenAI's API calls a prompt."""
+    for request in requests:
+        try:
             ready.limits.check(request)
-    except ContextExceeded as error:
-        raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
+        except ContextExceeded:
+            num_tokens, max_tokens = request.num_prompt_tokens, request.sampling.max_tokens
+            raise context_exceeded(num_tokens, max_tokens, ready.max_model_len, what) from None
 
 
 def _within(sampling: SamplingParams, ready: Ready) -> SamplingParams:
