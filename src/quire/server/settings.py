@@ -37,6 +37,7 @@ class ServerSettings:
     ] = ()  # NAME for the model, NAME=MODEL for another that is served; not listed
     any_model_name: bool = False  # an unknown name means the model, or the first embedding model
     embeddings: bool = True  # False: only an encoder that is the main model embeds
+    embedding_truncate: bool = False  # texts longer than an encoder takes are cut, unless a request says how
     embedding_models: tuple[str, ...] = ()  # started with the server, not when asked for
     chat_template: str | None = None
     trust_request_chat_template: bool = False
