@@ -118,7 +118,7 @@ def test_what_comes_out_can_be_sent_back():
         {"role": "user", "content": [{"type": "input_file", "file_id": "x"}]},
         {"type": "item_reference", "id": "msg_1"},
         {"type": "web_search_call", "id": "ws_1"},
-        {**CALL, "arguments": "{"},
+        {**CALL, "arguments": None},
         {**CALL, "name": None},
         {"type": "reasoning", "summary": "x"},
         OUTPUT,

@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import openai
 import pytest
 
+from quire.server.tools import MAX_CALLS
 from tests.server.running import MODEL, RunningServer
 
 WEATHER = {
@@ -130,6 +132,44 @@ def test_a_required_call_is_made_whole_and_streamed_alike(client: openai.OpenAI)
         checked(*call)
     stream = client.chat.completions.create(**ASK, tool_choice="required", stream=True)
     assert put_together(stream) == ("", calls, "tool_calls")
+
+
+def test_required_calls_end_and_do_not_repeat(client: openai.OpenAI):
+    """A bias makes the model go on with the same call for as long as it may."""
+    ask = {**ASK, "tools": [TIME], "max_tokens": 600, "tool_choice": "required"}
+    choice = client.chat.completions.create(**ask).choices[0]
+    calls = [(one.function.name, one.function.arguments) for one in choice.message.tool_calls]
+    assert choice.finish_reason == "tool_calls"
+    assert len(calls) <= MAX_CALLS
+    assert all(before != after for before, after in pairwise(calls))
+
+
+def test_a_call_that_max_tokens_cut_off_is_accepted_back(server: RunningServer, client: openai.OpenAI):
+    choice = client.chat.completions.create(**{**ASK, "max_tokens": 6}, tool_choice=NAMED).choices[0]
+    assert choice.finish_reason == "length"
+    (call,) = choice.message.tool_calls
+    with pytest.raises(ValueError, match=r".*"):
+        json.loads(call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "The call was cut off."}
+    messages = [*ASK["messages"], choice.message, result]
+    again = client.chat.completions.create(**{**ASK, "messages": messages, "max_tokens": 2})
+    assert again.choices[0].finish_reason
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": '{"city": "Pa'},
+        {"type": "function_call_output", "call_id": "c", "output": "cut off"},
+    ]
+    response = server.post("/v1/responses", json={"input": items, "max_output_tokens": 2})
+    assert response.status_code == 200, response.text
+    tools = [{"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}]
+    body = {"max_tokens": 6, "tools": tools, "tool_choice": {"type": "any"}, "messages": ASK["messages"]}
+    message = server.post("/v1/messages", json=body).json()
+    assert (message["stop_reason"], message["content"][-1]["type"]) == ("max_tokens", "tool_use")
+    result = {"type": "tool_result", "tool_use_id": message["content"][-1]["id"], "content": "cut off"}
+    answered = [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
+    body |= {"messages": [*ASK["messages"], *answered], "tool_choice": {"type": "auto"}}
+    response = server.post("/v1/messages", json=body)
+    assert response.status_code == 200, response.text
 
 
 def test_a_named_call_is_made_whole_and_streamed_alike(client: openai.OpenAI):

@@ -126,7 +126,9 @@ def _answer_parsers(
     make_tool_parser = plan.parser_maker(tools) if plan is not None else None
     if reasoning is None and make_tool_parser is None:
         return None
-    return AnswerParsers(reasoning, prompt, make_tool_parser, plan.max_calls if plan is not None else None)
+    max_calls = plan.max_calls if plan is not None else None
+    is_forced = plan is not None and plan.forced is not None
+    return AnswerParsers(reasoning, prompt, make_tool_parser, max_calls, drops_repeats=is_forced)
 
 
 def _refuse_unsupported(body: ChatCompletionRequest, trust_template: bool) -> None:

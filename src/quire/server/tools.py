@@ -17,6 +17,7 @@ from quire.text.tools.parser import JsonArrayParser, NamedParser, ToolParser
 MAX_TOOLS = 128
 MAX_BYTES = 256 * 1024  # of all of them as JSON
 MAX_DEPTH = 100  # brackets within brackets
+MAX_CALLS = 16  # of an answer that a grammar forces: small models go on until a limit
 Tools = Sequence[dict[str, Any]]
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _CHOICES = "'auto', 'none', 'required', {'type': 'function', 'function': {'name': '…'}} or allowed_tools"
@@ -244,8 +245,7 @@ def calls_form(tools: Tools, max_calls: int | None) -> StructuredOutput:
     """An array of calls."""
     calls, defined = _call_schemas(tools, "parameters")
     schema: dict[str, Any] = {"$defs": defined, "type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if max_calls is not None:
-        schema["maxItems"] = max_calls
+    schema["maxItems"] = max_calls or MAX_CALLS
     return StructuredOutput.json(schema, strict=_all_strict(tools), param="tools")
 
 
@@ -255,7 +255,7 @@ def answer_or_calls_form(answer: StructuredOutput, tools: Tools, max_calls: int 
         return answer
     schema = json.loads(answer.text) if answer.text else {"type": "object"}
     calls, defined = _call_schemas(tools, "arguments")
-    more = '("\\n" call)*' if max_calls is None else ""
+    more = f'("\\n" call){{0,{MAX_CALLS - 1}}}' if max_calls is None else ""
     lines = (
         "start: answer | calls",
         f"answer: %json {_with_options(schema, answer.strict)}",
