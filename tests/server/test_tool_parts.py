@@ -313,4 +313,4 @@ def test_deltas_keep_the_order_in_which_things_were_written():
     text = 'One.<tool_call>{"name": "f", "arguments": {}}</tool_call>\nTwo.'
     choices = collected(reply([text], AnswerParsers(make_tool_parser=lambda: tool_parser("hermes", ()))))
     keys = [tuple(choice["delta"]) for choice in choices]
-    assert keys == [("role", "content"), ("content", "tool_calls"), ("content",)]
+    assert keys == [("role", "content"), ("content", "tool_calls"), ("content",), ()]

@@ -162,7 +162,8 @@ def test_a_call_that_max_tokens_cut_off_is_accepted_back(server: RunningServer, 
     response = server.post("/v1/responses", json={"input": items, "max_output_tokens": 2})
     assert response.status_code == 200, response.text
     tools = [{"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}]
-    body = {"max_tokens": 6, "tools": tools, "tool_choice": {"type": "any"}, "messages": ASK["messages"]}
+    forced = {"type": "tool", "name": "get_weather"}
+    body = {"max_tokens": 6, "tools": tools, "tool_choice": forced, "messages": ASK["messages"]}
     message = server.post("/v1/messages", json=body).json()
     assert (message["stop_reason"], message["content"][-1]["type"]) == ("max_tokens", "tool_use")
     result = {"type": "tool_result", "tool_use_id": message["content"][-1]["id"], "content": "cut off"}
@@ -292,7 +293,7 @@ def test_a_response_format_leaves_the_choice_between_calls_and_an_answer(client:
         ({"tools": "all"}, "tools"),
         ({"tools": [WEATHER], "tool_choice": 5}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "a b"}]}, "functions[0].name"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )

@@ -1,18 +1,20 @@
 """From a request's fields to SamplingParams, over the model's recommended values; structured output included."""
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from quire.core.errors import InvalidRequest
-from quire.core.sampling import BEAM_SAMPLING, SamplingParams
+from quire.core.sampling import BEAM_SAMPLING, GREEDY_BELOW, SamplingParams
 from quire.core.structured import StructuredOutput
+from quire.link.messages import Ready
 from quire.server.access import add_warning
 from quire.server.protocol.base import SamplingFields
 from quire.server.protocol.completions import ChatCompletionRequest, CompletionRequest
 from quire.server.schemas import served_form
 
+B = TypeVar("B", bound=SamplingFields)
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 _STRUCTURED_FIELDS = {  # field -> what StructuredOutput.of calls it
     "guided_json": "json",
@@ -47,6 +49,21 @@ def chat_sampling(body: ChatCompletionRequest, recommended: SamplingParams) -> S
         raise error.renamed(names) from None
     _check_streamable(body, sampling)
     return sampling
+
+
+def greedy_copies(body: B, ready: Ready) -> tuple[B, int]:
+    """The request with n=1 and how often its answer is returned, if all n would be the same; else itself and 1."""
+    n, temperature = body.n or 1, body.temperature
+    temperature = ready.default_sampling.temperature if temperature is None else temperature
+    samples = temperature >= GREEDY_BELOW or bool(body.use_beam_search) or body.best_of not in (None, n)
+    if n < 2 or temperature < 0 or samples:
+        return body, 1
+    if n > ready.limits.max_num_seqs:
+        raise InvalidRequest(
+            f"n={n} is more than the {ready.limits.max_num_seqs} answers of one request: lower n or raise max_num_seqs",
+            "n",
+        )
+    return body.model_copy(update={"n": 1, "best_of": None}), n
 
 
 def completion_sampling(body: CompletionRequest, recommended: SamplingParams) -> SamplingParams:
