@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.step import TokenLogprobs
-from quire.server.errors import ApiError, not_supported
+from quire.server.errors import ApiError
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
 from quire.server.protocol.base import Usage
@@ -39,12 +39,15 @@ def completions_router(service: Service) -> APIRouter:
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one prompt or several, whole or in pieces."""
         model = service.model_named(body.model)
-        if body.suffix:
-            raise not_supported("suffix", "suffix (filling in the middle) is not supported: leave it out")
         body, copies = greedy_copies(body, model.ready)
         sampling = with_served_form(request, completion_sampling(body, model.ready.default_sampling))
         service.check_room()
-        prompts = await model.prompts.completions(body.prompt, body.add_special_tokens)
+        if body.suffix:
+            prompts = await model.prompts.infilled(body.prompt, body.suffix, body.add_special_tokens)
+            ends = model.prompts.infill.end_ids if model.prompts.infill is not None else ()
+            sampling = sampling.changed(stop_token_ids=(*sampling.stop_token_ids, *ends))
+        else:
+            prompts = await model.prompts.completions(body.prompt, body.add_special_tokens)
         response_id, generation = service.generate(request, body, prompts, sampling, "cmpl")
         name, tokenizer = service.answer_name(body.model), model.prompts.tokenizer
         reply = CompletionReply(response_id, body, name, generation, tokenizer, copies)

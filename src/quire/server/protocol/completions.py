@@ -14,7 +14,9 @@ class CompletionRequest(SamplingFields):
     )
     echo: bool | None = None
     logprobs: Int | None = None
-    suffix: str | None = None
+    suffix: str | None = Field(
+        None, description="The text after what is to be written, for models with such tokens."
+    )
 
 
 class CompletionLogprobs(TypedDict):
