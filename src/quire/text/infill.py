@@ -32,10 +32,10 @@ class Infill:
     def of(cls, tokenizer: Tokenizer) -> "Infill | None":
         """None: the model has no such tokens."""
         for family in _FAMILIES:
-            found = [token_id for token in family if (token_id := tokenizer.token_id(token)) is not None]
-            if len(found) == len(family):
-                ends = [token_id for token in _ENDS if (token_id := tokenizer.token_id(token)) is not None]
-                return cls(*found, (*found, *ends))
+            before, after, middle = map(tokenizer.token_id, family)
+            if before is not None and after is not None and middle is not None:
+                ends = [token_id for token_id in map(tokenizer.token_id, _ENDS) if token_id is not None]
+                return cls(before, after, middle, (before, after, middle, *ends))
         return None
 
     def token_ids(
