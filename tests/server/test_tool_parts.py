@@ -18,6 +18,7 @@ from quire.text.answer import AnswerSequence
 from quire.text.reader import AnswerFormats, AnswerParsers, choose_formats
 from quire.text.template import ChatTemplate
 from quire.text.tools.formats import described, tool_parser
+from tests.server.scripted import ScriptedEngine, posted, scripted_app, update
 
 HI = [{"role": "user", "content": "Hi"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -162,6 +163,20 @@ def test_a_named_tool_asks_for_its_arguments_which_are_those_it_lists():
         plan = tool_plan(request(tools=[tool(parameters=parameters)], tool_choice=choice))
         assert plan.forced is not None
         assert ("additionalProperties" in json.loads(plan.forced.text)) == closed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_where_its_forced_calls_repeat(stream: bool):
+    call = '{"name": "get_weather", "parameters": {"city": "Rome"}}'
+    other = call.replace("Rome", "Paris")
+    steps = [[update(text)] for text in (f"[{call}", f", {other}", f", {other}", f", {call}", f", {call}]")]
+    engine = ScriptedEngine([*steps, [update("", finish_reason="stop")]])
+    body = {"messages": HI, "tools": [tool()], "tool_choice": "required", "stream": stream}
+    status, pieces = asyncio.run(posted(scripted_app(engine), "/v1/chat/completions", body))
+    assert status == 200
+    shown = b"".join(pieces).decode()
+    assert (shown.count('"name":"get_weather"'), shown.count('"finish_reason":"tool_calls"')) == (2, 1)
+    assert [index for _, index in engine.stopped] == [0]
 
 
 # How the model is told

@@ -78,6 +78,7 @@ ARRAY = (
     ', {"name": "b", "parameters": {}}]',
     "",
 )
+REPEATED = (', {"name": "get_weather", "parameters": {"ci', 'ty": "B"}}', ', {"name": "get_wea', "")
 FUNCTION = {"type": "function", "function": {"name": TOOL["name"]}}
 SCENES: dict[str, tuple[str, dict[str, Any], list[list[Any]]]] = {
     "chat": (CHAT, {"messages": HI, **STREAM}, plain(*PLAIN)),
@@ -99,6 +100,11 @@ SCENES: dict[str, tuple[str, dict[str, Any], list[list[Any]]]] = {
         CHAT,
         {"messages": HI, "tools": TOOLS, "tool_choice": "required", **USAGE},
         plain(*ARRAY),
+    ),
+    "chat_repeats": (
+        CHAT,
+        {"messages": HI, "tools": TOOLS, "tool_choice": "required", **USAGE},
+        plain('[{"name": "get_weather", "parameters": {"city": "B"}}', *REPEATED),
     ),
     "chat_functions": (CHAT, {"messages": HI, "functions": [TOOL], **USAGE}, plain(*CALLING)),
     "chat_copies": (CHAT, {"messages": HI, "n": 2, "temperature": 0, **USAGE}, plain("Hel", "lo")),

@@ -186,6 +186,8 @@ class ChatReply:
         self._tokenizer = tokenizer
         self._parsers = parsers
         self._readers: dict[int, AnswerReader] = {}  # of streamed answers that are not plain text
+        if parsers is not None and parsers.drops_repeats:
+            generation.stops = RepeatStop(parsers)
         self._begun = False
         self._num_choices = len(generation.answers[0].sequences) * copies
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -340,6 +342,21 @@ class ChatReply:
         if self._with_usage:
             chunk["usage"] = None
         return chunk
+
+
+class RepeatStop:
+    """Ends a sequence whose calls have begun to repeat: nothing of what follows would be shown."""
+
+    def __init__(self, parsers: AnswerParsers) -> None:
+        self._parsers = parsers
+        self._readers: dict[int, AnswerReader] = {}
+
+    def __call__(self, sequence: AnswerSequence) -> bool:
+        reader = self._readers.get(sequence.index)
+        if reader is None:
+            reader = self._readers[sequence.index] = self._parsers.reader()
+        reader.feed(sequence.new_text)
+        return reader.has_repeats
 
 
 def read_message(reader: AnswerReader, text: str) -> ChatMessage:

@@ -118,6 +118,11 @@ class AnswerReader:
         self._arguments: list[str] = []  # of the call that is open
         self.has_calls = False  # at least one whose arguments are a JSON object, to the end
 
+    @property
+    def has_repeats(self) -> bool:
+        """Whether a call was dropped because it repeats the one before."""
+        return self._repeats is not None and self._repeats.num_dropped > 0
+
     def feed(self, text: str) -> list[Piece]:
         pieces: list[Piece] = [Content(text)] if self._reasoning is None else self._reasoning.feed(text)
         return self._through_tools(pieces)
@@ -189,7 +194,7 @@ class RepeatFilter:
         self._name = ""
         self._arguments = ""
         self._held: list[Piece] = []
-        self._num_dropped = 0
+        self.num_dropped = 0
 
     def filtered(self, pieces: Iterable[Piece]) -> list[Piece]:
         kept: list[Piece] = []
@@ -201,12 +206,12 @@ class RepeatFilter:
                 self._name, self._arguments = piece.name, ""
             elif isinstance(piece, Arguments):
                 self._arguments += piece.text
-            self._held.append(replace(piece, index=piece.index - self._num_dropped))
+            self._held.append(replace(piece, index=piece.index - self.num_dropped))
             if not self._may_repeat():
                 kept += self._held
                 self._held = []
             if isinstance(piece, CallEnd):
-                self._num_dropped += bool(self._held)
+                self.num_dropped += bool(self._held)
                 self._held = []
                 self._last = self._name, self._arguments
         return kept
