@@ -111,6 +111,16 @@ def test_a_schema_that_cannot_be_enforced_is_relaxed_with_a_warning(server: Runn
     assert "#/properties/word/pattern" in response.headers["warning"]
 
 
+@pytest.mark.parametrize("max_tokens", [24, 33, 60])
+def test_an_answer_that_max_tokens_cuts_off_is_still_json(server: RunningServer, max_tokens: int):
+    items = {"type": "array", "items": {"type": "object", "properties": {"a": TEXT}, "required": ["a"]}}
+    schema = {"type": "object", "properties": {"story": TEXT, "items": items}, "required": ["story", "items"]}
+    answer = _answer(server, schema, max_tokens=max_tokens, min_tokens=max_tokens).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert json.loads(answer["choices"][0]["message"]["content"]).keys() == {"story", "items"}
+    assert answer["usage"]["completion_tokens"] <= max_tokens
+
+
 def test_a_string_cannot_be_blanks_without_end(server: RunningServer):
     """The bias makes the model write nothing but blanks where it may."""
     blank = server.post("/tokenize", json={"prompt": " "}).json()["tokens"][0]
