@@ -6,6 +6,7 @@ import sys
 import time
 import uuid
 from array import array
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -35,7 +36,10 @@ def embeddings_router(service: Service) -> APIRouter:
         encoder = await service.encoder_named(body.model)
         _check_dimensions(body.dimensions, encoder.ready)
         service.check_room(encoder.client)
-        texts = await _token_ids(body, encoder)
+        keep = body.truncate_prompt_tokens
+        if keep is None and service.settings.embedding_truncate:
+            keep = -1
+        texts = await _token_ids(body, encoder, keep)
         pooled = await _embedded(service, encoder, texts, request)
         num_tokens = sum(vector.num_tokens for vector in pooled)
         listed: EmbeddingList = {
@@ -48,7 +52,7 @@ def embeddings_router(service: Service) -> APIRouter:
                 }
                 for item in pooled
             ],
-            "model": body.model or encoder.names[0],
+            "model": encoder.names[0],
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
         return JsonReply(listed)
@@ -93,7 +97,13 @@ def _check(embed: EmbedRequest, encoder: ServedModel) -> None:
     try:
         encoder.ready.limits.check_texts(embed)
     except ContextExceeded as error:
-        raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {encoder.ready.max_model_len} tokens, however {error}; the flag "
+            "--embedding-truncate lets the server cut all such texts",
+            param=error.param,
+            code="context_length_exceeded",
+        ) from None
     if limit is not None and embed.num_prompt_tokens > limit:
         raise InvalidRequest(
             f"input has {embed.num_prompt_tokens} tokens together and {limit} may wait: send several requests, "
@@ -111,8 +121,8 @@ def _check_dimensions(dimensions: int | None, ready: Ready) -> None:
         )
 
 
-async def _token_ids(body: EmbeddingRequest, encoder: ServedModel) -> list[list[int]]:
-    """The texts' tokens, cut if that was asked for; refused with the number that was exceeded."""
+async def _token_ids(body: EmbeddingRequest, encoder: ServedModel, keep: int | None) -> list[list[int]]:
+    """The texts' tokens, cut to `keep` if that was asked for; refused with the number that was exceeded."""
     inputs = as_list(body.input)
     if not inputs:
         raise InvalidRequest("input is an empty list: send at least one text", "input")
@@ -126,7 +136,31 @@ async def _token_ids(body: EmbeddingRequest, encoder: ServedModel) -> list[list[
     except InvalidRequest as wrong:
         raise InvalidRequest(str(wrong), "input") from None
     texts = [prompt.token_ids for prompt in prepared]
-    return _fitted(texts, body.truncate_prompt_tokens, encoder.ready.max_model_len)
+    if body.add_special_tokens and any(not isinstance(item, str) for item in inputs):
+        _check_own_tokens(inputs, texts, encoder)
+    return _fitted(texts, keep, encoder.ready.max_model_len)
+
+
+def _check_own_tokens(inputs: list[Any], texts: list[list[int]], encoder: ServedModel) -> None:
+    """Refuses token ids of another tokenizer, which would make vectors of other words. LangChain sends such ids."""
+    tokenizer, vocab_size = encoder.prompts.tokenizer, encoder.ready.vocab_size
+    frame = tokenizer.encode("", add_special_tokens=True) if tokenizer is not None else []
+    for position, (item, text) in enumerate(zip(inputs, texts, strict=True)):
+        if isinstance(item, str) or not text:
+            continue
+        problem = ""
+        if not 0 <= min(text) <= max(text) < vocab_size:
+            wrong = min(text) if min(text) < 0 else max(text)
+            problem = f"cannot be: token id {wrong} is outside the vocabulary of {vocab_size}"
+        elif len(frame) == 2 and text[0] != frame[0] and text[-1] != frame[1]:
+            problem = f"does not begin with the token id {frame[0]} or end with {frame[1]}, as texts of this model do"
+        if problem:
+            raise InvalidRequest(
+                f"input[{position}] {problem}: it seems to come from another tokenizer, so send text instead "
+                "(in LangChain: OpenAIEmbeddings(check_embedding_ctx_length=False)); add_special_tokens: false says "
+                "that ids of this model's tokenizer have no special tokens",
+                "input",
+            )
 
 
 def _fitted(texts: list[list[int]], keep: int | None, longest: int) -> list[list[int]]:

@@ -27,7 +27,7 @@ from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
 from quire.server.stored import page_limit
-from quire.server.tools import checked_tools
+from quire.server.tools import served_tools
 from quire.text.prompts import PreparedPrompt
 
 
@@ -50,8 +50,10 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{model_id:path}", responses={**answers(Model), **ERRORS})
     async def retrieve_model(model_id: str, request: Request) -> Response:
-        if service.models.knows(model_id):
-            described = _described(model_id, service.models.encoder(model_id))
+        """A model under the name that was asked for, aliases included."""
+        known = service.known_name(model_id)
+        if service.models.knows(known) or service.models.main.task == "embed":
+            described = _described(model_id, service.models.encoder(known))
         else:
             model = service.model_named(model_id)
             is_adapter = service.adapter_named(model_id) is not None
@@ -174,7 +176,7 @@ async def _prompt_of(body: TokenizeRequest, prompts: PromptMaker) -> PreparedPro
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
-            tools=checked_tools(body.tools),
+            tools=served_tools(body.tools)[0],
             variables=body.chat_template_kwargs,
         )
     assert body.prompt is not None

@@ -22,7 +22,9 @@ class CompletionRequest(SamplingFields):
     )
     echo: bool | None = None
     logprobs: Int | None = None
-    suffix: str | None = None
+    suffix: str | None = Field(
+        None, description="The text after what is to be written, for models with such tokens."
+    )
 
 
 class CompletionLogprobs(TypedDict):
@@ -90,8 +92,9 @@ class ChatCompletionRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     store: bool | None = Field(None, description="Keep the answer in memory, for GET /v1/chat/completions.")
     metadata: Metadata | None = Field(None, description="Of a stored answer.")
-    functions: Any = Field(None, deprecated=True)
-    function_call: Any = Field(None, deprecated=True)
+    # not deprecated=True, with which pydantic warns whenever a field is read
+    functions: list[dict[str, Any]] | None = Field(None, json_schema_extra={"deprecated": True})
+    function_call: str | dict[str, Any] | None = Field(None, json_schema_extra={"deprecated": True})
 
     reasoning_effort: str | None = Field(None, description="For chat templates that know it.")
     modalities: list[str] | None = Field(None, description="Answers are text.")
@@ -162,6 +165,7 @@ class ChatMessage(TypedDict):
     refusal: None
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
+    function_call: NotRequired[FunctionCall]  # where the request has functions
 
 
 class ChatChoice(TypedDict):
@@ -215,6 +219,7 @@ class ChatDelta(TypedDict):
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
+    function_call: NotRequired[FunctionDelta]
 
 
 class ChatChunkChoice(TypedDict):
