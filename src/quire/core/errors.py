@@ -51,7 +51,7 @@ class InvalidRequest(QuireError):
             for key, value in self.values.items()
         }
         param = None if self.param is None else renamed_field(self.param, names)
-        return InvalidRequest(self.template, param, **values)
+        return type(self)(self.template, param, **values)
 
     def _rendered(self) -> str:
         if self.values:
@@ -70,6 +70,15 @@ def renamed_field(field: str, names: Mapping[str, str]) -> str:
 
 class ContextExceeded(InvalidRequest):
     """The prompt alone fills the context, or a text is longer than an encoder takes."""
+
+    @classmethod
+    def of_prompt(cls, num_tokens: int | str, max_model_len: int) -> "ContextExceeded":
+        """`num_tokens` is a number, or words for one: "at least 9000"."""
+        return cls(
+            f"the prompt has {num_tokens} tokens and the context is {max_model_len}, which must hold "
+            "at least one more: shorten the prompt, send truncate_prompt_tokens, or raise max_model_len",
+            "prompt",
+        )
 
 
 class AdapterError(InvalidRequest):

@@ -25,7 +25,7 @@ class Limits:
         """Raises InvalidRequest if the request exceeds the context, the vocabulary or the batch."""
         self._check_context(request.num_prompt_tokens)
         self._check_vocabulary(request.prompt_token_ids, "prompt")
-        self._check_sampling(request.sampling)
+        self.check_sampling(request.sampling)
 
     def check_texts(self, request: EmbedRequest) -> None:
         """The same for an encoder, whose texts may fill the context."""
@@ -55,18 +55,15 @@ class Limits:
         if num_tokens == 0:
             raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
         if num_tokens >= self.max_model_len:
-            raise ContextExceeded(
-                f"the prompt has {num_tokens} tokens and the context is {self.max_model_len}, which must hold "
-                "at least one more: shorten the prompt, send truncate_prompt_tokens, or raise max_model_len",
-                "prompt",
-            )
+            raise ContextExceeded.of_prompt(num_tokens, self.max_model_len)
 
-    def _check_sampling(self, sampling: SamplingParams) -> None:
+    def check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.num_sequences > self.max_num_seqs:
+            name = "n" if sampling.best_of is None else "best_of"
             raise InvalidRequest(
-                f"n={sampling.num_sequences} sequences can never run together with "
-                f"max_num_seqs={self.max_num_seqs}: lower n or raise max_num_seqs",
-                "n",
+                f"{name}={sampling.num_sequences} sequences can never run together with "
+                f"max_num_seqs={self.max_num_seqs}: lower {name} or raise max_num_seqs",
+                name,
             )
         for name, token_ids in _named_tokens(sampling):
             for token_id in token_ids:

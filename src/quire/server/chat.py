@@ -70,8 +70,9 @@ async def answer_chat(service: Service, request: Request, body: ChatCompletionRe
     formats = model.prompts.formats
     if plan is not None:
         sampling = sampling.changed(structured=plan.form(sampling.structured, formats.tools))
-    service.check_room()
-    prompt = await chat_prompt(model, body, plan)
+    service.check_room(sampling=sampling)
+    prompt = await chat_prompt(model, body, plan, must_fit=body.truncate_prompt_tokens is None)
+    sampling = await model.prompts.ready_to_sample(sampling)
     kept_ids: frozenset[int] = frozenset()
     if plan is not None or formats.reasoning is not None:
         kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=plan is not None)
@@ -94,7 +95,7 @@ def chat_tools(body: ChatCompletionRequest) -> ToolPlan | None:
 
 
 async def chat_prompt(
-    model: ServedModel, body: ChatCompletionRequest, plan: ToolPlan | None
+    model: ServedModel, body: ChatCompletionRequest, plan: ToolPlan | None, must_fit: bool = False
 ) -> PreparedPrompt:
     """The prompt that a chat request makes."""
     return await model.prompts.chat(
@@ -108,6 +109,7 @@ async def chat_prompt(
             **({"documents": body.documents} if body.documents else {}),
             **(body.chat_template_kwargs or {}),
         },
+        must_fit=must_fit,
     )
 
 

@@ -28,7 +28,7 @@ from quire.server.reply import (
 from quire.server.sampling import completion_sampling
 from quire.server.service import Service
 from quire.text.answer import Answer, AnswerSequence
-from quire.text.prompts import PreparedPrompt
+from quire.text.prompts import PreparedPrompt, as_list
 from quire.text.tokenizer import Tokenizer
 
 
@@ -42,8 +42,11 @@ def completions_router(service: Service) -> APIRouter:
         if body.suffix:
             raise not_supported("suffix", "suffix (filling in the middle) is not supported: leave it out")
         sampling = completion_sampling(body, model.ready.default_sampling)
-        service.check_room()
-        prompts = await model.prompts.completions(body.prompt, body.add_special_tokens)
+        service.check_room(num_prompts=len(as_list(body.prompt)), sampling=sampling)
+        prompts = await model.prompts.completions(
+            body.prompt, body.add_special_tokens, must_fit=body.truncate_prompt_tokens is None
+        )
+        sampling = await model.prompts.ready_to_sample(sampling)
         response_id, generation = service.generate(request, body, prompts, sampling, "cmpl")
         reply = CompletionReply(
             response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer

@@ -1,6 +1,5 @@
 """POST /v1/embeddings."""
 
-import asyncio
 import base64
 import math
 import sys
@@ -18,12 +17,11 @@ from quire.server.access import context_of
 from quire.server.encoders import ServedEncoder
 from quire.server.errors import ApiError
 from quire.server.generation import StreamWatch
-from quire.server.prompts import INLINE_CHARACTERS
+from quire.server.prompts import check_characters
 from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
 from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.service import Service
 from quire.text.prompts import as_list, cut, prepare
-from quire.text.tokenizer import Tokenizer
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 
@@ -39,7 +37,7 @@ def embeddings_router(service: Service) -> APIRouter:
         assert encoder.ready is not None
         _check_dimensions(body.dimensions, encoder.ready)
         service.check_room(encoder.client)
-        texts = await _token_ids(body, encoder.tokenizer, encoder.ready)
+        texts = await _token_ids(body, encoder, encoder.ready)
         pooled = await _embedded(service, encoder, texts, request)
         num_tokens = sum(vector.num_tokens for vector in pooled)
         listed: EmbeddingList = {
@@ -116,7 +114,7 @@ def _check_dimensions(dimensions: int | None, ready: Ready) -> None:
         )
 
 
-async def _token_ids(body: EmbeddingRequest, tokenizer: Tokenizer | None, ready: Ready) -> list[list[int]]:
+async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder, ready: Ready) -> list[list[int]]:
     """The texts' tokens, cut if that was asked for; refused with the number that was exceeded."""
     inputs = as_list(body.input)
     if not inputs:
@@ -127,13 +125,14 @@ async def _token_ids(body: EmbeddingRequest, tokenizer: Tokenizer | None, ready:
             "input",
         )
     special = body.add_special_tokens is not False
+    for item in inputs:
+        check_characters(item, ready.max_model_len, "input")
 
     def make() -> list[list[int]]:
-        return [prepare(item, tokenizer, add_special_tokens=special).token_ids for item in inputs]
+        return [prepare(item, encoder.tokenizer, add_special_tokens=special).token_ids for item in inputs]
 
-    size = sum(len(item) for item in inputs if isinstance(item, str))
     try:
-        texts = make() if size < INLINE_CHARACTERS else await asyncio.to_thread(make)
+        texts = await encoder.threads.run(make, sum(map(len, inputs)))
     except InvalidRequest as wrong:
         raise InvalidRequest(str(wrong), "input") from None
     return _fitted(texts, body.truncate_prompt_tokens, ready.max_model_len)

@@ -15,6 +15,7 @@ from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.observe.logs import get_logger
 from quire.server.errors import ApiError, Unavailable
+from quire.server.prompts import TextThreads
 from quire.server.settings import ServerSettings
 from quire.text.tokenizer import Tokenizer
 from quire.weights.builtin import BUILTIN_ENCODER_NAME, BUILTIN_ENCODER_NAMES, is_builtin_encoder
@@ -37,6 +38,7 @@ class ServedEncoder:
         self.names = tuple(dict.fromkeys(names))
         self.created = int(time.time())
         self.tokenizer: Tokenizer | None = None
+        self.threads = TextThreads()
         bounds = QueueBounds(settings.max_queue_requests, settings.max_queue_tokens)
         self.client = EngineClient(config, bounds, on_progress, settings.engine_timeout, "embedding engine")
         self._starting: asyncio.Task[Ready] | None = None

@@ -3,13 +3,22 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError, renamed_field
+from quire.core.errors import (
+    ContextExceeded,
+    EngineDead,
+    InvalidRequest,
+    QueueFull,
+    QuireError,
+    renamed_field,
+)
 from quire.server.protocol.base import ErrorBody
 from quire.server.protocol.messages import MessageErrorBody
 
+MAX_MESSAGE = 2000  # characters; a message may quote what the request said
+
 
 class ApiError(Exception):
-    """Ends a request with this status and body."""
+    """Ends a request with this status and body. A long message is cut."""
 
     def __init__(
         self,
@@ -21,7 +30,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…")
         self.status = status
         self.kind = kind or _kind(status)
         self.param = param
@@ -67,6 +76,8 @@ def as_api_error(error: Exception, retry_seconds: int = 1) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ContextExceeded():
+            return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
         case QueueFull():

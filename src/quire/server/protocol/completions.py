@@ -5,11 +5,11 @@ from typing import Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, PromptLogprob, SamplingFields, Usage
+from quire.server.protocol.base import Int, Many, PromptLogprob, SamplingFields, Usage
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[str] | list[Int] | list[list[Int]] = Field(
+    prompt: str | Many[str] | Many[Int] | Many[Many[Int]] = Field(
         description="Text, token ids, or a list of either."
     )
     echo: bool | None = None
@@ -73,11 +73,11 @@ _MESSAGES: dict[str, Any] = {
 
 
 class ChatCompletionRequest(SamplingFields):
-    messages: list[dict[str, Any]] = Field(json_schema_extra=_MESSAGES)
+    messages: Many[dict[str, Any]] = Field(json_schema_extra=_MESSAGES)
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: Any = Field(None, deprecated=True)
@@ -87,7 +87,7 @@ class ChatCompletionRequest(SamplingFields):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Many[dict[str, Any]] | None = None
 
 
 class TopLogprob(TypedDict):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import ExtraFields, Int, ModelName, RequestBody, Stops
+from quire.server.protocol.base import ExtraFields, Int, Many, ModelName, Name, RequestBody, Stops, at_most
 
 # An item of a conversation: a message, a function call, its output or a piece of reasoning. Which fields it has
 # hangs on its `type`, and each kind of item has more forms than one: `responses.convert_request` reads them.
@@ -14,7 +14,9 @@ Item = dict[str, Any]
 ResponseEvent = dict[str, Any]
 
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+    at_most(16),
 ]
 _ITEMS: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
@@ -36,10 +38,10 @@ class ResponseInput(ExtraFields):
     """The fields that make the prompt: enough to count its tokens."""
 
     model: ModelName = None
-    input: str | list[Item] | None = Field(None, json_schema_extra=_ITEMS)
+    input: str | Many[Item] | None = Field(None, json_schema_extra=_ITEMS)
     instructions: str | None = Field(None, description="A system message; the next response has its own.")
-    previous_response_id: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    previous_response_id: Name | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
@@ -55,9 +57,9 @@ class ResponseRequest(ResponseInput):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Int | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     metadata: Metadata | None = None
-    user: str | None = None
+    user: Name | None = None
     store: bool | None = Field(None, description="Keep the response in memory; true if left out.")
     stream: bool | None = None
     background: bool | None = None
