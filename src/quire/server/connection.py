@@ -12,6 +12,7 @@ from quire.server.settings import ServerSettings
 
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: who closes first must not be the server
 LINGER_SECONDS = 2.0  # for a client that is still sending to read why it is refused
+MAX_IGNORED_BYTES = 1 << 20  # that a refused client may go on sending meanwhile
 MIN_BODY_BYTES = 16 << 10  # that must arrive in each body_timeout
 MAX_BODY_TIMEOUTS = 10  # for a whole body
 
@@ -45,6 +46,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
+            self._num_bytes += len(data)
+            if self._num_bytes > MAX_IGNORED_BYTES:
+                self.transport.abort()
             return
         before = self._stage
         super().data_received(data)
@@ -144,6 +148,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError, may_interrupt: bool) -> None:
         """Answers, unless an answer has begun, and closes the connection once the client has had time to read it."""
         self._is_refused = True
+        self._num_bytes = 0
         self._disarm()
         has_begun = (
             self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
