@@ -228,6 +228,7 @@ def fuzz(
 ) -> Summary:
     """Sends requests 0 … num_requests - 1 of the seed, or as many as fit into `seconds`."""
     fuzzer = Fuzzer(server.get("/openapi.json").json(), seed)
+    _start_helpers(server)
     memory = Memory(server)
     memory.start()
     summary, lock, numbers = Summary(seed=seed), threading.Lock(), iter(range(num_requests))
@@ -275,6 +276,14 @@ def fuzz(
     return summary
 
 
+def _start_helpers(server: RunningServer) -> None:
+    """The embedding engine and the processes that compile grammars start with the first requests that need them."""
+    server.post("/v1/embeddings", json={"input": "Hi"})
+    with ThreadPoolExecutor(4) as pool:
+        regexes = [{"prompt": "Hi", "max_tokens": 2, "regex": f"{i}a*"} for i in range(8)]
+        list(pool.map(lambda body: server.post("/v1/completions", json=body), regexes))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=20_000)
@@ -283,8 +292,6 @@ def main() -> int:
     arguments = parser.parse_args()
     server = RunningServer().wait_ready()
     try:
-        server.post("/v1/embeddings", json={"input": "Hi"})  # it starts an engine of its own
-        server.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2, "regex": "a*"})
         summary = fuzz(server, arguments.requests, arguments.seed)
         server.wait_idle()
     finally:

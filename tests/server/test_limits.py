@@ -173,8 +173,7 @@ def test_a_signal_ends_a_server_that_is_tokenizing(start_server: Callable[..., R
 
 
 def test_random_requests_cost_little_and_break_nothing(server: RunningServer) -> None:
-    server.post("/v1/embeddings", json={"input": "Hi"})
     summary = fuzz(server, 600, seed=7, num_clients=4, seconds=25)
     server.wait_idle()
-    assert not summary.problems(), summary
+    assert not summary.problems()
     assert summary.requests > 50

@@ -135,7 +135,7 @@ def test_a_text_is_never_said_to_have_more_tokens_than_it_has(
     name: str, pieces: list[tuple[str, int]]
 ) -> None:
     text = "".join(piece * count for piece, count in pieces)
-    assert LENGTHS[name].fewest_tokens(text) <= len(LENGTHS[name].encode(text, add_special_tokens=False))
+    assert LENGTHS[name].fewest_tokens(text, 100) <= len(LENGTHS[name].encode(text, add_special_tokens=False))
 
 
 @given(text=st.text())
@@ -143,15 +143,16 @@ def test_no_tokenizer_of_these_tests_has_fewer_tokens_than_said(
     byte_level, sentence_piece, text: str
 ) -> None:
     for one in (byte_level, sentence_piece):
-        assert one.fewest_tokens(text * 9) <= len(one.encode(text * 9, add_special_tokens=False))
+        assert one.fewest_tokens(text * 9, 100) <= len(one.encode(text * 9, add_special_tokens=False))
 
 
 def test_a_long_text_is_known_to_be_long_at_once() -> None:
     tokenizer = load_tokenizer(open_source(None))
     assert tokenizer is not None
     begun = time.perf_counter()
-    assert tokenizer.fewest_tokens("word " * 3_000_000) > 100_000
+    assert tokenizer.fewest_tokens("word " * 3_000_000, 8192) > 100_000
     with pytest.raises(ContextExceeded, match="at least"):
         prepare("word " * 3_000_000, tokenizer, max_model_len=8192)
     assert time.perf_counter() - begun < 0.5
-    assert tokenizer.fewest_tokens("\x04" * 1000) == 0  # the vocabulary does not have it
+    assert LENGTHS["words"].fewest_tokens("word " * 3_000_000, 300) == 300
+    assert tokenizer.fewest_tokens("\x04" * 1000, 8192) == 0  # the vocabulary does not have it

@@ -80,6 +80,15 @@ class ContextExceeded(InvalidRequest):
             "prompt",
         )
 
+    @classmethod
+    def of_text(cls, position: int, num_tokens: int | str, max_model_len: int) -> "ContextExceeded":
+        """The same for one of the texts of an encoder."""
+        return cls(
+            f"input[{position}] has {num_tokens} tokens and this model takes {max_model_len}: shorten it, "
+            "send truncate_prompt_tokens (-1: as many as fit), or split it and embed the parts",
+            "input",
+        )
+
 
 class AdapterError(InvalidRequest):
     """An adapter that cannot be found, read or served; only requests that name it are refused."""

@@ -35,11 +35,7 @@ class Limits:
             if not text:
                 raise InvalidRequest(f"input[{position}] has no tokens: send at least one", "input")
             if len(text) > self.max_model_len:
-                raise ContextExceeded(
-                    f"input[{position}] has {len(text)} tokens and this model takes {self.max_model_len}: shorten it, "
-                    "send truncate_prompt_tokens (-1: as many as fit), or split it and embed the parts",
-                    "input",
-                )
+                raise ContextExceeded.of_text(position, len(text), self.max_model_len)
             self._check_vocabulary(text, "input")
 
     def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:

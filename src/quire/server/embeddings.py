@@ -24,6 +24,7 @@ from quire.server.service import Service
 from quire.text.prompts import as_list, cut, prepare
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
+MAX_CHARACTERS = 1 << 20  # of each
 
 
 def embeddings_router(service: Service) -> APIRouter:
@@ -125,8 +126,12 @@ async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder, ready: Read
             "input",
         )
     special = body.add_special_tokens is not False
-    for item in inputs:
-        check_characters(item, ready.max_model_len, "input")
+    for position, item in enumerate(inputs):
+        check_characters(item, MAX_CHARACTERS, "input")
+        if body.truncate_prompt_tokens is None and isinstance(item, str) and encoder.tokenizer is not None:
+            fewest = encoder.tokenizer.fewest_tokens(item, ready.max_model_len + 1)
+            if fewest > ready.max_model_len:
+                raise ContextExceeded.of_text(position, f"at least {fewest}", ready.max_model_len)
 
     def make() -> list[list[int]]:
         return [prepare(item, encoder.tokenizer, add_special_tokens=special).token_ids for item in inputs]

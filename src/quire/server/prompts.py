@@ -45,9 +45,8 @@ class TextThreads:
             self._num_waiting -= 1
 
 
-def check_characters(text: Any, max_model_len: int, param: str) -> None:
+def check_characters(text: Any, limit: int, param: str) -> None:
     """Raises InvalidRequest for a text that is too long to be tokenized and then cut or counted."""
-    limit = max(MAX_CHARACTERS, 8 * max_model_len)
     if isinstance(text, str) and len(text) > limit:
         raise InvalidRequest(
             "{param} has {length} characters and at most {limit} are tokenized: shorten it, or send it in parts",
@@ -174,7 +173,7 @@ class PromptMaker:
             if must_fit:
                 check_fits(prompt, self.tokenizer, self.max_model_len)
             else:
-                check_characters(prompt, self.max_model_len, "prompt")
+                check_characters(prompt, max(MAX_CHARACTERS, 8 * self.max_model_len), "prompt")
 
         def make() -> list[PreparedPrompt]:
             return [prepare(item, self.tokenizer, add_special_tokens=add_special_tokens) for item in prompts]

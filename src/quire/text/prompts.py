@@ -75,7 +75,7 @@ def check_fits(text: Any, tokenizer: Tokenizer | None, max_model_len: int) -> No
     """Raises ContextExceeded for a prompt that is certain to have too many tokens, without tokenizing it."""
     if not isinstance(text, str):
         return
-    fewest = tokenizer.fewest_tokens(text) if tokenizer is not None else 0
+    fewest = tokenizer.fewest_tokens(text, max_model_len) if tokenizer is not None else 0
     if fewest >= max_model_len:
         raise ContextExceeded.of_prompt(f"at least {fewest}", max_model_len)
 

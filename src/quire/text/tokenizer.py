@@ -1,6 +1,7 @@
 """Tokenizer: text to token ids and back, over the tokenizers library."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ _WHITESPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".joi
 # What each step before the vocabulary may make of a text: how many characters become one, at most. Steps that are
 # not listed may drop characters.
 _SHRINKING = {"NFC": 4, "NFKC": 4} | dict.fromkeys(("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), 1)
+_ALPHANUMERIC = re.compile("[A-Za-z0-9]")
 _SPLITTING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 
 
@@ -96,11 +98,13 @@ class Tokenizer:
                 "prompt",
             ) from error
 
-    def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least, found without encoding it; 0 where nothing is certain."""
+    def fewest_tokens(self, text: str, enough: int) -> int:
+        """A number of tokens that `text` has at least, found without encoding it; 0 where nothing is certain. It may
+        stop counting at `enough`."""
         bound = self._piece_bound
         if bound is None:
-            return 0
+            words = text.split(" ", enough)[:enough] if self._encodes_words else ()
+            return sum(1 for word in words if _ALPHANUMERIC.search(word))
         uncounted = bound.dropped
         if any(token in text for token in bound.stripping):
             uncounted += _WHITESPACE
@@ -120,6 +124,19 @@ class Tokenizer:
         added = self._inner.get_added_tokens_decoder().values()
         stripping = tuple(token.content for token in added if token.lstrip or token.rstrip)
         return _PieceBound(shrinking * max(map(len, vocabulary), default=1), dropped, stripping)
+
+    @cached_property
+    def _encodes_words(self) -> bool:
+        """Whether a word between two spaces has a token of its own if it has a plain letter or digit."""
+        splits = _steps(self._inner.pre_tokenizer, "pretokenizers")
+        steps = _steps(self._inner.normalizer, "normalizers")
+        added = self._inner.get_added_tokens_decoder().values()
+        return (
+            isinstance(self._inner.model, tokenizers.models.WordPiece)
+            and any(step["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit") for step in splits)
+            and all(step["type"] in (*_SHRINKING, "BertNormalizer", "StripAccents") for step in steps)
+            and not any(" " in token.content for token in added)
+        )
 
     def _dropped(self, vocabulary: Mapping[str, int]) -> str | None:
         """The characters that encoding leaves out; None where it may leave out others, or turn a run of unknown ones
