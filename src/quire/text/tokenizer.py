@@ -108,7 +108,12 @@ class Tokenizer:
         uncounted = bound.dropped
         if any(token in text for token in bound.stripping):
             uncounted += _WHITESPACE
-        return -(-(len(text) - sum(map(text.count, uncounted))) // bound.longest)
+        fewest = 0
+        for part in (text[: 2 * enough * bound.longest], text):  # most often the first part is enough
+            fewest = -(-(len(part) - sum(map(part.count, uncounted))) // bound.longest)
+            if fewest >= enough or len(part) == len(text):
+                break
+        return fewest
 
     @cached_property
     def _piece_bound(self) -> "_PieceBound | None":
