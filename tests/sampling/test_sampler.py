@@ -201,15 +201,15 @@ def test_bad_words_ban_the_last_token_only_after_the_others(sampler: Sampler) ->
 
 
 def test_bad_words_of_many_lengths_cost_what_they_are_long(sampler: Sampler) -> None:
-    """One word of 64 tokens among 1,000 short ones makes none of them longer."""
+    """One word of 60 tokens among 1,000 short ones makes none of them longer."""
     short = tuple((token_id % VOCAB, token_id // VOCAB, 5) for token_id in range(1000))
-    long = (*(1,) * 63, 6)
+    long = (*(1,) * 59, 6)
     sampling = SamplingParams(temperature=0, bad_words_token_ids=(*short, long))
-    histories = [(1,) * 62, (1,) * 63, (0,) * 70, (2, 3, 1)]
+    histories = [(1,) * 58, (1,) * 59, (0,) * 62, (2, 3, 1)]
     tensor, requests = batch_of([Case(sampling, history, 1, logits_of(9)) for history in histories])
     edits = requests.columns.edits[0]
     assert edits is not None
-    assert sum(words.prefixes.size for words in edits.bad_sequences) == 2 * len(short) + 63
+    assert sum(words.prefixes.size for words in edits.bad_sequences) == 2 * len(short) + 59
     assert all(one is edits for one in requests.columns.edits[: len(histories)])  # made once for all of them
     expected = [
         int(edited_logits(Case(sampling, history, 1, logits_of(9))).argmax()) for history in histories
