@@ -22,6 +22,7 @@ from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
 from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.service import Service
 from quire.text.prompts import as_list, cut, prepare
+from quire.text.tokenizer import LONG
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 MAX_CHARACTERS = 1 << 20  # of each
@@ -128,7 +129,9 @@ async def _token_ids(body: EmbeddingRequest, encoder: ServedEncoder, ready: Read
     special = body.add_special_tokens is not False
     for position, item in enumerate(inputs):
         check_characters(item, MAX_CHARACTERS, "input")
-        if body.truncate_prompt_tokens is None and isinstance(item, str) and encoder.tokenizer is not None:
+        if not isinstance(item, str) or len(item) <= LONG or encoder.tokenizer is None:
+            continue  # tokenized at once, and refused with the exact number
+        if body.truncate_prompt_tokens is None:
             fewest = encoder.tokenizer.fewest_tokens(item, ready.max_model_len + 1)
             if fewest > ready.max_model_len:
                 raise ContextExceeded.of_text(position, f"at least {fewest}", ready.max_model_len)
