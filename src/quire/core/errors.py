@@ -72,12 +72,15 @@ class ContextExceeded(InvalidRequest):
     """The prompt alone fills the context, or a text is longer than an encoder takes."""
 
     @classmethod
-    def of_prompt(cls, num_tokens: int | str, max_model_len: int) -> "ContextExceeded":
-        """`num_tokens` is a number, or words for one: "at least 9000"."""
+    def of_prompt(cls, num_tokens: int, max_model_len: int, at_least: bool = False) -> "ContextExceeded":
+        """`at_least`: the prompt was not tokenized, and may have more tokens."""
         return cls(
-            f"the prompt has {num_tokens} tokens and the context is {max_model_len}, which must hold "
+            "the prompt has {shown} tokens and the context is {max_model_len}, which must hold "
             "at least one more: shorten the prompt, send truncate_prompt_tokens, or raise max_model_len",
             "prompt",
+            shown=f"at least {num_tokens}" if at_least else num_tokens,
+            num_tokens=num_tokens,
+            max_model_len=max_model_len,
         )
 
     @classmethod

@@ -77,7 +77,7 @@ def check_fits(text: Any, tokenizer: Tokenizer | None, max_model_len: int) -> No
         return
     fewest = tokenizer.fewest_tokens(text, max_model_len) if tokenizer is not None else 0
     if fewest >= max_model_len:
-        raise ContextExceeded.of_prompt(f"at least {fewest}", max_model_len)
+        raise ContextExceeded.of_prompt(fewest, max_model_len, at_least=True)
 
 
 def _options(prompt: Mapping[str, Any]) -> dict[str, Any]:
