@@ -290,7 +290,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", help="write the summary to this file, too")
     arguments = parser.parse_args()
-    server = RunningServer().wait_ready()
+    # a prompt that fills a long context takes a busy machine minutes, and is served all the same
+    server = RunningServer("--max-model-len", "2048").wait_ready()
     try:
         summary = fuzz(server, arguments.requests, arguments.seed)
         server.wait_idle()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from quire.core.config import ADAPTER_CONFIG_FILE, AdapterConfig, EngineConfig
-from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.core.errors import AdapterError, EngineDead, InvalidRequest, QueueFull, QuireError
 from quire.core.request import EmbedRequest, QueueBounds, Request
 from quire.core.stats import EngineStats, QueueStats
 from quire.engine.streams import OpenStreams, Stream
@@ -303,6 +303,7 @@ class EngineClient:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Returns when requests can name it. Raises InvalidRequest with the reason if it cannot be served."""
+        self._check_adapters_are_on("lora_path")
         effect = partial(self.adapters.loaded, name, path)
         done = await self._call(LoadAdapter, name, path, effect=effect, seconds=None)
         if done.error is not None:
@@ -310,9 +311,17 @@ class EngineClient:
 
     async def unload_adapter(self, name: str) -> None:
         """Running requests keep the adapter; a load of it that is under way is cancelled."""
+        self._check_adapters_are_on("lora_name")
         done = await self._call(UnloadAdapter, name, effect=partial(self.adapters.unloaded, name))
         if done.error is not None:
             raise InvalidRequest(done.error, "lora_name")
+
+    def _check_adapters_are_on(self, param: str) -> None:
+        """Refused here as the engine would refuse it, but without waiting for its step."""
+        if not self.adapters.enabled:
+            raise AdapterError(
+                "adapters are off: start with --enable-lora, --lora-modules or --lora-dir", param
+            )
 
     async def _call(
         self,
