@@ -181,6 +181,14 @@ def _add_limits(group: FlagGroup) -> None:
         "max_queue_requests": (int, f"requests that may wait (default: {DEFAULTS.max_queue_requests})"),
         "max_queue_tokens": (int, f"prompt tokens that may wait (default: {DEFAULTS.max_queue_tokens})"),
         "max_body_bytes": (parse_bytes, "maximum size of a request body (default: 16MiB)"),
+        "header_timeout": (
+            float,
+            f"seconds for a request's headers to arrive (default: {DEFAULTS.header_timeout:g})",
+        ),
+        "body_timeout": (
+            float,
+            f"seconds in which a request's body must make progress (default: {DEFAULTS.body_timeout:g})",
+        ),
         "request_timeout": (float, "seconds for one request (default: no limit)"),
         "engine_timeout": (float, f"{step} (default: {DEFAULTS.engine_timeout:g})"),
         "max_stored_responses": (
@@ -197,6 +205,12 @@ def _add_limits(group: FlagGroup) -> None:
     }
     for name, (kind, text) in flags.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
+    group.add_argument(
+        "--max-header-bytes",
+        "--h11-max-incomplete-event-size",
+        type=parse_bytes,
+        help="maximum size of a request's headers (default: 64KiB)",
+    )
 
 
 def _set_up_logs(arguments: argparse.Namespace) -> None:

@@ -34,7 +34,7 @@ class Limits:
             check_text(name, getattr(request, name))
         self._check_context(request.num_prompt_tokens)
         self._check_vocabulary(request.prompt_token_ids, "prompt")
-        self._check_sampling(request.sampling)
+        self.check_sampling(request.sampling)
 
     def check_texts(self, request: EmbedRequest) -> None:
         """The same for an encoder, whose texts may fill the context."""
@@ -44,11 +44,7 @@ class Limits:
             if not text:
                 raise InvalidRequest(f"input[{position}] has no tokens: send at least one", "input")
             if len(text) > self.max_model_len:
-                raise ContextExceeded(
-                    f"input[{position}] has {len(text)} tokens and this model takes {self.max_model_len}: shorten it, "
-                    "send truncate_prompt_tokens (-1: as many as fit), or split it and embed the parts",
-                    "input",
-                )
+                raise ContextExceeded.of_text(position, len(text), self.max_model_len)
             self._check_vocabulary(text, "input")
 
     def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
@@ -64,18 +60,15 @@ class Limits:
         if num_tokens == 0:
             raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
         if num_tokens >= self.max_model_len:
-            raise ContextExceeded(
-                f"the prompt has {num_tokens} tokens and the context is {self.max_model_len}, which must hold "
-                "at least one more: shorten the prompt, send truncate_prompt_tokens, or raise max_model_len",
-                "prompt",
-            )
+            raise ContextExceeded.of_prompt(num_tokens, self.max_model_len)
 
-    def _check_sampling(self, sampling: SamplingParams) -> None:
+    def check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.num_sequences > self.max_num_seqs:
+            name = "n" if sampling.best_of is None else "best_of"
             raise InvalidRequest(
-                f"n={sampling.num_sequences} sequences can never run together with "
-                f"max_num_seqs={self.max_num_seqs}: lower n or raise max_num_seqs",
-                "n",
+                f"{name}={sampling.num_sequences} sequences can never run together with "
+                f"max_num_seqs={self.max_num_seqs}: lower {name} or raise max_num_seqs",
+                name,
             )
         if sampling.min_tokens >= self.max_model_len:
             raise InvalidRequest(

@@ -67,7 +67,7 @@ class LLM:
 
         `adapter` names a LoRA adapter for all prompts, or one (or None) for each.
         """
-        prepared = [prepare(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        prepared = [self.prepare(prompt) for prompt in as_list(prompts)]
         return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm, adapter)
 
     def beam_search(
@@ -119,8 +119,13 @@ class LLM:
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            prepared.append(prepare(text, self.tokenizer, add_special_tokens=False))
+            prepared.append(self.prepare(text, add_special_tokens=False))
         return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm, adapter)
+
+    def prepare(self, prompt: Prompt, add_special_tokens: bool = True) -> PreparedPrompt:
+        """A prompt as tokens. Raises ContextExceeded, before any work, for a text that cannot fit."""
+        limit = self.engine.limits.max_model_len
+        return prepare(prompt, self.tokenizer, add_special_tokens=add_special_tokens, max_model_len=limit)
 
     # ------------------------------------------------------------------ streaming; one iterator at a time
 

@@ -95,8 +95,9 @@ async def answer_chat(service: Service, request: Request, body: ChatCompletionRe
         for warning in plan.warnings:
             add_warning(request, warning)
         sampling = sampling.changed(structured=plan.form(sampling.structured, formats.tools))
-    service.check_room()
-    prompt = await chat_prompt(model, body, plan)
+    service.check_room(sampling=sampling)
+    prompt = await chat_prompt(model, body, plan, must_fit=body.truncate_prompt_tokens is None)
+    sampling = await model.prompts.ready_to_sample(sampling)
     kept_ids: frozenset[int] = frozenset()
     has_tools = plan is not None and bool(plan.shown)
     if has_tools or formats.reasoning is not None:
@@ -131,7 +132,7 @@ def _has_functions(body: ChatCompletionRequest) -> bool:
 
 
 async def chat_prompt(
-    model: ServedModel, body: ChatCompletionRequest, plan: ToolPlan | None
+    model: ServedModel, body: ChatCompletionRequest, plan: ToolPlan | None, must_fit: bool = False
 ) -> PreparedPrompt:
     """The prompt that a chat request makes."""
     return await model.prompts.chat(
@@ -146,6 +147,7 @@ async def chat_prompt(
             **effort_variables(body.reasoning_effort),
             **(body.chat_template_kwargs or {}),
         },
+        must_fit=must_fit,
     )
 
 

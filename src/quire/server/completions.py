@@ -28,7 +28,7 @@ from quire.server.reply import (
 from quire.server.sampling import completion_sampling, greedy_copies, with_served_form
 from quire.server.service import Service
 from quire.text.answer import Answer, AnswerSequence
-from quire.text.prompts import PreparedPrompt
+from quire.text.prompts import PreparedPrompt, as_list
 from quire.text.tokenizer import Tokenizer
 
 
@@ -41,13 +41,17 @@ def completions_router(service: Service) -> APIRouter:
         model = service.model_named(body.model)
         body, copies = greedy_copies(body, model.ready)
         sampling = with_served_form(request, completion_sampling(body, model.ready.default_sampling))
-        service.check_room()
+        service.check_room(num_prompts=len(as_list(body.prompt)), sampling=sampling)
+        must_fit = body.truncate_prompt_tokens is None
         if body.suffix:
-            prompts = await model.prompts.infilled(body.prompt, body.suffix, body.add_special_tokens)
+            prompts = await model.prompts.infilled(
+                body.prompt, body.suffix, body.add_special_tokens, must_fit
+            )
             ends = model.prompts.infill.end_ids if model.prompts.infill is not None else ()
             sampling = sampling.changed(stop_token_ids=(*sampling.stop_token_ids, *ends))
         else:
-            prompts = await model.prompts.completions(body.prompt, body.add_special_tokens)
+            prompts = await model.prompts.completions(body.prompt, body.add_special_tokens, must_fit)
+        sampling = await model.prompts.ready_to_sample(sampling)
         response_id, generation = service.generate(request, body, prompts, sampling, "cmpl")
         name, tokenizer = service.answer_name(body.model), model.prompts.tokenizer
         reply = CompletionReply(response_id, body, name, generation, tokenizer, copies)

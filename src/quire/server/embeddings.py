@@ -17,13 +17,16 @@ from quire.link.messages import Ready
 from quire.server.access import context_of
 from quire.server.errors import ApiError
 from quire.server.generation import StreamWatch
+from quire.server.prompts import check_characters
 from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
 from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
 from quire.text.prompts import as_list, cut
+from quire.text.tokenizer import LONG
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
+MAX_CHARACTERS = 1 << 20  # of each
 
 
 def embeddings_router(service: Service) -> APIRouter:
@@ -131,6 +134,13 @@ async def _token_ids(body: EmbeddingRequest, encoder: ServedModel, keep: int | N
             f"input has {len(inputs)} texts and one request may have {MAX_INPUTS}: send several requests",
             "input",
         )
+    tokenizer, longest = encoder.prompts.tokenizer, encoder.ready.max_model_len
+    for position, item in enumerate(inputs):
+        check_characters(item, MAX_CHARACTERS, "input")
+        if keep is None and isinstance(item, str) and len(item) > LONG and tokenizer is not None:
+            fewest = tokenizer.fewest_tokens(item, longest + 1)
+            if fewest > longest:
+                raise ContextExceeded.of_text(position, f"at least {fewest}", longest)
     try:
         prepared = await encoder.prompts.completions(inputs, body.add_special_tokens)
     except InvalidRequest as wrong:

@@ -3,13 +3,22 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError, renamed_field
+from quire.core.errors import (
+    ContextExceeded,
+    EngineDead,
+    InvalidRequest,
+    QueueFull,
+    QuireError,
+    renamed_field,
+)
 from quire.server.protocol.base import ErrorBody
 from quire.server.protocol.messages import MessageErrorBody
 
+MAX_MESSAGE = 2000  # characters; a message may quote what the request said
+
 
 class ApiError(Exception):
-    """Ends a request with this status and body."""
+    """Ends a request with this status and body. A long message is cut."""
 
     def __init__(
         self,
@@ -23,7 +32,7 @@ class ApiError(Exception):
         anthropic: str | None = None,
     ) -> None:
         """`anthropic`: the message in Anthropic's shape, where clients look for its words."""
-        super().__init__(message)
+        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…")
         self.anthropic = anthropic
         self.status = status
         self.kind = kind or _kind(status)
@@ -91,6 +100,12 @@ def as_api_error(error: Exception, retry_seconds: int = 1) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ContextExceeded():
+            known, param = error.values, error.param or "prompt"
+            if "num_tokens" not in known:
+                return ApiError(400, str(error), param=param, code="context_length_exceeded")
+            exceeded = context_exceeded(known["num_tokens"], None, known["max_model_len"], param)
+            return exceeded.renamed({"prompt": param})
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
         case QueueFull():

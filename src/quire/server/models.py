@@ -1,5 +1,6 @@
 """/v1/models and /v1/models/{id}; POST /tokenize and /detokenize, GET /tokenizer_info."""
 
+import asyncio
 from datetime import UTC, datetime
 
 from fastapi import APIRouter, Request
@@ -29,6 +30,8 @@ from quire.server.service import Service
 from quire.server.stored import page_limit
 from quire.server.tools import served_tools
 from quire.text.prompts import PreparedPrompt
+
+MAX_TOKENS = 131_072  # that /detokenize takes, where the context is not longer
 
 
 def models_router(service: Service) -> APIRouter:
@@ -137,9 +140,7 @@ def tokens_router(service: Service) -> APIRouter:
             "tokens": token_ids,
         }
         if body.return_token_strs:
-            tokenized["token_strs"] = [
-                token_text(token_id, model.prompts.tokenizer) for token_id in token_ids
-            ]
+            tokenized["token_strs"] = await asyncio.to_thread(_token_texts, token_ids, model.prompts)
         return JsonReply(tokenized)
 
     @router.get("/tokenizer_info", responses=ERRORS)
@@ -158,13 +159,23 @@ def tokens_router(service: Service) -> APIRouter:
         tokenizer, limit = model.prompts.tokenizer, model.ready.vocab_size
         if tokenizer is None:
             raise InvalidRequest("this model has no tokenizer", "tokens")
+        most = max(MAX_TOKENS, model.ready.max_model_len)
+        if len(body.tokens) > most:
+            raise InvalidRequest(
+                f"tokens holds {len(body.tokens)} ids and {most} are allowed: send several requests", "tokens"
+            )
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < limit), None)
         if wrong is not None:
             raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {limit}", "tokens")
-        text: Detokenized = {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        decoded = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text: Detokenized = {"prompt": decoded}
         return JsonReply(text)
 
     return router
+
+
+def _token_texts(token_ids: list[int], prompts: PromptMaker) -> list[str]:
+    return [token_text(token_id, prompts.tokenizer) for token_id in token_ids]
 
 
 async def _prompt_of(body: TokenizeRequest, prompts: PromptMaker) -> PreparedPrompt:

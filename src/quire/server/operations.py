@@ -21,7 +21,7 @@ class LoadLora(BaseModel):
 
 
 class UnloadLora(BaseModel):
-    lora_name: str
+    lora_name: str = Field(max_length=200)
 
 
 def operations_router(service: Service) -> APIRouter:

@@ -20,7 +20,7 @@ from quire.server.served_models import OnProgress, ServedModel, ServedModels
 from quire.server.settings import ServerSettings
 from quire.server.stored import ObjectStore
 from quire.server.traces import open_traces
-from quire.text.prompts import PreparedPrompt, ready_to_sample
+from quire.text.prompts import PreparedPrompt
 
 SICK_AFTER = (
     5  # engines that failed in a row; then /health says 503, so that an orchestrator replaces the server
@@ -163,11 +163,19 @@ class Service:
 
     # ------------------------------------------------------------------ generating
 
-    def check_room(self, engine: EngineClient | None = None) -> None:
+    def check_room(
+        self,
+        engine: EngineClient | None = None,
+        num_prompts: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> None:
         """Refuses before any work is done, where that is certain already; `engine` is the generating one by default."""
         self.refuse_if_draining()
+        if sampling is not None:
+            self.model.ready.limits.check_sampling(sampling)
+        num_sequences = sampling.num_sequences if sampling is not None else 1
         try:
-            (engine or self.client).check_room()
+            (engine or self.client).check_room(num_prompts, num_sequences)
         except (EngineDead, QueueFull) as refusal:
             raise self.refusal(refusal, engine) from None
 
@@ -182,13 +190,15 @@ class Service:
     ) -> tuple[str, Generation]:
         """Submits one request per prompt; the answer's id, and the answers as they grow.
 
+        `sampling` is ready to sample: it has the token ids of its bad words.
+
         Special tokens with `kept_ids` stay in the text.
         """
         self.refuse_if_draining()
         context = context_of(request)
         response_id = f"{kind}-{uuid.uuid4().hex}"
         model = self.model
-        sampling = _within(ready_to_sample(sampling, model.prompts.tokenizer), model.ready)
+        sampling = _within(sampling, model.ready)
         keep = body.truncate_prompt_tokens
         fitted = [model.prompts.fitted(prompt, keep, sampling.max_tokens) for prompt in prompts]
         requests = [

@@ -23,6 +23,9 @@ class ServerSettings:
     max_tokens_per_minute_per_key: int | None = None  # prompt and answer together
     isolate_keys: bool = False  # keys share no cached prefixes
     max_body_bytes: int = 16 << 20
+    max_header_bytes: int = 64 << 10
+    header_timeout: float = 20.0  # seconds for the headers of a request to be complete
+    body_timeout: float = 30.0  # seconds in which a body must make some progress
     request_timeout: float | None = None  # seconds
     sse_keep_alive: float = 15.0  # seconds of silence on a stream before a comment is sent; 0: never
     shutdown_timeout: float = 25.0
@@ -61,7 +64,13 @@ class ServerSettings:
         choose_formats(None, self.tool_call_parser, self.reasoning_parser)
         if not all(self.aliases) or not all(self.served_names):
             raise ConfigError("served_model_name or model_alias is empty: give a name")
-        for name in (*_PER_KEY, "max_body_bytes", "max_queue_requests", "max_queue_tokens"):
+        for name in (
+            *_PER_KEY,
+            "max_body_bytes",
+            "max_header_bytes",
+            "max_queue_requests",
+            "max_queue_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
@@ -69,8 +78,9 @@ class ServerSettings:
             raise ConfigError(f"request_timeout={self.request_timeout} must be more than 0 seconds")
         if self.sse_keep_alive < 0:
             raise ConfigError(f"sse_keep_alive={self.sse_keep_alive} must not be negative (0: no comments)")
-        if self.engine_timeout <= 0:
-            raise ConfigError(f"engine_timeout={self.engine_timeout} must be more than 0 seconds")
+        for name in ("engine_timeout", "header_timeout", "body_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be more than 0 seconds")
         for name in ("max_stored_responses", "max_stored_responses_bytes", "max_stored_responses_seconds"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative (0 keeps none)")

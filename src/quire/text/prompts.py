@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.core.errors import InvalidRequest
+from quire.core.errors import ContextExceeded, InvalidRequest
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -43,8 +43,13 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def prepare(
-    prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    *,
+    add_special_tokens: bool = True,
+    max_model_len: int | None = None,
 ) -> PreparedPrompt:
+    """Raises ContextExceeded, before any work, for a text that cannot fit `max_model_len` tokens."""
     options: dict[str, Any] = {}
     if isinstance(prompt, Mapping):
         options = _options(prompt)
@@ -61,7 +66,18 @@ def prepare(
         return PreparedPrompt(None, _token_ids(prompt))
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: give prompt_token_ids instead of text", "prompt")
+    if max_model_len is not None:
+        check_fits(text, tokenizer, max_model_len)
     return PreparedPrompt(text, tokenizer.encode(text, add_special_tokens=add_special_tokens), **options)
+
+
+def check_fits(text: Any, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    """Raises ContextExceeded for a prompt that is certain to have too many tokens, without tokenizing it."""
+    if not isinstance(text, str):
+        return
+    fewest = tokenizer.fewest_tokens(text, max_model_len) if tokenizer is not None else 0
+    if fewest >= max_model_len:
+        raise ContextExceeded.of_prompt(fewest, max_model_len, at_least=True)
 
 
 def _options(prompt: Mapping[str, Any]) -> dict[str, Any]:

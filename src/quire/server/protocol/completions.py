@@ -8,6 +8,7 @@ from typing_extensions import TypedDict
 from quire.server.protocol.base import (
     Int,
     ListPage,
+    Many,
     Metadata,
     PromptLogprob,
     RequestBody,
@@ -17,7 +18,7 @@ from quire.server.protocol.base import (
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[str] | list[Int] | list[list[Int]] = Field(
+    prompt: str | Many[str] | Many[Int] | Many[Many[Int]] = Field(
         description="Text, token ids, or a list of either."
     )
     echo: bool | None = None
@@ -83,11 +84,11 @@ _MESSAGES: dict[str, Any] = {
 
 
 class ChatCompletionRequest(SamplingFields):
-    messages: list[dict[str, Any]] = Field(json_schema_extra=_MESSAGES)
+    messages: Many[dict[str, Any]] = Field(json_schema_extra=_MESSAGES)
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = Field(None, description="Keep the answer in memory, for GET /v1/chat/completions.")
@@ -114,7 +115,7 @@ class ChatCompletionRequest(SamplingFields):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Many[dict[str, Any]] | None = None
 
 
 # Fields of a chat that are accepted, and why they have no effect.
