@@ -64,6 +64,7 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
     try:
         _announce_compiling(channel)
         built = build_engine(config, _ProgressReporter(channel))
+        ready = _ready(config, built)
     except QuireError as error:
         channel.send(Failed(type(error).__name__, str(error)))
         return BAD_SETTING
@@ -74,7 +75,7 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
     engine = built.engine
     loop = EngineLoop(engine, channel, termination.shutdown)
     termination.is_serving = True
-    channel.send(_ready(config, built))
+    channel.send(ready)
     start_heartbeat(pipe, loop)
     try:
         loop.run()

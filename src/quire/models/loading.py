@@ -1,11 +1,13 @@
 """load: a source of tensors to a model that can run, through the cache of converted weights where that is faster."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from quire.core.errors import WeightsError
+from quire.core.config import ModelConfig
+from quire.core.errors import ModelError, WeightsError
 from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
@@ -18,6 +20,7 @@ from quire.weights.source import Source
 logger = get_logger(__name__)
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+T = TypeVar("T")
 
 # Checkpoints of the bare model lack the outer module's name, and some add one more.
 PREFIXES = ("model.decoder.", "model.", "decoder.", "transformer.", "bert.", "roberta.", "distilbert.", "")
@@ -31,7 +34,7 @@ def load(
 
     A source with `random` set has no tensors: parameters are random, by `seed`.
     """
-    model = build(describe(source.config), factory)
+    model = _built(build, describe(source.config), factory)
     _fill(model, source, factory, progress, seed)
     return model
 
@@ -40,9 +43,22 @@ def load_encoder(
     source: Source, factory: LayerFactory, progress: Progress | None = None, seed: int = 0
 ) -> Encoder:
     """As `load`, for a model that makes embeddings."""
-    encoder = build_encoder(describe_encoder(source.config), factory)
+    encoder = _built(build_encoder, describe_encoder(source.config), factory)
     _fill(encoder, source, factory, progress, seed)
     return encoder
+
+
+def _built(make: Callable[[ModelConfig, LayerFactory], T], config: ModelConfig, factory: LayerFactory) -> T:
+    """ModelError, with the sizes that config.json gives, where memory cannot hold such a model."""
+    try:
+        return make(config, factory)
+    except (RuntimeError, MemoryError) as error:  # torch raises either
+        raise ModelError(
+            f"there is no memory for a model of {config.num_layers} layers, hidden size {config.hidden_size}, "
+            f"intermediate size {config.intermediate_size}, {config.vocab_size} tokens and {config.max_position} "
+            f"positions, as config.json describes it ({str(error).splitlines()[0]}): check these sizes, or give "
+            "--max-model-len"
+        ) from error
 
 
 def _fill(

@@ -32,7 +32,7 @@ def architectures() -> tuple[str, ...]:
 
 def describe(hf: Mapping[str, Any]) -> ModelConfig:
     """The hyperparameters in a config.json. An unknown architecture is refused with the list of known ones."""
-    names = hf.get("architectures") or ()
+    names = _names(hf)
     for name in names:
         if name in _FILES:
             config: ModelConfig = _module(name).describe(name, hf)
@@ -42,17 +42,27 @@ def describe(hf: Mapping[str, Any]) -> ModelConfig:
                 f"{name} is an encoder, which makes embeddings and generates nothing: use quire.Embedder or "
                 "/v1/embeddings"
             )
-    asked = ", ".join(map(str, names)) or f"model_type {hf.get('model_type')!r} without architectures"
+    asked = ", ".join(names) or f"model_type {hf.get('model_type')!r} without architectures"
     raise ModelError(f"architecture {asked} is not known: Quire serves {', '.join(architectures())}")
+
+
+def _names(hf: Mapping[str, Any]) -> list[str]:
+    names = hf.get("architectures") or []
+    if not isinstance(names, list):
+        raise ModelError(
+            f"config.json has architectures={names!r}, which must be a list of names: correct it"
+        )
+    return [str(name) for name in names]
 
 
 def describe_encoder(hf: Mapping[str, Any]) -> ModelConfig:
     """As `describe`, for a model that makes embeddings."""
-    for name in hf.get("architectures") or ():
+    names = _names(hf)
+    for name in names:
         if name in _ENCODER_FILES:
             config: ModelConfig = _module(name).describe(name, hf)
             return config
-    asked = ", ".join(map(str, hf.get("architectures") or ())) or f"model_type {hf.get('model_type')!r}"
+    asked = ", ".join(names) or f"model_type {hf.get('model_type')!r}"
     raise ModelError(f"{asked} makes no embeddings here: Quire's encoders are {', '.join(_ENCODER_FILES)}")
 
 

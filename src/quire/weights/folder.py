@@ -16,6 +16,7 @@ from quire.core.errors import ModelError, WeightsError
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000  # the format's own limit: a larger number means a foreign file
+_LARGEST_INT = 2**63 - 1
 _KEPT = (torch.float32, torch.float16, torch.bfloat16)
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _BUFFERS = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}  # masks, positions: no weights
@@ -39,8 +40,10 @@ class FolderSource:
         self.folder = folder
         self.name = name or folder.resolve().name
         self.config: Mapping[str, Any] = read_config(folder)
-        method = (self.config.get("quantization_config") or {}).get("quant_method")
-        if method:
+        quantized = self.config.get("quantization_config")
+        if quantized:
+            method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        if quantized and method:
             raise ModelError(
                 f"{folder}: weights quantized with {method!r} cannot be loaded: use the unquantized model"
             )
@@ -133,12 +136,19 @@ def damaged(path: Path, problem: str) -> WeightsError:
 
 
 def read_any_json(path: Path) -> Any:
-    """The file's JSON value, or None if there is no such file."""
+    """The file's JSON value, or None if there is no such file. Whole numbers are clamped to 64 bits."""
     text = read_text(path)
     try:
-        return None if text is None else json.loads(text)
-    except ValueError as error:
+        return None if text is None else json.loads(text, parse_int=_clamped)
+    except (ValueError, RecursionError) as error:
         raise damaged(path, f"is not valid JSON ({error})") from error
+
+
+def _clamped(digits: str) -> int:
+    """Messages between processes hold 64 bits, and transformers writes 10^30 for "no limit"."""
+    if len(digits) > 20:  # also spares the conversion of a million digits
+        return -_LARGEST_INT if digits.startswith("-") else _LARGEST_INT
+    return max(-_LARGEST_INT, min(int(digits), _LARGEST_INT))
 
 
 def _shards(folder: Path) -> list[Shard]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.core.errors import ModelError
+from quire.weights.gguf_file import token_id_of
 
 VERSION = 1  # part of the cache key: raise it when the same metadata gives another text
 
@@ -83,8 +84,8 @@ def _token_types(metadata: Mapping[str, Any], num_tokens: int) -> list[int]:
         return [int(kind) for kind in types]
     guessed = [_NORMAL] * num_tokens  # files of 2023 may lack the list
     for word in ("bos", "eos", "unknown", "padding"):
-        token_id = metadata.get(f"tokenizer.ggml.{word}_token_id")
-        if token_id is not None and 0 <= token_id < num_tokens:
+        token_id = token_id_of(metadata, word)
+        if token_id is not None and token_id < num_tokens:
             guessed[token_id] = _CONTROL
     return guessed
 
@@ -153,7 +154,7 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[
     if scores is None or len(scores) != len(tokens):
         raise ModelError("GGUF tokenizer 'llama' has no score per token: convert the model again")
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = token_id_of(metadata, "unknown") or 0
     to_piece = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     if prefixed:
         to_piece.insert(0, {"type": "Prepend", "prepend": _SPACE})
@@ -171,7 +172,7 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[
         "decoder": {"type": "Sequence", "decoders": to_text},
         "model": {
             **_MODEL,
-            "unk_token": tokens[unknown] if 0 <= unknown < len(tokens) else None,
+            "unk_token": tokens[unknown] if unknown < len(tokens) else None,
             "fuse_unk": True,
             "byte_fallback": _BYTE in types,
             "vocab": {token: token_id for token_id, token in enumerate(tokens)},
@@ -203,7 +204,7 @@ def _post_processor(
     }
     ids: dict[str, int] = {}
     for word, added in wanted.items():
-        token_id = metadata.get(f"tokenizer.ggml.{word}_token_id")
+        token_id = token_id_of(metadata, word)
         if added and token_id is not None and token_id < len(tokens):
             ids[word] = token_id
     if not ids:
