@@ -70,10 +70,9 @@ class FolderSource:
                 raise damaged(shard.path, f"cannot be read ({error})") from error
 
     def tokenizer_json(self) -> str | None:
-        text = read_text(self.folder / "tokenizer.json")
-        if text is None and (vocabulary := read_text(self.folder / "vocab.txt")) is not None:
-            return wordpiece_json(vocabulary, self.tokenizer_config())
-        return text
+        from quire.weights.tokenizer_files import folder_tokenizer  # it reads with this module's functions
+
+        return folder_tokenizer(self.folder, self.tokenizer_config())
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         return read_tokenizer_config(self.folder)
@@ -217,34 +216,3 @@ def _shard(path: Path) -> Shard:
                 f"{path}: tensor {name!r} is {kind}, which cannot be loaded: use a 16- or 32-bit checkpoint"
             )
     return Shard(path, entries, header)
-
-
-def wordpiece_json(vocab_txt: str, config: Mapping[str, Any]) -> str:
-    """tokenizer.json of a BERT model that has only vocab.txt: WordPiece with the options of tokenizer_config.json."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-
-    vocabulary = {token: token_id for token_id, token in enumerate(vocab_txt.splitlines())}
-    unknown, first, last = (_special_token(config, name) for name in ("unk", "cls", "sep"))
-    for token in (unknown, first, last):
-        if token not in vocabulary:
-            raise WeightsError(f"vocab.txt has no {token}: give a tokenizer.json with --tokenizer")
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=bool(config.get("do_lower_case", True)),
-        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
-        strip_accents=config.get("strip_accents"),
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.BertProcessing((last, vocabulary[last]), (first, vocabulary[first]))
-    tokenizer.decoder = decoders.WordPiece()
-    special = (unknown, first, last, _special_token(config, "pad"), _special_token(config, "mask"))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token in special if token in vocabulary]
-    )
-    return tokenizer.to_str()
-
-
-def _special_token(config: Mapping[str, Any], name: str) -> str:
-    named = config.get(f"{name}_token")
-    content = named.get("content") if isinstance(named, Mapping) else named
-    return content if isinstance(content, str) else f"[{name.upper()}]"
