@@ -64,6 +64,28 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> 
         open_model(FolderSource(tmp_path), "none")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.down_proj.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ],
+)
+def test_a_weight_that_is_no_number_is_refused_with_the_name_of_its_tensor(
+    name: str, value: float, tmp_path: Path, empty_cache: Path
+) -> None:
+    model = save(tmp_path / "model", llama())
+    tensor = model.state_dict()[name].clone()
+    tensor.view(-1)[77 % tensor.numel()] = value
+    rewrite(tmp_path / "model", {name: tensor})
+    with pytest.raises(WeightsError, match=rf"tensor {name} cannot be loaded: .*NaN or infinity"):
+        open_model(FolderSource(tmp_path / "model"))
+    assert not converted_files(empty_cache)
+
+
 def test_tensors_that_no_model_needs_are_passed_over(tmp_path: Path) -> None:
     save(tmp_path, llama())
     right = logits_of(open_model(FolderSource(tmp_path), "none"))

@@ -130,7 +130,7 @@ def _take(name: str, tensor: Tensor, loader: Loader) -> None:
     try:
         loader(tensor)
     except WeightsError as error:
-        raise WeightsError(f"tensor {name} does not fit: {error}") from error
+        raise WeightsError(f"tensor {name} cannot be loaded: {error}") from error
 
 
 def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:
