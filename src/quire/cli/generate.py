@@ -135,7 +135,7 @@ def _prepared(llm: LLM, prompt: PromptEntry, arguments: argparse.Namespace) -> P
         return prepare(prompt, llm.tokenizer)
     if arguments.system is not None:
         messages = [{"role": "system", "content": arguments.system}, *messages]
-    return prepare(llm.template.render(messages), llm.tokenizer, add_special_tokens=False)
+    return prepare(llm.template.render(messages), llm.tokenizer, add_special_tokens=False, goes_on=False)
 
 
 @contextmanager

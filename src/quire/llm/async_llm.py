@@ -51,7 +51,7 @@ class AsyncLLM:
         prepared = prepare(prompt, self.tokenizer)
         sampling = ready_to_sample(sampling or self._built.default_sampling, self.tokenizer)
         request_id = request_id or f"async-{next(self._ids)}"
-        answer = Answer(request_id, sampling, self.tokenizer)
+        answer = Answer(request_id, sampling, self.tokenizer, context_id=prepared.context_id(self.tokenizer))
         if self._streams.get(request_id) is not None:
             raise InvalidRequest(
                 f"request id {request_id!r} is already being served: use another", "request_id"

@@ -119,7 +119,9 @@ class LLM:
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            prepared.append(prepare(text, self.tokenizer, add_special_tokens=False))
+            prepared.append(
+                prepare(text, self.tokenizer, add_special_tokens=False, goes_on=continue_final_message)
+            )
         return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm, adapter)
 
     # ------------------------------------------------------------------ streaming; one iterator at a time
@@ -269,7 +271,8 @@ class LLM:
     def _submit(self, prompt: PreparedPrompt, sampling: SamplingParams, adapter: str | None = None) -> Answer:
         request_id = str(next(self._ids))
         self.engine.add(prompt.request(request_id, sampling, adapter))
-        return Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock)
+        context_id = prompt.context_id(self.tokenizer)
+        return Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock, context_id=context_id)
 
     def _submit_all(
         self, prompts: list[PreparedPrompt], samplings: list[SamplingParams], adapters: list[str | None]

@@ -244,10 +244,14 @@ class ChatReply:
         return {
             "index": index,
             "message": message,
-            "logprobs": chat_logprobs(sequence.logprobs, self._tokenizer) if self._body.logprobs else None,
+            "logprobs": self._logprobs(sequence, 0) if self._body.logprobs else None,
             "finish_reason": _finish_reason(sequence, reader),
             "stop_reason": sequence.stop_reason,
         }
+
+    def _logprobs(self, sequence: AnswerSequence, first_token: int) -> ChatLogprobs:
+        at_start = first_token == 0 and sequence.begins_text
+        return chat_logprobs(sequence.logprobs[first_token:], self._tokenizer, at_start)
 
     def _deltas(self, change: Change) -> list[ChatCompletionChunk]:
         """None where a step added nothing that can be shown yet."""
@@ -272,7 +276,7 @@ class ChatReply:
             if not (added or reason):
                 return []
             added_deltas = [{} if reason else {"content": ""}]
-        logprobs = chat_logprobs(added, self._tokenizer) if added else None
+        logprobs = self._logprobs(sequence, change.first_token) if added else None
         *first, last = added_deltas
         chunks = [self._choice(sequence.index, delta, None, None) for delta in first]
         return [*chunks, self._choice(sequence.index, last, logprobs, reason, sequence.stop_reason)]

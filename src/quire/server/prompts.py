@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from quire.core.errors import InvalidRequest
@@ -74,7 +75,12 @@ class PromptMaker:
                 own = self._own_template()
                 shown, offered = self._taken_by(own, plain, tools)
                 text = own.render(shown, offered, **settings, **more)
-            return prepare(text, self.tokenizer, add_special_tokens=bool(add_special_tokens))
+            return prepare(
+                text,
+                self.tokenizer,
+                add_special_tokens=bool(add_special_tokens),
+                goes_on=bool(continue_final_message),
+            )
 
         rendered = [*(message.get("content") for message in messages), *tools]
         return await self._run(make, sum(len(str(part)) for part in rendered) if sent is None else len(sent))
@@ -106,7 +112,8 @@ class PromptMaker:
             keep = max(1, self.max_model_len - (max_tokens or 1))
         if len(prompt.token_ids) <= keep:
             return prompt
-        return PreparedPrompt(None, prompt.token_ids[-keep:])  # its text is no longer what the context sent
+        # its text is no longer what the context sent
+        return replace(prompt, text=None, token_ids=prompt.token_ids[-keep:])
 
     async def close(self) -> None:
         await self._sent.close()
