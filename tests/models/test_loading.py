@@ -160,6 +160,19 @@ def test_the_second_start_maps_converted_weights_and_reads_nothing_else(
     assert torch.equal(logits_of(open_model(Untouchable(tmp_path / "model"))), first)
 
 
+def test_a_conversion_is_announced_and_happens_once(
+    tmp_path: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    save(tmp_path / "model", llama())
+    for _ in range(2):
+        open_model(FolderSource(tmp_path / "model"))
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("convert")]
+    assert len(lines) == 2
+    assert "once: later starts map them" in lines[0]
+    assert "converted in " in lines[1]
+
+
 def test_full_precision_keeps_no_converted_weights(tmp_path: Path, empty_cache: Path) -> None:
     save(tmp_path / "model", llama())
     open_model(FolderSource(tmp_path / "model"), "none")

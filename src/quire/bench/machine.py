@@ -146,8 +146,7 @@ PROBE_SIDE = 1024  # of the square matrices of the GEMM
 
 
 def cpu_read_rate() -> float:
-    """Bytes per second of a GEMV, the work of a decode step: the best of many, of torch's and of the engine's own kernel
-    with the engine's threads. A bound needs the higher one."""
+    """Bytes per second of a GEMV, the work of a decode step: the best of many with torch's kernel and the engine's."""
     matrix, vector = torch.ones(PROBE_BYTES // 4 // PROBE_COLUMNS, PROBE_COLUMNS), torch.ones(PROBE_COLUMNS)
     rate = PROBE_BYTES / _best(lambda: matrix @ vector)
     kernel = choose("int8_linear", torch.device("cpu"))

@@ -1,5 +1,6 @@
 """load: a source of tensors to a model that can run, through the cache of converted weights where that is faster."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
@@ -73,7 +74,10 @@ def _fill(
     if kept is not None and _adopt(model, kept):
         logger.debug("mapped converted weights %s", path)
         return
+    started = time.monotonic()
+    logger.info("converting %.1f GB of weights to int8, once: later starts map them", source.num_bytes / 1e9)
     feed(source, model.loaders(), factory.device, progress, seed)
+    logger.info("converted in %.1f s", time.monotonic() - started)
     if write_converted(path, model.parameters()):
         kept = read_converted(path)
         if kept is not None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from quire.core.errors import ModelError, WeightsError
 from quire.kernels.cache_files import write_whole
+from quire.kernels.native import default_num_threads
 from quire.weights.cache import tokenizers_folder
 from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of, token_id_of
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
@@ -101,7 +103,7 @@ class GgufSource:
 
 
 def _dequantized(raw: np.ndarray, info: TensorInfo, path: Path) -> np.ndarray:
-    """float32 [rows, columns] from packed rows, a few rows at a time so that scratch memory stays small."""
+    """float32 [rows, columns] from packed rows, a few rows at a time on each core, so that scratch memory stays small."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -112,10 +114,14 @@ def _dequantized(raw: np.ndarray, info: TensorInfo, path: Path) -> np.ndarray:
     columns = info.shape[-1]
     unpacked = np.empty((raw.shape[0], columns), dtype=np.float32)
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+
+    def unpack(first: int) -> None:
+        unpacked[first : first + step] = dequantize(raw[first : first + step], kind)
+
     try:
         kind = GGMLQuantizationType(info.type_id)
-        for first in range(0, raw.shape[0], step):
-            unpacked[first : first + step] = dequantize(raw[first : first + step], kind)
+        with ThreadPoolExecutor(default_num_threads()) as threads:  # numpy releases the interpreter's lock
+            list(threads.map(unpack, range(0, raw.shape[0], step)))
     except (NotImplementedError, ValueError) as error:
         raise WeightsError(
             f"{path}: tensor {info.name!r} is {info.type_name}, which the gguf library cannot unpack: "
