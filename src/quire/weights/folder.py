@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError, WeightsError
+from quire.weights.text_files import damaged, read_json, read_text
+from quire.weights.tokenizer_files import folder_tokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000  # the format's own limit: a larger number means a foreign file
-_LARGEST_INT = 2**63 - 1
 _KEPT = (torch.float32, torch.float16, torch.bfloat16)
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _BUFFERS = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}  # masks, positions: no weights
@@ -70,8 +71,6 @@ class FolderSource:
                 raise damaged(shard.path, f"cannot be read ({error})") from error
 
     def tokenizer_json(self) -> str | None:
-        from quire.weights.tokenizer_files import folder_tokenizer  # it reads with this module's functions
-
         return folder_tokenizer(self.folder, self.tokenizer_config())
 
     def tokenizer_config(self) -> Mapping[str, Any]:
@@ -110,44 +109,6 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         named[path.stem] = read_text(path) or ""
     listed = [{"name": name, "template": text} for name, text in named.items()]
     return {**config, "chat_template": template if len(named) == 1 else listed}
-
-
-def read_text(path: Path) -> str | None:
-    """The file's text, or None if there is no such file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise damaged(path, f"cannot be read ({error})") from error
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's JSON object, or None if there is no such file."""
-    value = read_any_json(path)
-    if isinstance(value, dict) or not path.exists():
-        return value
-    raise damaged(path, f"holds a {type(value).__name__}, not a JSON object")
-
-
-def damaged(path: Path, problem: str) -> WeightsError:
-    return WeightsError(f"{path} {problem}: fetch or copy it again")
-
-
-def read_any_json(path: Path) -> Any:
-    """The file's JSON value, or None if there is no such file. Whole numbers are clamped to 64 bits."""
-    text = read_text(path)
-    try:
-        return None if text is None else json.loads(text, parse_int=_clamped)
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"is not valid JSON ({error})") from error
-
-
-def _clamped(digits: str) -> int:
-    """Messages between processes hold 64 bits, and transformers writes 10^30 for "no limit"."""
-    if len(digits) > 20:  # also spares the conversion of a million digits
-        return -_LARGEST_INT if digits.startswith("-") else _LARGEST_INT
-    return max(-_LARGEST_INT, min(int(digits), _LARGEST_INT))
 
 
 def _shards(folder: Path) -> list[Shard]:

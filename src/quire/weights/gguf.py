@@ -103,7 +103,7 @@ class GgufSource:
 
 
 def _dequantized(raw: np.ndarray, info: TensorInfo, path: Path) -> np.ndarray:
-    """float32 [rows, columns] from packed rows, a few rows at a time on each core, so that scratch memory stays small."""
+    """float32 [rows, columns] from packed rows, a few rows at a time per core: scratch memory stays small."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from quire.weights.architectures import SHAPES
-from quire.weights.folder import read_config, read_json, read_tokenizer_config
+from quire.weights.folder import read_config, read_tokenizer_config
+from quire.weights.text_files import read_json
 from quire.weights.tokenizer_files import folder_tokenizer
 
 

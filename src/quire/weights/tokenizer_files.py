@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.errors import ModelError, WeightsError
-from quire.weights.folder import damaged, read_json, read_text
 from quire.weights.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, tokenizer_text
+from quire.weights.text_files import damaged, read_json, read_text
 
 # How text is cut into words, by tokenizer_config.json's tokenizer_class, else config.json's model_type.
 _SPLITS = {"gpt2tokenizer": "gpt-2", "qwen2tokenizer": "qwen2", "gpt2": "gpt-2", "opt": "gpt-2"} | {
