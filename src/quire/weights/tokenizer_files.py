@@ -91,9 +91,9 @@ def _made(
     for token in names & ids.keys():
         types[ids[token]] = CONTROL
     for word in ("bos", "eos"):
-        token = named.get(f"{word}_token")
-        if token in ids:
-            metadata[f"tokenizer.ggml.{word}_token_id"] = ids[token]
+        name = named.get(f"{word}_token")
+        if name in ids:
+            metadata[f"tokenizer.ggml.{word}_token_id"] = ids[name]
         if isinstance(config.get(f"add_{word}_token"), bool):
             metadata[f"tokenizer.ggml.add_{word}_token"] = config[f"add_{word}_token"]
     if scores is not None:
