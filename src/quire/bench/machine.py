@@ -16,7 +16,8 @@ import torch
 from quire.bench.table import in_bytes
 from quire.core.stats import shown
 from quire.kernels import build as compilation
-from quire.kernels import native
+from quire.kernels import choose, native
+from quire.kernels.registry import REFERENCE
 from quire.weights.cache import cache_folder
 
 PACKAGES = (
@@ -175,9 +176,20 @@ PROBE_SIDE = 1024  # of the square matrices of the GEMM
 
 
 def cpu_read_rate() -> float:
-    """Bytes per second of a matrix-vector product, the work of a decode step: the best of many."""
+    """Bytes per second of a GEMV, the work of a decode step: the best of many with torch's kernel and the engine's."""
     matrix, vector = torch.ones(PROBE_BYTES // 4 // PROBE_COLUMNS, PROBE_COLUMNS), torch.ones(PROBE_COLUMNS)
-    return PROBE_BYTES / _best(lambda: matrix @ vector)
+    rate = PROBE_BYTES / _best(lambda: matrix @ vector)
+    kernel = choose("int8_linear", torch.device("cpu"))
+    if kernel.__name__.endswith(REFERENCE):
+        return rate
+    native.set_num_threads(native.default_num_threads())
+    num_rows = PROBE_BYTES // PROBE_COLUMNS
+    packed = kernel.empty_packed(num_rows, PROBE_COLUMNS).fill_(
+        1
+    )  # pages that were never written are not read
+    scales, sums = torch.ones(num_rows), torch.full((num_rows,), PROBE_COLUMNS, dtype=torch.int32)
+    row, out = torch.ones(1, PROBE_COLUMNS), torch.empty(1, num_rows)
+    return max(rate, PROBE_BYTES / _best(lambda: kernel.linear(row, packed, scales, sums, out=out)))
 
 
 def cpu_copy_rate() -> float:

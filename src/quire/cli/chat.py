@@ -195,7 +195,9 @@ class Conversation:
         return prepared, num_dropped
 
     def _prepared(self, llm: LLM) -> PreparedPrompt:
-        return prepare(llm.template.render(self._all()), llm.tokenizer, add_special_tokens=False)
+        return prepare(
+            llm.template.render(self._all()), llm.tokenizer, add_special_tokens=False, goes_on=False
+        )
 
     def _all(self) -> Sequence[Message]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -135,7 +135,7 @@ def _prepared(llm: LLM, prompt: PromptEntry, arguments: argparse.Namespace) -> P
         return llm.prepare(prompt)
     if arguments.system is not None:
         messages = [{"role": "system", "content": arguments.system}, *messages]
-    return llm.prepare(llm.template.render(messages), add_special_tokens=False)
+    return llm.prepare(llm.template.render(messages), add_special_tokens=False, goes_on=False)
 
 
 @contextmanager

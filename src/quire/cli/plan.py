@@ -146,6 +146,14 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
         ],
         ["fits", f"{pool.num_tokens:,} tokens: {fits:,} sequences of {context:,}{limit}"],
     ]
+    if not device.on_gpu:
+        lines.append(
+            [
+                "memory",
+                f"{in_bytes(capacity.server_bytes)} of a server whose pool is full: weights, pool, "
+                f"{in_bytes(capacity.engine_bytes)} of the engine process and {in_bytes(capacity.http_bytes)} of HTTP",
+            ]
+        )
     text = aligned(lines)
     if not floors:
         return f"{text}\n\nno floor: the read rate is not known, give --bandwidth"
@@ -177,6 +185,7 @@ def _record(
         "kv_bytes_per_token": capacity.kv_bytes_per_token,
         "kv_dtype": capacity.kv_dtype,
         "pool": {**asdict(pool), "num_bytes": pool.num_bytes, "num_tokens": pool.num_tokens},
+        "server_bytes": None if device.on_gpu else capacity.server_bytes,
         "context": context,
         "sequences": capacity.sequences_of(context),
         "max_model_len": capacity.max_model_len,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
-from quire.layers.parameters import Adaptable, LayerPart, Loader, Vector, check_shape
+from quire.layers.parameters import Adaptable, LayerPart, Loader, Vector, check_finite, check_shape
 from quire.quant.format import Matrix
 
 
@@ -57,6 +57,8 @@ class TokenEmbedding(Adaptable):
 
     def load(self, tensor: Tensor) -> None:
         """tensor [first_row + num_rows, width]."""
+        if self._compact:  # the formats that round; 16-bit models show NaN in every answer
+            check_finite(tensor)
         kept = self._kept_dtype(tensor)
         self._table = tensor[self._first_row :].to(device=self._device, dtype=kept, copy=True)
 

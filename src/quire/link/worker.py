@@ -67,6 +67,7 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
         if resolve_device(config.runner.device).type == "cpu":
             _announce_compiling(channel)
         built = build_engine(config, _ProgressReporter(channel))
+        ready = _ready(config, built)
     except QuireError as error:
         channel.send(Failed(type(error).__name__, str(error)))
         return BAD_SETTING
@@ -77,7 +78,7 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
     engine = built.engine
     loop = EngineLoop(engine, channel, termination.shutdown, when_idle=gc.collect)
     termination.is_serving = True
-    channel.send(_ready(config, built))
+    channel.send(ready)
     start_heartbeat(pipe, loop)
     freeze_heap()
     try:

@@ -59,7 +59,7 @@ class AsyncLLM:
         request_id = request_id or f"async-{next(self._ids)}"
         request = prepared.request(request_id, ready, adapter)
         limits.check(request)  # before anything is made for each of its sequences
-        answer = Answer(request_id, ready, self.tokenizer)
+        answer = Answer(request_id, ready, self.tokenizer, context_id=prepared.context_id(self.tokenizer))
         if self._streams.get(request_id) is not None:
             raise InvalidRequest(
                 f"request id {request_id!r} is already being served: use another", "request_id"

@@ -1,13 +1,14 @@
 """load: a source of tensors to a model that can run, through the cache of converted weights where that is faster."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.core.config import Task
-from quire.core.errors import WeightsError
+from quire.core.config import ModelConfig, Task
+from quire.core.errors import ModelError, WeightsError
 from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
@@ -38,9 +39,23 @@ def load(
 
     A source with `random` set has no tensors: parameters are random, by `seed`.
     """
-    model: Loadable = build(describe(source.config, task), factory)
+    model = _built(describe(source.config, task), factory)
     _fill(model, source, factory, progress, seed)
     return model
+
+
+def _built(config: ModelConfig, factory: LayerFactory) -> Loadable:
+    """ModelError, with the sizes that config.json gives, where memory cannot hold such a model."""
+    try:
+        model: Loadable = build(config, factory)
+        return model
+    except (RuntimeError, MemoryError) as error:  # torch raises either
+        raise ModelError(
+            f"there is no memory for a model of {config.num_layers} layers, hidden size {config.hidden_size}, "
+            f"intermediate size {config.intermediate_size}, {config.vocab_size} tokens and {config.max_position} "
+            f"positions, as config.json describes it ({str(error).splitlines()[0]}): check these sizes, or give "
+            "--max-model-len"
+        ) from error
 
 
 def _fill(
@@ -55,7 +70,10 @@ def _fill(
     if kept is not None and _adopt(model, kept):
         logger.debug("mapped converted weights %s", path)
         return
+    started = time.monotonic()
+    logger.info("converting %.1f GB of weights to int8, once: later starts map them", source.num_bytes / 1e9)
     feed(source, model.loaders(), factory.device, progress, seed)
+    logger.info("converted in %.1f s", time.monotonic() - started)
     if write_converted(path, model.parameters()):
         kept = read_converted(path)
         if kept is not None:
@@ -112,7 +130,7 @@ def _take(name: str, tensor: Tensor, loader: Loader) -> None:
     try:
         loader(tensor)
     except WeightsError as error:
-        raise WeightsError(f"tensor {name} does not fit: {error}") from error
+        raise WeightsError(f"tensor {name} cannot be loaded: {error}") from error
 
 
 def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:

@@ -28,7 +28,7 @@ def architectures(task: Task = "generate") -> tuple[str, ...]:
 
 def describe(hf: Mapping[str, Any], task: Task = "generate") -> ModelConfig:
     """The hyperparameters in a config.json. Refuses an architecture that cannot do `task`, and lists the known ones."""
-    names = [str(name) for name in hf.get("architectures") or ()]
+    names = _names(hf)
     for name in names:
         if name in architectures(task):
             config: ModelConfig = _module(name).describe(name, hf)
@@ -43,6 +43,15 @@ def describe(hf: Mapping[str, Any], task: Task = "generate") -> ModelConfig:
             "/v1/embeddings"
         )
     raise ModelError(f"architecture {asked} is not known: Quire serves {known}")
+
+
+def _names(hf: Mapping[str, Any]) -> list[str]:
+    names = hf.get("architectures") or []
+    if not isinstance(names, list):
+        raise ModelError(
+            f"config.json has architectures={names!r}, which must be a list of names: correct it"
+        )
+    return [str(name) for name in names]
 
 
 def build(config: ModelConfig, factory: LayerFactory) -> Any:

@@ -318,10 +318,14 @@ class ChatReply:
         return {
             "index": index,
             "message": message,
-            "logprobs": chat_logprobs(sequence.logprobs, self._tokenizer) if self._body.logprobs else None,
+            "logprobs": self._logprobs(sequence, 0) if self._body.logprobs else None,
             "finish_reason": reason,
             "stop_reason": sequence.stop_reason,
         }
+
+    def _logprobs(self, sequence: AnswerSequence, first_token: int) -> ChatLogprobs:
+        at_start = first_token == 0 and sequence.begins_text
+        return chat_logprobs(sequence.logprobs[first_token:], self._tokenizer, at_start)
 
     def _deltas(self, change: Change) -> list[ChatCompletionChunk]:
         """None where a step added nothing that can be shown yet."""
@@ -351,7 +355,7 @@ class ChatReply:
             added_deltas = [{"content": ""}]
         chunks = [self._choice(sequence.index, delta, None, None) for delta in added_deltas]
         if added:
-            chunks[-1]["choices"][0]["logprobs"] = chat_logprobs(added, self._tokenizer)
+            chunks[-1]["choices"][0]["logprobs"] = self._logprobs(sequence, change.first_token)
         if reason is not None:  # behind the last text, as in OpenAI's streams
             chunks.append(self._choice(sequence.index, {}, None, reason, sequence.stop_reason))
         return chunks if self._copies == 1 else self._copied(chunks)

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from quire.core.step import TokenLogprobs
 from quire.server.errors import ApiError
 from quire.server.generation import Change, Generation
-from quire.server.logprobs import completion_logprobs, prompt_logprobs
+from quire.server.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from quire.server.protocol.base import Usage
 from quire.server.protocol.completions import (
     Completion,
@@ -83,7 +83,8 @@ class CompletionReply:
         self._num_choices = copies * (body.n or 1)
         self._only_prompt = bool(body.echo) and body.max_tokens == 0
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._offsets: dict[int, int] = {}  # characters that each choice has sent
+        self._begun: set[int] = set()  # choices that have sent something
+        self._places: dict[int, TextOffsets] = {}  # by choice, where logprobs are wanted
         # Events of plain text, by choice, once the first is out; None where text comes with logprobs or not at all.
         is_plain = body.logprobs is None and not self._only_prompt
         self._texts: dict[int, TextEvent] | None = {} if is_plain else None
@@ -129,7 +130,7 @@ class CompletionReply:
         if self._texts and change.text and not ended and number in self._texts:
             return self._texts[number].encode(change.text)
         answer = self.generation.answers[change.position]
-        first = number not in self._offsets
+        first = number not in self._begun
         wants_logprobs = self._body.logprobs is not None and len(sequence.token_ids) > change.first_token
         shows_prompt = first and bool(self._body.echo)
         data = b""
@@ -148,7 +149,9 @@ class CompletionReply:
         end: CompletionChoice = {
             "index": number,
             "text": "",
-            "logprobs": completion_logprobs((), self._tokenizer) if has_logprobs else None,
+            "logprobs": (
+                completion_logprobs((), self._tokenizer, self._places[number]) if has_logprobs else None
+            ),
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
         }
@@ -171,10 +174,8 @@ class CompletionReply:
             text = self._prompt_text(self.generation.prompts[position]) + text
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = self._logprobs(
-                position, answer, sequence, first_token, first, self._offsets.get(number, 0)
-            )
-        self._offsets[number] = self._offsets.get(number, 0) + len(text)
+            logprobs = self._logprobs(position, number, answer, sequence, first_token, first)
+        self._begun.add(number)
         return {
             "index": number,
             "text": text,
@@ -186,19 +187,25 @@ class CompletionReply:
     def _logprobs(
         self,
         position: int,
+        number: int,
         answer: Answer,
         sequence: AnswerSequence,
         first_token: int,
         first: bool,
-        offset: int,
     ) -> CompletionLogprobs:
         entries: list[TokenLogprobs | int] = []
+        prompt = self.generation.prompts[position]
+        if first:
+            context_id = None if self._body.echo else prompt.context_id(self._tokenizer)
+            skips = answer.sampling.skip_special_tokens
+            skips = skips and not (self._body.echo and prompt.text is None)  # as _prompt_text shows token ids
+            self._places[number] = TextOffsets(self._tokenizer, skips, context_id)
         if first and self._body.echo:
-            entries.append(self.generation.prompts[position].token_ids[0])
+            entries.append(prompt.token_ids[0])
             entries += answer.prompt_logprobs or ()
         if not self._only_prompt:
             entries += sequence.logprobs[first_token:]
-        return completion_logprobs(entries, self._tokenizer, offset)
+        return completion_logprobs(entries, self._tokenizer, self._places[number])
 
     def _prompt_text(self, prompt: PreparedPrompt) -> str:
         if prompt.text is not None or self._tokenizer is None:

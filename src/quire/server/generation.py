@@ -89,7 +89,13 @@ class Generation:
         self._context = context
         self._parts: dict[str, _PromptState] = {}
         for position, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            answer = Answer(request.request_id, request.sampling, tokenizer, kept_ids)
+            answer = Answer(
+                request.request_id,
+                request.sampling,
+                tokenizer,
+                kept_ids,
+                context_id=prompt.context_id(tokenizer),
+            )
             changes = [Change(position, sequence) for sequence in answer.sequences]
             self._parts[request.request_id] = _PromptState(prompt, request.num_prompt_tokens, answer, changes)
         self._changed: deque[Change] = deque()  # keeps its memory when it is emptied, unlike a list

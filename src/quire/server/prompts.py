@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -129,7 +130,8 @@ class PromptMaker:
             size = sum(len(str(part)) for part in rendered)
             text = self._flat(render) if size < LONG else await asyncio.to_thread(self._flat, render)
         try:
-            return (await self._prepared([text], bool(add_special_tokens), must_fit))[0]
+            goes_on = bool(continue_final_message)
+            return (await self._prepared([text], bool(add_special_tokens), must_fit, goes_on))[0]
         except InvalidRequest as error:
             raise error.renamed({"prompt": "messages"}) from None
 
@@ -197,18 +199,22 @@ class PromptMaker:
             keep = max(1, self.max_model_len - (max_tokens or 1))
         if len(prompt.token_ids) <= keep:
             return prompt
-        return PreparedPrompt(None, prompt.token_ids[-keep:])  # its text is no longer what the context sent
+        # its text is no longer what the context sent
+        return replace(prompt, text=None, token_ids=prompt.token_ids[-keep:])
 
     async def close(self) -> None:
         await self._sent.close()
 
     async def _prepared(
-        self, prompts: Sequence[Any], add_special_tokens: bool, must_fit: bool
+        self, prompts: Sequence[Any], add_special_tokens: bool, must_fit: bool, goes_on: bool = True
     ) -> list[PreparedPrompt]:
         self._check_length(prompts, must_fit)
 
         def make() -> list[PreparedPrompt]:
-            return [prepare(item, self.tokenizer, add_special_tokens=add_special_tokens) for item in prompts]
+            return [
+                prepare(item, self.tokenizer, add_special_tokens=add_special_tokens, goes_on=goes_on)
+                for item in prompts
+            ]
 
         return await self._threads.run(make, sum(len(item) for item in prompts))
 

@@ -19,6 +19,11 @@ class PreparedPrompt:
     cache_salt: str = ""
     priority: int = 0  # lower first, with schedule="priority"
     tenant: str = ""  # shares are divided between tenants, with schedule="fair"
+    goes_on: bool = True  # the answer continues the prompt's text; False: it is a message of its own
+
+    def context_id(self, tokenizer: Tokenizer | None) -> int | None:
+        """The token behind which the answer's text is made, see Tokenizer.context_id."""
+        return tokenizer.context_id(self.token_ids) if self.goes_on and tokenizer is not None else None
 
     def request(self, request_id: str, sampling: SamplingParams, adapter: str | None = None) -> Request:
         """The prompt as the engine takes it."""
@@ -47,12 +52,13 @@ def prepare(
     tokenizer: Tokenizer | None,
     *,
     add_special_tokens: bool = True,
+    goes_on: bool = True,
     max_model_len: int | None = None,
 ) -> PreparedPrompt:
     """Raises ContextExceeded, before any work, for a text that cannot fit `max_model_len` tokens."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"goes_on": goes_on}
     if isinstance(prompt, Mapping):
-        options = _options(prompt)
+        options |= _options(prompt)
         if prompt.get("prompt_token_ids") is not None:
             return PreparedPrompt(prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"]), **options)
         if "prompt" not in prompt:

@@ -123,8 +123,11 @@ def template_from(config: Mapping[str, Any], name: str, chosen: str | None = Non
     """As load_template, from the contents of a model's tokenizer_config.json and its name."""
     template: Any = config.get("chat_template") if chosen is None else _chosen_text(chosen)
     if isinstance(template, list):
-        template = {str(entry["name"]): str(entry["template"]) for entry in template}
-    if not template:
+        named = [
+            entry for entry in template if isinstance(entry, Mapping) and {"name", "template"} <= set(entry)
+        ]
+        template = {str(entry["name"]): str(entry["template"]) for entry in named}
+    if not template or not isinstance(template, (str, Mapping)):
         raise InvalidRequest(
             f"{name} has no chat template: give one with --chat-template, or send a plain prompt", "messages"
         )

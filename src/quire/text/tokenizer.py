@@ -177,6 +177,23 @@ class Tokenizer:
             known = self._bytes[token_id] = self._make_bytes(token_id)
         return known
 
+    def token_text(self, token_id: int) -> str:
+        """The text that a token adds to the middle of a text; U+FFFD for a part of a character."""
+        if self.is_byte_level:
+            return self.decode([token_id], skip_special_tokens=False)
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def context_id(self, token_ids: Sequence[int]) -> int | None:
+        """The last piece of a prompt, behind which the text of an answer goes on: special tokens and single bytes are
+        passed over. None at the start of a text, and for byte-level tokens, which do not depend on neighbours."""
+        if self.is_byte_level:
+            return None
+        for token_id in reversed(token_ids):
+            token = self._inner.id_to_token(token_id)
+            if token is not None and token_id not in self.special_ids and not is_byte_token(token):
+                return token_id
+        return None
+
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell these words, at the start of a text and after a space."""
         sequences: dict[tuple[int, ...], None] = {}

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError, WeightsError
+from quire.weights.text_files import damaged, read_json, read_text
+from quire.weights.tokenizer_files import folder_tokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,8 +41,10 @@ class FolderSource:
         self.folder = folder
         self.name = name or folder.resolve().name
         self.config: Mapping[str, Any] = read_config(folder)
-        method = (self.config.get("quantization_config") or {}).get("quant_method")
-        if method:
+        quantized = self.config.get("quantization_config")
+        if quantized:
+            method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        if quantized and method:
             raise ModelError(
                 f"{folder}: weights quantized with {method!r} cannot be loaded: use the unquantized model"
             )
@@ -67,10 +71,7 @@ class FolderSource:
                 raise damaged(shard.path, f"cannot be read ({error})") from error
 
     def tokenizer_json(self) -> str | None:
-        text = read_text(self.folder / "tokenizer.json")
-        if text is None and (vocabulary := read_text(self.folder / "vocab.txt")) is not None:
-            return wordpiece_json(vocabulary, self.tokenizer_config())
-        return text
+        return folder_tokenizer(self.folder, self.tokenizer_config())
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         return read_tokenizer_config(self.folder)
@@ -108,37 +109,6 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         named[path.stem] = read_text(path) or ""
     listed = [{"name": name, "template": text} for name, text in named.items()]
     return {**config, "chat_template": template if len(named) == 1 else listed}
-
-
-def read_text(path: Path) -> str | None:
-    """The file's text, or None if there is no such file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise damaged(path, f"cannot be read ({error})") from error
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's JSON object, or None if there is no such file."""
-    value = read_any_json(path)
-    if isinstance(value, dict) or not path.exists():
-        return value
-    raise damaged(path, f"holds a {type(value).__name__}, not a JSON object")
-
-
-def damaged(path: Path, problem: str) -> WeightsError:
-    return WeightsError(f"{path} {problem}: fetch or copy it again")
-
-
-def read_any_json(path: Path) -> Any:
-    """The file's JSON value, or None if there is no such file."""
-    text = read_text(path)
-    try:
-        return None if text is None else json.loads(text)
-    except ValueError as error:
-        raise damaged(path, f"is not valid JSON ({error})") from error
 
 
 def _shards(folder: Path) -> list[Shard]:
@@ -207,34 +177,3 @@ def _shard(path: Path) -> Shard:
                 f"{path}: tensor {name!r} is {kind}, which cannot be loaded: use a 16- or 32-bit checkpoint"
             )
     return Shard(path, entries, header)
-
-
-def wordpiece_json(vocab_txt: str, config: Mapping[str, Any]) -> str:
-    """tokenizer.json of a BERT model that has only vocab.txt: WordPiece with the options of tokenizer_config.json."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-
-    vocabulary = {token: token_id for token_id, token in enumerate(vocab_txt.splitlines())}
-    unknown, first, last = (_special_token(config, name) for name in ("unk", "cls", "sep"))
-    for token in (unknown, first, last):
-        if token not in vocabulary:
-            raise WeightsError(f"vocab.txt has no {token}: give a tokenizer.json with --tokenizer")
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=bool(config.get("do_lower_case", True)),
-        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
-        strip_accents=config.get("strip_accents"),
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.BertProcessing((last, vocabulary[last]), (first, vocabulary[first]))
-    tokenizer.decoder = decoders.WordPiece()
-    special = (unknown, first, last, _special_token(config, "pad"), _special_token(config, "mask"))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token in special if token in vocabulary]
-    )
-    return tokenizer.to_str()
-
-
-def _special_token(config: Mapping[str, Any], name: str) -> str:
-    named = config.get(f"{name}_token")
-    content = named.get("content") if isinstance(named, Mapping) else named
-    return content if isinstance(content, str) else f"[{name.upper()}]"

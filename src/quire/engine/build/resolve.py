@@ -13,7 +13,7 @@ from quire.core.config import (
     SpeculativeConfig,
     Task,
 )
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, InvalidRequest, ModelError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.kernels import native
@@ -21,6 +21,7 @@ from quire.kernels.registry import forces_reference
 from quire.models import registry
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
+from quire.weights.hyperparameters import token_ids
 from quire.weights.open import open_source
 from quire.weights.source import Source
 
@@ -166,10 +167,9 @@ def set_threads(asked: int | None, precision: Precision) -> int:
 
 def end_token_ids(source: Source, model: ModelConfig) -> tuple[int, ...]:
     """What ends a sequence: generation_config.json has precedence (chat models have several), else the config."""
-    named = source.generation_config.get("eos_token_id")
-    if named is None:
+    if source.generation_config.get("eos_token_id") is None:
         return model.eos_token_ids
-    return tuple(named) if isinstance(named, (list, tuple)) else (int(named),)
+    return token_ids(source.generation_config, "eos_token_id", "generation_config.json")
 
 
 def default_sampling(source: Source) -> SamplingParams:
@@ -178,4 +178,7 @@ def default_sampling(source: Source) -> SamplingParams:
     asked = {k: source.generation_config[k] for k in known if source.generation_config.get(k) is not None}
     if source.generation_config.get("do_sample") is False:
         asked["temperature"] = 0.0
-    return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asked)
+    try:
+        return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asked)
+    except InvalidRequest as error:
+        raise ModelError(f"generation_config.json: {error}, or take it out of the file") from error
