@@ -30,17 +30,19 @@ from quire.link.messages import (
     ResetPrefixCache,
     RestoreAdapter,
     Stop,
+    SwitchStepLog,
     UnloadAdapter,
     Updates,
     encode,
     unpack_updates,
 )
+from quire.link.step_log import StepRecord
 from quire.link.supervise import STEP_SECONDS, Supervisor
 
 CALL_SECONDS = 60.0
 MAX_RETRY_SECONDS = 60
 MAX_ANSWERS = 4096  # sequences of one HTTP request with several prompts; each costs memory before it runs
-Call = ResetPrefixCache | CheckIntegrity | LoadAdapter | UnloadAdapter
+Call = ResetPrefixCache | CheckIntegrity | SwitchStepLog | LoadAdapter | UnloadAdapter
 
 
 class QueueAdmission:
@@ -301,6 +303,15 @@ class EngineClient:
         """Recounts the pool; what is wrong with it, or None."""
         return (await self._call(CheckIntegrity)).error
 
+    async def start_step_log(self) -> None:
+        done = await self._call(SwitchStepLog, True)
+        if done.error is not None:
+            raise InvalidRequest(done.error)
+
+    async def stop_step_log(self) -> Sequence[StepRecord]:
+        """What was recorded since the start; nothing if the log was not on."""
+        return (await self._call(SwitchStepLog, False)).steps
+
     async def load_adapter(self, name: str, path: str) -> None:
         """Returns when requests can name it. Raises InvalidRequest with the reason if it cannot be served."""
         self._check_adapters_are_on("lora_path")
@@ -326,7 +337,7 @@ class EngineClient:
     async def _call(
         self,
         kind: Callable[..., Call],
-        *arguments: str,
+        *arguments: str | bool,
         effect: Callable[[], None] | None = None,
         seconds: float | None = CALL_SECONDS,
     ) -> Done:

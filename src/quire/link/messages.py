@@ -16,6 +16,7 @@ from quire.core.stats import EngineStats, PoolSize, QueueStats, StartStats, Vect
 from quire.core.step import SequenceUpdate
 from quire.engine.loop import Started, StepReport
 from quire.engine.validation import Limits
+from quire.link.step_log import StepRecord
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -80,6 +81,13 @@ class CheckIntegrity(_Message, frozen=True):
     call_id: int
 
 
+class SwitchStepLog(_Message, frozen=True):
+    """Starts the step log, or stops it: the answer to a stop has the records."""
+
+    call_id: int
+    on: bool
+
+
 class LoadAdapter(_Message, frozen=True):
     """Answered once the adapter is read, however long that takes; steps go on meanwhile."""
 
@@ -113,6 +121,7 @@ ToEngine = (
     | Stop
     | ResetPrefixCache
     | CheckIntegrity
+    | SwitchStepLog
     | LoadAdapter
     | UnloadAdapter
     | RestoreAdapter
@@ -209,6 +218,7 @@ class Done(_Message, frozen=True):
     queue: QueueStats
     stats: EngineStats
     error: str | None = None
+    steps: list[StepRecord] = []
 
 
 FromEngine = Progress | Note | Ready | Failed | Refused | Updates | Done

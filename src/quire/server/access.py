@@ -304,7 +304,14 @@ OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect"}
 )
 ADMIN_PATHS = frozenset(
-    {"/reset_prefix_cache", "/check_integrity", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    {
+        "/reset_prefix_cache",
+        "/check_integrity",
+        "/start_step_log",
+        "/stop_step_log",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
 )
 _WITHOUT_VERSION = re.compile(
     r"/(chat/completions|completions|embeddings|models|responses|conversations|messages)(/|$)"

@@ -145,13 +145,16 @@ class CompletionReply:
             data = self._event([choice])
         if not ended:
             return data
-        has_logprobs = self._body.logprobs is not None  # clients join those of all chunks
+        none: CompletionLogprobs = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": None,
+            "text_offset": [],
+        }
         end: CompletionChoice = {
             "index": number,
             "text": "",
-            "logprobs": (
-                completion_logprobs((), self._tokenizer, self._places[number]) if has_logprobs else None
-            ),
+            "logprobs": none if self._body.logprobs is not None else None,  # clients join those of all chunks
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
         }

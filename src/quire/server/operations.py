@@ -1,9 +1,11 @@
 """Operators' endpoints: health and metrics for everyone, cache and adapter calls under a key of their own."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastapi import APIRouter
+from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 from starlette.responses import Response
@@ -100,7 +102,24 @@ def operations_router(service: Service) -> APIRouter:
             await service.client.unload_adapter(body.lora_name)
         return JsonReply({"status": "ok", "lora_name": body.lora_name})
 
+    _add_step_log(router, service)
     return router
+
+
+def _add_step_log(router: APIRouter, service: Service) -> None:
+    @router.post("/start_step_log", responses=ERRORS)
+    async def start_step_log() -> Response:
+        """Records when each step of the engine runs and what it computes, until it is stopped."""
+        with _engine_call():
+            await service.client.start_step_log()
+        return JsonReply({"status": "ok"})
+
+    @router.post("/stop_step_log", responses=ERRORS)
+    async def stop_step_log() -> Response:
+        """Returns the recorded steps, the last 50,000 at most; `now` is the time of this answer on their clock."""
+        with _engine_call():
+            steps = await service.client.stop_step_log()
+        return JsonReply({"now": time.perf_counter(), "steps": [asdict(step) for step in steps]})
 
 
 @contextmanager
