@@ -110,14 +110,14 @@ def _add_step_log(router: APIRouter, service: Service) -> None:
     @router.post("/start_step_log", responses=ERRORS)
     async def start_step_log() -> Response:
         """Records when each step of the engine runs and what it computes, until it is stopped."""
-        with _engine_call():
+        with engine_call():
             await service.client.start_step_log()
         return JsonReply({"status": "ok"})
 
     @router.post("/stop_step_log", responses=ERRORS)
     async def stop_step_log() -> Response:
         """Returns the recorded steps, the last 50,000 at most; `now` is the time of this answer on their clock."""
-        with _engine_call():
+        with engine_call():
             steps = await service.client.stop_step_log()
         return JsonReply({"now": time.perf_counter(), "steps": [asdict(step) for step in steps]})
 
