@@ -4,10 +4,11 @@ from quire.core.step import Step
 
 FEWEST = 16  # prompt tokens of a step: a prefill always goes on
 FIRST = 256  # before a step with prompts was measured
-DECODE_RATIO = 2.5  # `auto`: a step with prompts may take this many times a decode step,
-SHORTEST = 0.010  # and at least so many seconds,
-BACKLOG = 64  # or, where the prompts that wait would fill more than so many steps,
-SHORTEST_BUSY = 0.080  # at least so many
+# `auto`, of a step with prompts:
+DECODE_RATIO = 2.5  # the longest duration, in decode steps
+SHORTEST = 0.010  # seconds; the least that the longest duration may be
+SHORTEST_BUSY = 0.080  # the same while waiting prompts would fill more than BACKLOG steps
+BACKLOG = 64
 NEWEST = 0.1  # weight of the newest decode step in the estimate of its duration
 DECAY = 0.8  # per step with prompts, of the weight of earlier ones
 
