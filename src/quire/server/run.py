@@ -172,6 +172,11 @@ def _report(service: Service, listener: socket.socket) -> None:
             _format_report("tool calls", formats.tools, settings.tool_call_parser),
             _format_report("reasoning", formats.reasoning, settings.reasoning_parser),
         )
+    if service.models.main.prompts.tokenizer is None:
+        log.warning(
+            "tokenizer none: the model's folder has no tokenizer.json, vocab.json with merges.txt, or tokenizer.model. "
+            "Only token ids can be sent; --tokenizer names a folder that has one"
+        )
     tokens = f" or {settings.max_queue_tokens:,} prompt tokens" if settings.max_queue_tokens else ""
     log.info("queue     %s requests%s, then 429", f"{settings.max_queue_requests:,}", tokens)
     log.info(
