@@ -82,6 +82,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "blocks of 1": {"block_size": 1},
     "blocks of 128": {"block_size": 128},
     "prompts in small chunks": {"max_num_batched_tokens": 32},
+    "prompts beside many rows": {"max_num_batched_tokens": 100, "max_num_seqs": 20},
     "drafted chains": {"speculative_config": CHAINS},
     "drafted trees": {"speculative_config": TREES},
     "a small pool, computed again": {"num_blocks": 24, "preemption_mode": "recompute"},
