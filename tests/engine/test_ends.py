@@ -57,7 +57,7 @@ HALF = "a\ud800"
         ({"tenant": HALF}, {}, "tenant"),
         ({"request_id": HALF}, {}, "request_id"),
         ({"adapter": HALF}, {}, "adapter"),
-        ({}, {"max_tokens": None, "min_tokens": 2**63}, "min_tokens"),
+        ({}, {"max_tokens": None, "min_tokens": 2**40}, "min_tokens"),
         ({}, {"max_tokens": None, "min_tokens": 64}, "min_tokens"),
     ],
     ids=str,

@@ -98,7 +98,7 @@ def scripted_app(
 ) -> ASGIApp:
     made = ServerSettings(**{"sse_keep_alive": 0.0, "embeddings": False, **settings})
     client: Any = engine
-    model = ServedModel("generate", client, made)
+    model = ServedModel("generate", client, made, made.served_names)
     config = {"chat_template": TEMPLATE, "eos_token": "</s>"}
     ready = Ready(
         model="scripted",

@@ -60,8 +60,9 @@ def adapted_sizes(max_rows: int) -> list[int]:
 
 def token_counts(max_rows: int, max_tokens: int, drafts: bool) -> list[int]:
     """How many tokens graphs will hold, as far as is known before the pool is: the sizes to tune GEMMs for."""
-    others = (*PROMPT_SIZES, *(VERIFY_SIZES if drafts else ()))
-    return sorted({*decode_sizes(max_rows), *(size for size in others if size <= max_tokens)})
+    prompts = {shape.size for shape in prompt_shapes(max_rows, max_tokens)}
+    verified = {size for size in VERIFY_SIZES if drafts and size <= max_tokens}
+    return sorted({*decode_sizes(max_rows), *prompts, *verified})
 
 
 def prompt_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:

@@ -263,11 +263,6 @@ def _check_limits(ready: Ready, requests: list[Request], what: str) -> None:
 
 def _within(sampling: SamplingParams, ready: Ready) -> SamplingParams:
     """Numbers beyond what the model has mean the same as its limits, and fit the engine's columns."""
-    if sampling.min_tokens >= ready.max_model_len:
-        raise InvalidRequest(
-            f"min_tokens={sampling.min_tokens} can never be reached in a context of {ready.max_model_len}: lower it",
-            "min_tokens",
-        )
     max_tokens = sampling.max_tokens
     return sampling.changed(
         top_k=min(sampling.top_k, ready.vocab_size),
