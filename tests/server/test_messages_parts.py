@@ -128,6 +128,7 @@ def test_an_answer_that_the_caller_began_is_continued():
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
     ],
     ids=str,
 )

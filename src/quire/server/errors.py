@@ -128,6 +128,9 @@ def _kind(status: int) -> str:
 # ---------------------------------------------------------------------- Anthropic's shape
 
 ANTHROPIC_PATH = "/v1/messages"
+THREAD_UNSUPPORTED = (
+    "thread_unsupported_request"  # clients that find it in `details` send all messages instead
+)
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -150,4 +153,11 @@ def anthropic_body(error: ApiError, request_id: str) -> MessageErrorBody:
     message = str(error)
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    body: MessageErrorBody = {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id,
+    }
+    if error.code == THREAD_UNSUPPORTED:
+        body["error"]["details"] = {"error_code": error.code, "unsupported": [error.param]}
+    return body

@@ -32,6 +32,7 @@ class MessageInput(ExtraFields):
     output_config: OutputConfig | None = None
     mcp_servers: list[Any] | None = None
     container: Any = None
+    thread: dict[str, Any] | None = None
 
 
 class MessageRequest(MessageInput):
@@ -70,6 +71,7 @@ class TokenCount(TypedDict):
 class MessageErrorDetail(TypedDict):
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
 
 
 class MessageErrorBody(TypedDict):
