@@ -92,7 +92,9 @@ def logprobs(tokens: str) -> dict[str, Any]:
     return {"logprobs": tuple(entries)}
 
 
-def scripted_app(engine: ScriptedEngine, **settings: Any) -> ASGIApp:
+def scripted_app(
+    engine: ScriptedEngine, *, tokenizer: str | None = None, vocab_size: int = 257, **settings: Any
+) -> ASGIApp:
     made = ServerSettings(**{"sse_keep_alive": 0.0, "embeddings": False, **settings})
     client: Any = engine
     service = Service(client, made, Encoders(made))
@@ -100,9 +102,9 @@ def scripted_app(engine: ScriptedEngine, **settings: Any) -> ASGIApp:
     ready = Ready(
         model="scripted",
         pid=0,
-        described=Described(byte_tokenizer(), config, config),
+        described=Described(tokenizer or byte_tokenizer(), config, config),
         default_sampling=SamplingParams(temperature=0.5, max_tokens=256),
-        limits=Limits(vocab_size=257, max_model_len=4096, max_num_seqs=16),
+        limits=Limits(vocab_size=vocab_size, max_model_len=4096, max_num_seqs=16),
         start=StartStats(num_threads=1, max_num_batched_tokens=512, weights_bytes=0, seconds=0.0),
         lines=[],
     )

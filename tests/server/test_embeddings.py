@@ -87,7 +87,9 @@ def test_base64_and_floats_are_the_same_numbers_for_text_and_token_ids(embedding
     floats = vector(input="hi")
     assert vector(input="hi", encoding_format="base64") == floats
     assert vector(input=[101, 7632, 102]) == vector(input=[[101, 7632, 102]]) == floats
-    assert vector(input="hi", add_special_tokens=False) != floats
+    bare = vector(input="hi", add_special_tokens=False)
+    assert bare != floats
+    assert vector(input=[7632], add_special_tokens=False) == bare
     short = vector(input="hi", dimensions=10)
     length = math.sqrt(math.fsum(x * x for x in floats[:10]))
     assert short == pytest.approx([x / length for x in floats[:10]], rel=1e-5)
@@ -112,6 +114,13 @@ def test_a_whole_batch_comes_back_in_order(client: openai.OpenAI) -> None:
         ({"input": ["word " * 250] * 100}, "input", r"tokens together and 20000 may wait"),
         ({"input": [[30522]]}, "input", "token id 30522 is outside the vocabulary of 30522"),
         ({"input": [[2**40]]}, "input", "outside the vocabulary"),
+        ({"input": [[791, 4062, 57671, 39935]]}, "input", "57671.*check_embedding_ctx_length=False"),
+        (
+            {"input": ["x", [791, 4062]]},
+            "input",
+            r"input\[1\] does not begin with .*101.*check_embedding_ctx",
+        ),
+        ({"input": "word " * 400}, "input", "maximum context length is 256 .*--embedding-truncate"),
         ({"input": [[]]}, "input", r"input\[0\] has no tokens"),
         ({"input": 5}, "input", "valid string"),
         ({"input": "x", "dimensions": 385}, "dimensions", "outside 1 to 384"),
@@ -188,11 +197,17 @@ def test_a_killed_embedding_engine_comes_back_while_chat_goes_on(
 
 
 def test_an_encoder_alone_embeds_and_refuses_to_chat(folder: Path) -> None:
-    running = RunningServer(str(folder), "--served-model-name", "mine")
+    flags = ("--served-model-name", "mine", "also", "--model-alias", "ada", "--embedding-truncate")
+    running = RunningServer(str(folder), *flags)
     try:
         client = running.wait_ready().client()
         assert [model.id for model in client.models.list()] == ["mine", MINILM]
-        assert len(client.embeddings.create(model="mine", input="x").data[0].embedding) == 384
+        for name in ("mine", "also", "ada"):
+            found = client.embeddings.create(model=name, input="x")
+            assert (len(found.data[0].embedding), found.model) == (384, "mine")
+        assert client.models.retrieve("ada").id == "ada"
+        long = client.embeddings.create(model="mine", input="word " * 400)
+        assert long.usage.total_tokens == 256
         assert "makes embeddings and no text" in running.chat_error()["message"]
         assert running.get("/ready").status_code == 200
         assert running.metric("engine_up", model_name="mine") == 1

@@ -80,12 +80,11 @@ class Committer:
         sequence.token_ids.append(token_id)
         request = sequence.request
         stops = token_id in request.stop_token_ids
-        if (
-            not stops
-            and request.sampling.structured is not None
-            and self._structured.completes(sequence, token_id)
-        ):
-            self._scheduler.finish(sequence, FinishReason.STOP)  # only an end token could follow
+        completed = None  # only an end token could follow
+        if not stops and request.sampling.structured is not None:
+            completed = self._structured.completes(sequence, token_id)
+        if completed is not None:
+            self._scheduler.finish(sequence, completed)
         elif stops or len(sequence.token_ids) >= request.max_len:
             self._end(sequence, token_id)
         prompt_logprobs = None

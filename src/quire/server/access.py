@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 Clock = Callable[[], float]
+MAX_WARNINGS = 8  # of one response
+MAX_WARNING_CHARACTERS = 400
+_UNPRINTABLE = re.compile(r"[^ -~]")
 _KINDS = ("requests", "tokens")
 RATE_HEADERS = tuple(
     f"x-ratelimit-{part}-{kind}" for part in ("limit", "remaining", "reset") for kind in _KINDS
@@ -236,6 +239,7 @@ class RequestContext:
     keep_alive: float = 15.0  # seconds of silence on a stream before a comment is sent; 0: never
     arrival: float = field(default_factory=time.monotonic)
     facts: dict[str, object] = field(default_factory=dict)  # for the log line: token counts, finish reasons
+    warnings: list[str] = field(default_factory=list)  # for the response's headers; `add_warning` adds them
 
     def note_error(self, error: ApiError) -> None:
         """For the log and the trace: which error ended it."""
@@ -244,6 +248,17 @@ class RequestContext:
 
 def context_of(request: Request) -> RequestContext:
     return request.scope["quire.context"]
+
+
+def add_warning(request: Request, message: str) -> None:
+    """Says in a `Warning` header what of the request has no effect. Only before the response begins.
+
+    At most MAX_WARNINGS are sent, each once, as printable ASCII of at most MAX_WARNING_CHARACTERS.
+    """
+    warnings = context_of(request).warnings
+    shown = _UNPRINTABLE.sub("?", message)[:MAX_WARNING_CHARACTERS]
+    if shown not in warnings and len(warnings) < MAX_WARNINGS:
+        warnings.append(shown)
 
 
 def path_of(scope: Scope) -> str:
@@ -390,7 +405,7 @@ class RequestMiddleware:
 
 
 class _Response:
-    """Adds the request's id and its key's rate limits to the response's headers; remembers the status."""
+    """Adds the request's id, its warnings and its key's rate limits to the response's headers; remembers the status."""
 
     def __init__(self, send: Send, context: RequestContext) -> None:
         self._send = send
@@ -404,12 +419,20 @@ class _Response:
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = self._context.request_id
             headers.update(self._context.allowance.headers())
+            for warning in self._context.warnings:
+                headers.append("Warning", f"299 quire {_quoted(warning)}")
         return self._send(message)
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """A response that has begun cannot be taken back: it ends where it is."""
         if self.status == 499:
             await error_reply(scope, error)(scope, receive, self.send)
+
+
+def _quoted(text: str) -> str:
+    """A quoted-string of HTTP."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:

@@ -64,7 +64,7 @@ def create_app(service: Service) -> FastAPI:
             allow_origins=list(settings.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
+            expose_headers=["X-Request-Id", "Retry-After", "Warning", *RATE_HEADERS],
         )
     return app
 

@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from array import array
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -39,7 +40,10 @@ def embeddings_router(service: Service) -> APIRouter:
         assert encoder.ready is not None
         _check_dimensions(body.dimensions, encoder.ready)
         service.check_room(encoder.client)
-        texts = await _token_ids(body, encoder.tokenizer, encoder.ready)
+        keep = body.truncate_prompt_tokens
+        if keep is None and service.settings.embedding_truncate:
+            keep = -1
+        texts = await _token_ids(body, encoder.tokenizer, encoder.ready, keep)
         pooled = await _embedded(service, encoder, texts, request)
         num_tokens = sum(vector.num_tokens for vector in pooled)
         listed: EmbeddingList = {
@@ -52,7 +56,7 @@ def embeddings_router(service: Service) -> APIRouter:
                 }
                 for item in pooled
             ],
-            "model": body.model or encoder.names[0],
+            "model": encoder.names[0],
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
         return JsonReply(listed)
@@ -98,7 +102,13 @@ def _check(embed: EmbedRequest, encoder: ServedEncoder) -> None:
     try:
         ready.limits.check_texts(embed)
     except ContextExceeded as error:
-        raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {ready.max_model_len} tokens, however {error}; the flag "
+            "--embedding-truncate lets the server cut all such texts",
+            param=error.param,
+            code="context_length_exceeded",
+        ) from None
     if limit is not None and embed.num_prompt_tokens > limit:
         raise InvalidRequest(
             f"input has {embed.num_prompt_tokens} tokens together and {limit} may wait: send several requests, "
@@ -116,8 +126,10 @@ def _check_dimensions(dimensions: int | None, ready: Ready) -> None:
         )
 
 
-async def _token_ids(body: EmbeddingRequest, tokenizer: Tokenizer | None, ready: Ready) -> list[list[int]]:
-    """The texts' tokens, cut if that was asked for; refused with the number that was exceeded."""
+async def _token_ids(
+    body: EmbeddingRequest, tokenizer: Tokenizer | None, ready: Ready, keep: int | None
+) -> list[list[int]]:
+    """The texts' tokens, cut to `keep` if that was asked for; refused with the number that was exceeded."""
     inputs = as_list(body.input)
     if not inputs:
         raise InvalidRequest("input is an empty list: send at least one text", "input")
@@ -136,7 +148,30 @@ async def _token_ids(body: EmbeddingRequest, tokenizer: Tokenizer | None, ready:
         texts = make() if size < INLINE_CHARACTERS else await asyncio.to_thread(make)
     except InvalidRequest as wrong:
         raise InvalidRequest(str(wrong), "input") from None
-    return _fitted(texts, body.truncate_prompt_tokens, ready.max_model_len)
+    if special and tokenizer is not None and any(not isinstance(item, str) for item in inputs):
+        _check_own_tokens(inputs, texts, tokenizer, ready)
+    return _fitted(texts, keep, ready.max_model_len)
+
+
+def _check_own_tokens(inputs: list[Any], texts: list[list[int]], tokenizer: Tokenizer, ready: Ready) -> None:
+    """Refuses token ids of another tokenizer, which would make vectors of other words. LangChain sends such ids."""
+    frame = tokenizer.encode("", add_special_tokens=True)
+    for position, (item, text) in enumerate(zip(inputs, texts, strict=True)):
+        if isinstance(item, str) or not text:
+            continue
+        problem = ""
+        if not 0 <= min(text) <= max(text) < ready.vocab_size:
+            wrong = min(text) if min(text) < 0 else max(text)
+            problem = f"cannot be: token id {wrong} is outside the vocabulary of {ready.vocab_size}"
+        elif len(frame) == 2 and text[0] != frame[0] and text[-1] != frame[1]:
+            problem = f"does not begin with the token id {frame[0]} or end with {frame[1]}, as texts of this model do"
+        if problem:
+            raise InvalidRequest(
+                f"input[{position}] {problem}: it seems to come from another tokenizer, so send text instead "
+                "(in LangChain: OpenAIEmbeddings(check_embedding_ctx_length=False)); add_special_tokens: false says "
+                "that ids of this model's tokenizer have no special tokens",
+                "input",
+            )
 
 
 def _fitted(texts: list[list[int]], keep: int | None, longest: int) -> list[list[int]]:

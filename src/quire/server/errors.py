@@ -20,8 +20,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic: str | None = None,
     ) -> None:
+        """`anthropic`: the message in Anthropic's shape, where clients look for its words."""
         super().__init__(message)
+        self.anthropic = anthropic
         self.status = status
         self.kind = kind or _kind(status)
         self.param = param
@@ -32,7 +35,13 @@ class ApiError(Exception):
         """The same error with its field called what `names` says."""
         param = None if self.param is None else renamed_field(self.param, names)
         return ApiError(
-            self.status, str(self), kind=self.kind, param=param, code=self.code, headers=self.headers
+            self.status,
+            str(self),
+            kind=self.kind,
+            param=param,
+            code=self.code,
+            headers=self.headers,
+            anthropic=self.anthropic,
         )
 
     def body(self) -> ErrorBody:
@@ -56,6 +65,21 @@ class TimedOut(ApiError):
             f"the request took longer than {seconds:g} s: ask for fewer tokens, or raise --request-timeout"
         )
         super().__init__(504, message, code="request_timeout")
+
+
+def context_exceeded(num_prompt: int, max_tokens: int | None, limit: int, what: str) -> ApiError:
+    """In the words of OpenAI and of Anthropic, by which clients know that they must shorten the conversation."""
+    num_answer = max_tokens or 1
+    total = num_prompt + num_answer
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, you requested {total} tokens "
+        f"({num_prompt} in the {what}, {num_answer} in the completion). Please reduce the length of the {what} or "
+        "completion. (truncate_prompt_tokens cuts the prompt; a server with a larger --max-model-len takes more.)",
+        param="prompt",
+        code="context_length_exceeded",
+        anthropic=f"prompt is too long: {num_prompt} tokens > {limit - 1} maximum",
+    )
 
 
 def not_supported(param: str, message: str) -> ApiError:
@@ -150,8 +174,8 @@ def speaks_anthropic(path: str) -> bool:
 def anthropic_body(error: ApiError, request_id: str) -> MessageErrorBody:
     """There is no `param` in this shape: the message names the field."""
     kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    message = str(error)
-    if error.param is not None and error.param not in message:
+    message = error.anthropic or str(error)
+    if error.anthropic is None and error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
     body: MessageErrorBody = {
         "type": "error",

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,9 @@ class Generation:
         self._submitted = time.monotonic()
         self._stream: Stream[SequenceUpdate] = client.submit(requests)
         self._watch: StreamWatch | None = None
+        self.stops: Callable[[AnswerSequence], bool] | None = (
+            None  # whether a sequence ends with its new text
+        )
 
     # ------------------------------------------------------------------ running
 
@@ -183,6 +187,9 @@ class Generation:
             return 0  # made before the engine knew that a stop string had matched
         before = len(sequence.token_ids)
         if answer.take(update, now):
+            self._client.stop(update.request_id, update.index)
+        elif self.stops is not None and sequence.finish_reason is None and self.stops(sequence):
+            sequence.finish_reason = "stop"
             self._client.stop(update.request_id, update.index)
         if answer.fault is not None:
             raise answer.fault

@@ -17,7 +17,7 @@ from quire.server.protocol.models import (
 )
 from quire.server.reply import ERRORS, JsonReply, answers
 from quire.server.service import ServedModel, Service
-from quire.server.tools import checked_tools
+from quire.server.tools import served_tools
 from quire.text.prompts import PreparedPrompt
 
 
@@ -38,8 +38,10 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{model_id:path}", responses={**answers(Model), **ERRORS})
     async def retrieve_model(model_id: str) -> Response:
-        if service.encoders.knows(model_id):
-            return JsonReply(_described(model_id, service.encoders.find(model_id)))
+        """A model under the name that was asked for, aliases included."""
+        known = service.known_name(model_id)
+        if service.encoders.knows(known) or service.encoders.main is not None:
+            return JsonReply(_described(model_id, service.encoders.find(known)))
         model = service.model_named(model_id)
         is_adapter = service.adapter_named(model_id) is not None
         return JsonReply(_described(model_id, model, model.names[0] if is_adapter else None))
@@ -101,7 +103,7 @@ async def _prompt_of(body: TokenizeRequest, prompts: PromptMaker) -> PreparedPro
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
-            tools=checked_tools(body.tools),
+            tools=served_tools(body.tools)[0],
             variables=body.chat_template_kwargs,
         )
     assert body.prompt is not None

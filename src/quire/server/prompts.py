@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, TypeVar
 
 from quire.core.errors import InvalidRequest
 from quire.link.messages import Ready
 from quire.server.request_templates import Rendering, RequestTemplates
+from quire.text.infill import Infill
 from quire.text.prompts import PreparedPrompt, as_list, prepare
 from quire.text.reader import choose_formats
 from quire.text.template import ChatTemplate, template_from
@@ -92,6 +94,35 @@ class PromptMaker:
             return [prepare(item, self.tokenizer, add_special_tokens=special) for item in prompts]
 
         return await self._run(make, sum(len(item) for item in prompts if isinstance(item, str)))
+
+    @cached_property
+    def infill(self) -> Infill | None:
+        """The model's fill-in-the-middle tokens, if it has them."""
+        return None if self.tokenizer is None else Infill.of(self.tokenizer)
+
+    async def infilled(
+        self, prompt: str | Sequence[Any], suffix: str, add_special_tokens: bool | None = None
+    ) -> list[PreparedPrompt]:
+        """Prompts for what stands between each of the texts and `suffix`."""
+        infill, tokenizer, prompts = self.infill, self.tokenizer, as_list(prompt)
+        if infill is None or tokenizer is None:
+            raise InvalidRequest(
+                "suffix needs a model with fill-in-the-middle tokens, such as Qwen2.5-Coder, StarCoder2, CodeLlama or "
+                "DeepSeek-Coder, and this one has none: leave suffix out",
+                "suffix",
+            )
+        texts = [item for item in prompts if isinstance(item, str)]
+        if not texts or len(texts) < len(prompts):
+            raise InvalidRequest("suffix needs a prompt of text: send no token ids with it", "prompt")
+        special = add_special_tokens is not False
+
+        def make() -> list[PreparedPrompt]:
+            return [
+                PreparedPrompt(text, infill.token_ids(text, suffix, tokenizer, add_special_tokens=special))
+                for text in texts
+            ]
+
+        return await self._run(make, sum(map(len, texts)) + len(texts) * len(suffix))
 
     def fitted(self, prompt: PreparedPrompt, keep: int | None, max_tokens: int | None) -> PreparedPrompt:
         """The prompt, cut to its last `keep` tokens if asked; -1 leaves room for `max_tokens`."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 
 from quire.core.config import EngineConfig
-from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, QueueFull
+from quire.core.errors import ConfigError, ContextExceeded, EngineDead, InvalidRequest, QueueFull
 from quire.core.request import QueueBounds, Request
 from quire.core.sampling import SamplingParams
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.server.access import RequestContext, context_of
 from quire.server.encoders import Encoders, OnProgress, ServedEncoder
-from quire.server.errors import ApiError, Unavailable, as_api_error
+from quire.server.errors import ApiError, Unavailable, as_api_error, context_exceeded
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
 from quire.server.prompts import PromptMaker
@@ -50,6 +50,7 @@ class Service:
         self.traces = open_traces(settings.otlp_traces_endpoint)
         self.draining = False
         self._model: ServedModel | None = None
+        self._aliases = settings.aliases
 
     @classmethod
     def of(
@@ -80,6 +81,12 @@ class Service:
                 self.serve_model(await self._client.start())
 
         await asyncio.gather(generating(), self.encoders.start())
+        for alias, target in self._aliases.items():
+            if target is not None and not self._serves(target):
+                raise ConfigError(
+                    f"--model-alias {alias}={target}: there is no model {target!r} here: this server has "
+                    f"{', '.join(self.names)}"
+                )
 
     async def close(self) -> None:
         """After the last request: ends the engines and template workers, and sends the last traces."""
@@ -121,15 +128,38 @@ class Service:
             raise Unavailable(f"{self.client.status}: try again in some seconds", "starting")
         return self._model
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the models that the server was started for, the main one's first; adapters are not among them."""
+        own = self._model.names if self._model is not None else ()
+        return (*own, *(encoder.names[0] for encoder in self.encoders.all))
+
+    def known_name(self, name: str | None) -> str | None:
+        """The served name that a request's name stands for; None where it names none, or any will do.
+
+        An alias never hides a model of that name. A name that stands for nothing is returned as it is.
+        """
+        if name is None or self._serves(name):
+            return name
+        if name in self._aliases:
+            return self._aliases[name] or self.names[0]
+        return None if self.settings.any_model_name else name
+
+    def _serves(self, name: str) -> bool:
+        if self._model is not None and (name in self._model.names or self.client.adapters.knows(name)):
+            return True
+        return self.encoders.knows(name)
+
     def model_named(self, name: str | None) -> ServedModel:
         """The model that a request names; any, if it names none."""
-        model = self.model
+        model, name = self.model, self.known_name(name)
         if name is not None and name not in model.names and not self.client.adapters.knows(name):
             if self.encoders.knows(name):
                 raise InvalidRequest(f"{name} makes embeddings and no text: use /v1/embeddings", "model")
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist: this server has {', '.join(model.names)}",
+                f"the model {name!r} does not exist: this server has {', '.join(self.names)}; --model-alias adds "
+                "a name, and --any-model-name accepts every one",
                 param="model",
                 code="model_not_found",
             )
@@ -137,10 +167,16 @@ class Service:
 
     def adapter_named(self, name: str | None) -> str | None:
         """The adapter that a request names instead of the model, if it does."""
+        name = self.known_name(name)
         return None if name is None or name in self.model.names else name
+
+    def answer_name(self, name: str | None) -> str:
+        """What an answer calls the model that a request named: the first of its names, or the adapter's."""
+        return self.adapter_named(name) or self.model.names[0]
 
     async def encoder_named(self, name: str | None) -> ServedEncoder:
         """The embedding model that a request names, started if need be."""
+        name = self.known_name(name)
         if self._model is not None and name in self._model.names:
             raise InvalidRequest(
                 f"{name} generates text and makes no embeddings: name an embedding model, such as "
@@ -204,7 +240,7 @@ class Service:
             )
             for position, prompt in enumerate(fitted)
         ]
-        _check_limits(model.ready, requests)
+        _check_limits(model.ready, requests, "messages" if kind == "chatcmpl" else "prompt")
         num_tokens = sum(len(prompt.token_ids) for prompt in fitted)
         self.check_allowance(context, num_tokens)
         try:
@@ -215,7 +251,7 @@ class Service:
             raise self.refusal(refusal) from None
         context.allowance.spend_tokens(num_tokens)
         generation.limit(request.receive, self.settings.request_timeout)
-        context.facts.update(id=response_id, model=body.model or model.names[0])
+        context.facts.update(id=response_id, model=self.answer_name(body.model))
         return response_id, generation
 
     def check_allowance(self, context: RequestContext, num_tokens: int) -> None:
@@ -242,13 +278,14 @@ class Service:
         return Unavailable(str(refusal), "engine_down")
 
 
-def _check_limits(ready: Ready, requests: list[Request]) -> None:
-    """Refuses here what the engine would refuse by the same limits."""
-    try:
-        for request in requests:
+def _check_limits(ready: Ready, requests: list[Request], what: str) -> None:
+    """Refuses here what the engine would refuse by the same limits; `what` is what OpenAI's API calls a prompt."""
+    for request in requests:
+        try:
             ready.limits.check(request)
-    except ContextExceeded as error:
-        raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
+        except ContextExceeded:
+            num_tokens, max_tokens = request.num_prompt_tokens, request.sampling.max_tokens
+            raise context_exceeded(num_tokens, max_tokens, ready.max_model_len, what) from None
 
 
 def _within(sampling: SamplingParams, ready: Ready) -> SamplingParams:

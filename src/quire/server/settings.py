@@ -31,8 +31,13 @@ class ServerSettings:
     otlp_traces_endpoint: str | None = None  # none: no traces
     max_queue_requests: int | None = 1024  # None: no bound
     max_queue_tokens: int | None = 1 << 20
-    served_names: tuple[str, ...] = ()  # none: the model's own name
+    served_names: tuple[str, ...] = ()  # none: the model's own name; answers report the first
+    model_aliases: tuple[
+        str, ...
+    ] = ()  # NAME for the model, NAME=MODEL for another that is served; not listed
+    any_model_name: bool = False  # an unknown name means the model, or the first embedding model
     embeddings: bool = True  # False: only an encoder that is the main model embeds
+    embedding_truncate: bool = False  # texts longer than an encoder takes are cut, unless a request says how
     embedding_models: tuple[str, ...] = ()  # started with the server, not when asked for
     chat_template: str | None = None
     trust_request_chat_template: bool = False
@@ -41,12 +46,20 @@ class ServerSettings:
     max_stored_responses: int = 1000  # of /v1/responses, in memory; 0 keeps none
     max_stored_responses_bytes: int = 256 << 20
 
+    @property
+    def aliases(self) -> dict[str, str | None]:
+        """The name that each alias stands for; None: the model's own."""
+        pairs = [alias.partition("=") for alias in self.model_aliases]
+        return {name.strip(): target.strip() or None for name, _, target in pairs}
+
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is outside 0 to 65535 (0: any free one)")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs both files: give ssl_certfile and ssl_keyfile")
         choose_formats(None, self.tool_call_parser, self.reasoning_parser)
+        if not all(self.aliases) or not all(self.served_names):
+            raise ConfigError("served_model_name or model_alias is empty: give a name")
         for name in (*_PER_KEY, "max_body_bytes", "max_queue_requests", "max_queue_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

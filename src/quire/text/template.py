@@ -209,7 +209,7 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """New, plain messages; InvalidRequest names the path of an invalid value. The input is not modified.
 
     Content in text parts becomes one string, missing content an empty one, a tool call's arguments in JSON
-    become the object that they encode, as templates expect.
+    become the object that they encode, as templates expect, or an object with their text.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise InvalidRequest.at("messages", f"must be a list of messages, not {type(messages).__name__}")
@@ -282,12 +282,15 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
         function = call.get("function", call)
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(arguments, str):
-            try:
-                function["arguments"] = json.loads(arguments) if arguments.strip() else {}
-            except ValueError as error:
-                raise InvalidRequest.at(
-                    f"{path}[{index}]", f"has arguments that are not JSON ({error})"
-                ) from error
+            function["arguments"] = _parsed(arguments)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequest.at(f"{path}[{index}]", "has no function with a name")
     return calls
+
+
+def _parsed(arguments: str) -> Any:
+    """A call's arguments. A limit may have cut them off: templates then get their text under `raw_arguments`."""
+    try:
+        return json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        return {"raw_arguments": arguments}

@@ -14,7 +14,9 @@ class CompletionRequest(SamplingFields):
     )
     echo: bool | None = None
     logprobs: Int | None = None
-    suffix: str | None = None
+    suffix: str | None = Field(
+        None, description="The text after what is to be written, for models with such tokens."
+    )
 
 
 class CompletionLogprobs(TypedDict):
@@ -80,8 +82,9 @@ class ChatCompletionRequest(SamplingFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: Any = Field(None, deprecated=True)
-    function_call: Any = Field(None, deprecated=True)
+    # not deprecated=True, with which pydantic warns whenever a field is read
+    functions: list[dict[str, Any]] | None = Field(None, json_schema_extra={"deprecated": True})
+    function_call: str | dict[str, Any] | None = Field(None, json_schema_extra={"deprecated": True})
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -122,6 +125,7 @@ class ChatMessage(TypedDict):
     refusal: None
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
+    function_call: NotRequired[FunctionCall]  # where the request has functions
 
 
 class ChatChoice(TypedDict):
@@ -157,6 +161,7 @@ class ChatDelta(TypedDict):
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
+    function_call: NotRequired[FunctionDelta]
 
 
 class ChatChunkChoice(TypedDict):
