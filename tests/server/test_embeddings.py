@@ -116,7 +116,7 @@ def test_a_whole_batch_comes_back_in_order(client: openai.OpenAI) -> None:
         ({"input": [[2**40]]}, "input", "outside the vocabulary"),
         ({"input": [[791, 4062, 57671, 39935]]}, "input", "57671.*check_embedding_ctx_length=False"),
         (
-            {"input": ["x", [791, 4062]]},
+            {"input": [[101, 7632, 102], [791, 4062]]},
             "input",
             r"input\[1\] does not begin with .*101.*check_embedding_ctx",
         ),

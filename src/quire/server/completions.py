@@ -140,10 +140,11 @@ class CompletionReply:
             data = self._event([choice])
         if not ended:
             return data
+        has_logprobs = self._body.logprobs is not None  # clients join those of all chunks
         end: CompletionChoice = {
             "index": number,
             "text": "",
-            "logprobs": None,
+            "logprobs": completion_logprobs((), self._tokenizer) if has_logprobs else None,
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
         }
