@@ -407,7 +407,7 @@ def _template_variables(body: MessageInput) -> dict[str, Any]:
 
 
 def _response_format(body: MessageRequest) -> dict[str, Any] | None:
-    form = body.output_config.format if body.output_config is not None else None
+    form = (body.output_config and body.output_config.format) or body.output_format
     if form is None:
         return None
     if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):

@@ -30,6 +30,7 @@ class MessageInput(ExtraFields):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
     mcp_servers: list[Any] | None = None
     container: Any = None
     thread: dict[str, Any] | None = None
