@@ -42,10 +42,13 @@ def test_a_stream_is_the_answer_in_pieces(model: BaseChatModel):
 
 def test_a_tool_is_called_and_its_result_answered(model: BaseChatModel):
     question = HumanMessage(asked.TOOL_QUESTION)
-    called = model.bind_tools([weather], tool_choice="weather").invoke([question])
+    bound = model.bind_tools([weather], tool_choice="weather")
+    called = bound.invoke([question])
     (call,) = called.tool_calls
     assert call["name"] == "weather"
     asked.check_arguments(call["args"])
+    whole, *others = bound.stream([question])
+    assert sum(others, whole).tool_calls[0]["args"] == call["args"]
     result = weather.invoke(call)
     assert isinstance(result, ToolMessage)
     assert model.invoke([question, called, result]).text

@@ -45,10 +45,13 @@ def test_a_stream_is_the_answer_in_pieces(url: str, provider: str):
 
 def test_a_tool_is_called_and_its_result_answered(url: str, provider: str):
     choice = {"type": "function", "function": {"name": "weather"}}
-    message = ask(provider, url, asked.TOOL_QUESTION, tools=[TOOL], tool_choice=choice).choices[0].message
+    sent: Any = {"content": asked.TOOL_QUESTION, "tools": [TOOL], "tool_choice": choice}
+    message = ask(provider, url, **sent).choices[0].message
     (call,) = message.tool_calls
     assert call.function.name == "weather"
     asked.check_arguments(call.function.arguments)
+    streamed = litellm.stream_chunk_builder(list(ask(provider, url, **sent, stream=True))).choices[0].message
+    assert streamed.tool_calls[0].function.arguments == call.function.arguments
     result = {"role": "tool", "tool_call_id": call.id, "content": asked.RESULT}
     history = [{"role": "user", "content": asked.TOOL_QUESTION}, message.model_dump(), result]
     answer = ask(provider, url, messages=history, tools=[TOOL], tool_choice="none")

@@ -44,6 +44,8 @@ def test_a_tool_is_called_and_its_result_answered(model: Any):
     (call,) = model.get_tool_calls_from_response(response)
     assert call.tool_name == "weather"
     asked.check_arguments(call.tool_kwargs)
+    *_, streamed = model.stream_chat_with_tools([TOOL], asked.TOOL_QUESTION, tool_required=True)
+    assert model.get_tool_calls_from_response(streamed)[0].tool_kwargs == call.tool_kwargs
     history = [ChatMessage(role="user", content=asked.TOOL_QUESTION), response.message]
     result = ChatMessage(role="tool", content=asked.RESULT, additional_kwargs={"tool_call_id": call.tool_id})
     assert model.chat([*history, result]).message.content
