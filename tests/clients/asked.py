@@ -15,7 +15,7 @@ from tests.server.running import MODEL as MODEL
 
 EMBEDDER = "all-MiniLM-L6-v2"
 QUESTION = "What is the capital of France?"
-LONG_QUESTION = "Say the alphabet."  # 29 tokens, so that a stream has many pieces
+LONG_QUESTION = "Name the seven days of the week."  # 65 tokens: even a busy machine streams them in pieces
 TOOL_QUESTION = "What is the weather in Paris?"
 RESULT = "Sunny, 21 degrees."
 TEXTS = ["The cat sat on the mat.", "A dog ran."]

