@@ -4,8 +4,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.clients import asked
 from tests.server.running import RunningServer
 
 # Nothing of a client leaves this machine: no prices from the web, no traces.
@@ -29,3 +31,13 @@ def url() -> Iterator[str]:
         running.wait_idle()
     finally:
         running.close()
+
+
+@pytest.fixture(scope="package")
+def vectors(url: str) -> list[list[float]]:
+    """What /v1/embeddings makes of `asked.TEXTS`. The first request fetches the model, which needs the network."""
+    body = {"model": asked.EMBEDDER, "input": asked.TEXTS}
+    response = httpx.post(f"{url}/v1/embeddings", json=body, timeout=120)
+    if "could not be fetched" in response.text:
+        pytest.skip(response.json()["error"]["message"])
+    return [one["embedding"] for one in response.raise_for_status().json()["data"]]

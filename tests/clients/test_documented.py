@@ -21,7 +21,9 @@ PACKAGES = {
 
 
 @pytest.mark.parametrize("client", EXAMPLES)
-def test_the_example_of_a_client_runs(client: str, url: str):
+def test_the_example_of_a_client_runs(client: str, url: str, request: pytest.FixtureRequest):
+    if "litellm.embedding(" in EXAMPLES[client]:
+        request.getfixturevalue("vectors")
     try:
         exec(EXAMPLES[client].replace("http://127.0.0.1:8000", url), {})
     except ModuleNotFoundError:

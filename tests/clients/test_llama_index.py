@@ -64,11 +64,11 @@ def test_an_answer_is_parsed_into_a_model(url: str, model: Any):
         assert isinstance(answer.raw, asked.City)
 
 
-def test_vectors_are_the_servers_and_find_a_text(url: str):
+def test_vectors_are_the_servers_and_find_a_text(url: str, vectors: list[list[float]]):
     embedder = embeddings.OpenAILikeEmbedding(
         model_name=asked.EMBEDDER, api_base=f"{url}/v1", api_key="any", max_retries=0
     )
-    asked.check_vectors(url, embedder.get_text_embedding_batch(asked.TEXTS))
+    asked.check_vectors(embedder.get_text_embedding_batch(asked.TEXTS), vectors)
     documents = [core.Document(text=text) for text in asked.TEXTS]
     index = core.VectorStoreIndex.from_documents(documents, embed_model=embedder)
     (found,) = index.as_retriever(similarity_top_k=1).retrieve("Which animal ran?")
