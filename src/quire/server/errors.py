@@ -77,14 +77,18 @@ class TimedOut(ApiError):
 
 
 def context_exceeded(num_prompt: int, max_tokens: int | None, limit: int, what: str) -> ApiError:
-    """In the words of OpenAI and of Anthropic, by which clients know that they must shorten the conversation."""
+    """In the words of OpenAI and of Anthropic, by which clients know that they must shorten the conversation.
+
+    The message has the code too: LangChain looks there, and OpenAI's client 3 shows the message only.
+    """
     num_answer = max_tokens or 1
     total = num_prompt + num_answer
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, you requested {total} tokens "
         f"({num_prompt} in the {what}, {num_answer} in the completion). Please reduce the length of the {what} or "
-        "completion. (truncate_prompt_tokens cuts the prompt; a server with a larger --max-model-len takes more.)",
+        "completion. (context_length_exceeded: truncate_prompt_tokens cuts the prompt; a server with a larger "
+        "--max-model-len takes more.)",
         param="prompt",
         code="context_length_exceeded",
         anthropic=f"prompt is too long: {num_prompt} tokens > {limit - 1} maximum",
@@ -167,6 +171,9 @@ def _kind(status: int) -> str:
 # ---------------------------------------------------------------------- Anthropic's shape
 
 ANTHROPIC_PATH = "/v1/messages"
+THREAD_UNSUPPORTED = (
+    "thread_unsupported_request"  # clients that find it in `details` send all messages instead
+)
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -191,4 +198,11 @@ def anthropic_body(error: ApiError, request_id: str) -> MessageErrorBody:
     message = error.anthropic or str(error)
     if error.anthropic is None and error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    body: MessageErrorBody = {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id,
+    }
+    if error.code == THREAD_UNSUPPORTED:
+        body["error"]["details"] = {"error_code": error.code, "unsupported": [error.param]}
+    return body

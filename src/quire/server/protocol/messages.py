@@ -30,8 +30,10 @@ class MessageInput(ExtraFields):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
     mcp_servers: list[Any] | None = None
     container: Any = None
+    thread: dict[str, Any] | None = None
 
 
 class MessageRequest(MessageInput):
@@ -70,6 +72,7 @@ class TokenCount(TypedDict):
 class MessageErrorDetail(TypedDict):
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
 
 
 class MessageErrorBody(TypedDict):
