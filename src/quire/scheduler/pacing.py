@@ -7,7 +7,7 @@ FIRST = 256  # before a step with prompts was measured
 # `auto`, of a step with prompts:
 DECODE_RATIO = 2.5  # the longest duration, in decode steps
 SHORTEST = 0.010  # seconds; the least that the longest duration may be
-SHORTEST_BUSY = 0.080  # the same while waiting prompts would fill more than BACKLOG steps
+SHORTEST_BUSY = 0.100  # the same while waiting prompts would fill more than BACKLOG steps
 BACKLOG = 64
 NEWEST = 0.1  # weight of the newest decode step in the estimate of its duration
 DECAY = 0.8  # per step with prompts, of the weight of earlier ones
