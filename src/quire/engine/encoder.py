@@ -23,10 +23,6 @@ class EncodeStep:
 
     texts: list[Sequence[int]]  # token ids, none empty
 
-    @property
-    def total_tokens(self) -> int:
-        return sum(map(len, self.texts))
-
 
 @dataclass(frozen=True, slots=True)
 class EncodeResult:
@@ -38,6 +34,10 @@ class EncodeResult:
 class ScheduledTexts:
     step: EncodeStep
     origins: list[tuple[str, int]]  # [R], request and index of each text
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.step.texts))
 
 
 class EncoderRunner:

@@ -96,7 +96,7 @@ class EngineCore(ABC, Generic[U]):
         started = time.perf_counter()
         updates = self._committed(scheduled, result)
         self.stats.num_steps += 1
-        self.stats.num_computed_tokens += scheduled.step.total_tokens
+        self.stats.num_computed_tokens += scheduled.num_tokens
         self.stats.step_seconds += result.seconds
         self.stats.commit_seconds += time.perf_counter() - started
         return updates

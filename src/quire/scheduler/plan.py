@@ -19,6 +19,10 @@ class ScheduledStep:
     sequences: list[Sequence]  # as step.rows
     receivers: list[Sequence]  # as step.sample_rows
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.step.num_tokens)
+
 
 class StepPlan:
     """Entries are in the schedule's order, so that a group that is preempted half-way is cut off the end."""

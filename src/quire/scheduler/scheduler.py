@@ -227,9 +227,10 @@ class Scheduler:
 
     def measured(self, step: Step, seconds: float) -> None:
         """The step took so long."""
-        self.preemption.speed.note(step.total_tokens, seconds)
-        if self._pacing is not None:
-            self._pacing.note(step, seconds)
+        num_tokens = sum(step.num_tokens)
+        self.preemption.speed.note(num_tokens, seconds)
+        if self._pacing is not None and not step.drafts:
+            self._pacing.note(num_tokens, len(step.rows), seconds)
 
     def rewind(self, sequence: Sequence, num_computed: int) -> None:
         """Drops the positions of rejected draft tokens."""

@@ -146,7 +146,7 @@ async def _token_ids(body: EmbeddingRequest, encoder: ServedModel, keep: int | N
     except InvalidRequest as wrong:
         raise InvalidRequest(str(wrong), "input") from None
     texts = [prompt.token_ids for prompt in prepared]
-    if body.add_special_tokens and any(not isinstance(item, str) for item in inputs):
+    if body.add_special_tokens is not False and any(not isinstance(item, str) for item in inputs):
         _check_own_tokens(inputs, texts, encoder)
     return _fitted(texts, keep, encoder.ready.max_model_len)
 
