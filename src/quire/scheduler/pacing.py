@@ -2,8 +2,12 @@
 
 FEWEST = 16  # prompt tokens of a step: a prefill always goes on
 FIRST = 256  # before a step with prompts was measured
+WHOLE, LARGE = (
+    16,
+    256,
+)  # tokens; steps are multiples of WHOLE, large ones of 4 × WHOLE, as GEMMs and graphs are
 # `auto`, of a step with prompts:
-DECODE_RATIO = 2.5  # the longest duration, in decode steps
+DECODE_RATIO = 2.25  # the longest duration, in decode steps
 SHORTEST = 0.010  # seconds; the least that the longest duration may be
 SHORTEST_BUSY = 0.100  # the same while waiting prompts would fill more than BACKLOG steps
 BACKLOG = 64
@@ -71,10 +75,16 @@ class Pacing:
             return FIRST
         token_seconds = self._seconds / self._tokens
         if self._goal is not None:
-            return max(FEWEST, int(self._goal / token_seconds) - num_rows)
+            return _beside(num_rows, self._goal / token_seconds)
         # more rows than the last decode steps had take longer, though no decode step was measured with them
         decode = max(self._decode_seconds, num_rows * token_seconds)
         goal = max(SHORTEST, DECODE_RATIO * decode)
         if num_waiting * token_seconds > BACKLOG * (goal - decode):
             goal = max(SHORTEST_BUSY, goal)
-        return max(FEWEST, int(goal / token_seconds) - num_rows)
+        return _beside(num_rows, goal / token_seconds)
+
+
+def _beside(num_rows: int, num_tokens: float) -> int:
+    """Prompt tokens of a step with `num_rows` decodes and at most `num_tokens` in all."""
+    multiple = WHOLE if num_tokens < LARGE else 4 * WHOLE
+    return max(FEWEST, int(num_tokens) // multiple * multiple - num_rows)
