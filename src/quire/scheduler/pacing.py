@@ -2,10 +2,8 @@
 
 FEWEST = 16  # prompt tokens of a step: a prefill always goes on
 FIRST = 256  # before a step with prompts was measured
-WHOLE, LARGE = (
-    16,
-    256,
-)  # tokens; steps are multiples of WHOLE, large ones of 4 × WHOLE, as GEMMs and graphs are
+WHOLE, LARGE = 16, 256  # tokens; steps are multiples of WHOLE, from LARGE on of 4 × WHOLE
+LEAST_SHARE = 0.75  # of a planned step's tokens that another must have to be measured
 # `auto`, of a step with prompts:
 DECODE_RATIO = 2.25  # the longest duration, in decode steps
 SHORTEST = 0.010  # seconds; the least that the longest duration may be
@@ -58,10 +56,13 @@ class Pacing:
         self._goal = goal
         self._decode_seconds = 0.0
         self._tokens = self._seconds = 0.0  # of steps with prompts
+        self._planned = 0  # tokens of the last step that prompts were cut for
 
     def note(self, num_tokens: int, num_rows: int, seconds: float) -> None:
-        """Of a step that verified no drafts."""
+        """Of a step that verified no drafts. Steps much smaller than those that are planned say little about them."""
         if num_tokens > num_rows:
+            if num_tokens < LEAST_SHARE * self._planned:
+                return
             self._tokens = PROMPT_DECAY * self._tokens + num_tokens
             self._seconds = PROMPT_DECAY * self._seconds + seconds
         elif self._decode_seconds:
@@ -74,17 +75,18 @@ class Pacing:
         if not self._tokens:
             return FIRST
         token_seconds = self._seconds / self._tokens
-        if self._goal is not None:
-            return _beside(num_rows, self._goal / token_seconds)
+        goal = self._goal
+        if goal is None:
+            goal = self._auto(num_rows, num_waiting, token_seconds)
+        # to the nearest multiple, as GEMMs and graphs are
+        multiple = WHOLE if goal < LARGE * token_seconds else 4 * WHOLE
+        self._planned = max(num_rows + FEWEST, round(goal / token_seconds / multiple) * multiple)
+        return self._planned - num_rows
+
+    def _auto(self, num_rows: int, num_waiting: int, token_seconds: float) -> float:
         # more rows than the last decode steps had take longer, though no decode step was measured with them
         decode = max(self._decode_seconds, num_rows * token_seconds)
         goal = max(SHORTEST, DECODE_RATIO * decode)
         if num_waiting * token_seconds > BACKLOG * (goal - decode):
-            goal = max(SHORTEST_BUSY, goal)
-        return _beside(num_rows, goal / token_seconds)
-
-
-def _beside(num_rows: int, num_tokens: float) -> int:
-    """Prompt tokens of a step with `num_rows` decodes and at most `num_tokens` in all."""
-    multiple = WHOLE if num_tokens < LARGE else 4 * WHOLE
-    return max(FEWEST, int(num_tokens) // multiple * multiple - num_rows)
+            return max(SHORTEST_BUSY, goal)
+        return goal
