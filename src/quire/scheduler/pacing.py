@@ -59,7 +59,7 @@ class Pacing:
         self._planned = 0  # tokens of the last step that prompts were cut for
 
     def note(self, num_tokens: int, num_rows: int, seconds: float) -> None:
-        """Of a step that verified no drafts. Steps much smaller than those that are planned say little about them."""
+        """Of a step that verified no drafts. A step much smaller than the planned one says little about it."""
         if num_tokens > num_rows:
             if num_tokens < LEAST_SHARE * self._planned:
                 return
