@@ -48,7 +48,7 @@ class LayerFactory:
         max_position: int | None = None,
     ) -> "LayerFactory":
         """As the user's settings ask for it."""
-        chosen = choose_format(device, dtype, quantization, config.dtype)
+        chosen = choose_format(device, dtype, quantization, config.dtype, quantized=config.quantized)
         return cls(chosen, device, max_position)
 
     @property

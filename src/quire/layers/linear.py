@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
 from quire.layers.parameters import Adaptable, LayerPart, Loader, Vector, check_shape
+from quire.quant.encoded import Weight, floats
 from quire.quant.format import Matrix
 
 
@@ -55,8 +56,9 @@ class TokenEmbedding(Adaptable):
         num_rows, width = self._first_row + self._shape[0], self._shape[1]
         return Loader((num_rows, width), self.load, (LayerPart(self, 0, width, num_rows, is_embedding=True),))
 
-    def load(self, tensor: Tensor) -> None:
-        """tensor [first_row + num_rows, width]."""
+    def load(self, weight: Weight) -> None:
+        """weight [first_row + num_rows, width]."""
+        tensor = floats(weight)
         kept = self._kept_dtype(tensor)
         self._table = tensor[self._first_row :].to(device=self._device, dtype=kept, copy=True)
 
@@ -152,8 +154,8 @@ class Linear(Adaptable):
         count = self._matrix.num_rows if num_rows is None else num_rows
         shape = (count, self._matrix.num_columns)
 
-        def take(tensor: Tensor) -> None:
-            self._matrix.load_rows(first_row, tensor.t() if transposed else tensor)
+        def take(weight: Weight) -> None:
+            self._matrix.load(first_row, floats(weight).t() if transposed else weight)
 
         part = LayerPart(self, first_row, *shape)
         loaders = {f"{name}.weight": Loader(shape[::-1] if transposed else shape, take, (part,))}
@@ -201,13 +203,13 @@ class OutputHead(Adaptable):
             parts += self._tied_to.loader().parts
         return Loader(shape, self._take, parts)
 
-    def _take(self, tensor: Tensor) -> None:
+    def _take(self, weight: Weight) -> None:
         if self._tied_to is not None:
-            self._tied_to.load(tensor)
+            self._tied_to.load(weight)
         if self._share:
             self.adopt({})
         else:
-            self._matrix.load_rows(0, tensor)
+            self._matrix.load(0, weight)
 
     def state(self) -> dict[str, Tensor]:
         return {} if self._share else self._matrix.state()

@@ -12,6 +12,7 @@ from quire.layers.parameters import Loader
 from quire.models.model import DecoderModel, Encoder, Loadable
 from quire.models.registry import build, build_encoder, describe, describe_encoder
 from quire.observe.logs import get_logger
+from quire.quant.encoded import Weight
 from quire.weights.converted import converted_path, read_converted, write_converted
 from quire.weights.source import Source
 
@@ -58,7 +59,7 @@ def _fill(
         logger.debug("mapped converted weights %s", path)
         return
     feed(source, model.loaders(), factory.device, progress, seed)
-    if write_converted(path, model.parameters()):
+    if write_converted(path, model.parameters()) and factory.device.type == "cpu":
         kept = read_converted(path)
         if kept is not None:
             _adopt(model, kept)  # mapped pages can be dropped and shared, anonymous ones cannot
@@ -85,7 +86,7 @@ def _adopt(model: Loadable, kept: Mapping[str, Tensor]) -> bool:
 
 
 def _stream(
-    tensors: Iterator[tuple[str, Tensor]],
+    tensors: Iterator[tuple[str, Weight]],
     loaders: Mapping[str, Loader],
     progress: Progress | None,
     total: int | None = None,
@@ -110,7 +111,7 @@ def _stream(
         )
 
 
-def _take(name: str, tensor: Tensor, loader: Loader) -> None:
+def _take(name: str, tensor: Weight, loader: Loader) -> None:
     try:
         loader(tensor)
     except WeightsError as error:

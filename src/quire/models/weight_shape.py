@@ -11,13 +11,17 @@ from quire.core.config import ModelConfig
 from quire.layers.factory import LayerFactory
 from quire.models import registry
 from quire.models.model import DecoderModel
+from quire.quant.encoded import Encoded
+from quire.quant.encoded_matrix import EncodedFormat
 from quire.quant.format import Matrix, NumberFormat
-from quire.quant.fp8 import Fp8Matrix
+from quire.quant.fp8 import Fp8, Fp8Matrix
 from quire.quant.full import FullMatrix
-from quire.quant.int8 import Int8Matrix
+from quire.quant.int8 import Int8, Int8Matrix
+from quire.quant.llm_int8 import Int8OutlierMatrix, LlmInt8
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
+NO_ENCODINGS: Mapping[str, Encoded] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +32,11 @@ class WeightShape:
     read_parameters: int
 
 
-def weight_shape(model: ModelConfig, number_format: NumberFormat) -> WeightShape:
-    """Counts exactly what `parameters()` of the loaded model will hold."""
-    built = sized_model(model, number_format)
+def weight_shape(
+    model: ModelConfig, number_format: NumberFormat, encodings: Mapping[str, Encoded] = NO_ENCODINGS
+) -> WeightShape:
+    """Counts exactly what `parameters()` of the loaded model will hold. `encodings`: as the Source has them."""
+    built = sized_model(model, number_format, encodings)
     loaders, parameters = built.loaders(), built.parameters()
     num_parameters = sum(math.prod(loader.shape) for loader in loaders.values())
     gathered = _gathered(parameters, model, shares_head=not number_format.compact_tables)
@@ -42,12 +48,15 @@ def weight_shape(model: ModelConfig, number_format: NumberFormat) -> WeightShape
     )
 
 
-def sized_model(model: ModelConfig, number_format: NumberFormat) -> DecoderModel:
+def sized_model(
+    model: ModelConfig, number_format: NumberFormat, encodings: Mapping[str, Encoded] = NO_ENCODINGS
+) -> DecoderModel:
     """The model as if it were loaded, with shapes and no content."""
     built = registry.build(model, LayerFactory(_Sized(number_format), META, max_position=1))
     checkpoint_dtype = getattr(torch, model.dtype)
-    for loader in built.loaders().values():
-        loader(torch.empty(loader.shape, dtype=checkpoint_dtype, device=META))
+    for name, loader in built.loaders().items():
+        empty = torch.empty(loader.shape, dtype=checkpoint_dtype, device=META)
+        loader(encodings.get(name, empty))
     return built
 
 
@@ -79,17 +88,22 @@ class _Sized(NumberFormat):
         self.name = real.name
         self.compact_tables = real.compact_tables
         self.kept_precise = real.kept_precise
-        self._is_int8 = real.name.startswith("int8")
-        self._is_fp8 = real.name.startswith("fp8")
+        self._real = real.on(META) if isinstance(real, EncodedFormat) else real
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
-        if self._is_fp8:
+        if isinstance(self._real, Fp8):
             return Fp8Matrix(num_rows, num_columns, self.activation_dtype, META)
+        if isinstance(self._real, LlmInt8):
+            return _SizedLlmInt8(num_rows, num_columns, CPU)
+        if isinstance(self._real, EncodedFormat):
+            return self._real.matrix(num_rows, num_columns)
         return self.head(num_rows, num_columns)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
-        if self._is_int8:
+        if isinstance(self._real, Int8):
             return _SizedInt8(num_rows, num_columns, CPU)
+        if isinstance(self._real, EncodedFormat):
+            return self._real.head(num_rows, num_columns)
         return FullMatrix(num_rows, num_columns, self.activation_dtype, META, self.gemm)
 
 
@@ -109,3 +123,10 @@ class _SizedInt8(Int8Matrix):
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         pass
+
+
+class _SizedLlmInt8(_SizedInt8):
+    """As Int8OutlierMatrix keeps it."""
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | Int8OutlierMatrix.sized_fine(self.num_rows, self.num_columns)

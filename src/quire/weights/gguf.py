@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.core.errors import ModelError, WeightsError
 from quire.kernels.cache_files import write_whole
+from quire.quant.encoded import Encoded, Weight
 from quire.weights.cache import tokenizers_folder
 from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
@@ -32,6 +33,7 @@ class GgufSource:
     """
 
     random = False
+    encodings: Mapping[str, Encoded] = {}
 
     def __init__(self, path: Path, *, name: str | None = None, fingerprint: str | None = None) -> None:
         self._file = GgufFile(path)
@@ -45,7 +47,7 @@ class GgufSource:
         self.num_tensors = len(self._tensors)
         self.num_bytes = sum(info.num_bytes for info in self._tensors.values())
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
         for name, info in self._tensors.items():
             unpacked = self._unpacked(info)
             yield name, hugging_face_layout(self.architecture, self.config, info.name, unpacked)

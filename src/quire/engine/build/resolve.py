@@ -83,7 +83,12 @@ def is_simulated(device: str) -> bool:
 def resolve_precision(config: EngineConfig, model: ModelConfig) -> Precision:
     device = resolve_device(config.runner.device)
     number_format = choose_format(
-        device, config.model.dtype, config.model.quantization, model.dtype, config.runner.deterministic
+        device,
+        config.model.dtype,
+        config.model.quantization,
+        model.dtype,
+        config.runner.deterministic,
+        model.quantized,
     )
     kv_dtype = config.memory.kv_cache_dtype
     if kv_dtype == "fp8":

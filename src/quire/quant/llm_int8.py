@@ -1,0 +1,120 @@
+"""LLM.int8(): int8 products, and the outliers of every row of x in 16 bits (arXiv 2208.07339).
+
+An entry of x of 6.0 or more is an outlier: the int8 product sees a zero in its place, so that the row's scale is the
+other entries' scale, and its column is multiplied in floats and added. The choice is made per row, not per batch
+as bitsandbytes makes it: a row's bits do not depend on its neighbours. Columns whose weights are far smaller than
+the others (what belongs to activations that are far larger) would be lost among the int8 steps: they
+are kept in 16 bits and always multiplied so.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.kernels import choose
+from quire.kernels.int8_linear.reference import MIXED, mix
+from quire.quant.format import Matrix, NumberFormat, check_state
+from quire.quant.full import FullMatrix
+from quire.quant.int8 import ROWS_AT_A_TIME, Int8Matrix
+
+THRESHOLD = 6.0
+SMALL = 1 / 8  # of the median column: below it the weights of a column stay in 16 bits
+LARGEST_SHARE = 1 / 16  # of the columns that may stay
+
+
+class Int8OutlierMatrix(Matrix):
+    """An int8 matrix for regular entries; `fine` columns in 16 bits; outliers by columns of decoded weights."""
+
+    def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
+        super().__init__(num_rows, num_columns, choose("activation", device))
+        self._regular = Int8Matrix(num_rows, num_columns, device)
+        self._kernel = choose("int8_linear", device)
+        fine = self.sized_fine(num_rows, num_columns)
+        self._fine = torch.zeros_like(fine["fine"], device=device)
+        self._fine_columns = torch.full_like(fine["fine_columns"], -1, device=device)  # -1: none
+        self._chosen = False
+        self._used: list[int] = []  # the columns of `_fine_columns` that are there
+        self.num_outliers = 0  # entries of x that were multiplied in 16 bits, fine columns not counted
+        self.num_entries = 0
+
+    def load_rows(self, first_row: int, rows: Tensor) -> None:
+        if not self._chosen:  # parts of a fused projection have one input: the first that is loaded decides
+            self._chosen = True
+            self._choose_fine(rows)
+        for start in range(0, rows.shape[0], ROWS_AT_A_TIME):
+            piece = rows[start : start + ROWS_AT_A_TIME].float().clone()
+            first = first_row + start
+            for i, column in enumerate(self._used):
+                self._fine[i, first : first + piece.shape[0]] = piece[:, column]
+            piece[:, self._used] = 0
+            self._regular.load_rows(first, piece)
+
+    def _choose_fine(self, rows: Tensor) -> None:
+        sizes = rows.float().square().mean(0).sqrt_()
+        small = (sizes < SMALL * sizes.median()).nonzero().flatten()
+        smallest = small[sizes[small].argsort(stable=True)][: len(self._fine_columns)]
+        self._used = sorted(int(column) for column in smallest)
+        self._fine_columns[: len(self._used)] = torch.tensor(self._used, dtype=torch.int32)
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        outliers = x.abs() >= THRESHOLD
+        outliers[:, self._used] = False
+        columns = outliers.any(0).nonzero().flatten()
+        self.num_outliers += int(outliers.sum())
+        self.num_entries += x.numel()
+        regular = x.masked_fill(outliers, 0.0)
+        regular[:, self._used] = 0
+        y = self._regular.linear(regular, bias, residual)
+        # Column by column in order, products rounded before they are added: columns that are no outliers of a row add
+        # an exact zero to it, so that its bits are those it has alone.
+        for i, column in enumerate(self._used):
+            y += x[:, column, None] * self._fine[i].float()
+        for column in columns.tolist():
+            y += torch.where(outliers[:, column], x[:, column], 0.0)[:, None] * self._decoded(column)
+        return y
+
+    def _decoded(self, column: int) -> Tensor:
+        """One column of the int8 weight, [num_rows] float32."""
+        first = column // MIXED * MIXED
+        state = self._regular.state()
+        q = self._kernel.columns(state["packed"], self.num_rows, first, min(first + MIXED, self.num_columns))
+        return mix(q.float())[:, column - first] * state["scales"]
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.linear(x, None, None)
+
+    @staticmethod
+    def sized_fine(num_rows: int, num_columns: int) -> dict[str, Tensor]:
+        """Shapes of what is kept beside the int8 matrix."""
+        most = int(num_columns * LARGEST_SHARE)
+        return {
+            "fine": torch.empty(most, num_rows, dtype=torch.float16, device="meta"),
+            "fine_columns": torch.empty(most, dtype=torch.int32, device="meta"),
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        return self._regular.state() | {"fine": self._fine, "fine_columns": self._fine_columns}
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        self._regular.adopt(state)
+        check_state(state, self.sized_fine(self.num_rows, self.num_columns))
+        self._fine, self._fine_columns = state["fine"], state["fine_columns"]
+        self._used = [int(column) for column in self._fine_columns if column >= 0]
+
+
+class LlmInt8(NumberFormat):
+    """As int8, with outliers in 16 bits; the output head stays precise, as in the paper's implementation."""
+
+    kept_precise = ("outliers", "embedding table", "output head", "norms", "biases")
+    worth_keeping = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.float32, device)
+        self.name = f"llm_int8-{choose('int8_linear', device).__name__.rpartition('.')[2]}"
+
+    def matrix(self, num_rows: int, num_columns: int) -> Matrix:
+        return Int8OutlierMatrix(num_rows, num_columns, self._device)
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
+        return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device, self.gemm)
