@@ -1,7 +1,8 @@
 """What a model's weights take in a number format, counted without any memory: its own file builds it on "meta"."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +19,17 @@ from quire.quant.fp8 import Fp8, Fp8Matrix
 from quire.quant.full import FullMatrix
 from quire.quant.int8 import Int8, Int8Matrix
 from quire.quant.llm_int8 import Int8OutlierMatrix, LlmInt8
+from quire.quant.schemes import named
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
+_BLOCK = re.compile(r"^layers\.\d+\.")  # how models name the layers of their blocks
 NO_ENCODINGS: Mapping[str, Encoded] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
+    groups: "tuple[WeightGroup, ...]"
     num_parameters: int
     num_bytes: int  # all that the engine keeps
     read_bytes: int  # what one step reads: embeddings are only gathered, unless the head shares them
@@ -41,11 +45,64 @@ def weight_shape(
     num_parameters = sum(math.prod(loader.shape) for loader in loaders.values())
     gathered = _gathered(parameters, model, shares_head=not number_format.compact_tables)
     return WeightShape(
+        groups=weight_groups(parameters),
         num_parameters=num_parameters,
         num_bytes=sum(_bytes(tensor) for tensor in parameters.values()),
         read_bytes=sum(_bytes(tensor) for name, tensor in parameters.items() if name not in gathered),
         read_parameters=num_parameters - _gathered_once(parameters, gathered, model),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """Layers whose weights are stored in one way."""
+
+    scheme: str
+    layers: tuple[str, ...]  # such as qkv, gate_up; one name for the same layer of all blocks
+    num_weights: int
+    num_bytes: int  # scales included, biases not
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.num_bytes / self.num_weights
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.scheme} ({self.bits:.2f} bits) in {', '.join(self.layers)}"
+
+
+def weight_groups(parameters: Mapping[str, Tensor]) -> tuple[WeightGroup, ...]:
+    """By the stored tensors of a loaded or sized model, largest first; norms are left out."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in parameters.items():
+        layer, _, key = name.rpartition("/")
+        if "norm" not in layer and key != "bias":
+            layers.setdefault(layer, {})[key] = tensor
+    groups: dict[str, tuple[dict[str, None], list[int]]] = {}
+    for layer, state in layers.items():
+        for scheme, num_weights, num_bytes in _stored(state):
+            names, totals = groups.setdefault(scheme, ({}, [0, 0]))
+            names[_BLOCK.sub("", layer)] = None
+            totals[0] += num_weights
+            totals[1] += num_bytes
+    found = [WeightGroup(scheme, tuple(names), *totals) for scheme, (names, totals) in groups.items()]
+    return tuple(sorted(found, key=lambda group: -group.num_weights))
+
+
+def _stored(state: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
+    """(scheme, weights, bytes) of one layer: encoded rows tell their scheme, others are one tensor and its scales."""
+    encoded: dict[tuple[str, str], list[Tensor]] = {}
+    for key, tensor in state.items():
+        if key.count(":") == 2:
+            first_row, scheme, _ = key.split(":")
+            encoded.setdefault((first_row, scheme), []).append(tensor)
+    for (_, scheme), parts in encoded.items():
+        num_weights = parts[0].shape[0] * parts[0].shape[1] * named(scheme).packing
+        yield scheme, num_weights, sum(_bytes(part) for part in parts)
+    if not encoded and state:
+        largest = max(state.values(), key=Tensor.numel)
+        scheme = str(largest.dtype).removeprefix("torch.").removesuffix("_e4m3fn")
+        yield scheme, largest.numel(), sum(_bytes(tensor) for tensor in state.values())
 
 
 def sized_model(

@@ -35,6 +35,8 @@ CODES: dict[str, tuple[float, ...]] = {
 class CodeBook(Scheme):
     """The first column of two is in the high half of their byte, as bitsandbytes stores it."""
 
+    packing = 2
+
     def __init__(self, code: str, block: int = BLOCK, nested: bool = True) -> None:
         self.code, self.block, self.nested = code, block, nested
         self.operation = f"{code}_linear"

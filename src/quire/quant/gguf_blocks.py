@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from quire.core.errors import WeightsError
 from quire.quant.encoded import Part, Scheme, divided
 
 Decode = Callable[[Tensor], Tensor]  # blocks uint8 [n, bytes] -> float32 [n, columns]
@@ -17,7 +18,8 @@ class GgufBlocks(Scheme):
     def __init__(self, kind: str) -> None:
         """`kind` as GGUF names it, such as Q4_K."""
         self.kind = kind
-        self.block, self.block_bytes, self._decode = KINDS[kind]
+        self.block, self.block_bytes, self._decode, self._halves = KINDS[kind]
+        self.packing = self.block
         self.operation = f"{kind.lower()}_linear"
 
     @property
@@ -36,6 +38,17 @@ class GgufBlocks(Scheme):
 
     def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
         return self._decode(parts["blocks"].reshape(-1, self.block_bytes)).view(shape)
+
+    def check(self, blocks: Tensor) -> None:
+        """WeightsError if a block [..., block_bytes] has a scale that is not a number."""
+        for at in self._halves:
+            scales = blocks[..., at : at + 2].contiguous().view(torch.float16)
+            wrong = ~torch.isfinite(scales)
+            if wrong.any():
+                raise WeightsError(
+                    f"its {self.kind} block {int(wrong.flatten().nonzero()[0])} has a scale of "
+                    f"{float(scales[wrong][0])}: fetch or convert the model again"
+                )
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -91,11 +104,13 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (scales[:, :, None] * q).view(-1, 256)
 
 
-KINDS: dict[str, tuple[int, int, Decode]] = {  # columns and bytes of a block
-    "Q4_0": (32, 18, _q4_0),
-    "Q4_1": (32, 20, _q4_1),
-    "Q8_0": (32, 34, _q8_0),
-    "Q4_K": (256, 144, _q4_k),
-    "Q5_K": (256, 176, _q5_k),
-    "Q6_K": (256, 210, _q6_k),
+KINDS: dict[
+    str, tuple[int, int, Decode, tuple[int, ...]]
+] = {  # columns and bytes of a block; where its halves are
+    "Q4_0": (32, 18, _q4_0, (0,)),
+    "Q4_1": (32, 20, _q4_1, (0, 2)),
+    "Q8_0": (32, 34, _q8_0, (0,)),
+    "Q4_K": (256, 144, _q4_k, (0, 2)),
+    "Q5_K": (256, 176, _q5_k, (0, 2)),
+    "Q6_K": (256, 210, _q6_k, (208,)),
 }

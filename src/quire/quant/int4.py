@@ -18,6 +18,7 @@ GROUPS = (128, 64, 32)  # that quantizing at load chooses from: the largest that
 class Int4(Scheme):
     """`permuted`: stored columns are in another order, so that groups are contiguous (GPTQ's act-order)."""
 
+    packing = 2
     operation = "int4_linear"
 
     def __init__(self, group: int, zeros: bool = False, permuted: bool = False) -> None:

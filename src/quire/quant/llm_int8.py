@@ -1,10 +1,11 @@
 """LLM.int8(): int8 products, and the outliers of every row of x in 16 bits (arXiv 2208.07339).
 
-An entry of x of 6.0 or more is an outlier: the int8 product sees a zero in its place, so that the row's scale is the
-other entries' scale, and its column is multiplied in floats and added. The choice is made per row, not per batch
-as bitsandbytes makes it: a row's bits do not depend on its neighbours. Columns whose weights are far smaller than
-the others (what belongs to activations that are far larger) would be lost among the int8 steps: they
-are kept in 16 bits and always multiplied so.
+An entry of x of 6.0 or more is an outlier: the int8 product sees a zero in its place, so that the row's scale is that
+of the other entries. Outliers are multiplied by the same int8 weights in 16 bits, as two int8 products (the rounded
+values, then what rounding left), and added. The choice is made per row, not per batch as in bitsandbytes: with
+exact integer sums, a row's bits do not depend on its neighbours. Columns whose weights are far smaller than the
+others, which goes with activations that are far larger, would be lost between the steps of int8 weights: they are kept
+in 16 bits and always multiplied so.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import choose
-from quire.kernels.int8_linear.reference import MIXED, mix
+from quire.kernels.int8_linear.reference import mix
 from quire.quant.format import Matrix, NumberFormat, check_state
 from quire.quant.full import FullMatrix
 from quire.quant.int8 import ROWS_AT_A_TIME, Int8Matrix
@@ -24,7 +25,7 @@ LARGEST_SHARE = 1 / 16  # of the columns that may stay
 
 
 class Int8OutlierMatrix(Matrix):
-    """An int8 matrix for regular entries; `fine` columns in 16 bits; outliers by columns of decoded weights."""
+    """An int8 matrix for regular entries; `fine` columns in 16 bits; outliers in two int8 products."""
 
     def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
         super().__init__(num_rows, num_columns, choose("activation", device))
@@ -60,26 +61,25 @@ class Int8OutlierMatrix(Matrix):
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         outliers = x.abs() >= THRESHOLD
         outliers[:, self._used] = False
-        columns = outliers.any(0).nonzero().flatten()
-        self.num_outliers += int(outliers.sum())
-        self.num_entries += x.numel()
         regular = x.masked_fill(outliers, 0.0)
         regular[:, self._used] = 0
         y = self._regular.linear(regular, bias, residual)
-        # Column by column in order, products rounded before they are added: columns that are no outliers of a row add
-        # an exact zero to it, so that its bits are those it has alone.
+        # Column by column, products rounded before they are added: a sum's order does not depend on the number of rows.
         for i, column in enumerate(self._used):
             y += x[:, column, None] * self._fine[i].float()
-        for column in columns.tolist():
-            y += torch.where(outliers[:, column], x[:, column], 0.0)[:, None] * self._decoded(column)
+        rows = outliers.any(1).nonzero().flatten()
+        if len(rows):
+            large = x[rows].masked_fill_(~outliers[rows], 0.0)
+            y[rows] += self._regular.linear(large, None, None)
+            y[rows] += self._regular.linear(self._remainder(large), None, None)
+        self.num_outliers += int(outliers.sum())
+        self.num_entries += x.numel()
         return y
 
-    def _decoded(self, column: int) -> Tensor:
-        """One column of the int8 weight, [num_rows] float32."""
-        first = column // MIXED * MIXED
-        state = self._regular.state()
-        q = self._kernel.columns(state["packed"], self.num_rows, first, min(first + MIXED, self.num_columns))
-        return mix(q.float())[:, column - first] * state["scales"]
+    def _remainder(self, x: Tensor) -> Tensor:
+        """What the int8 product of x does not see of it: with a product of this too, x has 16 bits."""
+        quantized, scales = self._kernel.quantize_rows(x)
+        return mix(mix(x) - quantized * scales[:, None])  # mixing is its own inverse
 
     def logits(self, x: Tensor) -> Tensor:
         return self.linear(x, None, None)

@@ -19,6 +19,7 @@ from quire.weights.quantized.reader import Header
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000  # the format's own limit: a larger number means a foreign file
+_LARGEST = 2**63 - 1
 _KEPT = (torch.float32, torch.float16, torch.bfloat16)
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _QUANTIZED = {"F8_E4M3"}  # values that mean nothing without their scales
@@ -172,9 +173,14 @@ def read_any_json(path: Path) -> Any:
     """The file's JSON value, or None if there is no such file."""
     text = read_text(path)
     try:
-        return None if text is None else json.loads(text)
+        return None if text is None else json.loads(text, parse_int=_bounded)
     except ValueError as error:
         raise damaged(path, f"is not valid JSON ({error})") from error
+
+
+def _bounded(digits: str) -> int:
+    """An integer that a message can carry: tokenizers write 1e30 as model_max_length where there is no limit."""
+    return max(-_LARGEST, min(int(digits), _LARGEST))
 
 
 def _shards(folder: Path) -> list[Shard]:

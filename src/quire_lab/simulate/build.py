@@ -92,6 +92,7 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
         model=config.model.served_model_name or source.name,
         precision=parts.precision,
         weights_bytes=parts.weights.num_bytes,
+        groups=parts.weights.groups,
         pool=size,
         device_memory=None,
         max_model_len=parts.max_model_len,

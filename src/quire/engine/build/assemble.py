@@ -36,6 +36,7 @@ from quire.grammar.compiler import Compiler
 from quire.grammar.matcher import GrammarError
 from quire.grammar.vocabulary import Vocabulary
 from quire.memory.swap import PendingTransfers
+from quire.models.weight_shape import weight_groups
 from quire.runner.drafts import Proposals
 from quire.scheduler.preemption import Preemption
 from quire.text.load import choose_tokenizer
@@ -165,6 +166,7 @@ def _report(
         model=config.model.served_model_name or plan.source.name,
         precision=plan.precision,
         weights_bytes=sum(t.numel() * t.element_size() for t in models.model.parameters().values()),
+        groups=weight_groups(models.model.parameters()),
         pool=pool.size,
         device_memory=pool.device_memory,
         max_model_len=plan.max_model_len,

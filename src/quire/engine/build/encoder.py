@@ -20,6 +20,7 @@ from quire.layers.encoder import Pooling
 from quire.layers.factory import LayerFactory
 from quire.models import registry
 from quire.models.loading import load_encoder
+from quire.models.weight_shape import weight_groups
 from quire.runner.sizing import PoolSize
 from quire.weights.architectures import is_encoder
 from quire.weights.builtin import BUILTIN_ENCODER_NAME
@@ -61,6 +62,7 @@ def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Bui
         model=options.served_model_name or plan.source.name,
         precision=precision,
         weights_bytes=sum(t.numel() * t.element_size() for t in encoder.parameters().values()),
+        groups=weight_groups(encoder.parameters()),
         pool=NO_POOL,
         device_memory=None,
         max_model_len=max_len,

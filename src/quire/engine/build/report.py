@@ -9,6 +9,7 @@ from quire.core.stats import VectorFormat
 from quire.engine.build.pins import PinnedPrefix
 from quire.engine.build.resolve import Precision
 from quire.models.offload import Streaming
+from quire.models.weight_shape import WeightGroup
 from quire.runner.sizing import DeviceMemory, PoolSize
 
 _RESERVATIONS = {
@@ -30,6 +31,7 @@ class Report:
     model: str
     precision: Precision
     weights_bytes: int
+    groups: tuple[WeightGroup, ...]  # how the weights are stored
     pool: PoolSize
     device_memory: DeviceMemory | None  # None on a CPU
     max_model_len: int
@@ -59,7 +61,7 @@ class Report:
         if self.vectors is not None:
             return [
                 f"encoder   {self.model}, {precision.format_name} {where}",
-                f"weights   {self.weights_bytes / 1e6:,.0f} MB",
+                self._weights,
                 self.vectors.line,
                 f"limits    {self.max_model_len:,} tokens per text, {self.max_num_seqs} texts and "
                 f"{self.max_num_batched_tokens:,} tokens per step",
@@ -70,7 +72,7 @@ class Report:
         tiles = f", {self.tiles} tiles" if self.tiles else ""
         return [
             f"model     {self.model}, {precision.format_name} {where}",
-            f"weights   {self.weights_bytes / 1e6:,.0f} MB",
+            self._weights,
             *self.offload,
             *divided,
             f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
@@ -85,6 +87,11 @@ class Report:
             *([f"products  {precision.format.gemm.summary}"] if precision.format.gemm.summary else []),
             f"started   in {self.seconds:.2f} s{graphs}{tiles}",
         ]
+
+    @property
+    def _weights(self) -> str:
+        stored = "; ".join(group.in_words for group in self.groups)
+        return f"weights   {self.weights_bytes / 1e6:,.0f} MB: {stored}"
 
 
 def _divided(memory: DeviceMemory) -> str:

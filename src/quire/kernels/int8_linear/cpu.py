@@ -42,11 +42,6 @@ def unpack(packed: Tensor, num_rows: int, num_columns: int) -> Tensor:
     return rows[:num_rows, :num_columns].contiguous()
 
 
-def columns(packed: Tensor, num_rows: int, first: int, last: int) -> Tensor:
-    """int8 [N, last - first]: some columns of what `unpack` gives; `first` is a multiple of 4."""
-    return unpack(packed[:, first // GROUP : -(-last // GROUP)], num_rows, last - first)
-
-
 def linear(
     x: Tensor,  # [T, K] fp32, rows may be strided
     packed: Tensor,

@@ -72,11 +72,6 @@ def unpack(packed: Tensor, num_rows: int, num_columns: int) -> Tensor:
     return packed[:num_rows, :num_columns].contiguous()
 
 
-def columns(packed: Tensor, num_rows: int, first: int, last: int) -> Tensor:
-    """int8 [N, last - first]: some columns of what `unpack` gives; `first` is a multiple of 4."""
-    return packed[:num_rows, first:last]
-
-
 def linear(
     x: Tensor,  # [T, K] fp32, rows may be strided
     packed: Tensor,

@@ -38,10 +38,10 @@ class _WordReader(Reader):
         sizes[self.along] *= WORD
         if sizes[1] != scales[1]:
             swapped = words[1] * (1 if self.along else WORD) == scales[1]
+            shown = f"{self.other}'s" if swapped else "neither AWQ's nor GPTQ's"
             raise ModelError(
-                f"{module}: qweight {list(words)} beside scales {list(scales)} is {'' if swapped else 'not '}the "
-                f"layout of {self.other if swapped else self.method}, and config.json names quant_method {self.method!r}: "
-                "take the config.json that belongs to these weights"
+                f"{module}: qweight {list(words)} beside scales {list(scales)} is {shown} layout, and config.json "
+                f"names quant_method {self.method!r}: take the config.json that belongs to these weights"
             )
         return scales[1], sizes[0]
 
