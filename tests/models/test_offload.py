@@ -26,6 +26,7 @@ PLENTY = 1 << 40
 CONFIGS = {
     "llama": llama(num_hidden_layers=6),
     "llama-tied": llama(num_hidden_layers=6, tie_word_embeddings=True),
+    "llama-wide": llama(num_hidden_layers=5, hidden_size=192, intermediate_size=128),
     "qwen3": qwen3(num_hidden_layers=5),
     "opt": opt(num_hidden_layers=6),
     "gpt2": gpt2(n_layer=5),
@@ -54,7 +55,16 @@ def streamed_from_disk(source: FolderSource, folder: Path, memory: int, quantiza
 
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    [("llama", "none"), ("llama-tied", "int8"), ("qwen3", "int8"), ("opt", "none"), ("gpt2", "int8")],
+    [
+        ("llama", "none"),
+        ("llama-tied", "int8"),
+        ("llama-wide", "int4"),
+        ("llama-wide", "nf4"),
+        ("llama-wide", "llm-int8"),
+        ("qwen3", "int8"),
+        ("opt", "none"),
+        ("gpt2", "int8"),
+    ],
 )
 def test_layers_from_disk_give_the_same_numbers_however_many_are_kept(
     name: str, quantization: str, tmp_path: Path, empty_cache: Path

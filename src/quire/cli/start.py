@@ -39,7 +39,7 @@ def announce_compiling() -> None:
 
 
 def described_source(config: EngineConfig) -> Source:
-    """The model's own description: a folder needs config.json only, and tells what is quantized if weights are there."""
+    """The model's own description: a folder needs config.json only, and with weights it tells how they are stored."""
     options = config.model
     given = options.model or ""
     with_weights = not given or given.lower().endswith(".gguf") or any(Path(given).glob("*.safetensors"))

@@ -101,7 +101,14 @@ class LayerFactory:
         """A table read by row; `first_row` rows of the checkpoint's table come before it and are left out."""
         compact = self.number_format.compact_tables
         return TokenEmbedding(
-            self.kernel("embedding"), num_rows, width, self.dtype, self.device, compact, first_row
+            self.kernel("embedding"),
+            num_rows,
+            width,
+            self.dtype,
+            self.device,
+            compact,
+            first_row,
+            self.number_format.keeps_table,
         )
 
     def output_head(self, vocab_size: int, width: int, tied_to: TokenEmbedding | None = None) -> OutputHead:

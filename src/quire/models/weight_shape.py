@@ -19,10 +19,11 @@ from quire.quant.fp8 import Fp8, Fp8Matrix
 from quire.quant.full import FullMatrix
 from quire.quant.int8 import Int8, Int8Matrix
 from quire.quant.llm_int8 import Int8OutlierMatrix, LlmInt8
-from quire.quant.schemes import named
+from quire.quant.schemes import MAIN, named
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
+ENCODED = "embedding/0:"  # how parameters name a token table that stays encoded
 _BLOCK = re.compile(r"^layers\.\d+\.")  # how models name the layers of their blocks
 NO_ENCODINGS: Mapping[str, Encoded] = {}
 
@@ -91,14 +92,15 @@ def weight_groups(parameters: Mapping[str, Tensor]) -> tuple[WeightGroup, ...]:
 
 def _stored(state: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
     """(scheme, weights, bytes) of one layer: encoded rows tell their scheme, others are one tensor and its scales."""
-    encoded: dict[tuple[str, str], list[Tensor]] = {}
+    encoded: dict[tuple[str, str], dict[str, Tensor]] = {}
     for key, tensor in state.items():
         if key.count(":") == 2:
-            first_row, scheme, _ = key.split(":")
-            encoded.setdefault((first_row, scheme), []).append(tensor)
+            first_row, scheme, part = key.split(":")
+            encoded.setdefault((first_row, scheme), {})[part] = tensor
     for (_, scheme), parts in encoded.items():
-        num_weights = parts[0].shape[0] * parts[0].shape[1] * named(scheme).packing
-        yield scheme, num_weights, sum(_bytes(part) for part in parts)
+        main = next(parts[name] for name in MAIN if name in parts)
+        num_weights = main.shape[0] * main.shape[1] * named(scheme).packing
+        yield scheme, num_weights, sum(_bytes(part) for part in parts.values())
     if not encoded and state:
         largest = max(state.values(), key=Tensor.numel)
         scheme = str(largest.dtype).removeprefix("torch.").removesuffix("_e4m3fn")
@@ -119,7 +121,11 @@ def sized_model(
 
 def _gathered(parameters: Mapping[str, Tensor], model: ModelConfig, shares_head: bool) -> set[str]:
     """Tables that are read row by row: token and position embeddings, but not one that is the head as well."""
-    tables = {name: tensor for name, tensor in parameters.items() if name.endswith("/table")}
+    tables = {
+        name: tensor
+        for name, tensor in parameters.items()
+        if name.endswith("/table") or name.startswith(ENCODED)
+    }
     if model.tie_word_embeddings and shares_head:
         tables = {name: tensor for name, tensor in tables.items() if tensor.shape[0] != model.vocab_size}
     return set(tables)
@@ -127,7 +133,10 @@ def _gathered(parameters: Mapping[str, Tensor], model: ModelConfig, shares_head:
 
 def _gathered_once(parameters: Mapping[str, Tensor], gathered: set[str], model: ModelConfig) -> int:
     """Parameters that no product reads. A tied table counts once in the checkpoint, and the head does read it."""
-    sizes = {name: parameters[name].numel() for name in gathered}
+    sizes = {
+        name: model.vocab_size * model.hidden_size if name.startswith(ENCODED) else parameters[name].numel()
+        for name in gathered
+    }
     if model.tie_word_embeddings:
         sizes = {name: size for name, size in sizes.items() if parameters[name].shape[0] != model.vocab_size}
     return sum(sizes.values())

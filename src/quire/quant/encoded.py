@@ -189,6 +189,16 @@ class Encoded:
         scheme, parts = self.scheme.cut_columns(self.parts, self.shape, first, last)
         return Encoded(scheme, parts, (self.shape[0], last - first))
 
+    @property
+    def gathers(self) -> bool:
+        """Whether single rows can be taken out."""
+        return all(part.rows == 1 for part in self.scheme.layout(*self.shape).values())
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """float32 [T, num_columns]: the rows of these ids."""
+        parts = {name: part[ids] for name, part in self.parts.items()}
+        return self.scheme.decode(parts, (ids.shape[0], self.shape[1]))
+
     def to(self, device: torch.device) -> "Encoded":
         return Encoded(self.scheme, {name: part.to(device) for name, part in self.parts.items()}, self.shape)
 

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -14,7 +13,7 @@ from quire.kernels.registry import operations
 from quire.quant.encoded import Encoded, Plain, Scheme, join
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.full import FullMatrix
-from quire.quant.schemes import named
+from quire.quant.schemes import from_parameters, parameter_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +104,9 @@ class EncodedMatrix(Matrix):
         return y
 
     def _decoded_product(self, x: Tensor, encoded: Encoded, out: Tensor) -> None:
+        if isinstance(encoded.scheme, Plain):
+            out.copy_(self._gemm(x, encoded.parts["weight"].to(x.dtype), widened=out.dtype is not x.dtype))
+            return
         order = encoded.column_order
         x = x if order is None else x[:, order]
         widened = out.dtype is not x.dtype
@@ -113,33 +115,15 @@ class EncodedMatrix(Matrix):
             part.copy_(self._gemm(x, rows.to(x.dtype), widened=widened))
 
     def state(self) -> dict[str, Tensor]:
-        """Rows in one float type are `weight`, as a full matrix has it; others tell their first row and scheme."""
         assert self._segments, "a matrix must be loaded before it is kept"
-        if len(self._segments) == 1 and isinstance(self._segments[0].encoded.scheme, Plain):
-            return dict(self._segments[0].encoded.parts)
-        return {
-            f"{segment.first_row}:{segment.encoded.scheme.name}:{name}": part
-            for segment in self._segments
-            for name, part in segment.encoded.parts.items()
-        }
+        return parameter_names({segment.first_row: segment.encoded for segment in self._segments})
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        pieces: dict[tuple[int, str], dict[str, Tensor]] = {}
-        for key, tensor in state.items():
-            if key == "weight":
-                pieces.setdefault((0, Plain(tensor.dtype).name), {})["weight"] = tensor
-            elif key.count(":") == 2:
-                first_row, scheme, part = key.split(":")
-                pieces.setdefault((int(first_row), scheme), {})[part] = tensor
-        starts = [*sorted(first for first, _ in pieces), self.num_rows]
-        if starts[0] != 0:
-            raise KeyError("rows from 0 on")
-        ends = dict(pairwise(starts))
-        segments = []
-        for (first, name), parts in sorted(pieces.items()):
-            encoded = Encoded(named(name), parts, (ends[first] - first, self.num_columns))
-            segments.append(self._segment(first, encoded.to(self._format.device)))
-        self._segments = segments
+        segments = from_parameters(state, (self.num_rows, self.num_columns))
+        self._segments = [
+            self._segment(first_row, encoded.to(self._format.device))
+            for first_row, encoded in segments.items()
+        ]
 
 
 class EncodedFormat(NumberFormat):
@@ -156,10 +140,6 @@ class EncodedFormat(NumberFormat):
         other = copy.copy(self)
         other.device = device
         return other
-
-    def keeps(self, scheme: Scheme) -> bool:
-        """Whether encoded rows of a checkpoint stay as they are."""
-        raise NotImplementedError
 
     def scheme(self, num_columns: int) -> Scheme | None:
         """For rows that come as floats; None: they stay precise."""
@@ -179,6 +159,9 @@ class Checkpoint(EncodedFormat):
     kept_precise = ("what the checkpoint keeps precise",)
 
     def keeps(self, scheme: Scheme) -> bool:
+        return True
+
+    def keeps_table(self, scheme: Scheme) -> bool:
         return True
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import choose
-from quire.quant.encoded import Encoded, Weight
+from quire.quant.encoded import Encoded, Scheme, Weight
 
 
 class Matrix(ABC):
@@ -108,6 +108,14 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def matrix(self, num_rows: int, num_columns: int) -> Matrix: ...
+
+    def keeps(self, scheme: Scheme) -> bool:
+        """Whether encoded rows of a checkpoint stay as they are."""
+        return False
+
+    def keeps_table(self, scheme: Scheme) -> bool:
+        """The same for an embedding table, which the output head may share."""
+        return False
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         """The output head's: logits are sensitive, and some formats keep it precise."""

@@ -58,8 +58,8 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 def _shifted(values: Tensor, width: int, shifts: tuple[int, ...], mask: int) -> Tensor:
     """uint8 [n, m] -> [n, m × shifts]: each run of `width` bytes once per shift."""
-    by = torch.tensor(shifts, dtype=torch.uint8, device=values.device).view(1, 1, -1, 1)
-    return ((values.reshape(values.shape[0], -1, 1, width) >> by) & mask).reshape(values.shape[0], -1)
+    runs = values.reshape(values.shape[0], -1, width)
+    return torch.stack([(runs >> shift) & mask for shift in shifts], dim=2).view(values.shape[0], -1)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:

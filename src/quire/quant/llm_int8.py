@@ -35,7 +35,6 @@ class Int8OutlierMatrix(Matrix):
         self._fine = torch.zeros_like(fine["fine"], device=device)
         self._fine_columns = torch.full_like(fine["fine_columns"], -1, device=device)  # -1: none
         self._chosen = False
-        self._used: list[int] = []  # the columns of `_fine_columns` that are there
         self.num_outliers = 0  # entries of x that were multiplied in 16 bits, fine columns not counted
         self.num_entries = 0
 
@@ -43,29 +42,29 @@ class Int8OutlierMatrix(Matrix):
         if not self._chosen:  # parts of a fused projection have one input: the first that is loaded decides
             self._chosen = True
             self._choose_fine(rows)
+        fine = self.fine_columns
         for start in range(0, rows.shape[0], ROWS_AT_A_TIME):
             piece = rows[start : start + ROWS_AT_A_TIME].float().clone()
             first = first_row + start
-            for i, column in enumerate(self._used):
+            for i, column in enumerate(fine):
                 self._fine[i, first : first + piece.shape[0]] = piece[:, column]
-            piece[:, self._used] = 0
+            piece[:, fine] = 0
             self._regular.load_rows(first, piece)
 
     def _choose_fine(self, rows: Tensor) -> None:
         sizes = rows.float().square().mean(0).sqrt_()
         small = (sizes < SMALL * sizes.median()).nonzero().flatten()
         smallest = small[sizes[small].argsort(stable=True)][: len(self._fine_columns)]
-        self._used = sorted(int(column) for column in smallest)
-        self._fine_columns[: len(self._used)] = torch.tensor(self._used, dtype=torch.int32)
+        self._fine_columns[: len(smallest)] = smallest.sort().values.int()
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        outliers = x.abs() >= THRESHOLD
-        outliers[:, self._used] = False
+        outliers, fine = x.abs() >= THRESHOLD, self.fine_columns
+        outliers[:, fine] = False
         regular = x.masked_fill(outliers, 0.0)
-        regular[:, self._used] = 0
+        regular[:, fine] = 0
         y = self._regular.linear(regular, bias, residual)
         # Column by column, products rounded before they are added: a sum's order does not depend on the number of rows.
-        for i, column in enumerate(self._used):
+        for i, column in enumerate(fine):
             y += x[:, column, None] * self._fine[i].float()
         rows = outliers.any(1).nonzero().flatten()
         if len(rows):
@@ -75,6 +74,11 @@ class Int8OutlierMatrix(Matrix):
         self.num_outliers += int(outliers.sum())
         self.num_entries += x.numel()
         return y
+
+    @property
+    def fine_columns(self) -> list[int]:
+        """Read when it is used: layers that are streamed change the tensor's content."""
+        return [column for column in self._fine_columns.tolist() if column >= 0]
 
     def _remainder(self, x: Tensor) -> Tensor:
         """What the int8 product of x does not see of it: with a product of this too, x has 16 bits."""
@@ -100,7 +104,6 @@ class Int8OutlierMatrix(Matrix):
         self._regular.adopt(state)
         check_state(state, self.sized_fine(self.num_rows, self.num_columns))
         self._fine, self._fine_columns = state["fine"], state["fine_columns"]
-        self._used = [int(column) for column in self._fine_columns if column >= 0]
 
 
 class LlmInt8(NumberFormat):
