@@ -295,3 +295,13 @@ def test_outliers_cost_plain_int8_ten_times_the_divergence_of_the_decomposition(
     assert divergence(loud, exact) < 1e-9
     assert divergence(loud, plain) > 10 * divergence(loud, decomposed)
     assert divergence(loud, decomposed) < 1.5 * divergence(quiet, plain)
+
+
+def test_llm_int8_gives_the_same_bits_alone_and_in_a_batch_of_80(tmp_path: Path, empty_cache: Path) -> None:
+    save(tmp_path / "model", llama(hidden_size=128, intermediate_size=256, num_attention_heads=4))
+    source = Injected(tmp_path / "model")
+    model = filled(source, LayerFactory.of(describe(source.config), quantization="llm-int8"))
+    texts = prompts(*(3 + i % 9 for i in range(80)))
+    together = run_chunked(model, texts, [len(text) for text in texts], 4)
+    for i in range(0, 80, 11):
+        assert torch.equal(logits_of(model, texts[i]), together[i])

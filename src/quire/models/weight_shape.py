@@ -159,13 +159,13 @@ class _Sized(NumberFormat):
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
         if isinstance(self._real, Fp8):
             return Fp8Matrix(num_rows, num_columns, self.activation_dtype, META)
-        if isinstance(self._real, LlmInt8):
-            return _SizedLlmInt8(num_rows, num_columns, CPU)
         if isinstance(self._real, EncodedFormat):
             return self._real.matrix(num_rows, num_columns)
         return self.head(num_rows, num_columns)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
+        if isinstance(self._real, LlmInt8):
+            return _SizedLlmInt8(num_rows, num_columns, CPU)
         if isinstance(self._real, Int8):
             return _SizedInt8(num_rows, num_columns, CPU)
         if isinstance(self._real, EncodedFormat):

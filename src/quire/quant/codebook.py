@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quire.quant.encoded import Part, Scheme, divided
+from quire.quant.encoded import TILE_WEIGHTS, Part, Scheme, divided
 from quire.quant.int4 import inverse
 
 BLOCK = 64
@@ -65,11 +65,17 @@ class CodeBook(Scheme):
         }
 
     def encode(self, rows: Tensor) -> dict[str, Tensor]:
+        step = max(1, TILE_WEIGHTS // rows.shape[1])
+        pieces = [self._encode_piece(rows[first : first + step]) for first in range(0, rows.shape[0], step)]
+        packed, absmax = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+        parts = {"packed": packed, "absmax": absmax}
+        return parts if not self.nested else parts | nest(absmax)
+
+    def _encode_piece(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         blocks = rows.float().reshape(rows.shape[0], -1, self.block)
         absmax = blocks.abs().amax(2)
         index = nearest(_table(self.code, rows.device), blocks * inverse(absmax)[:, :, None]).view(rows.shape)
-        parts = {"packed": (index[:, 0::2] << 4) | index[:, 1::2], "absmax": absmax}
-        return parts if not self.nested else parts | nest(absmax)
+        return (index[:, 0::2] << 4) | index[:, 1::2], absmax
 
     def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
         packed = parts["packed"]
@@ -128,7 +134,7 @@ def nearest(table: Tensor, values: Tensor) -> Tensor:
     """uint8 index of the entry of `table` (any order) nearest to each value."""
     ordered, order = table.sort(stable=True)
     bounds = (ordered[1:] + ordered[:-1]) / 2
-    return order.to(torch.uint8)[torch.bucketize(values, bounds)]
+    return order.to(torch.uint8)[torch.bucketize(values.contiguous(), bounds)]
 
 
 @cache

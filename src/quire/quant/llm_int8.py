@@ -16,8 +16,7 @@ from torch import Tensor
 from quire.kernels import choose
 from quire.kernels.int8_linear.reference import mix
 from quire.quant.format import Matrix, NumberFormat, check_state
-from quire.quant.full import FullMatrix
-from quire.quant.int8 import ROWS_AT_A_TIME, Int8Matrix
+from quire.quant.int8 import ROWS_AT_A_TIME, Int8Matrix, layout_digest
 
 THRESHOLD = 6.0
 SMALL = 1 / 8  # of the median column: below it the weights of a column stay in 16 bits
@@ -107,17 +106,15 @@ class Int8OutlierMatrix(Matrix):
 
 
 class LlmInt8(NumberFormat):
-    """As int8, with outliers in 16 bits; the output head stays precise, as in the paper's implementation."""
+    """As int8, with outliers in 16 bits. The output head too: a float product would depend on the batch's size."""
 
-    kept_precise = ("outliers", "embedding table", "output head", "norms", "biases")
+    compact_tables = True
+    kept_precise = ("outliers", "embedding table", "norms", "biases")
     worth_keeping = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.float32, device)
-        self.name = f"llm_int8-{choose('int8_linear', device).__name__.rpartition('.')[2]}"
+        self.name = f"llm_int8-{layout_digest(choose('int8_linear', device))}"
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
         return Int8OutlierMatrix(num_rows, num_columns, self._device)
-
-    def head(self, num_rows: int, num_columns: int) -> Matrix:
-        return FullMatrix(num_rows, num_columns, self.activation_dtype, self._device, self.gemm)

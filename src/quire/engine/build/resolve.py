@@ -40,7 +40,7 @@ class Precision:
     @property
     def format_name(self) -> str:
         """`int8`, `float32`: a format's own name may go on with a digest of its layout."""
-        return self.format.name.partition("-")[0]
+        return self.format.name.partition("-")[0].replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
