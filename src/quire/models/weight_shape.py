@@ -86,8 +86,8 @@ def weight_groups(parameters: Mapping[str, Tensor]) -> tuple[WeightGroup, ...]:
             names[_BLOCK.sub("", layer)] = None
             totals[0] += num_weights
             totals[1] += num_bytes
-    found = [WeightGroup(scheme, tuple(names), *totals) for scheme, (names, totals) in groups.items()]
-    return tuple(sorted(found, key=lambda group: -group.num_weights))
+    unsorted = [WeightGroup(scheme, tuple(names), *totals) for scheme, (names, totals) in groups.items()]
+    return tuple(sorted(unsorted, key=lambda group: -group.num_weights))
 
 
 def _stored(state: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
