@@ -15,7 +15,7 @@ from quire.layers.factory import LayerFactory
 from quire.models.loading import build, feed, load
 from quire.models.model import DecoderModel
 from quire.models.registry import describe
-from quire.models.weight_shape import weight_shape
+from quire.models.weight_shape import weight_groups, weight_shape
 from quire.quant.encoded import Encoded
 from quire.quant.format import Matrix
 from quire.quant.full import FullMatrix, FullPrecision
@@ -73,6 +73,23 @@ def test_a_quantized_checkpoint_can_be_served_in_another_format(
 ) -> None:
     tokens, right = expected("awq")
     assert error(logits_of(loaded(DATA / "awq", quantization), tokens), right) < tolerance
+
+
+def test_bits_are_reported_by_groups_of_layers(tmp_path: Path, empty_cache: Path) -> None:
+    groups = {group.scheme: group for group in weight_groups(loaded(DATA / "awq").parameters())}
+    assert groups["int4-g64z"].layers == ("qkv", "output", "gate_up", "down")
+    assert groups["int4-g64z"].bits == pytest.approx(4.375)
+    assert groups["float32"].layers == ("embedding", "head")
+    save(tmp_path, llama(hidden_size=192, intermediate_size=128))
+    for _ in range(2):  # quantized, then mapped
+        (first, _) = weight_groups(loaded(tmp_path, "nf4").parameters())
+        assert first.scheme == "nf4-b64n"
+        assert 4.127 < first.bits < 4.25
+    source = FolderSource(tmp_path)
+    sized = weight_shape(
+        describe(source.config), LayerFactory.of(describe(source.config), quantization="nf4").number_format
+    )
+    assert sized.groups == weight_groups(loaded(tmp_path, "nf4").parameters())
 
 
 def altered(tmp_path: Path, name: str, **config: Any) -> Path:
