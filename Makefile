@@ -4,6 +4,7 @@ PYTHON ?= python3
 # If no interpreter is named and python3 is too old, later versions are tried.
 OTHER_PYTHONS := $(if $(filter file,$(origin PYTHON)),python3.13 python3.12 python3.11 python3.14)
 VENV ?= .venv
+CLIENTS := .venv-clients
 INSTALL_ARGS ?=
 EXTRAS ?= dev
 ARGS ?=
@@ -34,7 +35,7 @@ RUN_TESTS = @$(PY) -m pytest -m $(1) --durations=10 --durations-min=1 $(PYTEST_A
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup install serve chat test test-quick test-e2e check format site compare-cpu bench clean
+.PHONY: help setup install serve chat test test-quick test-e2e test-clients check format site compare-cpu bench clean
 
 help: ## list the targets
 	@echo "make TARGET, where TARGET is one of"
@@ -61,6 +62,11 @@ test-quick: setup ## the quick tests only; ARGS="-k word" narrows them
 test-e2e: setup ## the end-to-end tests only
 	@echo "== end-to-end tests"
 	$(call RUN_TESTS,"e2e")
+
+test-clients: setup $(CLIENTS)/.installed ## LlamaIndex, LiteLLM and other clients, in an environment of their own
+	@echo "== clients"
+	@QUIRE_PYTHON=$(abspath $(PY)) $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients \
+	  --durations=10 --durations-min=1 $(PYTEST_ARGS) tests/clients $(ARGS)
 
 check: $(STAMPS)/packages ## format, lint, types, imports, sizes, words, site: what to run before a commit
 	@PY=$(PY) tools/check.sh
@@ -117,6 +123,12 @@ $(CACHED).model: $(STAMPS)/packages
 $(KERNELS): $(STAMPS)/packages $(KERNEL_SOURCES)
 	@echo "== 4/4 kernels for this CPU, into $(CACHE)"
 	@$(PY) -c 'from quire.kernels.build import main; raise SystemExit(main())'
+	@touch $@
+
+$(CLIENTS)/.installed: requirements/clients.txt $(STAMPS)/venv
+	@echo "== $(CLIENTS), as $< pins it: about 700 MB"
+	@$(PY) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --no-input install $(INSTALL_ARGS) --quiet -r $<
 	@touch $@
 
 ifeq ($(wildcard $(CACHE)/*),)

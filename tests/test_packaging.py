@@ -13,8 +13,6 @@ import quire
 from quire.cli import serve
 from quire.cli.parser import Parser
 from quire.core.config import EngineConfig
-from quire.core.request import QueueBounds
-from quire.link.client import EngineClient
 from quire.server.app import create_app
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
@@ -39,7 +37,7 @@ def objects() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def paths() -> set[str]:
-    app = create_app(Service(EngineClient(EngineConfig(), QueueBounds(1)), ServerSettings()))
+    app = create_app(Service.of(EngineConfig(), ServerSettings()))
     return set(app.openapi()["paths"])
 
 

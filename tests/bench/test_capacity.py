@@ -56,11 +56,14 @@ def assert_planned(config: EngineConfig, source, memory: list[int]) -> None:
     built = build(config)
     try:
         report = built.report
-        assert planned.weights.num_bytes == pytest.approx(report.weights_bytes, rel=0.02)
+        assert planned.weights.num_bytes == pytest.approx(report.start.weights_bytes, rel=0.02)
         assert planned.pool.num_bytes == pytest.approx(report.pool.num_bytes, rel=0.02)
         assert planned.pool.num_tokens == pytest.approx(report.pool.num_tokens, rel=0.02)
-        assert (planned.max_model_len, planned.kv_dtype) == (report.max_model_len, report.precision.kv_dtype)
-        assert planned.max_num_seqs == report.max_num_seqs
+        assert (planned.max_model_len, planned.kv_dtype) == (
+            report.limits.max_model_len,
+            report.precision.kv_dtype,
+        )
+        assert planned.max_num_seqs == report.limits.max_num_seqs
     finally:
         built.engine.close()
 

@@ -64,11 +64,14 @@ def test_a_key_that_is_empty_does_not_leave_a_server_open(run, monkeypatch, tmp_
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--temperature", "-1"), "temperature=-1.0 is outside [0, 100]"),
-        (("--top-p", "0"), "top_p=0.0 is outside (0, 1]"),
+        (("--temperature", "-1"), "error: --temperature=-1.0 is outside [0, 100]"),
+        (("--top-p", "0"), "error: --top-p=0.0 is outside (0, 1]"),
         (("--n", "2", "--temperature", "0"), "n=2 with temperature=0 gives the same text 2 times"),
-        (("--min-tokens", "9", "--max-tokens", "3"), "min_tokens=9 is larger than max_tokens=3"),
-        (("--stop", ""), "stop contains an empty string"),
+        (
+            ("--min-tokens", "9", "--max-tokens", "3"),
+            "error: --min-tokens=9 is larger than --max-tokens=3: raise --max-tokens",
+        ),
+        (("--stop", ""), "error: --stop contains an empty string"),
         (("--logit-bias", "[1]"), "'[1]' is no JSON object"),
         (("--block-size", "0"), "block_size=0 must be a whole number of at least 1"),
         (("--block-size", "4096"), "block_size=4096 is larger than 256"),

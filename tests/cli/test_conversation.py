@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.cli.chat import CALM, MAX_TOKENS, Conversation, chat_sampling
+from quire.cli.chat import CALM, MAX_TOKENS, ChatHistory, chat_sampling
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 
@@ -30,8 +30,8 @@ def llm(context: int):
     )
 
 
-def long_conversation(num_turns: int) -> Conversation:
-    made = Conversation("be brief")
+def long_conversation(num_turns: int) -> ChatHistory:
+    made = ChatHistory("be brief")
     for turn in range(num_turns):
         made.say("user", f"question {turn}")
         made.say("assistant", f"answer {turn}")
@@ -63,7 +63,7 @@ def test_a_quarter_is_kept_for_an_answer_of_any_length():
 
 
 def test_one_message_that_is_too_long_is_refused_with_both_numbers():
-    made = Conversation()
+    made = ChatHistory()
     made.say("user", "word " * 50)
     with pytest.raises(
         InvalidRequest, match="this message has 51 tokens with its template and the context is 20"

@@ -57,6 +57,7 @@ OTHER = {
     "batch_size": 2,
     "batch_window_ms": 5.5,
     "max_prompt_chunk": 33,
+    "itl_goal": "25",
     "preemption_mode": "swap",
     "admit_after": "completed",
     "device": "cpu",

@@ -1,6 +1,7 @@
 """AsyncLLM: many callers, one engine thread."""
 
 import asyncio
+import time
 from itertools import pairwise
 
 import pytest
@@ -106,12 +107,71 @@ def test_a_closed_engine_refuses_and_ends_what_is_open():
     asyncio.run(close())
 
 
-def test_an_id_that_is_being_served_is_refused(engine):
+def test_an_id_that_is_being_served_is_refused_and_its_request_goes_on(engine):
     async def twice():
-        stream = engine.generate("Once", GREEDY.changed(max_tokens=400), request_id="same")
+        stream = engine.generate("Once", GREEDY, request_id="same")
         await anext(stream)
         with pytest.raises(InvalidRequest, match="already being served"):
             await last(engine, "Hello", request_id="same")
-        await stream.aclose()
+        results = [result async for result in stream]
+        again = await last(engine, "Hello", request_id="same")
+        return results[-1], again
 
-    asyncio.run(twice())
+    first, again = asyncio.run(asyncio.wait_for(twice(), 60))
+    assert len(first.outputs[0].token_ids) == 24
+    assert again.finished
+
+
+def test_an_id_is_free_as_soon_as_its_request_is_aborted(engine):
+    async def reuse():
+        stream = engine.generate("Once", GREEDY.changed(max_tokens=400), request_id="again")
+        await anext(stream)
+        engine.abort("again")
+        second = asyncio.create_task(last(engine, "Hello", request_id="again"))
+        await asyncio.sleep(0)  # the second is submitted before the first's consumer hears of the abort
+        first = [result async for result in stream]
+        return first[-1], await second
+
+    first, second = asyncio.run(asyncio.wait_for(reuse(), 60))
+    assert first.outputs[0].finish_reason == "abort"
+    assert second.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "values", "param"),
+    [
+        ("Hello", {"max_tokens": None, "min_tokens": 2**40}, "min_tokens"),
+        ({"prompt": "x " * 200, "cache_salt": "\ud800"}, {"max_tokens": 2}, "cache_salt"),
+    ],
+)
+def test_a_value_that_no_step_could_take_ends_its_own_request(engine, prompt, values, param):
+    async def mixed():
+        bad = last(engine, prompt, SamplingParams(**values))
+        return await asyncio.gather(last(engine, "Hello"), bad, return_exceptions=True)
+
+    good, bad = asyncio.run(asyncio.wait_for(mixed(), 60))
+    assert good.finished
+    assert isinstance(bad, InvalidRequest)
+    assert bad.param == param
+
+
+def test_a_request_that_arrives_while_the_engine_dies_fails():
+    """The step that fails lasts half a second: one request is known to the engine, one is in its inbox, one is late."""
+
+    async def die():
+        async with AsyncLLM(max_num_seqs=4, num_blocks=64) as dying:
+
+            def step():
+                time.sleep(0.5)
+                raise MemoryError("a step that fails")
+
+            dying._built.engine.step = step
+
+            async def later(seconds):
+                await asyncio.sleep(seconds)
+                return await last(dying, "Once")
+
+            return await asyncio.gather(*(later(s) for s in (0.0, 0.2, 0.8)), return_exceptions=True)
+
+    faults = asyncio.run(asyncio.wait_for(die(), 60))
+    assert [type(fault) for fault in faults] == [EngineDead] * 3

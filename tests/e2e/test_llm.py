@@ -1,11 +1,12 @@
 """LLM as its users meet it, on the built-in model."""
 
 import math
+import time
 
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.core.errors import ConfigError, InvalidRequest
+from quire.core.errors import ConfigError, ContextExceeded, InvalidRequest, QuireError
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
@@ -182,3 +183,18 @@ def test_closing_twice_is_fine_and_a_context_manager_closes():
     engine.close()
     with pytest.raises(RuntimeError, match="shutdown"):
         engine.generate("Hi", SamplingParams(max_tokens=2), use_tqdm=False)
+
+
+def test_parameters_that_break_a_row_end_their_own_request_only(llm):
+    broken = SamplingParams(max_tokens=4)
+    object.__setattr__(broken, "top_p", "x")  # past every check, into the runner's thread
+    with pytest.raises(QuireError):
+        llm.generate("Hello", broken, use_tqdm=False)
+    assert llm.generate("Hello", SamplingParams(max_tokens=4), use_tqdm=False)[0].finished
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(llm):
+    begun = time.perf_counter()
+    with pytest.raises(ContextExceeded, match="at least"):
+        llm.generate("word " * 10_000_000, use_tqdm=False)
+    assert time.perf_counter() - begun < 2

@@ -9,7 +9,7 @@ import torch
 from quire import SamplingParams
 from quire.sampling.columns import Purpose, stream_key, uniforms
 from tests.e2e.conftest import FEW, MAX_TOKENS, SETTINGS, Setting, generate
-from tests.e2e.reference import greedy_differences, reference_logits
+from tests.e2e.reference import Answer, Difference, greedy_differences, reference_logits
 
 EDGE = 1e-3  # of probability
 TIE = 1e-4  # the reference's own two best logits may be this close; then either is right
@@ -36,10 +36,8 @@ def test_in_fp32_greedy_tokens_are_those_of_transformers(setting: Setting, promp
         prompts = _few(setting, prompts)
     outputs, num_preemptions = generate(setting, prompts, [GREEDY] * len(prompts), quantization="none")
     assert ("tiny" in setting.name) == (num_preemptions > 0)
-    differences = []
-    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        assert 0 < len(output) <= MAX_TOKENS
-        differences += _checked(i, tuple(prompt), tuple(output))
+    assert all(0 < len(output) <= MAX_TOKENS for output in outputs)
+    differences = _checked([(list(p), list(o)) for p, o in zip(prompts, outputs, strict=True)])
     if differences:  # allowed or not, people should see them
         warnings.warn(f"{setting.name}: not the reference's best token: {differences}", stacklevel=1)
     assert all(d.gap <= TIE for d in differences), differences
@@ -50,14 +48,13 @@ def _few(setting: Setting, prompts: list) -> list:
     return prompts[FEW][::3] if setting.alone else prompts[FEW]
 
 
-_CHECKED: dict[tuple, list] = {}  # the settings mostly agree, so each answer is checked once
+_CHECKED: dict[str, list[Difference]] = {}  # the settings mostly agree, so each answer is checked once
 
 
-def _checked(index: int, prompt: tuple, output: tuple) -> list:
-    key = (prompt, output)
-    if key not in _CHECKED:
-        _CHECKED[key] = greedy_differences(index, list(prompt), list(output))
-    return _CHECKED[key]
+def _checked(answers: list[Answer]) -> list[Difference]:
+    new = [answer for answer in answers if str(answer) not in _CHECKED]
+    _CHECKED.update(zip(map(str, new), greedy_differences(new), strict=True))
+    return [difference for answer in answers for difference in _CHECKED[str(answer)]]
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +66,24 @@ def int8_outputs(prompts):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s is not BATCH], ids=lambda s: s.name)
-@pytest.mark.parametrize("kind", ["greedy", "seeded"])
 def test_in_int8_tokens_do_not_depend_on_batch_chunks_blocks_or_preemption(
-    setting, kind, prompts, int8_outputs, run_slow: bool
+    setting: Setting, prompts, int8_outputs, run_slow: bool
 ):
-    """All 80, but a few alone and committed at once: their steps are the slowest, and differ from the others' only in
-    how many rows a step has and when it is committed. All of them with --run-slow."""
+    """Greedy and seeded requests in one batch: all 80 prompts, of either kind in turn. Alone and committed at
+    once a few prompts of both kinds: their steps are the slowest, and differ from the others' only in how many rows a
+    step has and when it is committed. All prompts of both kinds with --run-slow."""
     slow = setting.alone or "steps_in_flight" in setting.options
-    which = slice(None) if run_slow or not slow else FEW
-    sampling = [GREEDY] * len(prompts) if kind == "greedy" else seeded(len(prompts))
-    outputs, num_preemptions = generate(setting, prompts[which], sampling[which])
+    greedy, drawn = range(0, len(prompts), 2), range(1, len(prompts), 2)
+    if run_slow or slow:
+        greedy = drawn = range(len(prompts))[slice(None) if run_slow else FEW]
+    outputs, num_preemptions = generate(
+        setting,
+        [prompts[i] for i in (*greedy, *drawn)],
+        [GREEDY] * len(greedy) + [seeded(len(prompts))[i] for i in drawn],
+    )
     assert ("tiny" in setting.name) == (num_preemptions > 0)
-    assert outputs == int8_outputs[kind][which]
+    assert outputs[: len(greedy)] == [int8_outputs["greedy"][i] for i in greedy]
+    assert outputs[len(greedy) :] == [int8_outputs["seeded"][i] for i in drawn]
 
 
 @pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[4]], ids=lambda s: s.name)
@@ -92,8 +95,11 @@ def test_in_fp32_seeded_tokens_are_drawn_from_the_distribution_of_transformers(s
     few, temperature = _few(setting, prompts), 0.8
     sampling = [SamplingParams(temperature=temperature, seed=i, max_tokens=32) for i in range(len(few))]
     outputs, _ = generate(setting, few, sampling, quantization="none")
-    for seed, (prompt, output) in enumerate(zip(few, outputs, strict=True)):
-        logits = reference_logits(prompt, output).double()
+    answers = [(list(prompt), list(output)) for prompt, output in zip(few, outputs, strict=True)]
+    for seed, ((prompt, output), row_logits) in enumerate(
+        zip(answers, reference_logits(answers), strict=True)
+    ):
+        logits = row_logits.double()
         ends = (logits / temperature).softmax(-1).cumsum(-1)
         chosen = torch.tensor(output)[:, None]
         upper = ends.gather(1, chosen).squeeze(1)

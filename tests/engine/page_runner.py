@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 from quire.core.draft import ROOT, Draft
 from quire.core.errors import DeviceMemoryFull
 from quire.core.request import ints
-from quire.core.step import BeamCandidates, BeamSet, HostTransfers, RowStart, Step, StepResult
+from quire.core.step import (
+    BeamCandidates,
+    BeamSet,
+    HostTransfers,
+    PromptLogprobs,
+    RowStart,
+    Step,
+    StepResult,
+    TokenLogprobs,
+)
 from quire.speculate.tree import accepted_nodes
 
 VOCABULARY = 50
@@ -125,7 +134,19 @@ class PageRunner:
             if draft.parents:
                 self.settle(draft, result[first : first + 1 + len(draft.token_ids)])
         beams = tuple(self.candidates(one, [contexts[i] for i in step.sample_sources]) for one in step.beams)
-        return StepResult(step.step_id, ints(result), beams=beams)
+        return StepResult(step.step_id, ints(result), prompt_logprobs=self.scores(step), beams=beams)
+
+    def scores(self, step: Step) -> tuple[PromptLogprobs, ...]:
+        """One entry for each prompt token after the first, of rows that ask."""
+        pieces = []
+        for row, first, count in zip(step.rows, step.num_computed, step.num_tokens, strict=True):
+            start = self.rows[row]
+            last = min(first + count, start.num_prompt_tokens - 1)
+            if start.sampling.prompt_logprobs is not None and last > first:
+                tokens = start.token_ids[first + 1 : last + 1]
+                entries = tuple(TokenLogprobs(token, -1.0, 1, (), ()) for token in tokens)
+                pieces.append(PromptLogprobs(row, first + 1, entries))
+        return tuple(pieces)
 
     def settle(self, tree: Draft, chosen: list[int]) -> None:
         """The accepted path's pages, read where they are, are written where they belong."""
@@ -142,9 +163,7 @@ class PageRunner:
             for index, score in zip(beams.samples, beams.scores, strict=True)
             for token, more in enumerate(self.token_scores(contexts[index]))
         ]
-        found = sorted(found, key=lambda one: -one[0])[: beams.num_candidates]
-        scores, samples, tokens = zip(*found, strict=True)
-        return BeamCandidates(ints(samples), ints(tokens), scores)
+        return best_of(found, beams)
 
     def block(self, row: int, position: int) -> int:
         block = self.tables[row][position // self.block_size]
@@ -153,6 +172,15 @@ class PageRunner:
 
     def read(self, row: int, position: int) -> int:
         return self.pages[self.block(row, position)][position % self.block_size]
+
+
+def best_of(found: list[tuple[float, int, int]], beams: BeamSet) -> BeamCandidates:
+    """What a sampler returns of all candidates (score, sample, token), which come best beam and lowest id first."""
+    found = sorted(found, key=lambda one: -one[0])
+    count, rest = beams.num_candidates, found[beams.num_candidates :]
+    going_on = [one for one in rest if one[2] not in beams.stop_token_ids] if beams.stop_token_ids else []
+    scores, samples, tokens = zip(*found[:count], *going_on[:count], strict=True)
+    return BeamCandidates(ints(samples), ints(tokens), scores)
 
 
 def _path(tree: Draft, context: list[int]) -> list[int]:

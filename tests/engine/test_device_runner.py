@@ -136,6 +136,7 @@ def test_a_step_with_prompts_takes_the_least_shape_with_a_row_to_spare() -> None
     assert graphs.prompt_shape(10, 3) == StepShape(Kind.PROMPTS, 16, 16)
     assert graphs.prompt_shape(260, 15) == StepShape(Kind.PROMPTS, 320, 16)
     assert graphs.prompt_shape(260, 16) == StepShape(Kind.PROMPTS, 320, 64)
-    assert graphs.prompt_shape(1300, 40) == StepShape(Kind.PROMPTS, 1536, 256)
+    assert graphs.prompt_shape(1300, 40) == StepShape(Kind.PROMPTS, 1408, 256)
+    assert graphs.prompt_shape(600, 400) == StepShape(Kind.PROMPTS, 640, 513)
     assert graphs.prompt_shape(2048, 512) == StepShape(Kind.PROMPTS, 2048, 513)
     assert graphs.prompt_shape(2049, 512) is None

@@ -1,29 +1,32 @@
 """The queue of an encoder: first come first served, bounded, and one text's trouble is its own."""
 
-from collections.abc import Sequence
-
 import numpy
 import pytest
 
 from quire.core.errors import InvalidRequest, QueueFull
 from quire.core.request import EmbedRequest, QueueBounds
-from quire.engine.encoder import EncoderEngine
+from quire.engine.encoder import EncoderEngine, EncodeResult, EncoderRunner, EncodeStep
 from quire.engine.validation import Limits
 
-LIMITS = Limits(vocab_size=100, max_model_len=10, max_num_seqs=3)
+LIMITS = Limits(vocab_size=100, max_model_len=10, max_num_seqs=3, max_num_batched_tokens=12)
 BOUNDS = QueueBounds(max_requests=4, max_tokens=60)
 
 
-class Summing:
+class Summing(EncoderRunner):
     """A vector is (sum of tokens, number of tokens); token 99 gives no number."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
+        self._rows: list[tuple[float, int]] = []
 
-    def __call__(self, sequences: Sequence[Sequence[int]]) -> numpy.ndarray:
-        self.steps.append([len(one) for one in sequences])
-        rows = [(float("nan") if 99 in one else sum(one), len(one)) for one in sequences]
-        return numpy.array(rows, dtype=numpy.float32)
+    def launch(self, step: EncodeStep) -> None:
+        self.steps.append([len(one) for one in step.texts])
+        self._rows = [(float("nan") if 99 in one else sum(one), len(one)) for one in step.texts]
+
+    def collect(self) -> EncodeResult:
+        return EncodeResult(numpy.array(self._rows, dtype=numpy.float32), seconds=0.5)
+
+    def close(self) -> None: ...
 
 
 def drained(engine: EncoderEngine) -> dict[tuple[str, int], list[float]]:
@@ -32,17 +35,17 @@ def drained(engine: EncoderEngine) -> dict[tuple[str, int], list[float]]:
         for one in engine.step():
             assert one.error is None
             found[one.request_id, one.index] = numpy.frombuffer(one.vector, dtype=numpy.float32).tolist()
-    assert (engine.num_waiting, engine.num_waiting_tokens) == (0, 0)
+    assert (engine.queue_stats().num_waiting, engine.num_waiting_tokens) == (0, 0)
     return found
 
 
 def test_texts_run_in_order_of_arrival_within_both_limits_of_a_step() -> None:
     runner = Summing()
-    engine = EncoderEngine(LIMITS, 12, runner, BOUNDS)
+    engine = EncoderEngine(LIMITS, runner, BOUNDS)
     engine.add(EmbedRequest("a", [[1] * 5, [2] * 5, [3] * 4]))
     engine.add(EmbedRequest("b", [[4]]))
     engine.add(EmbedRequest("c", [[5], [6]]))
-    assert (engine.num_waiting, engine.num_waiting_tokens) == (3, 17)
+    assert (engine.queue_stats().num_waiting, engine.num_waiting_tokens) == (3, 17)
     found = drained(engine)
     assert runner.steps == [
         [5, 5],
@@ -58,11 +61,12 @@ def test_texts_run_in_order_of_arrival_within_both_limits_of_a_step() -> None:
         ("c", 1): [6, 1],
     }
     assert (engine.stats.num_requests, engine.stats.num_finished, engine.stats.num_steps) == (3, 6, 3)
+    assert (engine.stats.num_computed_tokens, engine.stats.step_seconds) == (17, 1.5)
 
 
 def test_an_aborted_request_takes_no_more_steps() -> None:
     runner = Summing()
-    engine = EncoderEngine(LIMITS, 12, runner, BOUNDS)
+    engine = EncoderEngine(LIMITS, runner, BOUNDS)
     engine.add(EmbedRequest("a", [[1] * 10] * 3))
     engine.add(EmbedRequest("b", [[2]]))
     engine.step()
@@ -83,7 +87,7 @@ def test_an_aborted_request_takes_no_more_steps() -> None:
     ],
 )
 def test_what_can_never_run_is_refused_whole(texts: list[list[int]], message: str) -> None:
-    engine = EncoderEngine(LIMITS, 12, Summing(), BOUNDS)
+    engine = EncoderEngine(LIMITS, Summing(), BOUNDS)
     with pytest.raises(InvalidRequest, match=message) as caught:
         engine.add(EmbedRequest("a", [[1], *texts] if texts else texts))
     assert caught.value.param == "input"
@@ -91,7 +95,7 @@ def test_what_can_never_run_is_refused_whole(texts: list[list[int]], message: st
 
 
 def test_the_queue_is_bounded() -> None:
-    engine = EncoderEngine(LIMITS, 12, Summing(), BOUNDS)
+    engine = EncoderEngine(LIMITS, Summing(), BOUNDS)
     engine.add(EmbedRequest("a", [[1] * 10] * 5))
     with pytest.raises(InvalidRequest, match="already being served"):
         engine.add(EmbedRequest("a", [[1]]))
@@ -105,7 +109,7 @@ def test_the_queue_is_bounded() -> None:
 
 
 def test_a_vector_that_is_none_fails_its_own_text_alone() -> None:
-    engine = EncoderEngine(LIMITS, 12, Summing(), BOUNDS)
+    engine = EncoderEngine(LIMITS, Summing(), BOUNDS)
     engine.add(EmbedRequest("a", [[1], [99], [2]]))
     first, second, third = engine.step()
     assert (first.error, third.error) == (None, None)

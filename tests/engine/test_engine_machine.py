@@ -1,4 +1,4 @@
-"""The engine under random arrivals, forks, aborts and exhaustion: nothing leaks, nothing mixes, all finish."""
+"""The engine under random arrivals, forks, stops, aborts and exhaustion: nothing leaks or mixes, all finish."""
 
 from functools import partial
 
@@ -43,10 +43,11 @@ class EngineMachine(RuleBasedStateMachine):
         home_blocks=st.sampled_from([0, 2, 12]),
         shelf=st.booleans(),
         width=st.sampled_from([1, 2, 4]),
+        schedule=st.sampled_from(["fcfs", "priority", "fair", "shortest"]),
     )
     def start(
         self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive,
-        swap_blocks, mode, after, home_blocks, shelf, width,
+        swap_blocks, mode, after, home_blocks, shelf, width, schedule="fcfs",
     ):  # fmt: skip
         runner = PageRunner(num_blocks, block_size, token_scores)
         transfers, offload_cache = PendingTransfers(), None
@@ -58,7 +59,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         config = SchedulerConfig(
             max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight,
-            preemption_mode=mode, admit_after=after,
+            preemption_mode=mode, admit_after=after, schedule=schedule,
         )  # fmt: skip
         self.build(config, memory, drafting, adaptive, width, runner)
 
@@ -78,6 +79,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.prompts = {}
         self.outputs = {}
         self.finished = set()
+        self.stopped = set()
+        self.beams = set()
         self.count = 0
 
     @rule(
@@ -92,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         request_id = f"r{self.count}"
         self.count += 1
         prompt = PREFIX[:prefix] + tail
-        sampling = SamplingParams(n=n, max_tokens=max_tokens)
+        sampling = SamplingParams(n=n, max_tokens=max_tokens, prompt_logprobs=1 if place == 2 else None)
         try:
             self.engine.add(
                 Request(
@@ -127,6 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add(Request(request_id, prompt, sampling))
         except (InvalidRequest, QueueFull):
             return
+        self.beams.add(request_id)
         found = expected_beams(prompt, width, max_tokens, penalty, early)
         self.prompts[request_id] = [output for output, _ in found[:n]]
         for index in range(n):
@@ -159,6 +163,24 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.abort(request_id)
         self.prompts.pop(request_id)
 
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def stop(self, data):
+        """As a caller does who sees a stop string: of any sequence, at any moment, too early ones too."""
+        living = [
+            (request_id, index)
+            for request_id, outputs in sorted(self.prompts.items())
+            for index in range(len(outputs))
+            if (request_id, index) not in self.finished | self.stopped
+        ]
+        if not living:
+            return
+        key = data.draw(st.sampled_from(living))
+        if self.engine.stop(*key):
+            self.stopped.add(key)
+        else:  # beams have no index, and there is nothing to stop before the first token
+            assert key[0] in self.beams or not self.outputs[key]
+
     @rule()
     def drain(self):
         for _ in range(2000):
@@ -168,11 +190,29 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_work, "some request starves"
         for request_id, outputs in self.prompts.items():
             for index, output in enumerate(outputs):
-                assert self.outputs[request_id, index] == output
-                assert (request_id, index) in self.finished
+                found, key = self.outputs[request_id, index], (request_id, index)
+                assert found == (output[: len(found)] if key in self.stopped else output)
+                assert key in self.finished | self.stopped
         assert self.memory.num_free == self.memory.num_blocks
         assert self.memory.swap.hosts.num_used == 0
         self.prompts.clear()
+        self.nothing_is_left()
+
+    def nothing_is_left(self):
+        """What the engine keeps per request is gone with the last request."""
+        engine, scheduler = self.engine, self.engine.scheduler
+        left = {
+            "prompt logprobs": engine._committer._prompt_logprobs,
+            "beam searches": engine._committer._beams.searches,
+            "grammars": engine._structured.running,
+            "estimates": engine.speculation._estimates if engine.speculation is not None else {},
+            "groups": scheduler._groups,
+            "forking": scheduler._batch.forking,
+            "preempted": scheduler._preempted,
+            "waiting": list(scheduler.waiting),
+        }
+        assert not any(left.values()), left
+        assert scheduler.waiting.num_tokens == 0
 
     @invariant()
     def whole(self):
@@ -185,7 +225,7 @@ class EngineMachine(RuleBasedStateMachine):
     def take(self, updates):
         for update in updates:
             key = (update.request_id, update.index)
-            assert key not in self.finished, "a finished sequence still speaks"
+            assert key not in self.finished | self.stopped, "a finished sequence still speaks"
             if update.error:  # shed: it ends whole, and says nothing more
                 self.prompts.pop(update.request_id, None)
                 self.finished.add(key)

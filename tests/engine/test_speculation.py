@@ -14,6 +14,7 @@ from quire.core.config import EngineConfig, parse_speculative
 from quire.core.errors import ConfigError
 from quire.core.request import Ints, Request
 from quire.core.sampling import SamplingParams
+from quire.core.step import Step
 from quire.engine import build as building
 from quire.engine.build.weights import check_trees
 from quire.engine.engine import Engine
@@ -313,3 +314,42 @@ def _third_tokens(engine: Engine, seeds: Iterable[int | None]) -> list[int]:
     for tokens in found.values():
         counts[tokens[2]] += 1
     return counts
+
+
+@pytest.mark.parametrize("how", [
+    {}, {"tree_width": 3}, {"acceptance": "rejection"}, {"acceptance": "rejection", "tree_width": 3},
+])  # fmt: skip
+@pytest.mark.parametrize("first", [0, 2, 5])
+def test_a_draft_model_without_finite_logits_harms_nothing(
+    folder: Path,
+    plain: Callable[..., Answers],
+    how: dict[str, object],
+    first: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """From its `first` pass on: at the first token of a draft, or in the middle of one."""
+    drawn = SamplingParams(temperature=0.8, max_tokens=20, ignore_eos=True)  # judged by probabilities
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [*PROMPTS, FORKING])
+    monkeypatch.setattr(sys.modules[__name__], "SAMPLINGS", [*SAMPLINGS, drawn])
+    expected = _answers(_engine_of(folder, block_size=4))
+    drafting = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
+    engine = _engine_of(folder, block_size=4, speculative_config={**drafting, **how})
+    ops, num_passes = engine.speculation._proposer._runner._ops, 0
+    forward = ops.forward
+
+    def not_finite(step: Step) -> object:
+        nonlocal num_passes
+        passed = forward(step)
+        if passed.logits is not None and num_passes >= first:
+            passed.logits.fill_(float("nan"))
+        num_passes += 1
+        return passed
+
+    monkeypatch.setattr(ops, "forward", not_finite)
+    with caplog.at_level("WARNING"):
+        found = _answers(engine)
+    assert caplog.text.count("logits that are not finite") == 1
+    assert len(found.pop(("6", 0))[0]) == len(expected.pop(("6", 0))[0]) == 20
+    assert found == expected
+    assert num_passes < first + 20, "what failed is tried again and again"

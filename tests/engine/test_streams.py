@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.errors import EngineDead
 from quire.core.step import SequenceUpdate
-from quire.engine.streams import Stream
+from quire.engine.streams import OpenStreams, Stream
 
 
 def update(token_id: int) -> SequenceUpdate:
@@ -52,3 +52,21 @@ def test_the_first_fault_is_the_one_that_counts():
             await waiting
 
     asyncio.run(run())
+
+
+def test_closing_twice_leaves_the_next_stream_of_that_id_alone():
+    """Its first close came from an abort by id, the second from its consumer, who comes to it later."""
+    aborted, ended = [], []
+    streams = OpenStreams(aborted.append, ended.append)
+    first = streams.open(["same"])
+    first.fail(EngineDead("aborted"))
+    second = streams.open(["same"])
+    first.close()
+    assert streams.get("same") is second
+    assert aborted == [["same"]]
+    assert ended == ["same"]
+    second.done("same")
+    second.close()
+    assert len(streams) == 0
+    assert aborted == [["same"]]
+    assert ended == ["same", "same"]

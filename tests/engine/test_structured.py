@@ -15,6 +15,7 @@ from quire.core.step import Step, StepResult
 from quire.core.structured import StructuredOutput
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
+from quire.grammar.closing import HORIZON
 from quire.grammar.compiler import Compiler
 from quire.grammar.vocabulary import Vocabulary
 from quire.memory.paged import PagedMemory
@@ -89,21 +90,28 @@ def make_engine(
 
 
 def expected(compiler, prompt: list[int], form, sample_index: int, max_tokens: int) -> tuple[list[int], str]:
-    matcher = None if form is None else compiler.submit(form).result().matcher()
+    grammar = None if form is None else compiler.submit(form).result()
+    matcher = None if grammar is None else grammar.matcher()
     context = list(prompt)
-    for _ in range(max_tokens):
+    for left in range(max_tokens, 0, -1):
         allowed = np.arange(1, SIZE)
+        reason = "stop"
         if matcher is not None:
             bits = np.zeros(VOCABULARY.num_words, np.uint32)
             matcher.fill(bits)
             allowed = allowed_in(bits)
+            ending = (
+                grammar.closer.token_to_end(matcher, left) if grammar.closer and left <= HORIZON else None
+            )
+            if ending is not None:
+                allowed, reason = np.array([ending]), "length"
         context.append(choose(context, sample_index, allowed))
         if context[-1] == END:
             return context[len(prompt) :], "stop"
         if matcher is not None:
             matcher.advance([context[-1]])
             if matcher.is_terminated:
-                return context[len(prompt) :], "stop"
+                return context[len(prompt) :], reason
     return context[len(prompt) :], "length"
 
 

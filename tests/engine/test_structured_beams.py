@@ -9,7 +9,7 @@ import torch
 
 from quire import LLM
 from quire.core.config import SchedulerConfig
-from quire.core.request import Request, ints
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.step import BeamCandidates, BeamSet
 from quire.core.structured import StructuredOutput
@@ -21,6 +21,7 @@ from quire.grammar.matcher import GrammarError
 from quire.grammar.vocabulary import Vocabulary
 from quire.memory.paged import PagedMemory
 from quire.runner.runner import Runner
+from tests.engine.page_runner import best_of
 from tests.engine.test_device_runner import DeviceRunner
 from tests.engine.test_structured import (
     END,
@@ -57,9 +58,7 @@ class BeamRunner(MaskedPageRunner):
             for index, score in zip(beams.samples, beams.scores, strict=True)
             for token in (allowed_in(masked[index]) if index in masked else range(SIZE))
         ]
-        found = sorted(found, key=lambda one: -one[0])[: beams.num_candidates]
-        scores, samples, tokens = zip(*found, strict=True)
-        return BeamCandidates(ints(samples), ints(tokens), scores)
+        return best_of(found, beams)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The real engine in a real process: it answers, refuses, dies, comes back, and never outlives its parent."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -72,6 +73,24 @@ def test_requests_are_answered_refused_aborted_and_leave_no_trace():
         await until(lambda: client.queue.num_running == 0)
         assert await client.check_integrity() is None
         assert (client.num_open, client.stats.pool.num_blocks_used) == (0, 0)
+
+    with_engine(use)
+
+
+def test_the_step_log_records_only_while_it_is_on():
+    async def use(client: EngineClient) -> None:
+        greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        assert await client.stop_step_log() == []
+        await client.start_step_log()
+        await collect(client.submit([Request("a", [1, 2, 3], greedy)]))
+        steps = await client.stop_step_log()
+        assert [(step.num_prefill_tokens, step.num_decode_rows) for step in steps[:5]] == [(3, 0)] + [
+            (0, 1)
+        ] * 4
+        assert all(step.started < step.ended for step in steps)
+        assert all(earlier.ended <= later.started for earlier, later in itertools.pairwise(steps))
+        await collect(client.submit([Request("b", [1, 2, 3], greedy)]))
+        assert await client.stop_step_log() == []
 
     with_engine(use)
 

@@ -10,7 +10,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.stats import (
     AdapterStats,
     EngineStats,
-    KvPoolSize,
+    PoolSize,
     QueueStats,
     StartStats,
     StepStats,
@@ -35,7 +35,7 @@ SAMPLING = SamplingParams(
 )
 STATS = EngineStats(StepStats(num_steps=3, step_seconds=0.5), adapters=AdapterStats(running=("a",)))
 DESCRIBED = m.Described("{}", {"a": [1]}, {})
-START = StartStats(num_threads=2, max_num_batched_tokens=512, weights_bytes=1000, seconds=0.5)
+START = StartStats(num_threads=2, weights_bytes=1000, seconds=0.5)
 LOGPROBS = TokenLogprobs(5, -0.5, 2, (4, 5), (-0.25, -0.5))
 
 
@@ -67,7 +67,7 @@ def test_what_goes_to_the_engine_arrives_as_it_was_sent(message):
         m.Failed("ConfigError", "no"),
         m.Refused("r", "invalid", "too long", "prompt"),
         m.Done(1, QueueStats(2, 1), STATS, "block 3"),
-        m.Ready("m", 1, DESCRIBED, SAMPLING, Limits(9, 8, 7, (1,)), START, ["line"], KvPoolSize(5, 4, 96)),
+        m.Ready("m", 1, DESCRIBED, SAMPLING, Limits(9, 8, 7, (1,)), START, ["line"], PoolSize(5, 4, 96)),
         m.Ready("e", 1, DESCRIBED, SAMPLING, Limits(9, 8, 7), START, [], vectors=VectorFormat(384, True)),
     ],
     ids=lambda message: type(message).__name__,

@@ -13,9 +13,9 @@ from torch import Tensor
 from quire.core.errors import ModelError
 from quire.layers.encoder import KINDS, Pooling, assemble_encoder_batch
 from quire.layers.factory import LayerFactory
-from quire.models.loading import load_encoder
+from quire.models.loading import load
 from quire.models.model import Encoder
-from quire.models.registry import describe, describe_encoder
+from quire.models.registry import describe
 from quire.weights.folder import FolderSource
 from tests.models.paging import only_native
 
@@ -51,7 +51,9 @@ def saved(folder: Path, variant: str) -> Any:
 
 def loaded(folder: Path, quantization: str = "none") -> Encoder:
     source = FolderSource(folder)
-    return load_encoder(source, LayerFactory.of(describe_encoder(source.config), quantization=quantization))
+    return load(
+        source, LayerFactory.of(describe(source.config, "embed"), quantization=quantization), task="embed"
+    )
 
 
 def texts() -> list[list[int]]:
@@ -108,7 +110,7 @@ def test_an_encoder_does_not_generate_and_a_decoder_does_not_embed() -> None:
     with pytest.raises(ModelError, match=r"BertModel is an encoder.*Embedder"):
         describe({"architectures": ["BertModel"]})
     with pytest.raises(ModelError, match=r"LlamaForCausalLM makes no embeddings.*BertModel"):
-        describe_encoder({"architectures": ["LlamaForCausalLM"]})
+        describe({"architectures": ["LlamaForCausalLM"]}, "embed")
 
 
 @pytest.mark.parametrize(
@@ -123,4 +125,4 @@ def test_an_encoder_does_not_generate_and_a_decoder_does_not_embed() -> None:
 def test_what_makes_no_sense_is_named(change: dict[str, object], message: str) -> None:
     config = json.loads(transformers.BertConfig(**BERT).to_json_string()) | change
     with pytest.raises(ModelError, match=message):
-        describe_encoder({**config, "architectures": ["BertModel"]})
+        describe({**config, "architectures": ["BertModel"]}, "embed")

@@ -64,6 +64,28 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> 
         open_model(FolderSource(tmp_path), "none")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.down_proj.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ],
+)
+def test_a_weight_that_is_no_number_is_refused_with_the_name_of_its_tensor(
+    name: str, value: float, tmp_path: Path, empty_cache: Path
+) -> None:
+    model = save(tmp_path / "model", llama())
+    tensor = model.state_dict()[name].clone()
+    tensor.view(-1)[77 % tensor.numel()] = value
+    rewrite(tmp_path / "model", {name: tensor})
+    with pytest.raises(WeightsError, match=rf"tensor {name} cannot be loaded: .*NaN or infinity"):
+        open_model(FolderSource(tmp_path / "model"))
+    assert not converted_files(empty_cache)
+
+
 def test_tensors_that_no_model_needs_are_passed_over(tmp_path: Path) -> None:
     save(tmp_path, llama())
     right = logits_of(open_model(FolderSource(tmp_path), "none"))
@@ -137,6 +159,19 @@ def test_the_second_start_maps_converted_weights_and_reads_nothing_else(
     first = logits_of(open_model(FolderSource(tmp_path / "model"), quantization))
     assert len(converted_files(empty_cache)) == 1
     assert torch.equal(logits_of(open_model(Untouchable(tmp_path / "model"), quantization)), first)
+
+
+def test_a_conversion_is_announced_and_happens_once(
+    tmp_path: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    save(tmp_path / "model", llama())
+    for _ in range(2):
+        open_model(FolderSource(tmp_path / "model"))
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("convert")]
+    assert len(lines) == 2
+    assert "once: later starts map them" in lines[0]
+    assert "converted in " in lines[1]
 
 
 def test_full_precision_keeps_no_converted_weights(tmp_path: Path, empty_cache: Path) -> None:

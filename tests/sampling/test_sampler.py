@@ -200,6 +200,42 @@ def test_bad_words_ban_the_last_token_only_after_the_others(sampler: Sampler) ->
     assert [chosen(1, 2), chosen(0, 1, 2), chosen(2), chosen(1, 2, 0), chosen(0)] == [2, 2, 3, 3, 3]
 
 
+def test_bad_words_of_many_lengths_cost_what_they_are_long(sampler: Sampler) -> None:
+    """One word of 60 tokens among 1,000 short ones makes none of them longer."""
+    short = tuple((token_id % VOCAB, token_id // VOCAB, 5) for token_id in range(1000))
+    long = (*(1,) * 59, 6)
+    sampling = SamplingParams(temperature=0, bad_words_token_ids=(*short, long))
+    histories = [(1,) * 58, (1,) * 59, (0,) * 62, (2, 3, 1)]
+    tensor, requests = batch_of([Case(sampling, history, 1, logits_of(9)) for history in histories])
+    edits = requests.columns.edits[0]
+    assert edits is not None
+    assert sum(words.prefixes.size for words in edits.bad_sequences) == 2 * len(short) + 59
+    assert all(one is edits for one in requests.columns.edits[: len(histories)])  # made once for all of them
+    expected = [
+        int(edited_logits(Case(sampling, history, 1, logits_of(9))).argmax()) for history in histories
+    ]
+    assert sampler(tensor, requests).token_ids.tolist() == expected
+
+
+def test_a_row_that_cannot_be_started_fails_alone(sampler: Sampler) -> None:
+    tensor, requests = batch_of(
+        [Case(SamplingParams(temperature=0), (1,), 1, logits_of(1)) for _ in range(2)]
+    )
+    requests.columns.ban_row(0)
+    sampled = sampler(tensor, requests)
+    assert sampled.finite.tolist() == [False, True]
+    assert sampled.token_ids.tolist()[1] == int(logits_of(1).argmax())
+
+
+def test_long_lists_of_stop_tokens_wait_too(sampler: Sampler) -> None:
+    logits = np.arange(9000, dtype=np.float32)
+    sampling = SamplingParams(temperature=0, min_tokens=1)
+    cases = [
+        Case(sampling, (0,) * length, 2, logits, stop_token_ids=tuple(range(3000, 9000))) for length in (2, 3)
+    ]
+    assert sampler(*batch_of(cases)).token_ids.tolist() == [2999, 8999]
+
+
 def test_stop_tokens_wait_for_min_tokens(sampler: Sampler) -> None:
     logits = np.array([0.0, 1.0, 2.0, 3.0], np.float32)
     sampling = SamplingParams(temperature=0, min_tokens=2)

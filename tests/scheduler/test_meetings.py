@@ -1,6 +1,6 @@
 """Where features meet: forks that return twice, adapters beside static batches and full pools, swaps in one plan."""
 
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from quire.memory.paged import PagedMemory
 from quire.scheduler.adapter_admission import AdapterAdmission
 from quire.scheduler.plan import ScheduledStep, StepPlan
 from quire.scheduler.preemption import Preemption
+from quire.scheduler.queue import SequenceGroup
 from quire.scheduler.running import Branch
 from quire.scheduler.scheduler import Scheduler
 from quire_lab.simulate.clock import VirtualClock
@@ -189,3 +190,29 @@ def test_a_copy_that_a_step_is_about_to_make_outlasts_the_limits(tmp_path: Path)
     assert library.want(keys[0]) is not None
     library.let_go(keys[0])
     library.close()
+
+
+def test_an_adapter_that_is_evicted_before_a_step_carried_it_is_held_once() -> None:
+    """Held twice and let go once, its host copy could never be dropped."""
+    held: Counter[str] = Counter()
+
+    class Copies(_Copies):
+        def hold(self, key: str) -> None:
+            held[key] += 1
+
+        def let_go(self, key: str) -> None:
+            held[key] -= 1
+
+    memory = PagedMemory(8, 4)
+    line = AdapterAdmission(Copies(), memory)
+    group = SequenceGroup(_request("r", range(1, 4), 1, 2, "A"), 0)
+    line.prepare(group, 1)
+    taken = [memory._take() for _ in range(8)]  # others need all blocks
+    for block in taken:
+        memory.pool.release(block, keep=False)
+    assert not memory.adapter_pages.is_resident("A")
+    line.prepare(group, 1)
+    assert [load.key for load in line.take_loads()] == ["A"]
+    assert held["A"] == 1  # until the step that carries it is launched
+    line.take_loads()
+    assert held["A"] == 0

@@ -1,20 +1,26 @@
 """Who is admitted first and preempted first: fcfs, priority, shortest, fair."""
 
+from functools import partial
 from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.config import SchedulerConfig
+from quire.core.config import SchedulerConfig, SpeculativeConfig
 from quire.core.errors import ConfigError
 from quire.core.request import FinishReason, Request
 from quire.core.sampling import SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.speculation import Speculation
+from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
 from quire.scheduler import ordering
-from quire.scheduler.ordering import AGEING, OUTPUT_WEIGHT, FairQueue
+from quire.scheduler.ordering import AGEING, OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
 from quire.scheduler.queue import SequenceGroup
 from quire.scheduler.scheduler import Scheduler
+from tests.engine.page_runner import VOCABULARY, PageRunner
+from tests.engine.random_proposer import RandomProposer
 
 
 def make(schedule, num_blocks=256, block_size=4, **config):
@@ -36,6 +42,8 @@ def step(scheduler):
     scheduler.committed(planned)
     ended = []
     for sequence in planned.receivers:
+        if scheduler.charge is not None:
+            scheduler.charge(sequence)
         sequence.token_ids.append(99)
         if len(sequence.token_ids) >= sequence.request.max_len:
             scheduler.finish(sequence, FinishReason.LENGTH)
@@ -184,3 +192,28 @@ def test_shares_may_be_of_anything_a_request_has():
 def test_an_unknown_schedule_is_one_clear_line():
     with pytest.raises(ConfigError, match="schedule='lifo' is not known: choose one of fcfs, priority"):
         SchedulerConfig(schedule="lifo")
+
+
+@pytest.mark.parametrize("acceptance_rate", [0.0, 0.9])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_share_pays_for_the_tokens_that_it_got_and_not_for_rejected_drafts(acceptance_rate, in_flight):
+    class DraftsOfOneTenant(RandomProposer):
+        def can_draft(self, sequence):
+            return sequence.request.tenant == "drafts"
+
+    speculative = SpeculativeConfig("ngram", 4, adaptive=False)
+    engine = Engine(
+        SchedulerConfig(4, 64, schedule="fair", steps_in_flight=in_flight),
+        Limits(VOCABULARY, 64, 4, ()),
+        PagedMemory(60, 4, "test"),
+        PageRunner(60, 4),
+        make_speculation=partial(Speculation, speculative, DraftsOfOneTenant(acceptance_rate), 4),
+    )
+    for tenant in ("drafts", "plain"):
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        engine.add(Request(tenant, [1, 2, 3], sampling, tenant=tenant))
+    while engine.has_work:
+        engine.step()
+    assert engine.draft_stats.num_draft_tokens > engine.draft_stats.num_accepted_tokens
+    expected = 3 * PROMPT_WEIGHT + 40 * OUTPUT_WEIGHT
+    assert [engine.scheduler.waiting.served(name) for name in ("drafts", "plain")] == [expected] * 2

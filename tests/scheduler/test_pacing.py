@@ -4,26 +4,15 @@ import pytest
 
 from quire.core.config import SchedulerConfig
 from quire.core.errors import ConfigError
-from quire.core.request import ints
-from quire.core.step import Step
 from quire.memory.paged import PagedMemory
 from quire.scheduler.pacing import BACKLOG, FEWEST, FIRST, SHORTEST_BUSY, Pacing
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import request, step
 
 
-def measured(rows, prompt):
+def note(pacing, rows, prompt, seconds):
     """A step of `rows` decodes and a prompt chunk."""
-    counts = [1] * rows + ([prompt] if prompt else [])
-    return Step(
-        step_id=0,
-        starts=(),
-        rows=ints(range(len(counts))),
-        num_computed=ints([0] * len(counts)),
-        num_tokens=ints(counts),
-        sample_sources=ints(()),
-        sample_rows=ints(()),
-    )
+    pacing.note(rows + prompt, rows + (prompt > 0), seconds)
 
 
 def device(tokens):
@@ -33,10 +22,10 @@ def device(tokens):
 
 def settle(pacing, rows, seconds=device, waiting=10**4):
     for _ in range(10):
-        pacing.note(measured(rows, 0), seconds(rows))
+        note(pacing, rows, 0, seconds(rows))
     prompt = FIRST
     for _ in range(12):
-        pacing.note(measured(rows, prompt), seconds(rows + prompt))
+        note(pacing, rows, prompt, seconds(rows + prompt))
         prompt = pacing.prompt_tokens(rows, waiting)
     return prompt
 
@@ -44,14 +33,14 @@ def settle(pacing, rows, seconds=device, waiting=10**4):
 @pytest.mark.parametrize("goal", [0.008, 0.016, 0.1])
 def test_a_goal_is_met_and_used(goal):
     prompt = settle(Pacing(goal), 32)
-    assert 0.9 * goal < device(32 + prompt) <= goal * 1.01
+    assert 0.8 * goal < device(32 + prompt) <= goal * 1.06  # sizes are rounded
 
 
 def test_auto_allows_a_multiple_of_a_decode_step():
     prompt = settle(Pacing(None), 32, waiting=1000)
-    assert 2.2 * device(32) < device(32 + prompt) < 2.6 * device(32)
+    assert 1.8 * device(32) < device(32 + prompt) < 2.45 * device(32)
     slow = settle(Pacing(None), 8, lambda tokens: 0.015 + 0.00043 * tokens, waiting=1000)  # a CPU
-    assert 2.0 * 0.0185 < 0.015 + 0.00043 * (8 + slow) < 2.7 * 0.0185
+    assert 1.8 * 0.0185 < 0.015 + 0.00043 * (8 + slow) < 2.4 * 0.0185
 
 
 def test_a_long_queue_makes_steps_longer_up_to_a_bound():
@@ -65,16 +54,16 @@ def test_a_long_queue_makes_steps_longer_up_to_a_bound():
 
 def test_a_prefill_goes_on_whatever_steps_take():
     pacing = Pacing(0.001)
-    pacing.note(measured(32, 64), 1.0)
+    note(pacing, 32, 64, 1.0)
     assert pacing.prompt_tokens(32, 0) == FEWEST
 
 
 def test_many_rows_that_were_never_measured_alone_do_not_starve_prompts():
     """A burst: every step since the first row has had prompts."""
     pacing = Pacing(None)
-    pacing.note(measured(1, 0), 0.004)
+    note(pacing, 1, 0, 0.004)
     for rows in (1, 100, 300, 500):
-        pacing.note(measured(rows, 1000), device(rows + 1000))
+        note(pacing, rows, 1000, device(rows + 1000))
     assert pacing.prompt_tokens(500, 0) >= 500
 
 

@@ -5,7 +5,8 @@ import pytest
 from quire.core.config import SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.memory.paged import PagedMemory
-from quire.scheduler.preemption import Preemption, PromptSpeed
+from quire.scheduler.pacing import PromptSpeed
+from quire.scheduler.preemption import Preemption
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import request, step
 

@@ -1,5 +1,7 @@
 """Who runs when: order of arrival, budgets, preemption, forks."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.core.config import SchedulerConfig
@@ -184,3 +186,14 @@ def test_an_admission_policy_says_how_many_groups_join():
     for i, name in enumerate("abc"):
         scheduler.add(request(name, 4, first=1 + 10 * i))
     assert [len(step(scheduler)) for _ in range(4)] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("num_stops", [0, 1, 3, 4, 1000])
+def test_beams_ask_for_candidates_by_their_number_and_not_by_their_stop_tokens(num_stops):
+    scheduler = make()
+    stops = frozenset(range(100, 100 + num_stops))
+    asked = request("a", n=4, best_of=8, use_beam_search=True)
+    scheduler.add(replace(asked, stop_token_ids=stops))
+    (beams,) = scheduler.schedule().step.beams
+    assert beams.num_candidates == {0: 16, 1: 16, 3: 32}.get(num_stops, 16)
+    assert beams.stop_token_ids == (stops if num_stops > 3 else frozenset())

@@ -24,7 +24,7 @@ class RunningServer:
 
     def __init__(self, *flags: str, **environment: str) -> None:
         command = [
-            sys.executable,
+            os.environ.get("QUIRE_PYTHON", sys.executable),  # tests of clients may run in another environment
             "-m",
             "quire",
             "serve",

@@ -22,7 +22,7 @@ from quire.engine.validation import Limits
 from quire.link.client import NamedAdapters
 from quire.link.messages import Described, Ready
 from quire.server.app import create_app
-from quire.server.encoders import Encoders
+from quire.server.served_models import ServedModel, ServedModels
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
 
@@ -54,6 +54,7 @@ class ScriptedEngine:
         self.adapters = NamedAdapters(EngineConfig().adapters)
         self.script = list(script)
         self.fault = fault
+        self.ready: Ready | None = None
         self.stopped: list[tuple[str, int]] = []
         self.requests: list[Any] = []
 
@@ -92,22 +93,25 @@ def logprobs(tokens: str) -> dict[str, Any]:
     return {"logprobs": tuple(entries)}
 
 
-def scripted_app(engine: ScriptedEngine, **settings: Any) -> ASGIApp:
+def scripted_app(
+    engine: ScriptedEngine, *, tokenizer: str | None = None, vocab_size: int = 257, **settings: Any
+) -> ASGIApp:
     made = ServerSettings(**{"sse_keep_alive": 0.0, "embeddings": False, **settings})
     client: Any = engine
-    service = Service(client, made, Encoders(made))
+    model = ServedModel("generate", client, made, made.served_names)
     config = {"chat_template": TEMPLATE, "eos_token": "</s>"}
     ready = Ready(
         model="scripted",
         pid=0,
-        described=Described(byte_tokenizer(), config, config),
+        described=Described(tokenizer or byte_tokenizer(), config, config),
         default_sampling=SamplingParams(temperature=0.5, max_tokens=256),
-        limits=Limits(vocab_size=257, max_model_len=4096, max_num_seqs=16),
-        start=StartStats(num_threads=1, max_num_batched_tokens=512, weights_bytes=0, seconds=0.0),
+        limits=Limits(vocab_size=vocab_size, max_model_len=4096, max_num_seqs=16),
+        start=StartStats(num_threads=1, weights_bytes=0, seconds=0.0),
         lines=[],
     )
-    service.serve_model(ready)
-    return create_app(service)
+    engine.ready = ready
+    model.serve(ready)
+    return create_app(Service(ServedModels(made, model), made))
 
 
 async def posted(app: ASGIApp, path: str, body: dict[str, Any]) -> tuple[int, list[bytes]]:

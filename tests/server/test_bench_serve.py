@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import Ran, Run
 from tests.cli.conftest import run as run  # the fixture
-from tests.server.running import RunningServer
+from tests.server.running import ADMIN_KEY, RunningServer
 
 LIGHT = ("--num-prompts", 6, "--random-input-len", 20, "--random-output-len", 5)
 
@@ -72,6 +72,22 @@ def test_what_cannot_be_measured_is_one_line(server: RunningServer, run: Run, fl
     if "--base-url" not in flags:
         flags = [*flags, "--base-url", server.url]
     assert said in error_of(run("bench", "serve", *flags))
+
+
+def test_the_time_line_names_steps_of_the_engine(server: RunningServer, run: Run, tmp_path: Path):
+    picture, record = tmp_path / "line.html", tmp_path / "out.json"
+    flags = ("--timeline", picture, "--percentile-metrics", "itl", "--output", record)
+    ran = run("bench", "serve", "--base-url", server.url, *LIGHT, *flags, "--admin-key", ADMIN_KEY)
+    assert ran.code == 0, ran.err
+    assert "held up by" in ran.out
+    assert "between tokens (ITL)" in ran.out
+    assert "first token (TTFT)" not in ran.out
+    results = json.loads(record.read_text())["results"]
+    assert {"p50", "p90", "p95", "p99", "max"} <= set(results["rounds"][0]["itl_ms"])
+    assert results["late_tokens"][0]["step_id"] is not None
+    assert picture.read_text().count("prefill tokens, ") > 3  # steps in the picture
+    ran = run("bench", "serve", "--base-url", server.url, *LIGHT, "--timeline", picture)
+    assert "/start_step_log was refused (HTTP 401" in error_of(ran)
 
 
 def test_a_model_that_the_server_does_not_have_is_known_before_the_load(server: RunningServer, run: Run):

@@ -16,9 +16,10 @@ import httpx
 import openai
 import pytest
 
+from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
-from quire.server.encoders import Encoders
 from quire.server.errors import ApiError
+from quire.server.served_models import ServedModels
 from quire.server.settings import ServerSettings
 from quire.weights.builtin import builtin_encoder_folder
 from tests.server.running import MODEL, RunningServer
@@ -87,7 +88,9 @@ def test_base64_and_floats_are_the_same_numbers_for_text_and_token_ids(embedding
     floats = vector(input="hi")
     assert vector(input="hi", encoding_format="base64") == floats
     assert vector(input=[101, 7632, 102]) == vector(input=[[101, 7632, 102]]) == floats
-    assert vector(input="hi", add_special_tokens=False) != floats
+    bare = vector(input="hi", add_special_tokens=False)
+    assert bare != floats
+    assert vector(input=[7632], add_special_tokens=False) == bare
     short = vector(input="hi", dimensions=10)
     length = math.sqrt(math.fsum(x * x for x in floats[:10]))
     assert short == pytest.approx([x / length for x in floats[:10]], rel=1e-5)
@@ -112,6 +115,13 @@ def test_a_whole_batch_comes_back_in_order(client: openai.OpenAI) -> None:
         ({"input": ["word " * 250] * 100}, "input", r"tokens together and 20000 may wait"),
         ({"input": [[30522]]}, "input", "token id 30522 is outside the vocabulary of 30522"),
         ({"input": [[2**40]]}, "input", "outside the vocabulary"),
+        ({"input": [[791, 4062, 57671, 39935]]}, "input", "57671.*check_embedding_ctx_length=False"),
+        (
+            {"input": [[101, 7632, 102], [791, 4062]]},
+            "input",
+            r"input\[1\] does not begin with .*101.*check_embedding_ctx",
+        ),
+        ({"input": "word " * 400}, "input", "maximum context length is 256 .*--embedding-truncate"),
         ({"input": [[]]}, "input", r"input\[0\] has no tokens"),
         ({"input": 5}, "input", "valid string"),
         ({"input": "x", "dimensions": 385}, "dimensions", "outside 1 to 384"),
@@ -188,11 +198,17 @@ def test_a_killed_embedding_engine_comes_back_while_chat_goes_on(
 
 
 def test_an_encoder_alone_embeds_and_refuses_to_chat(folder: Path) -> None:
-    running = RunningServer(str(folder), "--served-model-name", "mine")
+    flags = ("--served-model-name", "mine", "also", "--model-alias", "ada", "--embedding-truncate")
+    running = RunningServer(str(folder), *flags)
     try:
         client = running.wait_ready().client()
         assert [model.id for model in client.models.list()] == ["mine", MINILM]
-        assert len(client.embeddings.create(model="mine", input="x").data[0].embedding) == 384
+        for name in ("mine", "also", "ada"):
+            found = client.embeddings.create(model=name, input="x")
+            assert (len(found.data[0].embedding), found.model) == (384, "mine")
+        assert client.models.retrieve("ada").id == "ada"
+        long = client.embeddings.create(model="mine", input="word " * 400)
+        assert long.usage.total_tokens == 256
         assert "makes embeddings and no text" in running.chat_error()["message"]
         assert running.get("/ready").status_code == 200
         assert running.metric("engine_up", model_name="mine") == 1
@@ -204,7 +220,7 @@ def test_an_encoder_alone_embeds_and_refuses_to_chat(folder: Path) -> None:
 
 def test_embeddings_may_be_switched_off() -> None:
     with pytest.raises(ApiError, match="--no-embeddings") as caught:
-        Encoders(ServerSettings(embeddings=False)).find("minilm")
+        ServedModels.of(EngineConfig(), ServerSettings(embeddings=False)).encoder("minilm")
     assert caught.value.status == 403
     with pytest.raises(ConfigError, match="contradict"):
         ServerSettings(embeddings=False, embedding_models=("builtin",))
@@ -212,8 +228,9 @@ def test_embeddings_may_be_switched_off() -> None:
 
 def test_models_that_were_asked_for_go_by_their_names(tmp_path: Path) -> None:
     folder = str(tmp_path / "my-encoder")
-    encoders = Encoders(ServerSettings(embedding_models=("builtin", folder, "builtin")))
-    assert [one.names[0] for one in encoders.all] == [MINILM, "my-encoder"]
-    assert encoders.started_first == encoders.all
-    assert encoders.find("my-encoder") is encoders.find(folder)
-    assert encoders.find(None) is encoders.find("minilm")
+    settings = ServerSettings(embedding_models=("builtin", folder, "builtin"))
+    models = ServedModels.of(EngineConfig(), settings)
+    assert [model.names[0] for model in models.encoders] == [MINILM, "my-encoder"]
+    assert models.started_first == [models.main, *models.encoders]
+    assert models.encoder("my-encoder") is models.encoder(folder)
+    assert models.encoder(None) is models.encoder("minilm")

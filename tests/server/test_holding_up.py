@@ -126,9 +126,12 @@ def _overload(server: RunningServer) -> None:
 def _concurrency(server: RunningServer) -> None:
     async def run() -> list[int]:
         async with httpx.AsyncClient(timeout=30, headers={"Authorization": "Bearer from-flag"}) as client:
-            answers = await asyncio.gather(
-                *(client.post(f"{server.url}/v1/completions", json=LONG) for _ in range(9))
-            )
+
+            async def ask(number: int) -> httpx.Response:
+                await asyncio.sleep(0.1 * number)  # two must run before two can wait
+                return await client.post(f"{server.url}/v1/completions", json=LONG)
+
+            answers = await asyncio.gather(*(ask(number) for number in range(9)))
             return [a.json()["error"]["code"] for a in answers]
 
     assert "concurrency_limit" in asyncio.run(run())

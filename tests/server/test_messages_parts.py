@@ -54,6 +54,8 @@ def test_fields_get_the_names_that_chats_have_for_them():
     assert (got["temperature"], got["top_p"], got["top_k"]) == (0.5, 0.9, 3)
     assert got["chat_template_kwargs"] == {"enable_thinking": True, "reasoning_effort": "low"}
     assert got["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    older = fields(output_format={"type": "json_schema", "schema": {"type": "object"}})
+    assert older["response_format"] == got["response_format"]
     assert "tools" not in got
     assert "continue_final_message" not in got
     assert fields(thinking={"type": "disabled"})["chat_template_kwargs"] == {"enable_thinking": False}
@@ -154,6 +156,7 @@ def test_an_answer_that_the_caller_began_is_continued():
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
     ],
     ids=str,
 )

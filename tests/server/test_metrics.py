@@ -10,8 +10,8 @@ from quire.core.sampling import SamplingParams
 from quire.core.stats import (
     AdapterStats,
     EngineStats,
-    KvPoolSize,
     OffloadStats,
+    PoolSize,
     PoolStats,
     QueueStats,
     StartStats,
@@ -102,7 +102,7 @@ lora_hit_rate | gauge |  | Share of uses whose adapter lay in pages already.
 lora_requests_info | gauge | max_lora,running_lora_adapters,waiting_lora_adapters | \
 Adapters of running and waiting requests.
 """
-START = StartStats(num_threads=2, max_num_batched_tokens=512, weights_bytes=1000, seconds=0.5)
+START = StartStats(num_threads=2, weights_bytes=1000, seconds=0.5)
 DESCRIBED = Described(None, {}, {})
 
 
@@ -125,7 +125,7 @@ def lines(*lists: str) -> set[str]:
 
 def generating(**settings: bool) -> EngineClient:
     client = EngineClient(EngineConfig.of(**settings), QueueBounds(1))
-    size = KvPoolSize(num_blocks=9, block_size=16, num_bytes=1000)
+    size = PoolSize(num_blocks=9, block_size=16, num_bytes=1000)
     client.ready = Ready("m", 1, DESCRIBED, SamplingParams(), Limits(100, 64, 8), START, [], size)
     return client
 

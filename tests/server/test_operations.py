@@ -1,9 +1,12 @@
 """What operators switch on: TLS, rates per key, keep-alives, traces, bounded templates. One server has it all."""
 
+import json
 import ssl
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -245,3 +248,22 @@ def test_an_endless_template_costs_its_own_request_only(operated: Operated):
         assert refused.json()["error"]["param"] == "chat_template"
         giant = client.post("/v1/chat/completions", json={**body, "chat_template": "{{ 'a' * 10**9 }}"})
         assert (giant.status_code, "memory" in giant.text) == (400, True)
+
+
+def test_the_plan_says_what_a_server_takes_once_its_pool_is_full(
+    start_server: Callable[..., RunningServer],
+) -> None:
+    flags = ("--kv-cache-memory-bytes", "64M", "--max-num-seqs", "16")
+    server = start_server(*flags)
+    for first in range(8):  # more tokens than the pool has
+        prompt = [100 + first * 1000 + position for position in range(480)]
+        answer = server.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+    command = [sys.executable, "-m", "quire", "plan", *flags, "--bandwidth", "10G", "--json"]
+    planned = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["server_bytes"]
+    pids = (server.process.pid, server.engine_pid())
+    statuses = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+    used = sum(
+        int(line.split()[1]) * 1024 for text in statuses for line in text.splitlines() if "VmRSS" in line
+    )
+    assert abs(planned - used) < 0.15 * used, (planned, used)

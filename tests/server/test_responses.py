@@ -212,7 +212,7 @@ def test_too_long_a_conversation_is_refused_or_loses_its_oldest_turns(client: op
         ({"background": True, "store": False}, "background"),
         ({"conversation": "c", "previous_response_id": "r"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"truncation": "sometimes"}, "truncation"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),

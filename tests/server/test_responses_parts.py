@@ -7,8 +7,10 @@ import pytest
 
 from quire.core.errors import FieldName, InvalidRequest
 from quire.core.sampling import SamplingParams
+from quire.server.chat import chat_tools
 from quire.server.errors import ApiError
 from quire.server.protocol.base import Usage
+from quire.server.protocol.completions import ChatCompletionRequest
 from quire.server.protocol.responses import ResponseRequest
 from quire.server.responses.builder import ResponseBuilder, new_response
 from quire.server.responses.convert_request import chat_fields, chat_messages, read_items, refuse_unsupported
@@ -115,7 +117,7 @@ def test_what_comes_out_can_be_sent_back():
         {"role": "user", "content": [{"type": "input_file", "file_id": "x"}]},
         {"type": "item_reference", "id": "msg_1"},
         {"type": "web_search_call", "id": "ws_1"},
-        {**CALL, "arguments": "{"},
+        {**CALL, "arguments": None},
         {**CALL, "name": None},
         {"type": "reasoning", "summary": "x"},
         OUTPUT,
@@ -166,8 +168,25 @@ def test_tools_and_choices_nest_as_chats_want_them():
     assert fields(tools=[ADD])["tool_choice"] == "auto"
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
     got = fields(tools=[ADD, {**ADD, "name": "sub"}], tool_choice=allowed)
-    assert got["tool_choice"] == "required"
-    assert [tool["function"]["name"] for tool in got["tools"]] == ["add"]
+    plan = chat_tools(ChatCompletionRequest.model_validate(got))
+    assert plan is not None
+    assert plan.forced is not None
+    assert [tool["function"]["name"] for tool in plan.shown] == ["add"]
+
+
+def test_tools_of_other_types_are_left_out_with_a_warning():
+    tools = [{"type": "namespace", "name": "mcp", "tools": []}, ADD, {"type": "web_search"}]
+    plan = chat_tools(ChatCompletionRequest.model_validate(fields(tools=tools, tool_choice="auto")))
+    assert plan is not None
+    assert [tool["function"]["name"] for tool in plan.shown] == ["add"]
+    assert [warning.split(" are")[0] for warning in plan.warnings] == [
+        "tools of type 'namespace'",
+        "tools of type 'web_search'",
+    ]
+    assert plan.warnings[1].endswith("tools[2]")
+    plan = chat_tools(ChatCompletionRequest.model_validate(fields(tools=[{"type": "local_shell"}])))
+    assert plan is not None
+    assert (plan.shown, len(plan.warnings)) == ((), 1)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +194,8 @@ def test_tools_and_choices_nest_as_chats_want_them():
     [
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [ADD], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
@@ -191,7 +210,7 @@ def test_tools_and_choices_nest_as_chats_want_them():
 )
 def test_what_is_not_served_is_refused_by_name(asked: dict[str, Any], param: str):
     with pytest.raises((InvalidRequest, ApiError)) as caught:
-        fields(**asked)
+        chat_tools(ChatCompletionRequest.model_validate(fields(**asked)))
     assert caught.value.param == param
 
 

@@ -101,7 +101,7 @@ def test_every_way_to_ask_for_a_form_is_honoured(server: RunningServer, path: st
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"schema": {"properties": {"a": {"not": {}}}}},
+                    "json_schema": {"schema": {"properties": {"a": {"not": {}}}}, "strict": True},
                 }
             },
             "response_format",

@@ -11,12 +11,14 @@ from quire.core.errors import ConfigError, InvalidRequest
 from quire.server.chat import ChatReply
 from quire.server.generation import Change
 from quire.server.protocol.completions import ChatCompletionRequest
+from quire.server.schemas import served_schema
 from quire.server.settings import ServerSettings
 from quire.server.tools import MAX_BYTES, MAX_TOOLS, tool_plan
 from quire.text.answer import AnswerSequence
 from quire.text.reader import AnswerFormats, AnswerParsers, choose_formats
 from quire.text.template import ChatTemplate
 from quire.text.tools.formats import described, tool_parser
+from tests.server.scripted import ScriptedEngine, posted, scripted_app, update
 
 HI = [{"role": "user", "content": "Hi"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -25,6 +27,14 @@ TRANSCRIPTS = Path(__file__).parents[1] / "text" / "transcripts"
 
 def tool(name: str = "get_weather", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
+
+
+SHELL = {"type": "custom", "custom": {"name": "sh"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def request(**fields: Any) -> ChatCompletionRequest:
@@ -37,7 +47,8 @@ def request(**fields: Any) -> ChatCompletionRequest:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": 5}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].function"),
         ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [tool(), {"type": "function", "function": {}}]}, "tools[1].function.name"),
@@ -55,6 +66,19 @@ def request(**fields: Any) -> ChatCompletionRequest:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "auto", "tools": []}, "tool_choice"),
         ({"tool_choice": "always", "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "custom", "custom": {"name": "sh"}}, "tools": [tool(), SHELL]},
+            "tool_choice",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "sh"}}, "tools": [tool(), SHELL]},
+            "tool_choice",
+        ),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": allowed("sometimes", "get_weather"), "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": allowed("auto"), "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "f"), "tools": [tool()]}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [tool()]}, "tool_choice"),
     ],
@@ -85,6 +109,28 @@ def test_without_a_choice_tools_are_offered_and_with_none_they_are_hidden():
     assert tool_plan(request(tools=[tool()])).parser_maker(None) is None
 
 
+def test_allowed_tools_hide_the_others():
+    tools = [tool(), tool("b"), tool("c")]
+    plan = tool_plan(request(tools=tools, tool_choice=allowed("auto", "c", "get_weather")))
+    assert (plan.shown, plan.forced) == ((tool(), tool("c")), None)
+    plan = tool_plan(request(tools=[*tools, SHELL], tool_choice=allowed("required", "b")))
+    assert plan.shown == (tool("b"),)
+    assert plan.forced is not None
+    assert "get_weather" not in plan.forced.text
+
+
+def test_tools_of_types_that_are_not_served_are_left_out_with_a_warning():
+    plan = tool_plan(request(tools=[SHELL, tool(), {"type": "web_search"}, SHELL], tool_choice="auto"))
+    assert plan.shown == (tool(),)
+    assert plan.warnings == (
+        "tools of type 'custom' are left out, since only 'function' is served: tools[0], tools[3]",
+        "tools of type 'web_search' are left out, since only 'function' is served: tools[2]",
+    )
+    choice = {"type": "function", "function": {"name": "sh"}}
+    with pytest.raises(InvalidRequest, match=r"'sh', and the tools are get_weather.*'custom' are left out"):
+        tool_plan(request(tools=[SHELL, tool()], tool_choice=choice))
+
+
 def test_required_asks_for_an_array_of_calls():
     tree = {
         "type": "object",
@@ -111,11 +157,26 @@ def test_a_named_tool_asks_for_its_arguments_which_are_those_it_lists():
     choice = {"type": "function", "function": {"name": "get_weather"}}
     plan = tool_plan(request(tools=[tool(), tool("b")], tool_choice=choice))
     assert plan.forced is not None
-    assert json.loads(plan.forced.text) == {**CITY, "additionalProperties": False}
+    assert json.loads(plan.forced.text) == served_schema(CITY, False, "tools")[0]
+    assert json.loads(plan.forced.text)["additionalProperties"] is False
     for parameters, closed in ((None, True), ({"type": "object"}, False), ({"$ref": "#/$defs/a"}, False)):
         plan = tool_plan(request(tools=[tool(parameters=parameters)], tool_choice=choice))
         assert plan.forced is not None
         assert ("additionalProperties" in json.loads(plan.forced.text)) == closed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_where_its_forced_calls_repeat(stream: bool):
+    call = '{"name": "get_weather", "parameters": {"city": "Rome"}}'
+    other = call.replace("Rome", "Paris")
+    steps = [[update(text)] for text in (f"[{call}", f", {other}", f", {other}", f", {call}", f", {call}]")]
+    engine = ScriptedEngine([*steps, [update("", finish_reason="stop")]])
+    body = {"messages": HI, "tools": [tool()], "tool_choice": "required", "stream": stream}
+    status, pieces = asyncio.run(posted(scripted_app(engine), "/v1/chat/completions", body))
+    assert status == 200
+    shown = b"".join(pieces).decode()
+    assert (shown.count('"name":"get_weather"'), shown.count('"finish_reason":"tool_calls"')) == (2, 1)
+    assert [index for _, index in engine.stopped] == [0]
 
 
 # How the model is told
@@ -267,4 +328,4 @@ def test_deltas_keep_the_order_in_which_things_were_written():
     text = 'One.<tool_call>{"name": "f", "arguments": {}}</tool_call>\nTwo.'
     choices = collected(reply([text], AnswerParsers(make_tool_parser=lambda: tool_parser("hermes", ()))))
     keys = [tuple(choice["delta"]) for choice in choices]
-    assert keys == [("role", "content"), ("content", "tool_calls"), ("content",)]
+    assert keys == [("role", "content"), ("content", "tool_calls"), ("content",), ()]

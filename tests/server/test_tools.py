@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import openai
 import pytest
 
+from quire.server.tools import MAX_CALLS
 from tests.server.running import MODEL, RunningServer
 
 WEATHER = {
@@ -55,6 +57,39 @@ def client(server: RunningServer) -> openai.OpenAI:
     return server.client()
 
 
+def test_a_request_of_codex_is_served_without_the_tools_of_openais_own_servers(server: RunningServer):
+    function = {"type": "function", **WEATHER["function"], "strict": False}
+    others = [
+        {"type": "namespace", "name": "mcp__files", "tools": [function]},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+        {"type": "local_shell"},
+        {"type": "computer_use_preview", "display_width": 1},
+    ]
+    body = {
+        "input": "Hi",
+        "max_output_tokens": 2,
+        "tools": [*others, function],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "x",
+    }
+    response = server.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    warnings = response.headers.get_list("warning", split_commas=False)
+    assert [re.findall("type '(.+)' are", warning) for warning in warnings] == [
+        [tool["type"]] for tool in others
+    ]
+    assert "response.incomplete" in response.text
+    chat = {"messages": ASK["messages"], "max_tokens": 2, "tools": others}
+    response = server.post("/v1/chat/completions", json=chat)
+    assert response.status_code == 200, response.text
+    assert len(response.headers.get_list("warning")) == len(others)
+
+
 def checked(name: str, arguments: str) -> dict[str, Any]:
     """The arguments, which must be what the tool's schema wants."""
     read = json.loads(arguments)
@@ -97,6 +132,45 @@ def test_a_required_call_is_made_whole_and_streamed_alike(client: openai.OpenAI)
         checked(*call)
     stream = client.chat.completions.create(**ASK, tool_choice="required", stream=True)
     assert put_together(stream) == ("", calls, "tool_calls")
+
+
+def test_required_calls_end_and_do_not_repeat(client: openai.OpenAI):
+    """A bias makes the model go on with the same call for as long as it may."""
+    ask = {**ASK, "tools": [TIME], "max_tokens": 600, "tool_choice": "required"}
+    choice = client.chat.completions.create(**ask).choices[0]
+    calls = [(one.function.name, one.function.arguments) for one in choice.message.tool_calls]
+    assert choice.finish_reason == "tool_calls"
+    assert len(calls) <= MAX_CALLS
+    assert all(before != after for before, after in pairwise(calls))
+
+
+def test_a_call_that_max_tokens_cut_off_is_accepted_back(server: RunningServer, client: openai.OpenAI):
+    choice = client.chat.completions.create(**{**ASK, "max_tokens": 6}, tool_choice=NAMED).choices[0]
+    assert choice.finish_reason == "length"
+    (call,) = choice.message.tool_calls
+    with pytest.raises(ValueError, match=r".*"):
+        json.loads(call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "The call was cut off."}
+    messages = [*ASK["messages"], choice.message, result]
+    again = client.chat.completions.create(**{**ASK, "messages": messages, "max_tokens": 2})
+    assert again.choices[0].finish_reason
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": '{"city": "Pa'},
+        {"type": "function_call_output", "call_id": "c", "output": "cut off"},
+    ]
+    response = server.post("/v1/responses", json={"input": items, "max_output_tokens": 2})
+    assert response.status_code == 200, response.text
+    tools = [{"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}]
+    forced = {"type": "tool", "name": "get_weather"}
+    body = {"max_tokens": 6, "tools": tools, "tool_choice": forced, "messages": ASK["messages"]}
+    message = server.post("/v1/messages", json=body).json()
+    assert (message["stop_reason"], message["content"][-1]["type"]) == ("max_tokens", "tool_use")
+    result = {"type": "tool_result", "tool_use_id": message["content"][-1]["id"], "content": "cut off"}
+    answered = [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
+    body |= {"messages": [*ASK["messages"], *answered], "tool_choice": {"type": "auto"}}
+    response = server.post("/v1/messages", json=body)
+    assert response.status_code == 200, response.text
 
 
 def test_a_named_call_is_made_whole_and_streamed_alike(client: openai.OpenAI):
@@ -219,7 +293,7 @@ def test_a_response_format_leaves_the_choice_between_calls_and_an_answer(client:
         ({"tools": "all"}, "tools"),
         ({"tools": [WEATHER], "tool_choice": 5}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "a b"}]}, "functions[0].name"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )

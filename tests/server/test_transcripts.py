@@ -78,6 +78,7 @@ ARRAY = (
     ', {"name": "b", "parameters": {}}]',
     "",
 )
+REPEATED = (', {"name": "get_weather", "parameters": {"ci', 'ty": "B"}}', ', {"name": "get_wea', "")
 FUNCTION = {"type": "function", "function": {"name": TOOL["name"]}}
 SCENES: dict[str, tuple[str, dict[str, Any], list[list[Any]]]] = {
     "chat": (CHAT, {"messages": HI, **STREAM}, plain(*PLAIN)),
@@ -99,6 +100,19 @@ SCENES: dict[str, tuple[str, dict[str, Any], list[list[Any]]]] = {
         CHAT,
         {"messages": HI, "tools": TOOLS, "tool_choice": "required", **USAGE},
         plain(*ARRAY),
+    ),
+    "chat_repeats": (
+        CHAT,
+        {"messages": HI, "tools": TOOLS, "tool_choice": "required", **USAGE},
+        plain('[{"name": "get_weather", "parameters": {"city": "B"}}', *REPEATED),
+    ),
+    "chat_functions": (CHAT, {"messages": HI, "functions": [TOOL], **USAGE}, plain(*CALLING)),
+    "chat_copies": (CHAT, {"messages": HI, "n": 2, "temperature": 0, **USAGE}, plain("Hel", "lo")),
+    "completions_copies": (
+        COMPLETIONS,
+        {"prompt": ["Hi", "Ho"], "n": 2, "temperature": 0, **USAGE},
+        [[update("Hel"), update("Hal", request=1)], [update("lo", finish_reason="stop")]]
+        + [[update("", request=1, finish_reason="length")]],
     ),
     "completions": (COMPLETIONS, {"prompt": "Hi", **STREAM}, plain(*PLAIN)),
     "completions_split": (COMPLETIONS, {"prompt": "Hi", **STREAM}, split_character()),
@@ -162,7 +176,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
             ("use_beam_search", True),
             ("length_penalty", 2.0),
             ("stream_options", {"include_usage": True}),
-            ("functions", []),
+            ("functions", [{"name": "a b"}]),
+            ("function_call", "x"),
+            ("function_call", {"name": "f"}),
             ("chat_template", "{{ 1 }}"),
             ("response_format", {"type": "xml"}),
             ("response_format", {"type": "json_schema"}),
@@ -174,7 +190,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
             ("truncate_prompt_tokens", 0),
             ("min_tokens", 5000),
             ("chat_template_kwargs", {"messages": 1}),
-            ("tools", [{"type": "web"}]),
+            ("tools", [{"type": 5}]),
             ("tool_choice", "required"),
             ("tools", [{"type": "function", "function": {"name": "a b"}}]),
             ("messages", []),
@@ -192,13 +208,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {**TALK, "max_completion_tokens": 3, "min_tokens": 4}),
     (CHAT, {**TALK, "best_of": 2, "n": 3}),
     (CHAT, {**TALK, "best_of": 3, "stream": True}),
-    (CHAT, {**TALK, "n": 2, "temperature": 0.0}),
+    (CHAT, {**TALK, "n": 17, "temperature": 0.0}),
+    (CHAT, {**TALK, "n": 2, "best_of": 3, "temperature": 0.0}),
+    (CHAT, {**TALK, "functions": [TOOL], "tools": TOOLS}),
     (CHAT, {**TALK, "use_beam_search": True, "n": 40}),
     (CHAT, {**TALK, "use_beam_search": True, "stop": "a", "best_of": 2}),
     (CHAT, {**TALK, "use_beam_search": True, "stream": True, "n": 2, "temperature": 0.0}),
     (CHAT, {**TALK, "regex": "a", "grammar": 'start: "a"'}),
     (CHAT, {**TALK, "prompt_logprobs": 1, "stream": True}),
     (CHAT, {**TALK, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}),
+    (CHAT, {**TALK, "tools": [*TOOLS, {"type": "web"}], "tool_choice": {"type": "web"}}),
     (CHAT, {}),
     *(
         (COMPLETIONS, {"prompt": "Hi", **fields})
@@ -230,7 +249,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
             {"text": {"format": {"type": "xml"}}},
             {"text": {"format": {"type": "json_schema"}}},
             {"text": {"format": {"type": "json_schema", "schema": {"type": "object"}, "strict": "yes"}}},
-            {"tools": [{"type": "web"}]},
+            {"tools": [{"type": "web"}], "tool_choice": "required"},
+            {"tools": [{"type": "web"}], "tool_choice": {"type": "web"}},
             {"tools": [{"type": "function"}]},
             {"tools": [{**FLAT_TOOLS[0], "name": "a b"}]},
             {"tools": [{**FLAT_TOOLS[0], "strict": 5}]},
@@ -275,7 +295,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/v1/messages", {"messages": HI}),
     ("/tokenize", {}),
-    ("/tokenize", {"messages": HI, "tools": [{"type": "x"}]}),
+    ("/tokenize", {"messages": HI, "tools": [{"type": 5}]}),
     ("/detokenize", {"tokens": [300]}),
 ]
 

@@ -72,6 +72,28 @@ def test_byte_tokens_between_pieces_give_what_decoding_them_gives(
     assert streamed(Detokenizer(sentence_piece), cut(data, ids)) == sentence_piece.decode(ids)
 
 
+@given(data=st.data(), prompt=TEXT, text=TEXT)
+def test_an_answer_behind_a_prompt_is_what_follows_it_in_the_whole_text(
+    tokenizer: Tokenizer, data: st.DataObject, prompt: str, text: str
+) -> None:
+    """SentencePiece's first piece keeps its space there; only the start of the whole text loses it."""
+    before, answer = tokenizer.encode(f"{prompt}.", False), tokenizer.encode(text, False)
+    detokenizer = Detokenizer(tokenizer, context_id=tokenizer.context_id(before))
+    shown = streamed(detokenizer, cut(data, answer))
+    assert tokenizer.decode(before) + shown == tokenizer.decode([*before, *answer])
+
+
+def test_a_stop_string_that_begins_with_a_space_is_found_at_the_first_token(
+    sentence_piece: Tokenizer,
+) -> None:
+    (dog,) = sentence_piece.encode("dog", False)
+    before = sentence_piece.encode("the quick", False)
+    detokenizer = Detokenizer(sentence_piece, stop=(" dog",), context_id=sentence_piece.context_id(before))
+    assert detokenizer.push([dog]) == ""
+    assert detokenizer.stop_reason == " dog"
+    assert sentence_piece.token_text(dog) == " dog"
+
+
 def test_a_character_is_never_split(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode("🤔 and 𒀀")

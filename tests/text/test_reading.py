@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.text.pieces import Arguments, CallBegin, CallEnd, Content, Piece, Reasoning, merged
-from quire.text.reader import AnswerReader
+from quire.text.reader import AnswerReader, RepeatFilter
 from quire.text.reasoning import guessed_reasoning, reasoning_parser
 from quire.text.tools.formats import guessed_tool_parser, tool_parser
 from quire.text.tools.parser import JsonArrayParser, NamedParser
@@ -159,6 +159,28 @@ def test_a_forced_call_begins_with_its_arguments():
     assert one.has_calls
     cut_short = AnswerReader(tools=NamedParser("f")).whole('{"a": "b')
     assert [(call.name, call.arguments) for call in cut_short.calls] == [("f", '{"a": "b')]
+
+
+REPEATING = """[{"name": "a", "parameters": {"x": 1}}, {"name": "a", "parameters": {"x": 1}},
+ {"name": "a", "parameters": {"x": 12}}, {"name": "b", "parameters": {"x": 12}}, {"name": "b", "parameters": {"x": 12}},
+ {"name": "b", "parameters": {"x": 12}}, {"name": "a", "parameters": {"x": 1}}]"""
+
+
+@pytest.mark.parametrize("size", [1, 7, len(REPEATING)])
+def test_a_call_that_repeats_the_one_before_is_dropped(size: int):
+    parts = [REPEATING[at : at + size] for at in range(0, len(REPEATING), size)]
+    pieces = read(AnswerReader(tools=JsonArrayParser(), repeats=RepeatFilter()), parts)
+    expected = [("a", '{"x": 1}'), ("a", '{"x": 12}'), ("b", '{"x": 12}'), ("a", '{"x": 1}')]
+    assert [(call["name"], call["arguments"]) for call in calls_in(pieces)] == expected
+    assert [piece.index for piece in pieces if isinstance(piece, CallBegin)] == [0, 1, 2, 3]
+
+
+def test_a_repetition_that_a_limit_cuts_off_is_dropped_and_another_call_is_not():
+    begun = '[{"name": "a", "parameters": {"x": 1}}, {"name": "a", "parameters": {"x"'
+    for text, expected in ((begun, ["a"]), (begun + ": 2", ["a", "a"])):
+        reader = AnswerReader(tools=JsonArrayParser(), repeats=RepeatFilter())
+        assert [call.name for call in reader.whole(text).calls] == expected
+        assert reader.has_calls
 
 
 def test_calls_beyond_the_limit_are_dropped():

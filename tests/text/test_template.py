@@ -8,7 +8,7 @@ import transformers
 
 from quire.core.errors import ConfigError, InvalidRequest
 from quire.text import template as template_module
-from quire.text.template import ChatTemplate, load_template
+from quire.text.template import ChatTemplate, checked_messages, load_template
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -105,6 +105,13 @@ def test_the_shapes_of_the_chat_api_are_understood() -> None:
     assert ChatTemplate(TOOLS).render(chat) == 'user: one\ntwo\nassistant: f({"a": 1})\ntool: 5\n'
 
 
+def test_arguments_that_a_limit_cut_off_are_an_object_with_their_text() -> None:
+    cut = {"function": {"name": "f", "arguments": '{"city": "Par'}}
+    (message,) = checked_messages([{"role": "assistant", "content": None, "tool_calls": [cut]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"raw_arguments": '{"city": "Par'}
+    assert cut["function"]["arguments"] == '{"city": "Par'  # the request's own
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
@@ -122,7 +129,7 @@ def test_the_shapes_of_the_chat_api_are_understood() -> None:
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] has no text"),
         ([{"role": "user", "content": object()}], "content is a object: only JSON values"),
-        ([{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}], "arguments that are not JSON"),
+        ([{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}], "has no function with a name"),
         ([{"role": "system", "content": "x"}], "refuses the messages: no system here"),
     ],
 )

@@ -12,7 +12,7 @@ import transformers
 
 from quire.core.errors import ModelError, WeightsError
 from quire.text.tokenizer import Tokenizer
-from quire.weights.architectures import is_encoder
+from quire.weights.architectures import task_of
 from quire.weights.builtin import BUILTIN_ENCODER_NAMES
 from quire.weights.folder import FolderSource
 from quire.weights.sentence import SentenceFiles, read_sentence_files
@@ -67,16 +67,16 @@ def test_steps_that_are_not_known_are_named(tmp_path: Path) -> None:
 
 
 def test_the_kind_of_a_model_is_seen_without_its_weights(tmp_path: Path) -> None:
-    assert all(is_encoder(name) for name in BUILTIN_ENCODER_NAMES)
-    assert not is_encoder(None)
-    assert not is_encoder("model.gguf")
-    assert not is_encoder("./nowhere")
+    assert all(task_of(name) == "embed" for name in BUILTIN_ENCODER_NAMES)
+    assert task_of(None) == "generate"
+    assert task_of("model.gguf") == "generate"
+    assert task_of("./nowhere") == "generate"
     write(tmp_path, "config.json", {"architectures": ["XLMRobertaModel"]})
-    assert is_encoder(str(tmp_path))
+    assert task_of(str(tmp_path)) == "embed"
     write(tmp_path, "config.json", {"architectures": ["LlamaForCausalLM"]})
-    assert not is_encoder(str(tmp_path))
+    assert task_of(str(tmp_path)) == "generate"
     write(tmp_path, "config.json", "{")
-    assert not is_encoder(str(tmp_path))
+    assert task_of(str(tmp_path)) == "generate"
 
 
 def test_a_bare_vocabulary_makes_berts_own_tokenizer(model_folder: Path) -> None:

@@ -88,7 +88,7 @@ def recording(arch: int) -> Iterator[Recorder]:
         driver.set_active(AbsentDevice(arch))  # for good: there is none to go back to
         stack.enter_context(mock.patch.object(knobs.runtime, "jit_cache_hook", recorder))
         stack.enter_context(mock.patch.dict(registry._ALTERNATIVES, triton_for_meta))
-        stack.enter_context(mock.patch.object(registry, "_can_run", lambda name: name == "triton"))
+        stack.enter_context(mock.patch.object(registry, "can_run", lambda name: name == "triton"))
         yield recorder
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
+from quire.core.stats import PoolSize
 from quire.engine.build import block_layout
 from quire.engine.build.resolve import Precision, default_limits, resolve_max_model_len, resolve_precision
 from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
-from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, PoolSize, free_host_bytes, pool_size
+from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, free_host_bytes, pool_size
 from quire.weights.source import Source
 
 GiB = 1 << 30
@@ -73,6 +74,10 @@ def _words(name: str) -> list[str]:
     return [word.removesuffix("gb") for word in re.findall(r"[a-z0-9]+", name.lower())]
 
 
+# Resident memory of `quire serve` beside weights and pool, measured on Linux: libraries, and for each token of the
+# vocabulary its tokenizer, texts and logits.
+ENGINE_BYTES, ENGINE_TOKEN_BYTES = 180_000_000, 900
+HTTP_BYTES, HTTP_TOKEN_BYTES = 78_000_000, 470
 GPU_CONTEXT_BYTES = 500_000_000  # CUDA's context and the libraries' workspaces: an estimate
 
 
@@ -105,6 +110,21 @@ class Capacity:
     pool: PoolSize
     max_model_len: int
     max_num_seqs: int
+
+    @property
+    def engine_bytes(self) -> int:
+        """What the engine process keeps in host memory beside weights and pool."""
+        return ENGINE_BYTES + ENGINE_TOKEN_BYTES * self.model.vocab_size
+
+    @property
+    def http_bytes(self) -> int:
+        """What the HTTP process of `quire serve` takes."""
+        return HTTP_BYTES + HTTP_TOKEN_BYTES * self.model.vocab_size
+
+    @property
+    def server_bytes(self) -> int:
+        """Host memory of `quire serve` on a CPU once the pool is full."""
+        return self.weights.num_bytes + self.pool.num_bytes + self.engine_bytes + self.http_bytes
 
     def sequences_of(self, context: int) -> int:
         """Number of sequences of `context` tokens that run at once."""

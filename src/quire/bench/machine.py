@@ -6,14 +6,18 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quire.bench.table import in_bytes
+from quire.core.stats import shown
 from quire.kernels import build as compilation
-from quire.kernels import native
+from quire.kernels import choose, native
+from quire.kernels.registry import REFERENCE
 from quire.weights.cache import cache_folder
 
 PACKAGES = (
@@ -34,16 +38,43 @@ def describe_origin() -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class GpuHardware:
+    name: str
+    memory_bytes: int
+    capability: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, {in_bytes(self.memory_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The hardware: a record of every measurement, and what `quire env` shows."""
+
+    system: str = shown("system")
+    cpu: str = shown("cpu")
+    cpu_flags: list[str] = shown("cpu flags", " ".join, empty="none of note")
+    usable_cores: int = shown("cores", "{} physical usable")
+    logical_cpus: int | None = shown("cores", "{} logical")
+    memory_bytes: int = shown("memory", in_bytes)
+    gpus: list[GpuHardware] = shown("gpu", lambda gpus: "; ".join(map(str, gpus)), empty="none")
+
+
+def this_machine() -> Machine:
+    return Machine(
+        system=f"{platform.system()} {platform.release()} ({platform.machine()})",
+        cpu=cpu_name(),
+        cpu_flags=[flag for flag in (*NOTED_FLAGS, *NOTED_ARM_FLAGS) if flag in _cpu_flags()],
+        usable_cores=native.default_num_threads(),
+        logical_cpus=os.cpu_count(),
+        memory_bytes=memory_bytes(),
+        gpus=describe_gpus(),
+    )
+
+
 def describe_machine() -> dict[str, Any]:
-    return {
-        "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
-        "cpu": cpu_name(),
-        "cpu_flags": [flag for flag in (*NOTED_FLAGS, *NOTED_ARM_FLAGS) if flag in _cpu_flags()],
-        "logical_cpus": os.cpu_count(),
-        "usable_cores": native.default_num_threads(),
-        "memory_bytes": memory_bytes(),
-        "gpus": describe_gpus(),
-    }
+    return asdict(this_machine())
 
 
 def describe_versions() -> dict[str, str]:
@@ -88,11 +119,11 @@ def describe_places() -> dict[str, str]:
     return {"python": sys.executable, "package": str(Path(__file__).parents[1]), "cache": str(cache_folder())}
 
 
-def describe_gpus() -> list[dict[str, Any]]:
+def describe_gpus() -> list[GpuHardware]:
     if not torch.cuda.is_available():
         return []
     return [
-        {"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+        GpuHardware(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}")
         for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
 
@@ -145,9 +176,20 @@ PROBE_SIDE = 1024  # of the square matrices of the GEMM
 
 
 def cpu_read_rate() -> float:
-    """Bytes per second of a matrix-vector product, the work of a decode step: the best of many."""
+    """Bytes per second of a GEMV, the work of a decode step: the best of many with torch's kernel and the engine's."""
     matrix, vector = torch.ones(PROBE_BYTES // 4 // PROBE_COLUMNS, PROBE_COLUMNS), torch.ones(PROBE_COLUMNS)
-    return PROBE_BYTES / _best(lambda: matrix @ vector)
+    rate = PROBE_BYTES / _best(lambda: matrix @ vector)
+    kernel = choose("int8_linear", torch.device("cpu"))
+    if kernel.__name__.endswith(REFERENCE):
+        return rate
+    native.set_num_threads(native.default_num_threads())
+    num_rows = PROBE_BYTES // PROBE_COLUMNS
+    packed = kernel.empty_packed(num_rows, PROBE_COLUMNS).fill_(
+        1
+    )  # pages that were never written are not read
+    scales, sums = torch.ones(num_rows), torch.full((num_rows,), PROBE_COLUMNS, dtype=torch.int32)
+    row, out = torch.ones(1, PROBE_COLUMNS), torch.empty(1, num_rows)
+    return max(rate, PROBE_BYTES / _best(lambda: kernel.linear(row, packed, scales, sums, out=out)))
 
 
 def cpu_copy_rate() -> float:

@@ -27,7 +27,7 @@ def run_throughput(
     config: EngineConfig, built: Built, plan: ThroughputPlan, on_finish: Callable[[], None] = lambda: None
 ) -> BenchReport:
     bench = Bench(built, plan.seed)
-    held, num_too_long = within(plan.lengths, built.report.max_model_len)
+    held, num_too_long = within(plan.lengths, built.report.limits.max_model_len)
     if plan.warm_up:
         for lengths in WARM_UP:
             bench.serve(bench.requests([_cut(request, built) for request in lengths]))
@@ -46,7 +46,7 @@ def run_throughput(
 
 def _cut(lengths: Lengths, built: Built) -> Lengths:
     """A warm-up that any engine can serve, however small its context and pool."""
-    room = min(built.report.max_model_len, built.report.pool.num_tokens)
+    room = min(built.report.limits.max_model_len, built.report.pool.num_tokens)
     num_prompt_tokens = max(1, min(lengths.num_prompt_tokens, room // 2))
     return Lengths(num_prompt_tokens, max(1, min(lengths.num_output_tokens, room - num_prompt_tokens)))
 
@@ -150,7 +150,9 @@ class LatencyPlan:
 def run_latency(config: EngineConfig, built: Built, plan: LatencyPlan) -> BenchReport:
     """Prompts differ from iteration to iteration, so that none hits the prefix cache."""
     bench = Bench(built, plan.seed)
-    lengths, _ = within(fixed(plan.input_len, plan.output_len, plan.batch_size), built.report.max_model_len)
+    lengths, _ = within(
+        fixed(plan.input_len, plan.output_len, plan.batch_size), built.report.limits.max_model_len
+    )
     for _ in range(plan.warm_up):
         bench.serve(bench.requests(lengths, plan.sampling))
     runs = [bench.serve(bench.requests(lengths, plan.sampling)) for _ in range(plan.iterations)]

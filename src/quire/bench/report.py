@@ -71,7 +71,7 @@ def check_positive(plan: Any, *names: str) -> None:
 def model_row(built: Built) -> tuple[str, str]:
     """The first row of a report on an engine of this process."""
     report = built.report
-    return "model", f"{report.model}, {report.precision.format_name}, {report.num_threads} threads"
+    return "model", f"{report.model}, {report.precision.format_name}, {report.start.num_threads} threads"
 
 
 def engine_record(config: EngineConfig, built: Built) -> dict[str, Any]:
@@ -84,13 +84,13 @@ def engine_record(config: EngineConfig, built: Built) -> dict[str, Any]:
             "format": decided.precision.format_name,
             "device": str(decided.precision.device),
             "kv_dtype": decided.precision.kv_dtype,
-            "weights_bytes": decided.weights_bytes,
+            "weights_bytes": decided.start.weights_bytes,
             "pool_bytes": decided.pool.num_bytes,
             "pool_tokens": decided.pool.num_tokens,
-            "max_model_len": decided.max_model_len,
-            "max_num_seqs": decided.max_num_seqs,
-            "max_num_batched_tokens": decided.max_num_batched_tokens,
-            "num_threads": decided.num_threads,
+            "max_model_len": decided.limits.max_model_len,
+            "max_num_seqs": decided.limits.max_num_seqs,
+            "max_num_batched_tokens": decided.limits.max_num_batched_tokens,
+            "num_threads": decided.start.num_threads,
         },
     }
 

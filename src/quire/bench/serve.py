@@ -175,6 +175,8 @@ class ServePlan:
     timeout: float | None = 3600.0  # seconds for one request
     num_warm_ups: int = 1
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of every request's body
+    with_steps: bool = False  # asks the server for its step log
+    admin_key: str | None = None  # for the step log, where the server has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +192,27 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineStep:
+    """A step of the server's engine, on this process's clock."""
+
+    step_id: int
+    started: float
+    ended: float
+    num_prefill_tokens: int
+    num_decode_rows: int
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     model: str | None
     workload: Workload
     rounds: Sequence[Round]
     num_connections: int  # opened; keep-alive serves many requests with few
+    steps: Sequence[EngineStep] = ()  # in order, if the plan asks for them
 
 
 async def run_serve(
@@ -215,14 +233,52 @@ async def run_serve(
             for rate, workload in zip(plan.rates, workloads, strict=True)
         ]
         await _warm_up(client, plan, model)
+        if plan.with_steps:
+            await _step_log(plan, "/start_step_log")
         rounds = []
         for rate, workload, times in zip(plan.rates, workloads, schedules, strict=True):
             calls = _calls(plan, model, workload)
             on_round(rate, len(calls))
             rounds.append(await _run_round(client, plan, rate, calls, times, on_end))
-        return Served(model, workloads[0], rounds, client.num_opened)
+        steps = await _logged_steps(plan) if plan.with_steps else ()
+        return Served(model, workloads[0], rounds, client.num_opened, steps)
     finally:
         await client.close()
+
+
+async def _step_log(plan: ServePlan, path: str) -> dict[str, Any]:
+    key = plan.admin_key or plan.api_key
+    client = HttpClient(plan.base_url, {"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        async with client.send("POST", path, b"") as response:
+            body = await response.read()
+    except ConnectionLost as fault:
+        raise QuireError(f"--timeline: {plan.base_url}{path} cannot be reached ({fault})") from None
+    finally:
+        await client.close()
+    if response.status != 200:
+        hint = (
+            "give --admin-key" if response.status in (401, 403) else "it needs a Quire server of this version"
+        )
+        raise QuireError(f"--timeline: {path} was refused ({_refusal(response.status, body)}): {hint}")
+    return _parsed(body)
+
+
+async def _logged_steps(plan: ServePlan) -> list[EngineStep]:
+    """The server's clock is set to ours by the middle of the exchange, so a step is off by half of it at most."""
+    asked = time.perf_counter()
+    log = await _step_log(plan, "/stop_step_log")
+    offset = (asked + time.perf_counter()) / 2 - log["now"]
+    return [
+        EngineStep(
+            step["step_id"],
+            step["started"] + offset,
+            step["ended"] + offset,
+            step["num_prefill_tokens"],
+            step["num_decode_rows"],
+        )
+        for step in log["steps"]
+    ]
 
 
 def _calls(plan: ServePlan, model: str | None, workload: Workload) -> list[StreamedCall]:

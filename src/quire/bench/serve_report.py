@@ -12,6 +12,13 @@ from quire.bench.table import aligned
 from quire.core.errors import ConfigError
 
 GOALS = ("ttft", "tpot", "e2el")
+METRICS = {  # vLLM's names, and those of the record
+    "ttft": "ttft_ms",
+    "tpot": "tpot_ms",
+    "itl": "itl_ms",
+    "e2el": "e2e_ms",
+    "normalised": "normalised_ms",
+}
 # beyond these, the load generator is a bottleneck: a share of the measured time, and a delay
 BUSY_CLIENT_SHARE, LATE_MS = 0.8, 50.0
 _LATENCIES = (
@@ -47,12 +54,21 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
     return percentiles
 
 
+def parse_metrics(text: str) -> tuple[str, ...]:
+    """`ttft,tpot,itl,e2el`: the latencies to print; the record has all of them."""
+    metrics = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not metrics or not set(metrics) <= set(METRICS):
+        raise ConfigError(f"--percentile-metrics {text!r}: write some of {','.join(METRICS)}")
+    return metrics
+
+
 def serve_report(
     plan: ServePlan,
     served: Served,
     percentiles: Sequence[float],
     goals: Mapping[str, float],
     detailed: bool = False,
+    metrics: Sequence[str] = tuple(METRICS),
 ) -> BenchReport:
     rounds = [round_results(run, percentiles, goals) for run in served.rounds]
     settings = {
@@ -79,7 +95,9 @@ def serve_report(
         ("requests", f"{len(served.workload.queries):,} ({served.workload.source})"),
     ]
     if len(rounds) == 1:
-        return BenchReport("serve", settings, results, head + _rows(rounds[0]), _notes(served, rounds))
+        return BenchReport(
+            "serve", settings, results, head + _rows(rounds[0], metrics), _notes(served, rounds)
+        )
     table = _sweep_table(rounds, percentiles)
     return BenchReport("serve", settings, results, head, ["", table, *_notes(served, rounds)])
 
@@ -161,7 +179,7 @@ def _detail(outcome: Outcome) -> dict[str, Any]:
 # ---------------------------------------------------------------------- for people
 
 
-def _rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _rows(result: Mapping[str, Any], metrics: Sequence[str]) -> list[tuple[str, str]]:
     rows = [
         ("rate", f"{_rate_words(result['request_rate'])}, {result['peak_open']} open at most"),
         (
@@ -177,7 +195,8 @@ def _rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     if result["goodput"] is not None:
         good = result["goodput"]
         rows.append(("goodput", f"{good['requests_per_second']:.2f} requests/s, {good['share']:.1%} of all"))
-    for key, name in _LATENCIES:
+    shown = {METRICS[metric] for metric in metrics}
+    for key, name in ((key, name) for key, name in _LATENCIES if key in shown):
         parts = [f"{word} {value:,.1f}" for word, value in result[key].items()]
         rows.append((name, f"{', '.join(parts)} ms" if parts else "none"))
     client = result["client"]

@@ -18,8 +18,10 @@ from quire.bench.report import BenchReport, write_json
 from quire.bench.serve import Outcome, Served, ServePlan, run_serve
 from quire.bench.serve_report import (
     GOALS,
+    METRICS,
     check_plotting,
     parse_goals,
+    parse_metrics,
     parse_percentiles,
     plot_serve,
     serve_report,
@@ -198,7 +200,26 @@ def _add_serve(parser: Parser) -> None:
     group = parser.group("results")
     goals = f"count requests that meet these goals, of {', '.join(GOALS)}: --goodput ttft:200 tpot:50"
     group.add_argument("--goodput", nargs="+", default=(), metavar="GOAL:MS", help=goals)
-    group.add_argument("--percentiles", default="50,90,99", metavar="N,…", help="(default: 50,90,99)")
+    group.add_argument(
+        "--percentiles",
+        "--metric-percentiles",
+        default="50,90,95,99",
+        metavar="N,…",
+        help="of every latency, beside mean and maximum (default: 50,90,95,99)",
+    )
+    group.add_argument(
+        "--percentile-metrics",
+        default=",".join(METRICS),
+        metavar="NAME,…",
+        help=f"latencies to print for one rate (default: {','.join(METRICS)})",
+    )
+    group.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="draw streams over engine steps (.html or .svg), and print which step held the latest tokens up; a Quire "
+        "server only",
+    )
+    group.add_argument("--admin-key", help="of the server, for --timeline (default: --api-key)")
     group.add_argument(
         "--save-detailed", action="store_true", help="add the times of every request to the JSON"
     )
@@ -207,11 +228,17 @@ def _add_serve(parser: Parser) -> None:
 
 def _serve(arguments: argparse.Namespace) -> BenchReport:
     goals, percentiles = parse_goals(arguments.goodput), parse_percentiles(arguments.percentiles)
-    plan = _serve_plan(arguments)
+    metrics, plan = parse_metrics(arguments.percentile_metrics), _serve_plan(arguments)
+    timeline = None
+    if arguments.timeline is not None:
+        timeline = laboratory.load("report.serve_timeline", "--timeline")
+        timeline.check_timeline(arguments.timeline)
     if arguments.plot is not None:
         check_plotting(arguments.plot)
     served = _served(plan)
-    report = serve_report(plan, served, percentiles, goals, arguments.save_detailed)
+    report = serve_report(plan, served, percentiles, goals, arguments.save_detailed, metrics)
+    if timeline is not None:
+        report = timeline.with_timeline(report, served, arguments.timeline)
     if arguments.plot is not None:
         plot_serve(served, report.results["rounds"], arguments.plot)
     if not any(rate["num_complete"] for rate in report.results["rounds"]):
@@ -270,6 +297,8 @@ def _serve_plan(arguments: argparse.Namespace) -> ServePlan:
         timeout=arguments.timeout,
         num_warm_ups=arguments.num_warmups,
         extra=_extra_body(arguments),
+        with_steps=arguments.timeline is not None,
+        admin_key=arguments.admin_key,
     )
 
 

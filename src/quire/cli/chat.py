@@ -64,7 +64,7 @@ class Chat:
     ) -> None:
         self._llm = llm
         self._sampling = sampling
-        self._conversation = Conversation(system)
+        self._conversation = ChatHistory(system)
         self._at_terminal = sys.stdin.isatty()
         self._show_stats = not quiet and sys.stdout.isatty()
         self._num_failed = 0
@@ -161,7 +161,7 @@ def _stats_line(output: RequestOutput, seconds: float) -> str:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatHistory:
     """A system message, if any, and turns of user and assistant, truncated to what the context holds."""
 
     system: str | None = None
@@ -195,7 +195,9 @@ class Conversation:
         return prepared, num_dropped
 
     def _prepared(self, llm: LLM) -> PreparedPrompt:
-        return prepare(llm.template.render(self._all()), llm.tokenizer, add_special_tokens=False)
+        return prepare(
+            llm.template.render(self._all()), llm.tokenizer, add_special_tokens=False, goes_on=False
+        )
 
     def _all(self) -> Sequence[Message]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]

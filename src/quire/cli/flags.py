@@ -152,11 +152,15 @@ def add_sampling_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
 
 
 def sampling_from(arguments: argparse.Namespace, default: SamplingParams) -> SamplingParams:
-    """`default` with the flags given; InvalidRequest names a value that is out of range."""
+    """`default` with the flags given; InvalidRequest names the flag whose value is out of range."""
     given = {name: getattr(arguments, name, None) for name in _SAMPLING}
     if given["use_beam_search"]:
         default = default.changed(**BEAM_SAMPLING)
-    return default.changed(**{name: value for name, value in given.items() if value is not None})
+    try:
+        return default.changed(**{name: value for name, value in given.items() if value is not None})
+    except InvalidRequest as error:
+        flags = {name: f"--{name.replace('_', '-')}" for name in _SAMPLING}
+        raise error.renamed(flags | {name: flag for name, (flag, *_) in _REPEATED.items()}) from None
 
 
 def _early_stopping(text: str) -> bool | str:

@@ -24,7 +24,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.build import DEFAULT_MAX_TOKENS
 from quire.llm.llm import LLM
 from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.text.prompts import PreparedPrompt, prepare
+from quire.text.prompts import PreparedPrompt
 
 REFUSED, INTERRUPTED = 2, 130
 PromptEntry = str | Mapping[str, Any]  # text, or {"prompt"}, {"prompt_token_ids"} or {"messages"}
@@ -132,10 +132,10 @@ def _prepared(llm: LLM, prompt: PromptEntry, arguments: argparse.Namespace) -> P
             )
         messages = [{"role": "user", "content": text}]
     if messages is None:
-        return prepare(prompt, llm.tokenizer)
+        return llm.prepare(prompt)
     if arguments.system is not None:
         messages = [{"role": "system", "content": arguments.system}, *messages]
-    return prepare(llm.template.render(messages), llm.tokenizer, add_special_tokens=False)
+    return llm.prepare(llm.template.render(messages), add_special_tokens=False, goes_on=False)
 
 
 @contextmanager

@@ -99,9 +99,9 @@ def _device(arguments: argparse.Namespace, config: EngineConfig) -> Device:
 
 def _gpu_here(rate: float, flops: float) -> Device:
     here = describe_gpus()[0]
-    device = Device(here["name"], True, here["memory_bytes"], rate, flops, "as PyTorch reports it")
+    device = Device(here.name, True, here.memory_bytes, rate, flops, "as PyTorch reports it")
     with suppress(ConfigError):  # not in the table
-        known = find_gpu(here["name"])
+        known = find_gpu(here.name)
         device = replace(
             device, read_rate=rate or known.read_rate, flops=flops or known.flops, source=known.source
         )
@@ -147,6 +147,14 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
         ],
         ["fits", f"{pool.num_tokens:,} tokens: {fits:,} sequences of {context:,}{limit}"],
     ]
+    if not device.on_gpu:
+        lines.append(
+            [
+                "memory",
+                f"{in_bytes(capacity.server_bytes)} of a server whose pool is full: weights, pool, "
+                f"{in_bytes(capacity.engine_bytes)} of the engine process and {in_bytes(capacity.http_bytes)} of HTTP",
+            ]
+        )
     text = aligned(lines)
     if not floors:
         return f"{text}\n\nno floor: the read rate is not known, give --bandwidth"
@@ -178,6 +186,7 @@ def _record(
         "kv_bytes_per_token": capacity.kv_bytes_per_token,
         "kv_dtype": capacity.kv_dtype,
         "pool": {**asdict(pool), "num_bytes": pool.num_bytes, "num_tokens": pool.num_tokens},
+        "server_bytes": None if device.on_gpu else capacity.server_bytes,
         "context": context,
         "sequences": capacity.sequences_of(context),
         "max_model_len": capacity.max_model_len,

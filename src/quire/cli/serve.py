@@ -19,8 +19,8 @@ from quire.text.reasoning import REASONING_PARSERS
 from quire.text.tools.formats import TOOL_PARSERS
 
 DEFAULTS = ServerSettings()
-# the server bounds its queue itself, before the engine's
-_OWN_FLAGS = ("max_queue_requests", "max_queue_tokens")
+# the server bounds its queue itself, before the engine's, and has several names
+_OWN_FLAGS = ("max_queue_requests", "max_queue_tokens", "served_model_name")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -30,6 +30,7 @@ def add_arguments(parser: Parser) -> None:
     templates = "accept chat templates in requests"
     parser.add_argument("--trust-request-chat-template", action="store_true", default=None, help=templates)
     _add_formats(parser.group("answers"))
+    _add_names(parser.group("names"))
     _add_embeddings(parser.group("embeddings"))
     group = parser.group("logs")
     group.add_argument("--log-requests", action="store_true", help="log one line for each request")
@@ -48,7 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     engine = engine_settings(arguments)
     for name in _OWN_FLAGS:
         engine.pop(name, None)
-    settings, config = server_settings(arguments), EngineConfig.of(**{"itl_goal": "auto", **engine})
+    settings = server_settings(arguments)
+    if settings.served_names:
+        _check_names(settings.served_names, engine)
+        engine["served_model_name"] = settings.served_names[0]
+    config = EngineConfig.of(**{"itl_goal": "auto", **engine})
     if settings.isolate_keys and config.memory.pin_prefix:
         raise ConfigError(
             "--isolate-keys gives every key a cache of its own, where no pinned prefix is found: leave out one"
@@ -68,9 +73,17 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
     given["allowed_origins"] = tuple(arguments.allowed_origins or ())
     given["embedding_models"] = tuple(arguments.embedding_model or ())
     given["embeddings"] = not arguments.no_embeddings
-    if arguments.served_model_name:
-        given["served_names"] = (arguments.served_model_name,)
+    for name in ("served_names", "model_aliases"):
+        given[name] = tuple(dict.fromkeys(getattr(arguments, name) or ()))
     return ServerSettings(**given)
+
+
+def _check_names(names: tuple[str, ...], engine: dict[str, Any]) -> None:
+    """--served-model-name takes all words that follow it: a MODEL behind the names would become one of them."""
+    if engine.get("model") is None and len(names) > 1 and os.path.exists(names[-1]):
+        raise ConfigError(
+            f"--served-model-name took {names[-1]!r} for a name: write MODEL before it, or as --model MODEL"
+        )
 
 
 def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -134,6 +147,19 @@ def _add_formats(group: FlagGroup) -> None:
     group.add_argument("--enable-auto-tool-choice", action="store_true", help=compatible)
 
 
+def _add_names(group: FlagGroup) -> None:
+    names = "names of the model in the API; answers report the first, /v1/models lists all"
+    group.add_argument(
+        "--served-model-name", dest="served_names", action=Collect, nargs="+", metavar="NAME", help=names
+    )
+    alias = "another name for the model, or for an embedding model or adapter; not listed (repeatable)"
+    group.add_argument(
+        "--model-alias", dest="model_aliases", action=Collect, metavar="NAME[=MODEL]", help=alias
+    )
+    every = "accept every name: an unknown one means the model, or the first embedding model"
+    group.add_argument("--any-model-name", action="store_true", default=None, help=every)
+
+
 def _add_embeddings(group: FlagGroup) -> None:
     group.add_argument(
         "--embedding-model",
@@ -142,6 +168,8 @@ def _add_embeddings(group: FlagGroup) -> None:
         help="also serve this embedding model: builtin, a folder or a hub id (repeatable; default: the built-in one, "
         "started by the first request for it)",
     )
+    cut = "cut texts that are longer than the embedding model takes (default: refuse them)"
+    group.add_argument("--embedding-truncate", action="store_true", default=None, help=cut)
     group.add_argument(
         "--no-embeddings", action="store_true", help="no /v1/embeddings beside a generating model"
     )
@@ -153,6 +181,14 @@ def _add_limits(group: FlagGroup) -> None:
         "max_queue_requests": (int, f"requests that may wait (default: {DEFAULTS.max_queue_requests})"),
         "max_queue_tokens": (int, f"prompt tokens that may wait (default: {DEFAULTS.max_queue_tokens})"),
         "max_body_bytes": (parse_bytes, "maximum size of a request body (default: 16MiB)"),
+        "header_timeout": (
+            float,
+            f"seconds for a request's headers to arrive (default: {DEFAULTS.header_timeout:g})",
+        ),
+        "body_timeout": (
+            float,
+            f"seconds in which a request's body must make progress (default: {DEFAULTS.body_timeout:g})",
+        ),
         "request_timeout": (float, "seconds for one request (default: no limit)"),
         "engine_timeout": (float, f"{step} (default: {DEFAULTS.engine_timeout:g})"),
         "max_stored_responses": (
@@ -169,6 +205,12 @@ def _add_limits(group: FlagGroup) -> None:
     }
     for name, (kind, text) in flags.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
+    group.add_argument(
+        "--max-header-bytes",
+        "--h11-max-incomplete-event-size",
+        type=parse_bytes,
+        help="maximum size of a request's headers (default: 64KiB)",
+    )
 
 
 def _set_up_logs(arguments: argparse.Namespace) -> None:

@@ -8,11 +8,12 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quire.core.draft import MAX_NODES
 from quire.core.errors import ConfigError
 
+Task = Literal["generate", "embed"]  # what a model is for
 USUAL_BLOCK_SIZE = 16
 RESERVATIONS = ("paged", "max", "pow2", "oracle")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -218,7 +219,7 @@ class SchedulerConfig:
     itl_goal: str = setting(
         "off",
         "milliseconds between two tokens of an answer: prompts that arrive meanwhile are prefilled in chunks that fit; "
-        "auto: 2.5 times a decode step, at least 10; off: no goal (default: auto for a server and AsyncLLM, else off)",
+        "auto: 2.25 times a decode step, at least 10; off: no goal (default: auto for a server and AsyncLLM, else off)",
     )
     preset: str | None = setting(
         None, "several settings at once: ft is static batching with memory reserved to the maximum"

@@ -51,7 +51,7 @@ class InvalidRequest(QuireError):
             for key, value in self.values.items()
         }
         param = None if self.param is None else renamed_field(self.param, names)
-        return InvalidRequest(self.template, param, **values)
+        return type(self)(self.template, param, **values)
 
     def _rendered(self) -> str:
         if self.values:
@@ -70,6 +70,27 @@ def renamed_field(field: str, names: Mapping[str, str]) -> str:
 
 class ContextExceeded(InvalidRequest):
     """The prompt alone fills the context, or a text is longer than an encoder takes."""
+
+    @classmethod
+    def of_prompt(cls, num_tokens: int, max_model_len: int, at_least: bool = False) -> "ContextExceeded":
+        """`at_least`: the prompt was not tokenized, and may have more tokens."""
+        return cls(
+            "the prompt has {shown} tokens and the context is {max_model_len}, which must hold "
+            "at least one more: shorten the prompt, send truncate_prompt_tokens, or raise max_model_len",
+            "prompt",
+            shown=f"at least {num_tokens}" if at_least else num_tokens,
+            num_tokens=num_tokens,
+            max_model_len=max_model_len,
+        )
+
+    @classmethod
+    def of_text(cls, position: int, num_tokens: int | str, max_model_len: int) -> "ContextExceeded":
+        """The same for one of the texts of an encoder."""
+        return cls(
+            f"input[{position}] has {num_tokens} tokens and this model takes {max_model_len}: shorten it, "
+            "send truncate_prompt_tokens (-1: as many as fit), or split it and embed the parts",
+            "input",
+        )
 
 
 class AdapterError(InvalidRequest):

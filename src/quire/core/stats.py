@@ -1,10 +1,10 @@
-"""What an engine counts, as one tree of records. Each field says under which name and with which help it is exported.
+"""What an engine counts and decides, as one tree of records. Each field says how it is exported and how it is shown.
 
-Rooms increment their own record; `Engine.snapshot` joins the records. `/metrics` walks the tree: a new statistic is one
-field here and one line where it is counted.
+Rooms increment their own record; `Engine.snapshot` joins the records. `/metrics` walks the tree with `walk`, the start
+report and `quire env` walk theirs with `rows`: a new statistic is one field here and one line where it is counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -19,14 +19,38 @@ class Metric:
     in_bytes: bool = False  # the field counts KV blocks and the metric bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How a field is shown to people. Neighbours with the same label share a line."""
+
+    label: str  # "" for a tuple of whole lines
+    text: str | Callable[[Any], str] = "{}"  # a format, or what makes the text
+    empty: str = ""  # for an empty value, which is left out otherwise
+
+    def of(self, value: Any) -> str:
+        if not value:
+            return self.empty
+        return self.text.format(value) if isinstance(self.text, str) else self.text(value)
+
+
+def shown(
+    label: str, text: str | Callable[[Any], str] = "{}", empty: str = "", default: Any = MISSING
+) -> Any:
+    """A field that reports show and metrics do not export."""
+    metadata = {"shown": Shown(label, text, empty)}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
 def counter(name: str, help: str, *, in_bytes: bool = False) -> Any:
     """A field that only grows, from zero."""
     return field(default=0, metadata={"metric": Metric("counter", name, help, in_bytes)})
 
 
-def gauge(name: str, help: str, default: Any = MISSING, *, in_bytes: bool = False) -> Any:
+def gauge(
+    name: str, help: str, default: Any = MISSING, *, in_bytes: bool = False, shown: Shown | None = None
+) -> Any:
     """A field that goes up and down. Without `default` the constructor requires it."""
-    metadata = {"metric": Metric("gauge", name, help, in_bytes)}
+    metadata = {"metric": Metric("gauge", name, help, in_bytes), "shown": shown}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
@@ -39,6 +63,25 @@ def walk(record: Any) -> Iterator[tuple[Metric, float]]:
             yield metric, value
         elif is_dataclass(value):
             yield from walk(value)
+
+
+LABEL = 10  # width of the labels of a start report
+
+
+def rows(record: Any) -> list[tuple[str, str]]:
+    """(label, text) of every field that is shown, of a record and of the records inside it; empty ones are left out."""
+    shown_rows: list[tuple[str, str]] = []
+    for entry in fields(record):
+        value, how = getattr(record, entry.name), entry.metadata.get("shown")
+        if how is None:
+            shown_rows += rows(value) if is_dataclass(value) else ()
+        elif how.label == "":
+            shown_rows += [(line[:LABEL].strip(), line[LABEL:]) for line in map(str, value)]
+        elif text := how.of(value):
+            if shown_rows and shown_rows[-1][0] == how.label:
+                text = f"{shown_rows.pop()[1]}, {text}"
+            shown_rows.append((how.label, text))
+    return shown_rows
 
 
 @dataclass(slots=True)
@@ -165,8 +208,11 @@ class StartStats:
     """What one start of an engine decided and took, beside the limits of a request."""
 
     num_threads: int
-    max_num_batched_tokens: int = gauge("max_num_batched_tokens", "Tokens per step.")
-    weights_bytes: int = gauge("weights_bytes", "Size of the weights.")
+    weights_bytes: int = gauge(
+        "weights_bytes",
+        "Size of the weights.",
+        shown=Shown("weights", lambda num_bytes: f"{num_bytes / 1e6:,.0f} MB"),
+    )
     seconds: float = gauge("engine_start_seconds", "How long the engine took to start.")
 
 
@@ -178,21 +224,35 @@ class VectorFormat:
     normalize: bool  # vectors have length one
     pooling: str = "mean"
 
-    @property
-    def line(self) -> str:
-        """Of the start report."""
+    def __str__(self) -> str:
         length = ", of length one" if self.normalize else ""
-        return f"vectors   {self.width} numbers, {self.pooling} of the tokens{length}"
+        return f"{self.width} numbers, {self.pooling} of the tokens{length}"
 
 
 @dataclass(frozen=True, slots=True)
-class KvPoolSize:
+class PoolSize:
     """The KV pool as it was sized at start; block 0 is never given out and not counted."""
 
     num_blocks: int = gauge("kv_cache_blocks", "Blocks in the pool.")
     block_size: int = gauge("kv_cache_block_size", "Tokens per block.")
-    num_bytes: int = gauge("kv_cache_bytes", "Size of the pool.")
+    num_bytes: int = gauge("kv_cache_bytes", "Size of the pool.")  # with block 0
+    dtype: str = ""  # of K and V
+    limit: str = ""  # what set the size, in words
+
+    def __bool__(self) -> bool:
+        """An encoder has no pool."""
+        return self.num_blocks > 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_bytes / 1e6:,.0f} MB: {self.num_blocks:,} blocks of {self.block_size} tokens "
+            f"= {self.num_tokens:,} tokens in {self.dtype} (set by {self.limit})"
+        )
 
     @property
     def block_bytes(self) -> int:
         return self.num_bytes // (self.num_blocks + 1)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size

@@ -38,6 +38,8 @@ class BeamSet:
     samples: Ints  # [B] int32, indices into [S], best beam first
     scores: tuple[float, ...]  # [B], the beams' log probabilities so far
     num_candidates: int
+    # If there are any: as many candidates again, the best of those left that are none of these tokens.
+    stop_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

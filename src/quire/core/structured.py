@@ -90,9 +90,11 @@ class StructuredOutput:
     def of(cls, given: Mapping[str, Any], param: str = "structured") -> "StructuredOutput":
         """From {"json": …}, {"json_object": true}, {"regex": …}, {"grammar": …} or {"choice": […]}."""
         given = {name: value for name, value in given.items() if value is not None and value is not False}
-        unknown = sorted(set(given) - {"json", "json_object", "regex", "grammar", "choice"})
+        unknown = [
+            name for name in given if name not in ("json", "json_object", "regex", "grammar", "choice")
+        ]
         if unknown or len(given) != 1:
-            what = f"has {unknown[0]!r}" if unknown else f"has {len(given)} of them"
+            what = f"has {str(unknown[0])[:40]!r}" if unknown else f"has {len(given)} of them"
             raise InvalidRequest(
                 f"{{param}} {what}: give exactly one of json, json_object, regex, grammar and choice", param
             )

@@ -30,20 +30,20 @@ class Committer:
         # blocks behind NaN logits must not be cached
         self._scheduler.committed(scheduled, is_valid=not failed)
         updates: list[SequenceUpdate] = []
-        drafted = bool(scheduled.step.drafts)
+        drafted, charge = bool(scheduled.step.drafts), self._scheduler.charge
         rejected = self._verify(scheduled, result) if drafted else ()
         for i, sequence in enumerate(scheduled.receivers):
             if sequence.phase is Phase.FINISHED:
                 continue  # overran by one token after its end
-            if sequence.is_beam:
-                if i in failed:
-                    updates += self.fail(sequence, _why_failed(sequence))
-                continue  # beams have no token of their own until all of them are compared
             if i in rejected:
                 continue  # follows a rejected draft token
             if i in failed:
                 updates += self.fail(sequence, _why_failed(sequence))
                 continue
+            if charge is not None:
+                charge(sequence)
+            if sequence.is_beam:
+                continue  # beams have no token of their own until all of them are compared
             if drafted and not failed:  # it may end with the next token
                 self._scheduler.memory.cache_full_blocks(sequence, len(sequence.token_ids))
             logprobs = result.logprobs[i] if result.logprobs else None
@@ -80,12 +80,11 @@ class Committer:
         sequence.token_ids.append(token_id)
         request = sequence.request
         stops = token_id in request.stop_token_ids
-        if (
-            not stops
-            and request.sampling.structured is not None
-            and self._structured.completes(sequence, token_id)
-        ):
-            self._scheduler.finish(sequence, FinishReason.STOP)  # only an end token could follow
+        completed = None  # only an end token could follow
+        if not stops and request.sampling.structured is not None:
+            completed = self._structured.completes(sequence, token_id)
+        if completed is not None:
+            self._scheduler.finish(sequence, completed)
         elif stops or len(sequence.token_ids) >= request.max_len:
             self._end(sequence, token_id)
         prompt_logprobs = None

@@ -1,8 +1,10 @@
 """DraftModel: a small model proposes tokens that the target verifies. A second runner under the same block ids."""
 
 import time
+from collections import deque
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from quire.core.draft import ROOT, Draft, DraftRoom, TokenTree
 from quire.core.errors import DeviceMemoryFull
@@ -15,7 +17,7 @@ from quire.scheduler.plan import row_start
 from quire.speculate.tree import parted
 
 logger = get_logger(__name__)
-NEWEST = 0.25  # how much the newest measurement counts
+RECENT_PASSES = 9  # whose median is what a pass takes: one that was disturbed does not count
 
 
 @dataclass(slots=True)
@@ -24,6 +26,7 @@ class _Progress:
 
     num_computed: int = 0
     num_preemptions: int = 0
+    is_broken: bool = False  # its logits were not finite: nothing is drafted for it any more
 
 
 @dataclass(slots=True)
@@ -43,28 +46,30 @@ class _Drafting:
     def num_known(self) -> int:
         return len(self.room.sequence.token_ids)
 
-    def next_step(self, budget: int) -> "_Part":
+    def next_step(self, budget: int) -> "_DraftRow":
         """What it computes next: known tokens, as many as the budget allows, or the level that was drafted last."""
         computed = self.progress.num_computed
         if not self.levels:
-            return _Part(self, computed, min(self.num_known - computed, budget), None)
+            return _DraftRow(self, computed, min(self.num_known - computed, budget), None)
         if self.width == 1 and not self.is_drawn:
-            return _Part(self, computed, 1, None)
+            return _DraftRow(self, computed, 1, None)
         num_before = (len(self.levels) - 1) * self.width
         nodes, parents = ints(), ints([ROOT] * self.width + list(range(num_before)))
         for level in self.levels:
             nodes.extend(level)
         row = self.room.sequence.row
         grown = Draft(row, self.num_known, nodes, parents, is_growing=True)
-        return _Part(self, self.num_known + num_before, self.width, grown)
+        return _DraftRow(self, self.num_known + num_before, self.width, grown)
 
     def tree(self) -> TokenTree:
+        if self.progress.is_broken:
+            return TokenTree()
         tree = parted([[level[branch] for level in self.levels] for branch in range(self.width)])
         return replace(tree, drawn=len(self.levels)) if self.is_drawn else tree
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _DraftRow:
     """What one sequence computes in a step of the draft model."""
 
     draft: _Drafting
@@ -96,7 +101,11 @@ class DraftModel:
         self._max_tokens = max_num_batched_tokens
         self._progress_of: dict[str, dict[int, _Progress]] = {}
         self._num_steps = 0
-        self._pass_seconds = 0.0  # of one drafted token of all sequences
+        self._pass_seconds: deque[float] = deque(
+            maxlen=RECENT_PASSES
+        )  # of one drafted token of all sequences
+        self._pass_sizes: set[int] = set()  # of passes that have run: the first of a size is slow
+        self._is_warned = False
 
     def guess(self, sequence: Sequence) -> int | None:
         return None
@@ -105,10 +114,11 @@ class DraftModel:
         return True
 
     def can_draft(self, sequence: Sequence) -> bool:
-        return True
+        progress = self._progress_of.get(sequence.request.request_id, {}).get(sequence.index)
+        return progress is None or not progress.is_broken
 
     def seconds(self, length: int) -> float:
-        return length * self._pass_seconds
+        return length * median(self._pass_seconds) if self._pass_seconds else 0.0
 
     def draft(self, rooms: Listed[DraftRoom]) -> list[TokenTree]:
         drafts = [
@@ -116,11 +126,10 @@ class DraftModel:
         ]
         try:
             self._read(drafts)
-            while unfinished := [draft for draft in drafts if len(draft.levels) < draft.room.length]:
-                started = time.perf_counter()
+            while unfinished := [
+                d for d in drafts if len(d.levels) < d.room.length and not d.progress.is_broken
+            ]:
                 self._extend(unfinished)
-                taken = time.perf_counter() - started
-                self._pass_seconds += NEWEST * (taken - self._pass_seconds) if self._pass_seconds else taken
         except DeviceMemoryFull as full:  # no request depends on a draft
             logger.warning("nothing is drafted in this step: %s", full)
             for draft in drafts:  # drafted tokens are not tokens of the sequence
@@ -140,6 +149,7 @@ class DraftModel:
         progress = of_request.setdefault(sequence.index, _Progress())
         if progress.num_preemptions != sequence.num_preemptions:
             progress.num_computed, progress.num_preemptions = 0, sequence.num_preemptions
+            progress.is_broken = False
         progress.num_computed = min(progress.num_computed, len(sequence.token_ids) - 1)
         return progress
 
@@ -156,10 +166,10 @@ class DraftModel:
                     budget -= part.count
             self._run(parts, starts)
             starts = ()
-            waiting = [draft for draft in waiting if not draft.levels]
+            waiting = [draft for draft in waiting if not (draft.levels or draft.progress.is_broken)]
 
     def _extend(self, drafts: list[_Drafting]) -> None:
-        parts: list[_Part] = []
+        parts: list[_DraftRow] = []
         for draft in drafts:
             if parts and sum(part.count for part in parts) + draft.width > self._max_tokens:
                 self._run(parts, ())
@@ -167,13 +177,14 @@ class DraftModel:
             parts.append(draft.next_step(self._max_tokens))
         self._run(parts, ())
 
-    def _run(self, parts: list[_Part], starts: tuple[RowStart, ...]) -> None:
+    def _run(self, parts: list[_DraftRow], starts: tuple[RowStart, ...]) -> None:
         """Each computes its part, and gets a token more at each of its ends if then all it has is computed."""
         samples = [
             (i, offset) for i, part in enumerate(parts) for offset in reversed(range(part.num_samples))
         ]
         rows = [part.draft.room.sequence.row for part in parts]
         grown = tuple(part.grown for part in parts if part.grown is not None)
+        started = time.perf_counter()
         self._runner.launch(
             Step(
                 step_id=self._num_steps,
@@ -189,9 +200,18 @@ class DraftModel:
             )
         )
         self._num_steps += 1
-        self._take(parts, self._runner.collect())
+        result = self._runner.collect()
+        self._note_seconds(parts, time.perf_counter() - started)
+        self._take(parts, result)
 
-    def _drawn(self, parts: list[_Part]) -> Ints:
+    def _note_seconds(self, parts: list[_DraftRow], seconds: float) -> None:
+        """Of passes that draft a token, also the first one of a draft; prefills are left out, and warm-up."""
+        size = sum(part.count for part in parts)
+        if size in self._pass_sizes and all(part.count <= max(2, part.num_samples) for part in parts):
+            self._pass_seconds.append(seconds)
+        self._pass_sizes.add(size)
+
+    def _drawn(self, parts: list[_DraftRow]) -> Ints:
         """How many tokens each sample draws: one more of a branch, or as many as there are branches."""
         if not any(part.draft.is_drawn for part in parts):
             return ints()
@@ -201,25 +221,36 @@ class DraftModel:
             counts.extend([wanted * part.draft.is_drawn] * part.num_samples)
         return counts
 
-    def _take(self, parts: list[_Part], result: StepResult) -> None:
+    def _take(self, parts: list[_DraftRow], result: StepResult) -> None:
         """A tree's pages are not moved when part of it is accepted: it is read again from its root."""
-        first = 0
+        first, failed = 0, set(result.failed)
         for part in parts:
-            draft = part.draft
+            draft, samples = part.draft, range(first, first + part.num_samples)
             if part.grown is None:
                 draft.progress.num_computed += part.count
-            tokens = result.token_ids[first : first + part.num_samples]
+            tokens = result.token_ids[first : samples.stop]
             if draft.is_drawn:
-                tokens = ints(
-                    token_id for drawn in result.drawn[first : first + part.num_samples] for token_id in drawn
-                )
+                tokens = ints(token_id for drawn in result.drawn[first : samples.stop] for token_id in drawn)
             elif tokens and not draft.levels and draft.room.width > 1:
                 entry = result.logprobs[first]
                 others = [] if entry is None else [t for t in entry.top_ids if t != tokens[0]]
                 tokens.extend(others[: min(draft.room.width, self._max_tokens) - 1])
-            first += part.num_samples
-            if tokens:
+            first = samples.stop
+            if len(tokens) < len(samples) or not failed.isdisjoint(samples):
+                self._give_up(draft)
+            elif tokens:
                 draft.levels.append(tokens)
+
+    def _give_up(self, draft: _Drafting) -> None:
+        """No answer depends on a draft: its sequence goes on without."""
+        draft.progress.is_broken = True
+        draft.progress.num_computed = min(draft.progress.num_computed, draft.num_known)
+        if not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "the draft model gave logits that are not finite: sequences with such logits go on without drafts; "
+                "check its weights, or try another dtype"
+            )
 
 
 def _row_start(room: DraftRoom) -> RowStart:

@@ -1,10 +1,11 @@
-"""Engine.step: schedule → launch → collect → commit, with zero or one step in flight."""
+"""EngineCore.step: schedule → launch → collect → commit, with zero or one step in flight. Engine: it generates."""
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from quire.core.config import SchedulerConfig
 from quire.core.errors import AdapterError, DeviceMemoryFull, InvalidRequest, QueueFull
@@ -17,9 +18,10 @@ from quire.engine.commit import Committer, error_updates, request_errors
 from quire.engine.policies import make_admission_policy
 from quire.engine.speculation import Speculation
 from quire.engine.structured import StructuredOutputs
-from quire.engine.validation import Limits, RequestValidator
+from quire.engine.validation import Limits, RequestValidator, check_text
 from quire.grammar.compiler import Compiler
 from quire.memory.paged import PagedMemory
+from quire.sampling.columns import SamplingColumns
 from quire.sampling.records import TokenMask
 from quire.scheduler.plan import ScheduledStep
 from quire.scheduler.preemption import Preemption
@@ -48,10 +50,110 @@ class StepRunner(Protocol):
 
 
 W = TypeVar("W", bound=StepRunner)
+U = TypeVar("U")  # an update: what a commit tells the caller
 
 
-class Engine:
-    """One model, one pool, one loop. Not thread-safe: one thread adds, aborts and steps."""
+class EngineCore(ABC, Generic[U]):
+    """One model, one loop. Not thread-safe: one thread adds, aborts and steps.
+
+    Subclasses say what waits, what a step computes and what its result means.
+    """
+
+    adapters: Adapters | None = None  # None: they are off
+
+    def __init__(self, limits: Limits, runner: Any, steps_in_flight: int) -> None:
+        """`runner` launches and collects the subclass's kind of step, as a StepRunner does."""
+        self.limits = limits
+        self.stats = StepStats()
+        self._runner = runner
+        self._in_flight: deque[Any] = deque()  # scheduled steps
+        self._max_in_flight = steps_in_flight
+
+    def step(self) -> list[U]:
+        """Schedules and launches the next step if there is one, and commits the oldest that must be."""
+        updates, scheduled = self._schedule()
+        if scheduled is not None:
+            updates += self._launch(scheduled)
+        if len(self._in_flight) > (self._max_in_flight if scheduled is not None else 0):
+            updates += self._commit()
+        elif scheduled is None:
+            self._when_idle()
+        return updates
+
+    @abstractmethod
+    def _schedule(self) -> tuple[list[U], Any | None]:
+        """What ended meanwhile, and the next step; None if nothing can run now."""
+
+    def _launch(self, scheduled: Any) -> list[U]:
+        self._runner.launch(scheduled.step)
+        self._in_flight.append(scheduled)
+        return []
+
+    def _commit(self) -> list[U]:
+        """Collects and commits the oldest step in flight."""
+        scheduled = self._in_flight.popleft()
+        result = self._runner.collect()
+        started = time.perf_counter()
+        updates = self._committed(scheduled, result)
+        self.stats.num_steps += 1
+        self.stats.num_computed_tokens += scheduled.num_tokens
+        self.stats.step_seconds += result.seconds
+        self.stats.commit_seconds += time.perf_counter() - started
+        return updates
+
+    @abstractmethod
+    def _committed(self, scheduled: Any, result: Any) -> list[U]: ...
+
+    def _when_idle(self) -> None:
+        """Nothing can run now."""
+
+    @abstractmethod
+    def add(self, request: Any) -> None:
+        """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> bool:
+        """Ends a request now. False if there is no such request."""
+
+    def stop(self, request_id: str, index: int) -> bool:
+        """Ends one sequence of a request as stopped: its caller saw a stop string in its text."""
+        return False
+
+    @property
+    @abstractmethod
+    def has_requests(self) -> bool:
+        """Whether there are requests, and not only adapters being loaded."""
+
+    @property
+    def has_work(self) -> bool:
+        return self.has_requests or (self.adapters is not None and self.adapters.are_loading)
+
+    @abstractmethod
+    def queue_stats(self) -> QueueStats:
+        """The load now, cheap enough for every step."""
+
+    @abstractmethod
+    def started(self, updates: Iterable[U]) -> set[str]:
+        """Requests that have left the queue: running ones, and ones that began and ended in the last step."""
+
+    def snapshot(self) -> EngineStats:
+        """All statistics. Counters are the live records of their rooms: encode or copy them before the next step."""
+        return EngineStats(self.stats)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes except pinned ones; running requests go on."""
+
+    def check_integrity(self) -> None:
+        """Recounts the pool. RuntimeError says what is wrong."""
+
+    def close(self) -> None:
+        """Waits for the steps in flight and drops their results. Calling it twice is fine."""
+        self._in_flight.clear()
+        self._runner.close()
+
+
+class Engine(EngineCore[SequenceUpdate]):
+    """An engine that generates: one pool, sequences that advance token by token."""
 
     def __init__(
         self,
@@ -71,7 +173,7 @@ class Engine:
         """`when_filling` is called once, when the pool is FILLING for the first time. `in_new_thread` must be called by
         a thread that steps the engine and did not build it. `adapters`: None if they are off.
         """
-        self.limits = limits
+        super().__init__(limits, runner, config.steps_in_flight)
         self.clock = clock  # of arrivals; a simulated device has its own
         self.memory = memory
         self.in_new_thread = in_new_thread
@@ -87,13 +189,10 @@ class Engine:
             adapters.admission if adapters is not None else None,
             make_admission_policy(config, clock),
         )
-        self.stats = StepStats()
         self._validator = RequestValidator(limits, memory, seed, clock)
-        self._runner: StepRunner = runner
+        self._trial_row = SamplingColumns(1, limits.vocab_size)
         self._compiled: list[Request] = []  # whose grammar is compiled and which the queue has not taken yet
         self._committer = Committer(self.scheduler, self._structured, self.speculation)
-        self._in_flight: deque[ScheduledStep] = deque()
-        self._max_in_flight = config.steps_in_flight
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest if it can never run, QueueFull if not now.
@@ -109,6 +208,7 @@ class Engine:
             request = replace(request, adapter=self._arrive(request_id, request.adapter))
         try:
             request = self._validator.accept(request)
+            self._rehearse(request)
             if request.sampling.structured is None or self._structured.admit(request):
                 self.scheduler.add(request)
         except BaseException:
@@ -117,7 +217,20 @@ class Engine:
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += request.num_prompt_tokens
 
+    def _rehearse(self, request: Request) -> None:
+        """Computes what steps will make of the values: one that they cannot take ends this request alone."""
+        try:
+            self.memory.index.root(request.cache_salt)
+            self._trial_row.start_row(
+                0, request.sampling, request.seed, 0, request.num_prompt_tokens, request.stop_token_ids
+            )
+        except Exception as fault:
+            raise InvalidRequest(
+                f"the request cannot be computed: {type(fault).__name__}: {fault}"
+            ) from fault
+
     def _arrive(self, request_id: str, adapter: str) -> str:
+        check_text("adapter", adapter)
         if self.adapters is None:
             raise AdapterError(
                 f"adapter {adapter!r} was asked for and adapters are off: start with enable_lora, lora_modules "
@@ -148,23 +261,17 @@ class Engine:
         known = self._has_request(request_id)
         self._compiled = [request for request in self._compiled if request.request_id != request_id]
         self.scheduler.abort(request_id, FinishReason.ABORT)
-        self._committer.forget(request_id)
         self._forget_if_ended(request_id)
         return known
 
     def stop(self, request_id: str, index: int) -> bool:
-        """Ends one sequence of a request as stopped: its caller saw a stop string in its text."""
         stopped = self.scheduler.stop(request_id, index)
+        self.stats.num_finished += stopped  # no update follows
         self._forget_if_ended(request_id)
         return stopped
 
     @property
-    def has_work(self) -> bool:
-        return self.has_requests or (self.adapters is not None and self.adapters.are_loading)
-
-    @property
     def has_requests(self) -> bool:
-        """Whether there are requests, and not only adapters being loaded."""
         return self.scheduler.has_work or bool(self._in_flight or self.num_compiling)
 
     @property
@@ -173,17 +280,14 @@ class Engine:
         return len(self._structured.compiling) + len(self._compiled)
 
     def queue_stats(self) -> QueueStats:
-        """The load now, cheap enough for every step."""
         scheduler = self.scheduler
         return QueueStats(len(scheduler.running), len(scheduler.waiting) + self.num_compiling)
 
     def started(self, updates: Iterable[SequenceUpdate]) -> set[str]:
-        """Requests that have left the queue: running ones, and ones that began and ended in the last step."""
         running = {sequence.request.request_id for sequence in self.scheduler.running}
         return running.union(update.request_id for update in updates)
 
     def snapshot(self) -> EngineStats:
-        """All statistics. Counters are the live records of their rooms: encode or copy them before the next step."""
         memory = self.memory
         num_used, offload = memory.num_blocks - memory.num_free, memory.offload_cache
         pool = PoolStats(
@@ -207,7 +311,6 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes except pinned ones; running requests go on."""
         self.memory.reset_prefix_index()
 
     @property
@@ -215,41 +318,28 @@ class Engine:
         """All zero if speculation is off."""
         return SpeculationStats() if self.speculation is None else self.speculation.stats
 
-    def step(self) -> list[SequenceUpdate]:
-        """Schedules and launches the next step if there is one, and commits the oldest that must be."""
-        updates = self._before_schedule()
-        started = time.perf_counter()
-        scheduled = self.scheduler.schedule()
-        self.stats.schedule_seconds += time.perf_counter() - started
-        if self.adapters is not None:
-            updates += self._fail_adapters(self.adapters)
-        if scheduled is not None:
-            updates += self._launch(scheduled)
-        if len(self._in_flight) > (self._max_in_flight if scheduled is not None else 0):
-            updates += self._commit()
-        elif scheduled is None:
-            self._when_idle()
-        return updates
-
-    def _before_schedule(self) -> list[SequenceUpdate]:
+    def _schedule(self) -> tuple[list[SequenceUpdate], ScheduledStep | None]:
         updates = self._take_compiled() if self.num_compiling else []
         if self.adapters is not None:
             self.adapters.finish_loads()  # before a step relies on host copies: new ones may evict others
         if self._when_filling is not None and self.memory.usage > FILLING:
             self._when_filling()
             self._when_filling = None
-        return updates
+        started = time.perf_counter()
+        scheduled = self.scheduler.schedule()
+        self.stats.schedule_seconds += time.perf_counter() - started
+        if self.adapters is not None:
+            updates += self._fail_adapters(self.adapters)
+        return updates, scheduled
 
     def _launch(self, scheduled: ScheduledStep) -> list[SequenceUpdate]:
         try:
-            self._runner.launch(scheduled.step)
+            updates = super()._launch(scheduled)
         except DeviceMemoryFull as full:
             updates = self._shed(scheduled, str(full))
             while self._in_flight:  # requests sent back need their last token before they start again
                 updates += self._commit()
             return updates
-        self._in_flight.append(scheduled)
-        updates = []
         if scheduled.step.masked:
             if len(self._in_flight) > 1:  # the mask depends on the tokens of the step before
                 updates += self._commit()
@@ -274,9 +364,7 @@ class Engine:
         self.memory.check_integrity(self.scheduler.sequences())
 
     def close(self) -> None:
-        """Waits for the steps in flight and drops their results. Calling it twice is fine."""
-        self._in_flight.clear()
-        self._runner.close()
+        super().close()
         if self.speculation is not None:
             self.speculation.close()
         if self.adapters is not None:
@@ -298,7 +386,6 @@ class Engine:
         ended = self.scheduler.shed(scheduled)
         for sequence in ended:
             self._forget_if_ended(sequence.request.request_id)
-            self._committer.forget(sequence.request.request_id)
         updates = error_updates(ended, f"request {ended[0].request.request_id}: {why}") if ended else []
         self.stats.num_finished += len(updates)
         return updates
@@ -350,6 +437,7 @@ class Engine:
 
     def _forget_if_ended(self, request_id: str) -> None:
         if not self.scheduler.has_request(request_id):
+            self._committer.forget(request_id)
             if self._structured.running or self._structured.compiling:
                 self._structured.forget(request_id)
             self._give_back_adapter(request_id)
@@ -360,20 +448,16 @@ class Engine:
         for update in updates:
             if update.finish_reason is not None:
                 self.stats.num_finished += 1
-                self._committer.forget(update.request_id)
                 self._forget_if_ended(update.request_id)
 
-    def _commit(self) -> list[SequenceUpdate]:
-        """Collects and commits the oldest step in flight."""
-        scheduled = self._in_flight.popleft()
-        result = self._runner.collect()
-        started = time.perf_counter()
+    def _committed(self, scheduled: ScheduledStep, result: StepResult) -> list[SequenceUpdate]:
+        if result.step_id != scheduled.step.step_id:
+            raise RuntimeError(
+                f"the runner returned step {result.step_id} where step {scheduled.step.step_id} was due: a step was "
+                "launched and lost, perhaps by an interrupt. Build a new engine"
+            )
         updates = self._committer.commit(scheduled, result)
         self.stats.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         self._count_ends(updates)
-        self.stats.num_steps += 1
-        self.stats.num_computed_tokens += scheduled.step.total_tokens
-        self.stats.step_seconds += result.seconds
         self.scheduler.measured(scheduled.step, result.seconds)
-        self.stats.commit_seconds += time.perf_counter() - started
         return updates

@@ -13,7 +13,7 @@ from quire.core.request import EmbedRequest, Request
 from quire.core.stats import EngineStats, QueueStats
 
 if TYPE_CHECKING:  # it brings torch, which the client's process does without
-    from quire.engine.adapters import Adapters
+    from quire.engine.engine import EngineCore
 
 IDLE_SECONDS = 0.5  # between two looks at the shutdown signal while there is no work
 STATS_SECONDS = 0.25  # between two snapshots of a busy engine
@@ -36,37 +36,6 @@ class StepReport:
     started: list[Started]
     queue: QueueStats
     stats: EngineStats | None  # at most every STATS_SECONDS; live records: encode or copy them at once
-
-
-class LoopEngine(Protocol):
-    """The engine as the loop and its transport see it: Engine, or EncoderEngine."""
-
-    @property
-    def adapters(self) -> "Adapters | None": ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    @property
-    def has_requests(self) -> bool: ...
-
-    def add(self, request: Any) -> None: ...
-
-    def abort(self, request_id: str) -> bool: ...
-
-    def stop(self, request_id: str, index: int) -> bool: ...
-
-    def step(self) -> list[Any]: ...
-
-    def started(self, updates: Iterable[Any]) -> set[str]: ...
-
-    def queue_stats(self) -> QueueStats: ...
-
-    def snapshot(self) -> EngineStats: ...
-
-    def reset_prefix_cache(self) -> None: ...
-
-    def check_integrity(self) -> None: ...
 
 
 class Transport(Protocol):
@@ -95,7 +64,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: LoopEngine,
+        engine: "EngineCore[Any]",
         transport: Transport,
         shutdown: ShutdownSignal | None = None,
         when_idle: Callable[[], object] | None = None,

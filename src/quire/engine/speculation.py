@@ -30,7 +30,9 @@ SHAPES_KEPT = 16  # steps
 BATCH_GAIN = 0.3  # the same with several rows, where each new step size is recorded before it is fast
 FIRST_RATE_AFTER_GUESS = 0.8  # how often there is a guess after a guessed token, before any was seen
 FIRST_RATE_AFTER_MISS = 0.1  # and after a token that was not guessed
-PROBED_EVERY = 64  # positions between drafts that are made although they did not pay
+FIRST_PROBE, PROBED_EVERY = 4, 64  # steps without drafts before all draft although it does not seem to pay
+MAX_PROBE_TRIES = 4  # steps in which no sequence could draft, after which a probe is given up
+PROBE_LENGTH = 2  # a second token shows what a pass of the draft model takes
 
 
 class Proposer(Protocol):
@@ -118,6 +120,9 @@ class Speculation:
         self._most = Shape(config.num_speculative_tokens, config.tree_width)
         self._shapes: dict[tuple[int, int, int, int, int], Shape] = {}  # by all that they depend on
         self._estimates: dict[str, dict[int, _Estimate]] = {}
+        self._typical_rate = FIRST_ACCEPTANCE_RATE  # of all sequences' drafts
+        self._num_plain = 0  # steps since the last one with a draft
+        self._probe_after = FIRST_PROBE
 
     # ------------------------------------------------------------------ called by the scheduler
 
@@ -128,7 +133,9 @@ class Speculation:
             return False
         gained, drafted = 0.0, 0.0
         for sequence in running:
-            if self._config.adaptive and self._is_probed(sequence):
+            if not self._proposer.guesses and not self._proposer.can_draft(sequence):
+                continue
+            if self._is_probing:
                 return True
             shape = self._shape(sequence, num_running, most)
             if shape.length:
@@ -172,8 +179,6 @@ class Speculation:
         if not self._config.adaptive:
             length = min(most.length, most_tokens)
             return Shape(length, min(most.width, most_tokens // max(1, length)))
-        if self._is_probed(sequence):
-            return Shape(min(1, most_tokens))
         estimate = self._estimate(sequence)
         rate = round(estimate.acceptance_rate * RATE_STEPS)
         branch_rate = round(estimate.branch_rate * RATE_STEPS)
@@ -184,6 +189,8 @@ class Speculation:
                 rate / RATE_STEPS, branch_rate / RATE_STEPS, num_running, most, most_tokens,
                 self._seconds,
             )  # fmt: skip
+        if not shape.length and self._is_probing:
+            return Shape(min(PROBE_LENGTH, most.length, most_tokens))
         return shape
 
     def _seconds(self, num_running: int, shape: Shape) -> float:
@@ -191,9 +198,10 @@ class Speculation:
             shape.length
         )
 
-    def _is_probed(self, sequence: Sequence) -> bool:
-        """Where guesses are expensive, a token drafted now and then shows whether the acceptance rate has changed."""
-        return not self._proposer.guesses and sequence.num_known % PROBED_EVERY == 0
+    @property
+    def _is_probing(self) -> bool:
+        """Where guesses are expensive, a draft now and then shows whether acceptance rates and costs have changed."""
+        return self._config.adaptive and not self._proposer.guesses and self._num_plain >= self._probe_after
 
     # ------------------------------------------------------------------ called by commit
 
@@ -208,6 +216,7 @@ class Speculation:
         main = tree.main
         num_right = sum(1 for node in accepted if node < main)
         estimate.note(num_right, num_right < main)
+        self._typical_rate = update_acceptance_rate(self._typical_rate, num_right, num_right < main)
         others = [n for n in range(main, len(tree)) if draft.parents[n] == num_right - 1]
         if others and num_right < main:
             estimate.branch_rate = update_branch_acceptance(
@@ -217,6 +226,12 @@ class Speculation:
     def committed(self, scheduled: ScheduledStep, seconds: float) -> None:
         """Takes the time of a finished step, and compares its tokens with guesses that were not drafted."""
         step = scheduled.step
+        if step.drafts or self._num_plain >= self._probe_after + MAX_PROBE_TRIES:
+            if self._is_probing:
+                self._probe_after = min(2 * self._probe_after, PROBED_EVERY)
+            self._num_plain = 0
+        else:
+            self._num_plain += 1
         if step.total_tokens == len(step.sample_rows):
             self._costs.note(step.total_tokens, seconds)
             if self._costs.num_steps % SHAPES_KEPT == 0:
@@ -249,7 +264,7 @@ class Speculation:
         if estimate is None:
             estimate = of_request[sequence.index] = _Estimate()
             if not self._proposer.guesses:  # all drafts are of one kind
-                estimate.long_match_rate = FIRST_ACCEPTANCE_RATE
+                estimate.long_match_rate = (FIRST_ACCEPTANCE_RATE + self._typical_rate) / 2
         return estimate
 
 

@@ -128,9 +128,11 @@ class OpenStreams(Generic[U]):
         return len(streams)
 
     def _close(self, stream: Stream[U]) -> None:
-        open_ids = [request_id for request_id in stream.open_ids if request_id in self._streams]
+        open_ids = []
         for request_id in stream.request_ids:
-            if self._streams.pop(request_id, None) is not None:
+            if self._streams.get(request_id) is stream:  # not if another stream has the id by now
+                del self._streams[request_id]
                 self._ended(request_id)
+                open_ids += [request_id] if request_id in stream.open_ids else []
         if open_ids:
             self._abort(open_ids)

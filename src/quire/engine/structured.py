@@ -8,8 +8,9 @@ import numpy as np
 
 from quire.core.draft import TokenTree, depths
 from quire.core.errors import InvalidRequest, QuireError
-from quire.core.request import Phase, Request, Sequence
+from quire.core.request import FinishReason, Phase, Request, Sequence
 from quire.engine.validation import Limits
+from quire.grammar.closing import HORIZON
 from quire.grammar.compiler import Compiler, Grammar
 from quire.grammar.matcher import GrammarError, Matcher
 from quire.sampling.records import TokenMask
@@ -94,14 +95,19 @@ class StructuredOutputs:
 
     # ------------------------------------------------------------------ steps
 
-    def completes(self, sequence: Sequence, token_id: int) -> bool:
-        """Advances the sequence by this token; returns whether its text is complete and cannot grow.
+    def completes(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        """Advances the sequence by its last token; why it ends, if its text is complete and cannot grow.
 
-        Raises GrammarError if the grammar exceeds its bounds.
+        LENGTH: the limit made it end there. Raises GrammarError if the grammar exceeds its bounds.
         """
         matcher = self._matcher(sequence)
+        num_left = sequence.request.max_len - len(sequence.token_ids) + 1
+        before = matcher.fork() if num_left <= HORIZON else None
         matcher.advance([token_id])
-        return matcher.is_terminated
+        if not matcher.is_terminated:
+            return None
+        is_cut = before is not None and self._token_to_end(sequence, before, num_left) is not None
+        return FinishReason.LENGTH if is_cut else FinishReason.STOP
 
     def continued(self, beam: Sequence, token_id: int) -> Matcher:
         """The beam's state after this token; its own is unchanged. Raises GrammarError as `completes`."""
@@ -152,6 +158,11 @@ class StructuredOutputs:
                     matcher.advance([token_id])
                     at = depth_of
                 matcher.fill(row)
+                num_left = sequence.request.max_len - len(sequence.token_ids) - at
+                ending = self._token_to_end(sequence, matcher, num_left)
+                if ending is not None:
+                    row[:] = 0
+                    row[ending // 32] = 1 << ending % 32
                 if index in walked and index + 1 not in walked:
                     matcher.rollback(at)
                     at = 0
@@ -163,6 +174,16 @@ class StructuredOutputs:
                 self._ban_end(row)
             indices.append(index)
         return TokenMask(np.array(indices, np.int64), bits[: len(indices)]), failed
+
+    def _token_to_end(self, sequence: Sequence, matcher: Matcher, num_left: int) -> int | None:
+        """The token that the limit makes necessary for the text to end, if it is that near."""
+        sampling = sequence.request.sampling
+        closer = self.running[sequence.request.request_id].grammar.closer
+        if closer is None or num_left > HORIZON or sequence.is_beam:
+            return None
+        if sampling.bad_words or sampling.allowed_token_ids:  # these may ban it
+            return None
+        return closer.token_to_end(matcher, num_left)
 
     def _matcher(self, sequence: Sequence) -> Matcher:
         """Made at the sequence's first sample. A preempted sequence keeps it: its text is unchanged."""

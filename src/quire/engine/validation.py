@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from quire.core.errors import ContextExceeded, InvalidRequest
 from quire.core.request import Clock, EmbedRequest, Request
 from quire.core.sampling import SamplingParams
-from quire.core.stats import gauge
+from quire.core.stats import Shown, gauge
 from quire.memory.paged import PagedMemory
 
 
@@ -17,15 +17,24 @@ class Limits:
     """What the model and the batch allow a single request. Pure: both sides of the link check with it."""
 
     vocab_size: int
-    max_model_len: int = gauge("max_model_len", "Tokens per sequence.")
-    max_num_seqs: int = gauge("max_num_seqs", "Sequences that run at once.")
+    max_model_len: int = gauge(
+        "max_model_len", "Tokens per sequence.", shown=Shown("limits", "{:,} tokens per sequence")
+    )
+    max_num_seqs: int = gauge(
+        "max_num_seqs", "Sequences that run at once.", shown=Shown("limits", "{} sequences")
+    )
     eos_token_ids: tuple[int, ...] = ()
+    max_num_batched_tokens: int = gauge(
+        "max_num_batched_tokens", "Tokens per step.", 0, shown=Shown("limits", "{:,} tokens per step")
+    )
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequest if the request exceeds the context, the vocabulary or the batch."""
+        for name in ("request_id", "cache_salt", "tenant"):
+            check_text(name, getattr(request, name))
         self._check_context(request.num_prompt_tokens)
         self._check_vocabulary(request.prompt_token_ids, "prompt")
-        self._check_sampling(request.sampling)
+        self.check_sampling(request.sampling)
 
     def check_texts(self, request: EmbedRequest) -> None:
         """The same for an encoder, whose texts may fill the context."""
@@ -35,11 +44,7 @@ class Limits:
             if not text:
                 raise InvalidRequest(f"input[{position}] has no tokens: send at least one", "input")
             if len(text) > self.max_model_len:
-                raise ContextExceeded(
-                    f"input[{position}] has {len(text)} tokens and this model takes {self.max_model_len}: shorten it, "
-                    "send truncate_prompt_tokens (-1: as many as fit), or split it and embed the parts",
-                    "input",
-                )
+                raise ContextExceeded.of_text(position, len(text), self.max_model_len)
             self._check_vocabulary(text, "input")
 
     def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
@@ -55,18 +60,21 @@ class Limits:
         if num_tokens == 0:
             raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
         if num_tokens >= self.max_model_len:
-            raise ContextExceeded(
-                f"the prompt has {num_tokens} tokens and the context is {self.max_model_len}, which must hold "
-                "at least one more: shorten the prompt, send truncate_prompt_tokens, or raise max_model_len",
-                "prompt",
-            )
+            raise ContextExceeded.of_prompt(num_tokens, self.max_model_len)
 
-    def _check_sampling(self, sampling: SamplingParams) -> None:
+    def check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.num_sequences > self.max_num_seqs:
+            name = "n" if sampling.best_of is None else "best_of"
             raise InvalidRequest(
-                f"n={sampling.num_sequences} sequences can never run together with "
-                f"max_num_seqs={self.max_num_seqs}: lower n or raise max_num_seqs",
-                "n",
+                f"{name}={sampling.num_sequences} sequences can never run together with "
+                f"max_num_seqs={self.max_num_seqs}: lower {name} or raise max_num_seqs",
+                name,
+            )
+        if sampling.min_tokens >= self.max_model_len:
+            raise InvalidRequest(
+                f"min_tokens={sampling.min_tokens} can never be reached in a context of {self.max_model_len}: "
+                "lower min_tokens or raise max_model_len",
+                "min_tokens",
             )
         for name, token_ids in _named_tokens(sampling):
             for token_id in token_ids:
@@ -74,6 +82,16 @@ class Limits:
                     raise InvalidRequest(
                         f"{name} names token id {token_id}, outside the vocabulary of {self.vocab_size}", name
                     )
+
+
+def check_text(name: str, value: str) -> None:
+    """Raises InvalidRequest for text that could not be encoded later, where it is hashed, sent or logged."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name} has half a surrogate pair at character {error.start}, which is no text: remove it", name
+        ) from None
 
 
 def _named_tokens(sampling: SamplingParams) -> tuple[tuple[str, Iterable[int]], ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.core.errors import QueueFull
 from quire.core.structured import StructuredOutput
+from quire.grammar.closing import Closer
 from quire.grammar.matcher import GrammarError, Matcher, compile_matcher, make_tokenizer
 from quire.grammar.sandbox import GrammarSandbox
 from quire.grammar.vocabulary import Vocabulary
@@ -25,6 +26,7 @@ class Grammar:
 
     inner: Any
     vocabulary: Vocabulary
+    closer: Closer | None = None  # of JSON
 
     def matcher(self) -> Matcher:
         return Matcher(self.inner.deep_copy(), self.vocabulary)
@@ -45,7 +47,7 @@ class Compiler:
         self._seconds = seconds
         self._grammars: OrderedDict[StructuredOutput, Future[Grammar]] = OrderedDict()
         self._workers: ThreadPoolExecutor | None = None
-        self._prepared: tuple[Vocabulary, Any] | None = None  # with llguidance's tokenizer
+        self._prepared: tuple[Vocabulary, Any, Closer] | None = None  # with llguidance's tokenizer
         self._preparing = threading.Lock()
         self._local = threading.local()  # each worker thread has a sandbox of its own
         self._sandboxes: list[GrammarSandbox] = []
@@ -88,15 +90,16 @@ class Compiler:
     # ------------------------------------------------------------------ in a worker
 
     def _compile(self, structured: StructuredOutput) -> Grammar:
-        vocabulary, tokenizer = self._prepare()
+        vocabulary, tokenizer, closer = self._prepare()
         self._sandbox(vocabulary).check(structured)
-        return Grammar(compile_matcher(tokenizer, structured), vocabulary)
+        is_json = structured.kind in ("json_schema", "json_object")
+        return Grammar(compile_matcher(tokenizer, structured), vocabulary, closer if is_json else None)
 
-    def _prepare(self) -> tuple[Vocabulary, Any]:
+    def _prepare(self) -> tuple[Vocabulary, Any, Closer]:
         with self._preparing:
             if self._prepared is None:
                 vocabulary = self._make_vocabulary()
-                self._prepared = (vocabulary, make_tokenizer(vocabulary))
+                self._prepared = (vocabulary, make_tokenizer(vocabulary), Closer(vocabulary))
             return self._prepared
 
     def _sandbox(self, vocabulary: Vocabulary) -> GrammarSandbox:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
-from quire.layers.parameters import Adaptable, LayerPart, Loader, Vector, check_shape
+from quire.layers.parameters import Adaptable, LayerPart, Loader, Vector, check_finite, check_shape
 from quire.quant.encoded import Encoded, Scheme, Weight, floats
 from quire.quant.format import Matrix
 from quire.quant.schemes import from_parameters, parameter_names
@@ -75,6 +75,8 @@ class TokenEmbedding(Adaptable):
             self._encoded = weight.to(self._device)
             return
         tensor = floats(weight)
+        if self._compact:  # the formats that round; 16-bit models show NaN in every answer
+            check_finite(tensor)
         kept = self._kept_dtype(tensor)
         self._table = tensor[self._first_row :].to(device=self._device, dtype=kept, copy=True)
 

@@ -1,5 +1,6 @@
 """Parameters of layers: loading them from checkpoint tensors, and all of a model's under one flat set of names."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -62,6 +63,12 @@ def check_shape(tensor: Weight, expected: tuple[int, ...]) -> None:
         raise WeightsError(f"its shape is {list(tensor.shape)} where the config asks for {list(expected)}")
 
 
+def check_finite(tensor: Tensor) -> None:
+    """Raises WeightsError for NaN or infinity, which a sum shows without a copy; the caller adds the tensor's name."""
+    if not tensor.is_meta and not math.isfinite(tensor.sum(dtype=torch.float32)):
+        raise WeightsError("it holds NaN or infinity: use an undamaged copy of the model")
+
+
 class Vector:
     """A small parameter in full precision, such as a norm's weight or a bias; loaded from any float type."""
 
@@ -72,8 +79,10 @@ class Vector:
         """Takes one checkpoint tensor into entries first .. first + size - 1 (all by default)."""
         count = self.value.shape[0] if size is None else size
 
-        def take(tensor: Weight) -> None:
-            self.value[first : first + count].copy_(floats(tensor))
+        def take(weight: Weight) -> None:
+            tensor = floats(weight)
+            check_finite(tensor)
+            self.value[first : first + count].copy_(tensor)
 
         return Loader((count,), take)
 

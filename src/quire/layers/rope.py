@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError
+from quire.weights.hyperparameters import MAX_SIZE, number, positive
 
 DEFAULT_THETA = 10000.0
+_NUMBERS = (
+    *("rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+)
 
 Parameters = Mapping[str, Any]
 
@@ -19,32 +24,44 @@ def rope_parameters(hf: Parameters) -> dict[str, Any]:
 
     The result always has `rope_type` and `rope_theta`. An unknown rope type is refused.
     """
-    parameters = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config.json has rope settings {given!r}, which must be an object: correct them")
+    parameters = dict(given)
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type not in _FREQUENCIES:
+    if not isinstance(rope_type, str) or rope_type not in _FREQUENCIES:
         known = ", ".join(sorted(_FREQUENCIES))
         raise ModelError(f"rope type {rope_type!r} in config.json is not known: choose one of {known}")
     parameters["rope_type"] = rope_type
     if parameters.get("rope_theta") is None:
-        parameters["rope_theta"] = hf.get("rope_theta") or DEFAULT_THETA
+        parameters["rope_theta"] = number(hf, "rope_theta", DEFAULT_THETA)
     if parameters.get("partial_rotary_factor") is None:
-        parameters["partial_rotary_factor"] = hf.get("partial_rotary_factor") or 1.0
+        parameters["partial_rotary_factor"] = number(hf, "partial_rotary_factor", 1.0)
+    for name in _NUMBERS:
+        value = parameters.get(name)
+        if value is not None and not (value == 0 and name.startswith("mscale")):  # 0: none
+            parameters[name] = number(parameters, name, 1.0)
+    if parameters["partial_rotary_factor"] > 1:
+        raise ModelError(
+            f"config.json has partial_rotary_factor={parameters['partial_rotary_factor']}: it must be at most 1"
+        )
     original = hf.get("original_max_position_embeddings") or parameters.get(
         "original_max_position_embeddings"
     )
-    parameters["original_max_position_embeddings"] = original or hf.get("max_position_embeddings")
-    parameters["max_position_embeddings"] = hf.get("max_position_embeddings")
+    limit = positive(hf, "max_position_embeddings")
+    parameters["max_position_embeddings"] = limit
+    parameters["original_max_position_embeddings"] = original or limit
+    positive(parameters, "original_max_position_embeddings")
     return parameters
 
 
 def position_limit(hf: Parameters) -> int:
     """How many positions the model was made for; yarn's may be written as the original length and a factor."""
     parameters = rope_parameters(hf)
-    limit = parameters["max_position_embeddings"]
-    if not isinstance(limit, int) or limit < 1:
-        raise ModelError(f"config.json has max_position_embeddings={limit!r}, which must be at least 1")
+    limit: int = parameters["max_position_embeddings"]
     if parameters["rope_type"] == "yarn" and parameters.get("factor"):
-        return max(limit, int(parameters["original_max_position_embeddings"] * parameters["factor"]))
+        stretched = int(parameters["original_max_position_embeddings"] * parameters["factor"])
+        return min(max(limit, stretched), MAX_SIZE)
     return limit
 
 
@@ -52,14 +69,20 @@ def rotary_table(hf: Parameters, head_dim: int, num_positions: int) -> Tensor:
     """[num_positions, rotary_dim] fp32: a row holds the position's cosines, then its sines."""
     parameters = rope_parameters(hf)
     rotary_dim = int(head_dim * parameters["partial_rotary_factor"])
+    if rotary_dim < 2:
+        raise ModelError(
+            f"config.json has partial_rotary_factor={parameters['partial_rotary_factor']}, which leaves nothing to "
+            f"rotate of a head of {head_dim}: correct it"
+        )
     try:
         frequencies, attention_factor = _FREQUENCIES[parameters["rope_type"]](parameters, rotary_dim)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ModelError(
             f"rope type {parameters['rope_type']!r} in config.json misses or misspells a setting: {error}"
         ) from error
+    table = torch.empty(num_positions, 2 * len(frequencies))  # first: too many positions fail here, at once
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-    return torch.cat((angles.cos() * attention_factor, angles.sin() * attention_factor), dim=1)
+    return torch.cat((angles.cos() * attention_factor, angles.sin() * attention_factor), dim=1, out=table)
 
 
 def _inverse(base: float, rotary_dim: int) -> Tensor:

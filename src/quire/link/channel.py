@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from quire.link.messages import (
     RestoreAdapter,
     Shutdown,
     Stop,
+    SwitchStepLog,
     ToEngine,
     UnloadAdapter,
     decode_from_engine,
@@ -34,6 +35,7 @@ from quire.link.messages import (
     encode,
     pack_report,
 )
+from quire.link.step_log import StepLog, StepRecord
 from quire.observe.logs import get_logger
 
 if TYPE_CHECKING:  # it brings torch, which the client's process does without
@@ -80,6 +82,7 @@ class WorkerChannel:
         self._socket = self._context.socket(zmq.DEALER)
         _prepare(self._socket)
         self._socket.connect(f"ipc://{path}")
+        self._step_log: StepLog | None = None  # until it is first switched on
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
@@ -130,6 +133,8 @@ class WorkerChannel:
                 self._answer(loop, call_id)
             case CheckIntegrity(call_id):
                 self._answer(loop, call_id, integrity_error(loop))
+            case SwitchStepLog(call_id, on):
+                self._switch_step_log(loop, call_id, on)
             case LoadAdapter(call_id, name, path):
                 self._change_adapters(loop, call_id, lambda adapters: adapters.load(name, path))
             case UnloadAdapter(call_id, name):
@@ -142,9 +147,25 @@ class WorkerChannel:
                         "an adapter of the last engine process cannot be restored: %s", _reason(fault)
                     )
 
-    def _answer(self, loop: EngineLoop, call_id: int, error: str | None = None) -> None:
+    def _switch_step_log(self, loop: EngineLoop, call_id: int, on: bool) -> None:
+        watch = getattr(loop.engine, "watch", None)
+        if watch is None:
+            self._answer(loop, call_id, "the engine of an embedding model has no step log")
+            return
+        self._step_log = self._step_log or watch(StepLog)
+        if on:
+            self._step_log.start()
+        self._answer(loop, call_id, steps=[] if on else self._step_log.stop())
+
+    def _answer(
+        self,
+        loop: EngineLoop,
+        call_id: int,
+        error: str | None = None,
+        steps: Sequence[StepRecord] = (),
+    ) -> None:
         engine = loop.engine
-        self.send(Done(call_id, engine.queue_stats(), engine.snapshot(), error))
+        self.send(Done(call_id, engine.queue_stats(), engine.snapshot(), error, list(steps)))
 
     def _change_adapters(
         self, loop: EngineLoop, call_id: int, change: Callable[["Adapters"], Future[None] | None]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from quire.core.config import ADAPTER_CONFIG_FILE, AdapterConfig, EngineConfig
-from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.core.errors import AdapterError, EngineDead, InvalidRequest, QueueFull, QuireError
 from quire.core.request import EmbedRequest, QueueBounds, Request
 from quire.core.stats import EngineStats, QueueStats
 from quire.engine.streams import OpenStreams, Stream
@@ -30,16 +30,19 @@ from quire.link.messages import (
     ResetPrefixCache,
     RestoreAdapter,
     Stop,
+    SwitchStepLog,
     UnloadAdapter,
     Updates,
     encode,
     unpack_updates,
 )
+from quire.link.step_log import StepRecord
 from quire.link.supervise import STEP_SECONDS, Supervisor
 
 CALL_SECONDS = 60.0
 MAX_RETRY_SECONDS = 60
-Call = ResetPrefixCache | CheckIntegrity | LoadAdapter | UnloadAdapter
+MAX_ANSWERS = 4096  # sequences of one HTTP request with several prompts; each costs memory before it runs
+Call = ResetPrefixCache | CheckIntegrity | SwitchStepLog | LoadAdapter | UnloadAdapter
 
 
 class QueueAdmission:
@@ -59,7 +62,7 @@ class QueueAdmission:
     def check(self, requests: Sequence[Request | EmbedRequest], load: QueueStats, max_num_seqs: int) -> None:
         """All of them or none: raises QueueFull, or InvalidRequest if they could never wait together."""
         num_tokens = sum(request.num_prompt_tokens for request in requests)
-        self._refuse_hopeless(len(requests), num_tokens, max_num_seqs)
+        self.refuse_hopeless(len(requests), num_tokens, max_num_seqs)
         self.check_room(len(requests), load, max_num_seqs)
         self.bounds.check_tokens(self._waiting_tokens, num_tokens)
 
@@ -94,13 +97,23 @@ class QueueAdmission:
         expected = math.ceil(self._seconds_per_start * self.num_waiting / 2)
         return min(max(1, expected), MAX_RETRY_SECONDS)
 
-    def _refuse_hopeless(self, num_requests: int, num_tokens: int, max_num_seqs: int) -> None:
+    def refuse_hopeless(
+        self, num_requests: int, num_tokens: int, max_num_seqs: int, num_sequences: int = 1
+    ) -> None:
+        """`num_sequences` is the number of each request, where it is not checked yet."""
         bounds = self.bounds
         if bounds.max_requests is not None and num_requests > bounds.max_requests + max_num_seqs:
             raise InvalidRequest(
                 f"{num_requests} prompts in one request are more than can run and wait "
                 f"({bounds.max_requests + max_num_seqs}): send fewer at a time, or raise max_queue_requests",
                 "prompt",
+            )
+        most = max(MAX_ANSWERS, num_requests)
+        if num_requests > 1 and num_requests * num_sequences > most:
+            raise InvalidRequest(
+                f"{num_requests} prompts with {num_sequences} sequences each are {num_requests * num_sequences} "
+                f"sequences, and one request may have {most}: send fewer prompts at a time, or lower n",
+                "n",
             )
         if bounds.max_tokens is not None and num_requests > 1 and num_tokens > bounds.max_tokens:
             raise InvalidRequest(
@@ -244,10 +257,11 @@ class EngineClient:
             channel.send_encoded(message)
         return stream
 
-    def check_room(self) -> None:
-        """Raises what `submit` would raise for any request, before the work of preparing one."""
+    def check_room(self, num_requests: int = 1, num_sequences: int = 1) -> None:
+        """Raises what `submit` would raise for that many requests of any length, before the work of preparing them."""
         _channel, ready = self._connected()
-        self.admission.check_room(1, self.queue, ready.max_num_seqs)
+        self.admission.refuse_hopeless(num_requests, 0, ready.max_num_seqs, num_sequences)
+        self.admission.check_room(num_requests, self.queue, ready.max_num_seqs)
 
     def stop(self, request_id: str, index: int) -> None:
         """Ends one sequence, in whose text a stop string appeared."""
@@ -289,8 +303,18 @@ class EngineClient:
         """Recounts the pool; what is wrong with it, or None."""
         return (await self._call(CheckIntegrity)).error
 
+    async def start_step_log(self) -> None:
+        done = await self._call(SwitchStepLog, True)
+        if done.error is not None:
+            raise InvalidRequest(done.error)
+
+    async def stop_step_log(self) -> Sequence[StepRecord]:
+        """What was recorded since the start; nothing if the log was not on."""
+        return (await self._call(SwitchStepLog, False)).steps
+
     async def load_adapter(self, name: str, path: str) -> None:
         """Returns when requests can name it. Raises InvalidRequest with the reason if it cannot be served."""
+        self._check_adapters_are_on("lora_path")
         effect = partial(self.adapters.loaded, name, path)
         done = await self._call(LoadAdapter, name, path, effect=effect, seconds=None)
         if done.error is not None:
@@ -298,14 +322,22 @@ class EngineClient:
 
     async def unload_adapter(self, name: str) -> None:
         """Running requests keep the adapter; a load of it that is under way is cancelled."""
+        self._check_adapters_are_on("lora_name")
         done = await self._call(UnloadAdapter, name, effect=partial(self.adapters.unloaded, name))
         if done.error is not None:
             raise InvalidRequest(done.error, "lora_name")
 
+    def _check_adapters_are_on(self, param: str) -> None:
+        """Refused here as the engine would refuse it, but without waiting for its step."""
+        if not self.adapters.enabled:
+            raise AdapterError(
+                "adapters are off: start with --enable-lora, --lora-modules or --lora-dir", param
+            )
+
     async def _call(
         self,
         kind: Callable[..., Call],
-        *arguments: str,
+        *arguments: str | bool,
         effect: Callable[[], None] | None = None,
         seconds: float | None = CALL_SECONDS,
     ) -> Done:

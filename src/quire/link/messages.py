@@ -12,10 +12,11 @@ import msgspec
 from quire.core.config import EngineConfig
 from quire.core.request import EmbedRequest, Pooled, Request
 from quire.core.sampling import SamplingParams
-from quire.core.stats import EngineStats, KvPoolSize, QueueStats, StartStats, VectorFormat
+from quire.core.stats import EngineStats, PoolSize, QueueStats, StartStats, VectorFormat
 from quire.core.step import SequenceUpdate
 from quire.engine.loop import Started, StepReport
 from quire.engine.validation import Limits
+from quire.link.step_log import StepRecord
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -80,6 +81,13 @@ class CheckIntegrity(_Message, frozen=True):
     call_id: int
 
 
+class SwitchStepLog(_Message, frozen=True):
+    """Starts the step log, or stops it: the answer to a stop has the records."""
+
+    call_id: int
+    on: bool
+
+
 class LoadAdapter(_Message, frozen=True):
     """Answered once the adapter is read, however long that takes; steps go on meanwhile."""
 
@@ -113,6 +121,7 @@ ToEngine = (
     | Stop
     | ResetPrefixCache
     | CheckIntegrity
+    | SwitchStepLog
     | LoadAdapter
     | UnloadAdapter
     | RestoreAdapter
@@ -152,7 +161,7 @@ class Ready(_Message, frozen=True):
     limits: Limits
     start: StartStats
     lines: list[str]  # the start report
-    pool: KvPoolSize | None = None  # None: an encoder
+    pool: PoolSize | None = None  # None: an encoder
     vectors: VectorFormat | None = None  # None: the model generates
 
     @property
@@ -209,6 +218,7 @@ class Done(_Message, frozen=True):
     queue: QueueStats
     stats: EngineStats
     error: str | None = None
+    steps: list[StepRecord] = []
 
 
 FromEngine = Progress | Note | Ready | Failed | Refused | Updates | Done

@@ -16,7 +16,6 @@ from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import QuireError
-from quire.core.stats import KvPoolSize, StartStats
 from quire.engine.build import Built, build_engine
 from quire.engine.build.resolve import resolve_device
 from quire.engine.loop import EngineLoop, ShutdownSignal
@@ -68,6 +67,7 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
         if resolve_device(config.runner.device).type == "cpu":
             _announce_compiling(channel)
         built = build_engine(config, _ProgressReporter(channel))
+        ready = _ready(config, built)
     except QuireError as error:
         channel.send(Failed(type(error).__name__, str(error)))
         return BAD_SETTING
@@ -78,7 +78,7 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
     engine = built.engine
     loop = EngineLoop(engine, channel, termination.shutdown, when_idle=gc.collect)
     termination.is_serving = True
-    channel.send(_ready(config, built))
+    channel.send(ready)
     start_heartbeat(pipe, loop)
     freeze_heap()
     try:
@@ -116,18 +116,16 @@ def _exit_after_timeout() -> None:
 
 
 def _ready(config: EngineConfig, built: Built[Any]) -> Ready:
-    report, size = built.report, built.report.pool
+    report = built.report
     return Ready(
         model=report.model,
         pid=os.getpid(),
         described=_described(config, built.source),
         default_sampling=built.default_sampling,
-        limits=built.engine.limits,
-        start=StartStats(
-            report.num_threads, report.max_num_batched_tokens, report.weights_bytes, report.seconds
-        ),
+        limits=report.limits,
+        start=report.start,
         lines=report.lines(),
-        pool=KvPoolSize(size.num_blocks, size.block_size, size.num_bytes) if size.num_blocks else None,
+        pool=report.pool or None,
         vectors=report.vectors,
     )
 

@@ -21,8 +21,8 @@ from quire.llm.outputs import RequestOutput, request_output
 from quire.llm.progress import load_progress
 from quire.text.answer import Answer
 from quire.text.load import choose_tokenizer
-from quire.text.prompts import Prompt, prepare, ready_to_sample
-from quire.text.tokenizer import Tokenizer
+from quire.text.prompts import PreparedPrompt, Prompt, prepare, ready_to_sample
+from quire.text.tokenizer import LONG, Tokenizer
 
 
 class AsyncLLM:
@@ -48,15 +48,23 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yields the answer so far, each time it grows; the last one has `finished`."""
         self._event_loop = asyncio.get_running_loop()
-        prepared = prepare(prompt, self.tokenizer)
-        sampling = ready_to_sample(sampling or self._built.default_sampling, self.tokenizer)
+        limits, given = self._built.engine.limits, sampling or self._built.default_sampling
+
+        def make() -> tuple[PreparedPrompt, SamplingParams]:
+            prepared = prepare(prompt, self.tokenizer, max_model_len=limits.max_model_len)
+            return prepared, ready_to_sample(given, self.tokenizer)
+
+        is_long = given.bad_words or (isinstance(prompt, (str, list)) and len(prompt) > LONG)
+        prepared, ready = await asyncio.to_thread(make) if is_long else make()
         request_id = request_id or f"async-{next(self._ids)}"
-        answer = Answer(request_id, sampling, self.tokenizer)
+        request = prepared.request(request_id, ready, adapter)
+        limits.check(request)  # before anything is made for each of its sequences
+        answer = Answer(request_id, ready, self.tokenizer, context_id=prepared.context_id(self.tokenizer))
         if self._streams.get(request_id) is not None:
             raise InvalidRequest(
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
-        self._thread.add(prepared.request(request_id, sampling, adapter))
+        self._thread.add(request)
         stream = self._streams.open([request_id])
         try:
             while not answer.finished:

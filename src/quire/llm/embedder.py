@@ -57,7 +57,7 @@ class Embedder:
             )
         token_ids = [prepare(text, self.tokenizer).token_ids for text in as_list(texts)]
         if truncate:
-            token_ids = [cut(text, self.report.max_model_len) for text in token_ids]
+            token_ids = [cut(text, self.report.limits.max_model_len) for text in token_ids]
         vectors = numpy.empty((len(token_ids), width), dtype=numpy.float32)
         if not token_ids:
             return vectors[:, :dimensions]

@@ -67,7 +67,7 @@ class LLM:
 
         `adapter` names a LoRA adapter for all prompts, or one (or None) for each.
         """
-        prepared = [prepare(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        prepared = [self.prepare(prompt) for prompt in as_list(prompts)]
         return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm, adapter)
 
     def beam_search(
@@ -119,8 +119,21 @@ class LLM:
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            prepared.append(prepare(text, self.tokenizer, add_special_tokens=False))
+            prepared.append(self.prepare(text, add_special_tokens=False, goes_on=continue_final_message))
         return self._run(prepared, sampling if sampling is not None else sampling_params, use_tqdm, adapter)
+
+    def prepare(
+        self, prompt: Prompt, add_special_tokens: bool = True, goes_on: bool = True
+    ) -> PreparedPrompt:
+        """A prompt as tokens. Raises ContextExceeded, before any work, for a text that cannot fit."""
+        limit = self.engine.limits.max_model_len
+        return prepare(
+            prompt,
+            self.tokenizer,
+            add_special_tokens=add_special_tokens,
+            goes_on=goes_on,
+            max_model_len=limit,
+        )
 
     # ------------------------------------------------------------------ streaming; one iterator at a time
 
@@ -269,7 +282,8 @@ class LLM:
     def _submit(self, prompt: PreparedPrompt, sampling: SamplingParams, adapter: str | None = None) -> Answer:
         request_id = str(next(self._ids))
         self.engine.add(prompt.request(request_id, sampling, adapter))
-        return Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock)
+        context_id = prompt.context_id(self.tokenizer)
+        return Answer(request_id, sampling, self.tokenizer, clock=self.engine.clock, context_id=context_id)
 
     def _submit_all(
         self, prompts: list[PreparedPrompt], samplings: list[SamplingParams], adapters: list[str | None]
@@ -278,7 +292,7 @@ class LLM:
         try:
             for prompt, sampling, adapter in zip(prompts, samplings, adapters, strict=True):
                 answers.append(self._submit(prompt, sampling, adapter))
-        except QuireError:
+        except BaseException:
             for answer in answers:  # all or none: the caller gets no half-done list
                 self.engine.abort(answer.request_id)
             raise

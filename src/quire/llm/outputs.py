@@ -83,8 +83,7 @@ def request_output(answer: Answer, prompt: PreparedPrompt, tokenizer: Tokenizer 
 
 def _position(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
     def named(token_id: int, logprob: float, rank: int) -> Logprob:
-        text = tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else None
-        return Logprob(logprob, rank, text)
+        return Logprob(logprob, rank, tokenizer.token_text(token_id) if tokenizer else None)
 
     best = {
         token_id: named(token_id, logprob, rank)

@@ -11,8 +11,8 @@ from quire.core.errors import ModelError
 from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import KNOWN, LayerFactory
 from quire.layers.parameters import Composite, LayerStack, Loader
-from quire.models.hyperparameters import checkpoint_dtype, head_size, positive
 from quire.models.model import Encoder
+from quire.weights.hyperparameters import MAX_LAYERS, checkpoint_dtype, head_size, number, positive, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
         architecture=architecture,
         vocab_size=positive(hf, "vocab_size"),
         hidden_size=hidden_size,
-        num_layers=positive(hf, keys["layers"]),
+        num_layers=positive(hf, keys["layers"], high=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_size({}, hidden_size, num_heads),
@@ -114,7 +114,11 @@ def _activation(architecture: str, hf: Mapping[str, Any]) -> str:
 
 def _first_position(architecture: str, hf: Mapping[str, Any]) -> int:
     """Rows of the checkpoint's position table before position 0."""
-    return int(hf.get("pad_token_id", 1) or 0) + 1 if _variant(architecture).first_position else 0
+    return (
+        whole(hf, "pad_token_id", 0 if "pad_token_id" in hf else 1) + 1
+        if _variant(architecture).first_position
+        else 0
+    )
 
 
 class BertLayer(Composite):
@@ -156,7 +160,7 @@ class Bert(LayerStack):
         self.config = config
         self._variant = _variant(config.architecture)
         hf, hidden = config.hf, config.hidden_size
-        eps = float(hf.get("layer_norm_eps", 1e-12))
+        eps = number(hf, "layer_norm_eps", 1e-12)
         activation = _activation(config.architecture, hf)
         self.tokens = factory.embedding(config.vocab_size, hidden)
         first_row = _first_position(config.architecture, hf)

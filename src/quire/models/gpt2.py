@@ -7,8 +7,8 @@ from quire.core.config import ModelConfig
 from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
 from quire.models.gpt_decoder import GptConfig, GptDecoder, describe_gpt
-from quire.models.hyperparameters import positive
 from quire.models.model import DecoderModel
+from quire.weights.hyperparameters import MAX_LAYERS, number, positive
 
 
 def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
@@ -18,7 +18,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         hidden_size=hidden_size,
         num_heads=positive(hf, "n_head"),
-        num_layers=positive(hf, "n_layer"),
+        num_layers=positive(hf, "n_layer", high=MAX_LAYERS),
         intermediate_size=positive(hf, "n_inner", 4 * hidden_size),
         max_position=positive(hf, "n_positions", 1024),
     )
@@ -33,8 +33,8 @@ def _gpt_config(config: ModelConfig) -> GptConfig:
     scale = config.head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0
     by_layer = bool(hf.get("scale_attn_by_inverse_layer_idx", False))
     return GptConfig(
-        activation=hf.get("activation_function", "gelu_new"),
-        eps=float(hf.get("layer_norm_epsilon", 1e-5)),
+        activation=str(hf.get("activation_function", "gelu_new")),
+        eps=number(hf, "layer_norm_epsilon", 1e-5),
         scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(config.num_layers)),
     )
 

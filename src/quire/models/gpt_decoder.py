@@ -13,8 +13,8 @@ from quire.layers.factory import LayerFactory
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import LayerNorm
 from quire.layers.parameters import Composite, LayerStack
-from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import Layer
+from quire.weights.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 
 
 @dataclass(frozen=True, slots=True)

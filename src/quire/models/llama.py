@@ -14,8 +14,17 @@ from quire.layers.factory import GATES, LayerFactory
 from quire.layers.lora import LoraBatch
 from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.layers.rope import position_limit, rope_parameters
-from quire.models.hyperparameters import checkpoint_dtype, first_token_id, head_size, positive, token_ids
 from quire.models.model import DecoderModel, Layer
+from quire.weights.hyperparameters import (
+    MAX_LAYERS,
+    checkpoint_dtype,
+    first_token_id,
+    head_size,
+    number,
+    positive,
+    token_ids,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
         architecture=architecture,
         vocab_size=positive(hf, "vocab_size"),
         hidden_size=hidden_size,
-        num_layers=positive(hf, "num_hidden_layers"),
+        num_layers=positive(hf, "num_hidden_layers", high=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_size(hf, hidden_size, num_heads, 128 if architecture == "Qwen3ForCausalLM" else None),
@@ -87,17 +96,22 @@ def _windows(config: ModelConfig) -> tuple[int, ...]:
     """Mistral has one window everywhere; Qwen only where it is switched on, and then from a layer on."""
     hf, layers = config.hf, range(config.num_layers)
     if config.architecture == "MistralForCausalLM":
-        return tuple(hf.get("sliding_window", 4096) or 0 for _ in layers)
+        return (_window(hf),) * config.num_layers
     if config.architecture == "LlamaForCausalLM" or not hf.get("use_sliding_window", False):
         return (0,) * config.num_layers
-    window = hf.get("sliding_window", 4096) or 0
+    window = _window(hf)
     kinds = hf.get("layer_types")
     if kinds is None:
-        first = hf.get("max_window_layers", 28)
+        first = whole(hf, "max_window_layers", 28)
         return tuple(window if layer >= first else 0 for layer in layers)
-    if len(kinds) != config.num_layers:
-        raise ModelError(f"config.json lists {len(kinds)} layer_types for {config.num_layers} layers")
+    if not isinstance(kinds, list) or len(kinds) != config.num_layers:
+        raise ModelError(f"config.json has layer_types={kinds!r}: it must list {config.num_layers} layers")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _window(hf: Mapping[str, Any]) -> int:
+    """0 or null: none."""
+    return whole(hf, "sliding_window", 0) if "sliding_window" in hf else 4096
 
 
 class LlamaLayer(Composite):
@@ -107,7 +121,7 @@ class LlamaLayer(Composite):
         self, config: ModelConfig, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor
     ):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        eps = float(config.hf.get("rms_norm_eps", 1e-6))
+        eps = number(config.hf, "rms_norm_eps", 1e-6)
         hidden, inner = config.hidden_size, config.intermediate_size
         self._query_rows, self._key_rows, self._inner = heads * head_dim, kv_heads * head_dim, inner
         self.input_norm = factory.rms_norm(hidden, eps)
@@ -175,7 +189,7 @@ class Llama(LayerStack):
             LlamaLayer(config, variant, factory, i, cos_sin) for i in range(config.num_layers)
         ]
         self.stack: list[Layer] = [*self.blocks]
-        self.norm = factory.rms_norm(config.hidden_size, float(config.hf.get("rms_norm_eps", 1e-6)))
+        self.norm = factory.rms_norm(config.hidden_size, number(config.hf, "rms_norm_eps", 1e-6))
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = factory.output_head(config.vocab_size, config.hidden_size, tied_to)
 

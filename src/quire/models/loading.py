@@ -1,16 +1,19 @@
 """load: a source of tensors to a model that can run, through the cache of converted weights where that is faster."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.core.errors import WeightsError
+from quire.core.config import ModelConfig, Task
+from quire.core.errors import ModelError, WeightsError
 from quire.kernels import huge_pages
 from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
-from quire.models.model import DecoderModel, Encoder, Loadable
-from quire.models.registry import build, build_encoder, describe, describe_encoder
+from quire.models.model import Loadable
+from quire.models.registry import build, describe
 from quire.observe.logs import get_logger
 from quire.quant.encoded import Weight
 from quire.weights.converted import converted_path, read_converted, write_converted
@@ -26,24 +29,34 @@ NAMED = 4  # tensors that an error names
 
 
 def load(
-    source: Source, factory: LayerFactory, progress: Progress | None = None, seed: int = 0
-) -> DecoderModel:
-    """A loaded model. Needs the model's own memory plus one tensor; WeightsError names what is missing or wrong.
+    source: Source,
+    factory: LayerFactory,
+    progress: Progress | None = None,
+    seed: int = 0,
+    task: Task = "generate",
+) -> Any:
+    """A loaded DecoderModel, or, to embed, Encoder. Needs the model's own memory plus one tensor; WeightsError names
+    what is missing or wrong.
 
     A source with `random` set has no tensors: parameters are random, by `seed`.
     """
-    model = build(describe(source.config), factory)
+    model = _built(describe(source.config, task), factory)
     _fill(model, source, factory, progress, seed)
     return model
 
 
-def load_encoder(
-    source: Source, factory: LayerFactory, progress: Progress | None = None, seed: int = 0
-) -> Encoder:
-    """As `load`, for a model that makes embeddings."""
-    encoder = build_encoder(describe_encoder(source.config), factory)
-    _fill(encoder, source, factory, progress, seed)
-    return encoder
+def _built(config: ModelConfig, factory: LayerFactory) -> Loadable:
+    """ModelError, with the sizes that config.json gives, where memory cannot hold such a model."""
+    try:
+        model: Loadable = build(config, factory)
+        return model
+    except (RuntimeError, MemoryError) as error:  # torch raises either
+        raise ModelError(
+            f"there is no memory for a model of {config.num_layers} layers, hidden size {config.hidden_size}, "
+            f"intermediate size {config.intermediate_size}, {config.vocab_size} tokens and {config.max_position} "
+            f"positions, as config.json describes it ({str(error).splitlines()[0]}): check these sizes, or give "
+            "--max-model-len"
+        ) from error
 
 
 def _fill(
@@ -58,7 +71,13 @@ def _fill(
     if kept is not None and _adopt(model, kept):
         logger.debug("mapped converted weights %s", path)
         return
+    started = time.monotonic()
+    kind = factory.number_format.name.partition("-")[0]
+    logger.info(
+        "converting %.1f GB of weights to %s, once: later starts map them", source.num_bytes / 1e9, kind
+    )
     feed(source, model.loaders(), factory.device, progress, seed)
+    logger.info("converted in %.1f s", time.monotonic() - started)
     if write_converted(path, model.parameters()) and factory.device.type == "cpu":
         kept = read_converted(path)
         if kept is not None:
@@ -115,7 +134,7 @@ def _take(name: str, tensor: Weight, loader: Loader) -> None:
     try:
         loader(tensor)
     except WeightsError as error:
-        raise WeightsError(f"tensor {name} does not fit: {error}") from error
+        raise WeightsError(f"tensor {name} cannot be loaded: {error}") from error
 
 
 def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:

@@ -7,8 +7,8 @@ from quire.core.config import ModelConfig
 from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
 from quire.models.gpt_decoder import GptConfig, GptDecoder, describe_gpt
-from quire.models.hyperparameters import positive
 from quire.models.model import DecoderModel
+from quire.weights.hyperparameters import MAX_LAYERS, positive
 
 POSITION_OFFSET = 2  # the first two rows of the position table belong to padding
 
@@ -19,7 +19,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         hidden_size=positive(hf, "hidden_size"),
         num_heads=positive(hf, "num_attention_heads"),
-        num_layers=positive(hf, "num_hidden_layers"),
+        num_layers=positive(hf, "num_hidden_layers", high=MAX_LAYERS),
         intermediate_size=positive(hf, "ffn_dim"),
         max_position=positive(hf, "max_position_embeddings"),
     )
@@ -33,14 +33,14 @@ def _gpt_config(config: ModelConfig) -> GptConfig:
     hf = config.hf
     norm_first = bool(hf.get("do_layer_norm_before", True))
     return GptConfig(
-        activation=hf.get("activation_function", "relu"),
+        activation=str(hf.get("activation_function", "relu")),
         eps=1e-5,
         scales=(config.head_dim**-0.5,) * config.num_layers,
         bias=bool(hf.get("enable_bias", True)),
         affine=bool(hf.get("layer_norm_elementwise_affine", True)),
         norm_first=norm_first,
         final_norm=norm_first and not hf.get("_remove_final_layer_norm", False),
-        embedding_width=hf.get("word_embed_proj_dim"),
+        embedding_width=positive(hf, "word_embed_proj_dim", config.hidden_size),
         skipped_positions=POSITION_OFFSET,
     )
 

@@ -2,8 +2,8 @@
 
 import gc
 
-# A collection of the youngest generation per so many allocations, of the next per ten of those, and of all objects
-# hardly ever: the engine's process runs one whenever it is idle.
+# Allocations between two collections of the youngest generation; of those, between two of the next; of those, between
+# two of all objects, which the engine's process collects when it is idle.
 THRESHOLDS = (10_000, 10, 1_000)
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from quire.core.errors import WeightsError
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE
 from quire.quant.format import Matrix, NumberFormat, check_state
@@ -39,6 +40,12 @@ class Int8Matrix(Matrix):
 
     def _load_piece(self, first_row: int, rows: Tensor) -> None:
         quantized, scales = self._kernel.quantize(rows)
+        broken = (~torch.isfinite(scales)).nonzero()  # a scale is its row's largest value: no second pass
+        if len(broken):
+            raise WeightsError(
+                f"row {first_row + int(broken[0])} holds NaN or infinity, which int8 cannot hold: use an undamaged "
+                "copy of the model"
+            )
         last_row = first_row + rows.shape[0]
         self._kernel.pack_rows(self._packed, first_row, quantized)
         self._scales[first_row:last_row] = scales

@@ -20,7 +20,7 @@ from quire.sampling.records import on_device
 
 # Tokens of a step with prompts, and of one that verifies drafts, that graphs are captured for. Larger ones keep the
 # device busier than the host is with launching.
-PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
+PROMPT_SIZES = (16, 32, *range(64, 1024, 64), *range(1024, 2049, 128))
 VERIFY_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import queue
+import re
 import struct
 import threading
 import time
@@ -17,6 +18,7 @@ from quire.runner.transfer import HostArena
 
 MAGIC = b"QUIREKV1"
 HEADER = struct.Struct("<8s32s32sQ")  # magic, content hash, SHA-256 of the payload, its length
+CONTENT_NAME = re.compile("[0-9a-f]{64}")
 UNFINISHED = ".writing-"  # then the process id and a number
 QUEUED_WRITES = 64  # more are not taken: the loop never waits for a disk
 NEWEST = 0.25  # how much the newest read counts
@@ -50,12 +52,13 @@ class FileDiskTier:
         self._max_blocks = max_bytes // self.file_bytes
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, None] = OrderedDict()  # on the disk, least recently used first
-        self._writes: queue.Queue[tuple[bytes, int, memoryview, int] | None] = queue.Queue(QUEUED_WRITES)
+        self._writes: queue.Queue[tuple[bytes, int, memoryview, int, int] | None] = queue.Queue(QUEUED_WRITES)
         self._reads: queue.SimpleQueue[tuple[bytes, int, memoryview] | None] = queue.SimpleQueue()
         self._written: deque[int] = deque()
         self._ended: deque[DiskTierRead] = deque()
         self._something = threading.Event()
         self._closing = False
+        self._num_clears = 0  # writes that were queued before the last one are dropped
         self._can_write = True
         self._num_written = 0
         self._read_seconds = 0.0
@@ -86,7 +89,7 @@ class FileDiskTier:
         """Takes the host block to be written once the moves of `ticket` are made; False if it is too far behind."""
         if not self._can_write or self._writes.full():
             return False
-        self._writes.put_nowait((content, host, self._bytes_of(host), ticket))
+        self._writes.put_nowait((content, host, self._bytes_of(host), ticket, self._num_clears))
         return True
 
     def read(self, content: bytes, host: int) -> None:
@@ -106,8 +109,9 @@ class FileDiskTier:
         return self._read_seconds
 
     def clear(self) -> None:
-        """Deletes all that it holds now."""
+        """Deletes all that it holds now, or was given to write."""
         with self._lock:
+            self._num_clears += 1
             contents = list(self._known)
             self._known.clear()
         for content in contents:
@@ -133,24 +137,22 @@ class FileDiskTier:
 
     def _write_all(self) -> None:
         while not self._closing and (job := self._writes.get()) is not None:
-            content, host, payload, ticket = job
+            content, host, payload, ticket, num_clears = job
             while not (moved := self._wait_moved(ticket, MOVE_WAIT)) and not self._closing:
                 pass
-            if moved and self._can_write:
-                self._keep(content, payload)
+            if moved and self._can_write and num_clears == self._num_clears:
+                self._keep(content, payload, num_clears)
             self._written.append(host)
             self._something.set()
 
-    def _keep(self, content: bytes, payload: memoryview) -> None:
+    def _keep(self, content: bytes, payload: memoryview, num_clears: int) -> None:
         if self.has(content):
             return
         header = HEADER.pack(MAGIC, content, hashlib.sha256(payload).digest(), self._block_bytes)
         path = self._path(content)
         self._num_written += 1
         try:
-            while len(self._known) >= max(1, self._max_blocks):
-                with self._lock:
-                    oldest, _ = self._known.popitem(last=False)
+            while (oldest := self._evicted()) is not None:
                 self._path(oldest).unlink(missing_ok=True)
             path.parent.mkdir(exist_ok=True)
             unfinished = self.folder / f"{UNFINISHED}{os.getpid()}-{self._num_written}"
@@ -163,7 +165,17 @@ class FileDiskTier:
             )  # fmt: skip
             return
         with self._lock:
-            self._known[content] = None
+            if num_clears == self._num_clears:
+                self._known[content] = None
+                return
+        path.unlink(missing_ok=True)  # it was cleared meanwhile
+
+    def _evicted(self) -> bytes | None:
+        """The least recently used content, known no longer; None where one more block fits."""
+        with self._lock:
+            if len(self._known) < max(1, self._max_blocks):
+                return None
+            return self._known.popitem(last=False)[0]
 
     @staticmethod
     def _write_file(path: Path, parts: list[bytes | memoryview]) -> Path:
@@ -230,7 +242,7 @@ class FileDiskTier:
         return self.folder / name[:2] / name
 
     def _find(self) -> None:
-        """Files of earlier engines: whole ones become known, pieces are deleted."""
+        """Files of earlier engines: whole ones become known, pieces are deleted, other names are left alone."""
         files: list[tuple[float, bytes]] = []
         for entry in self.folder.iterdir():
             if entry.name.startswith(UNFINISHED):
@@ -240,11 +252,14 @@ class FileDiskTier:
             if len(entry.name) != 2 or not entry.is_dir():
                 continue
             for file in os.scandir(entry):
-                status = file.stat()
-                if status.st_size == self.file_bytes and len(file.name) == 64:
-                    files.append((status.st_mtime, bytes.fromhex(file.name)))
-                else:
-                    Path(file.path).unlink(missing_ok=True)
+                if not CONTENT_NAME.fullmatch(file.name) or not file.is_file(follow_symlinks=False):
+                    continue
+                with suppress(FileNotFoundError):  # another engine may have deleted it
+                    status = file.stat()
+                    if status.st_size == self.file_bytes:
+                        files.append((status.st_mtime, bytes.fromhex(file.name)))
+                    else:
+                        Path(file.path).unlink(missing_ok=True)
         for _, content in sorted(files):
             self._known[content] = None
 

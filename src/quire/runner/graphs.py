@@ -16,7 +16,8 @@ from quire.runner.adapters import AdapterSlots
 from quire.runner.device_inputs import PROMPT_SIZES, VERIFY_SIZES, DeviceInputs, VerifyInputs
 
 PROMPT_ROWS = (16, 64, 256)  # and the largest number of rows; one of them is a row of padding
-FEW_ROWS_TOKENS = 1024  # of the largest step with less than 256 rows: more tokens are worth no graph
+# With fewer rows than 256 there is less traffic: fewer sizes, since each takes time at start.
+FEW_ROWS_SIZES = (16, 32, 64, *range(128, 512, 64), *range(512, 1025, 128))
 ADAPTED_SECONDS = 3.5  # of capturing passes with adapters at start, beside those without
 
 logger = get_logger(__name__)
@@ -60,8 +61,9 @@ def adapted_sizes(max_rows: int) -> list[int]:
 
 def token_counts(max_rows: int, max_tokens: int, drafts: bool) -> list[int]:
     """How many tokens graphs will hold, as far as is known before the pool is: the sizes to tune GEMMs for."""
-    others = (*PROMPT_SIZES, *(VERIFY_SIZES if drafts else ()))
-    return sorted({*decode_sizes(max_rows), *(size for size in others if size <= max_tokens)})
+    prompts = {shape.size for shape in prompt_shapes(max_rows, max_tokens)}
+    verified = {size for size in VERIFY_SIZES if drafts and size <= max_tokens}
+    return sorted({*decode_sizes(max_rows), *prompts, *verified})
 
 
 def prompt_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
@@ -69,8 +71,8 @@ def prompt_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
     shapes = []
     fewer = 0  # rows that the shapes before have
     for rows in (*(rows for rows in PROMPT_ROWS if rows <= max_rows), max_rows + 1):
-        most = max_tokens if rows >= PROMPT_ROWS[-1] else min(max_tokens, FEW_ROWS_TOKENS)
-        shapes += [StepShape(Kind.PROMPTS, size, rows) for size in PROMPT_SIZES if fewer < size <= most]
+        sizes = PROMPT_SIZES if rows >= PROMPT_ROWS[-1] else FEW_ROWS_SIZES
+        shapes += [StepShape(Kind.PROMPTS, size, rows) for size in sizes if fewer < size <= max_tokens]
         fewer = rows
     return shapes
 

@@ -9,26 +9,11 @@ import torch
 from quire.core.config import MemoryConfig
 from quire.core.errors import ConfigError
 from quire.core.layout import BlockLayout
+from quire.core.stats import PoolSize
 
 CPU_POOL_SHARE = 0.25  # of the memory that is free after loading: a laptop has other things to do
 CPU_POOL_LIMIT = 4 << 30
 GPU_MARGIN = 512 << 20  # libraries allocate workspaces when they are first used
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSize:
-    num_blocks: int  # usable ones; the pool has one more, block 0
-    block_size: int
-    block_bytes: int
-    limit: str  # what set the size, in words
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
-    def num_bytes(self) -> int:
-        return (self.num_blocks + 1) * self.block_bytes
 
 
 def pool_size(
@@ -49,7 +34,7 @@ def pool_size(
             f"the pool cannot hold one block of {layout.block_bytes:,} bytes ({limit}): raise "
             "kv_cache_memory_bytes, or lower block_size"
         )
-    return PoolSize(num_blocks, layout.block_size, layout.block_bytes, limit)
+    return PoolSize(num_blocks, layout.block_size, (num_blocks + 1) * layout.block_bytes, layout.dtype, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +47,16 @@ class DeviceMemory:
     activations: int  # the largest step's, measured, and what adapters pass through
     pool: int
     spare: int  # what gpu_memory_utilization leaves alone
+
+    def __str__(self) -> str:
+        parts = (
+            (self.weights, "weights"),
+            (self.activations, "activations"),
+            (self.pool, "pool"),
+            (self.others, "others and driver"),
+            (self.spare, "left alone"),
+        )
+        return f"{self.total / 1e9:,.1f} GB = " + " + ".join(f"{n / 1e9:,.1f} {what}" for n, what in parts)
 
 
 def divide_gpu(device: torch.device, utilization: float, activations: int) -> DeviceMemory:

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.core.step import RowStart, Step
+from quire.observe.logs import get_logger
 from quire.runner.drafts import SpreadTrees, spread_trees
 from quire.sampling.columns import SamplingColumns
+
+log = get_logger(__name__)
 
 
 class RowSettings:
@@ -21,9 +24,13 @@ class RowSettings:
         row, sampling = start.row, start.sampling
         self.num_prompt_tokens[row] = start.num_prompt_tokens
         self.prompt_logprobs[row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
-        self.columns.start_row(
-            row, sampling, start.seed, start.sample_index, start.num_prompt_tokens, start.stop_token_ids
-        )
+        try:
+            self.columns.start_row(
+                row, sampling, start.seed, start.sample_index, start.num_prompt_tokens, start.stop_token_ids
+            )
+        except Exception:  # a fault of one request's parameters, which admission missed
+            log.exception("the sampling parameters of a row cannot be used: %.500s", sampling)
+            self.columns.ban_row(row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.core.request import ints
 from quire.core.step import BeamCandidates, BeamSet
+from quire.sampling.columns import token_array
 from quire.sampling.records import BeamTensors, on_device
 
 CHUNKS = (256, 128, 64, 32)
@@ -26,14 +27,16 @@ def normalise(logits: Tensor, beams: Sequence[BeamSet]) -> Tensor:
 
 def best_candidates(logprobs: Tensor, beams: Sequence[BeamSet]) -> tuple[BeamTensors, ...]:
     """One top-k for all requests with as many beams and candidates; logprobs [S, V] as `normalise` left them."""
-    alike: dict[tuple[int, int], list[int]] = {}
+    alike: dict[tuple[int, int, frozenset[int]], list[int]] = {}
     for index, request in enumerate(beams):
-        alike.setdefault((len(request.samples), request.num_candidates), []).append(index)
+        key = (len(request.samples), request.num_candidates, request.stop_token_ids)
+        alike.setdefault(key, []).append(index)
     candidates = []
-    for (_, num_candidates), indices in alike.items():
+    for (_, num_candidates, stop_token_ids), indices in alike.items():
         samples = np.array([beams[i].samples for i in indices], np.int64)
         scores = np.array([beams[i].scores for i in indices], np.float32)
-        candidates.append(BeamTensors(tuple(indices), *_best(logprobs, samples, scores, num_candidates)))
+        best = _best(logprobs, samples, scores, num_candidates, stop_token_ids)
+        candidates.append(BeamTensors(tuple(indices), *best))
     return tuple(candidates)
 
 
@@ -42,14 +45,27 @@ def _best(
     samples: np.ndarray,  # [G, B] int64
     scores: np.ndarray,  # [G, B] float32
     num_candidates: int,
+    stop_token_ids: frozenset[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # samples, token ids, scores, each [G, C]
     device, vocab_size = logprobs.device, logprobs.shape[1]
     rows = on_device(samples, device)
-    totals = logprobs[rows].add_(on_device(scores, device)[:, :, None]).flatten(1)  # [G, B * V]
-    indices = _largest(totals, min(num_candidates, totals.shape[1])).sort(dim=1).values
-    values, order = totals.gather(1, indices).sort(dim=1, descending=True, stable=True)
+    totals = logprobs[rows].add_(on_device(scores, device)[:, :, None])  # [G, B, V]
+    indices, values = _top(totals.flatten(1), num_candidates)
+    if stop_token_ids:  # then the best that go on, of those not found yet
+        totals.view(len(rows), -1).scatter_(1, indices, -torch.inf)
+        totals.index_fill_(2, on_device(token_array(stop_token_ids, vocab_size), device), -torch.inf)
+        more_indices, more_values = _top(totals.flatten(1), num_candidates)
+        indices, order = torch.cat((indices, more_indices), dim=1).sort(dim=1)
+        values = torch.cat((values, more_values), dim=1).gather(1, order)
+    values, order = values.sort(dim=1, descending=True, stable=True)
     indices = indices.gather(1, order)
     return rows.gather(1, indices // vocab_size), indices % vocab_size, values
+
+
+def _top(totals: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Indices [G, C], ascending, of the largest totals [G, N], and their values."""
+    indices = _largest(totals, min(count, totals.shape[1])).sort(dim=1).values
+    return indices, totals.gather(1, indices)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

@@ -14,9 +14,10 @@ stream per (seed, sample index, purpose). Integers only until the last, exact di
 value. `kernels/sample` computes the same on devices.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -68,7 +69,6 @@ def _mix_integer(value: int) -> int:
 
 
 NO_LOGPROBS = -1
-ANY_TOKEN = -1  # fills the front of shorter prefixes in RowEdits.prefixes
 
 
 class RowFlag:
@@ -91,15 +91,21 @@ CHANGING = RowFlag.PENALISED | RowFlag.EDITED | RowFlag.BAD_SEQUENCES | RowFlag.
 
 
 @dataclass(frozen=True, slots=True)
+class BadSequences:
+    """A row's bad words of P + 1 tokens each."""
+
+    last_ids: np.ndarray  # [W] int64, the last token of each word
+    prefixes: np.ndarray  # [W, P] int32, the tokens before it
+
+
+@dataclass(frozen=True, slots=True)
 class RowEdits:
     """A row's token lists, on the host: they are short, and few rows have any."""
 
     bias_ids: np.ndarray  # [B] int64
     bias_values: np.ndarray  # [B] float32, minus infinity for a one-token bad word
     stop_ids: np.ndarray  # [E] int64, banned until min_tokens is reached
-    last_ids: np.ndarray  # [W] int64, last token of each longer bad word
-    prefixes: np.ndarray  # [W, P] int32, the tokens before it, right-aligned, ANY_TOKEN in front
-    prefix_lens: np.ndarray  # [W] int64
+    bad_sequences: tuple[BadSequences, ...]  # bad words of several tokens, grouped by their length
     allowed_bits: np.ndarray  # [ceil(V / 32)] uint32; empty when every token is allowed
 
 
@@ -127,6 +133,8 @@ class SamplingColumns:
         self.num_logprobs = np.full(max_rows, NO_LOGPROBS, np.int64)  # [max_rows]
         self.flags = np.zeros(max_rows, np.uint8)  # [max_rows] RowFlag
         self.edits: list[RowEdits | None] = [None] * max_rows
+        # of the row that started last: the sequences of a request share theirs
+        self._latest: tuple[SamplingParams, Iterable[int], RowEdits | None] | None = None
 
     def start_row(
         self,
@@ -152,9 +160,18 @@ class SamplingColumns:
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.min_tokens[row] = sampling.min_tokens
         self.num_logprobs[row] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
-        edits = _row_edits(sampling, stop_token_ids, self.vocab_size)
-        self.edits[row] = edits
-        self.flags[row] = _row_flags(sampling, edits)
+        latest = self._latest
+        if latest is None or latest[0] is not sampling or latest[1] is not stop_token_ids:
+            edits = _row_edits(sampling, stop_token_ids, self.vocab_size)
+            latest = self._latest = sampling, stop_token_ids, edits
+        self.edits[row] = latest[2]
+        self.flags[row] = _row_flags(sampling, latest[2])
+
+    def ban_row(self, row: int) -> None:
+        """For a row that could not be started: no token is allowed, so its request ends with an error."""
+        self.start_row(row, SamplingParams(temperature=0.0), 0, 0, 0)
+        self.edits[row] = _row_edits(SamplingParams(allowed_token_ids=(-1,)), (), self.vocab_size)
+        self.flags[row] = RowFlag.ALLOWED
 
 
 def _row_flags(sampling: SamplingParams, edits: RowEdits | None) -> int:
@@ -169,7 +186,7 @@ def _row_flags(sampling: SamplingParams, edits: RowEdits | None) -> int:
     if edits is not None:
         if len(edits.bias_ids):
             flags |= RowFlag.EDITED
-        if len(edits.last_ids):
+        if edits.bad_sequences:
             flags |= RowFlag.BAD_SEQUENCES
         if len(edits.allowed_bits):
             flags |= RowFlag.ALLOWED
@@ -182,30 +199,40 @@ def _row_edits(sampling: SamplingParams, stop_token_ids: Iterable[int], vocab_si
     has_bans = sampling.bad_words_token_ids or sampling.allowed_token_ids is not None or sampling.min_tokens
     if not sampling.logit_bias and not has_bans:
         return None
-    words = [word for word in sampling.bad_words_token_ids if word and _known(word, vocab_size)]
-    single = [word[0] for word in words if len(word) == 1]
-    longer = [word for word in words if len(word) > 1]
-    bias = {key: value for key, value in sampling.logit_bias.items() if _known((key,), vocab_size)}
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for word in sampling.bad_words_token_ids:
+        if word and all(0 <= token_id < vocab_size for token_id in word):
+            by_length.setdefault(len(word), []).append(word)
+    single = [word[0] for word in by_length.pop(1, ())]
+    bias = {key: value for key, value in sampling.logit_bias.items() if 0 <= key < vocab_size}
     bias.update(dict.fromkeys(single, -np.inf))
-    width = max((len(word) - 1 for word in longer), default=0)
-    prefixes = np.full((len(longer), width), ANY_TOKEN, np.int32)
-    for index, word in enumerate(longer):
-        prefixes[index, width - len(word) + 1 :] = word[:-1]
-    stop_ids = [token_id for token_id in stop_token_ids if _known((token_id,), vocab_size)]
+    stop_ids = (
+        token_array(frozenset(stop_token_ids), vocab_size) if sampling.min_tokens else np.zeros(0, np.int64)
+    )
     return RowEdits(
         bias_ids=np.array(list(bias), np.int64),
         bias_values=np.array(list(bias.values()), np.float32),
-        stop_ids=np.array(sorted(stop_ids) if sampling.min_tokens else [], np.int64),
-        last_ids=np.array([word[-1] for word in longer], np.int64),
-        prefixes=prefixes,
-        prefix_lens=np.array([len(word) - 1 for word in longer], np.int64),
+        stop_ids=stop_ids,
+        bad_sequences=tuple(_bad_sequences(words) for words in by_length.values()),
         allowed_bits=_bits_of(sampling.allowed_token_ids, vocab_size),
     )
 
 
-def _known(token_ids: Iterable[int], vocab_size: int) -> bool:
+@lru_cache(maxsize=16)  # of beams, each new branch starts a row with the same ones
+def token_array(token_ids: frozenset[int], vocab_size: int) -> np.ndarray:
+    """[E] int64, sorted, without ids outside the vocabulary."""
+    return _known(sorted(token_ids), vocab_size)
+
+
+def _bad_sequences(words: Sequence[tuple[int, ...]]) -> BadSequences:
+    table = np.array(words, np.int32)
+    return BadSequences(table[:, -1].astype(np.int64), np.ascontiguousarray(table[:, :-1]))
+
+
+def _known(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """Admission refuses unknown ids; here they are skipped: one bad index would fail the whole batch."""
-    return all(0 <= token_id < vocab_size for token_id in token_ids)
+    known = np.array(token_ids, np.int64)
+    return known[(known >= 0) & (known < vocab_size)]
 
 
 def _bits_of(token_ids: tuple[int, ...] | None, vocab_size: int) -> np.ndarray:
@@ -213,7 +240,7 @@ def _bits_of(token_ids: tuple[int, ...] | None, vocab_size: int) -> np.ndarray:
     if token_ids is None:
         return np.zeros(0, np.uint32)
     bits = np.zeros(-(-vocab_size // 32), np.uint32)
-    known = np.array([token_id for token_id in token_ids if _known((token_id,), vocab_size)], np.int64)
+    known = _known(token_ids, vocab_size)
     np.bitwise_or.at(bits, known // 32, np.uint32(1) << (known % 32).astype(np.uint32))
     return bits
 

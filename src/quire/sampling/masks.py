@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.sampling.columns import ANY_TOKEN, RowEdits, RowFlag
+from quire.sampling.columns import BadSequences, RowEdits, RowFlag
 from quire.sampling.records import SampleRequests, TokenMask, on_device
+
+MANY_IDS = 4096  # of one row; lists up to this length are joined for one addition
 
 
 def apply_edits(logits: Tensor, flags: np.ndarray, requests: SampleRequests) -> None:
@@ -62,6 +64,9 @@ def _add_listed(logits: Tensor, flags: np.ndarray, requests: SampleRequests) -> 
         values.append(edits.bias_values)
     for index in np.flatnonzero(flags & RowFlag.MIN_TOKENS).tolist():
         stop_ids = _edits(requests, index).stop_ids
+        if len(stop_ids) > MANY_IDS:
+            logits[index].index_fill_(0, on_device(stop_ids, logits.device), -torch.inf)
+            continue
         targets.append(stop_ids + index * vocab_size)
         values.append(np.full(len(stop_ids), -np.inf, np.float32))
     if targets:
@@ -74,24 +79,26 @@ def _ban_sequences(logits: Tensor, indices: np.ndarray, requests: SampleRequests
     """Bans a bad word's last token where the row's tokens, prompt included, end with the ones before it."""
     if not len(indices):
         return
+    by_length: dict[int, list[tuple[int, BadSequences]]] = {}
+    for index in indices.tolist():
+        for words in _edits(requests, index).bad_sequences:
+            by_length.setdefault(words.prefixes.shape[1], []).append((index, words))
+    for length, members in by_length.items():
+        _ban_length(logits, length, members, requests)
+
+
+def _ban_length(
+    logits: Tensor, length: int, members: list[tuple[int, BadSequences]], requests: SampleRequests
+) -> None:
+    """The same for words of `length` tokens and one more, by the index of their row."""
     device, vocab_size = logits.device, logits.shape[1]
-    edits = [_edits(requests, index) for index in indices.tolist()]
-    each = np.repeat(indices, [len(entry.last_ids) for entry in edits])
-    width = max(entry.prefixes.shape[1] for entry in edits)
-    prefixes = np.full((len(each), width), ANY_TOKEN, np.int32)
-    filled = 0
-    for entry in edits:
-        count, own_width = entry.prefixes.shape
-        prefixes[filled : filled + count, width - own_width :] = entry.prefixes
-        filled += count
-    last_places = np.concatenate([entry.last_ids for entry in edits]) + each * vocab_size
-    lengths = np.concatenate([entry.prefix_lens for entry in edits])
-    whole = np.stack([last_places, requests.rows[each], requests.positions[each], lengths])
-    target, row, position, length = on_device(whole, device).unbind(0)  # each [W]
-    places = (position[:, None] - width + torch.arange(width, device=device)).clamp_(min=0)
-    wanted = on_device(prefixes, device)
-    matches = (requests.token_ids[row[:, None], places] == wanted) | (wanted == ANY_TOKEN)
-    hits = matches.all(dim=1) & (position >= length)
+    each = np.repeat([index for index, _ in members], [len(words.last_ids) for _, words in members])
+    last_places = np.concatenate([words.last_ids for _, words in members]) + each * vocab_size
+    whole = np.stack([last_places, requests.rows[each], requests.positions[each]])
+    target, row, position = on_device(whole, device).unbind(0)  # each [W]
+    places = (position[:, None] - length + torch.arange(length, device=device)).clamp_(min=0)
+    wanted = on_device(np.concatenate([words.prefixes for _, words in members]), device)  # [W, length]
+    hits = (requests.token_ids[row[:, None], places] == wanted).all(dim=1) & (position >= length)
     added = torch.zeros_like(hits, dtype=logits.dtype).masked_fill_(hits, -torch.inf)
     logits.view(-1).index_add_(0, target, added)
 

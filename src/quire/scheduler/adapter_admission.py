@@ -95,8 +95,9 @@ class AdapterAdmission:
             if not self._has_room(copy.num_blocks, reserved, alone, early):
                 return Readiness.NO_ROOM
             blocks = pages.load(key, copy.num_blocks, copy.content)
+            if key not in self._loads:  # else it was evicted before a step carried it, and is held already
+                self._copies.hold(key)
             self._loads[key] = AdapterLoad(key, ints(blocks))
-            self._copies.hold(key)
         return Readiness.LOADING if key in self._loads and not alone else Readiness.READY
 
     def _has_room(self, num_blocks: int, reserved: int, alone: bool, early: bool) -> bool:

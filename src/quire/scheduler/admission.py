@@ -54,7 +54,8 @@ class Admission:
                 waiting.skip()
                 skipped += [group] if readiness is Readiness.LOADING else []
                 continue
-            if not group.is_swapped and self._preemption.waits_for_disk(group.live[0], memory):
+            may_load = memory.offload_cache is not None and not group.is_swapped
+            if may_load and self._preemption.waits_for_disk(group.live[0], memory):
                 break
             adapter = group.request.adapter
             with memory.adapter_pages.holding(adapter) if adapter is not None else nullcontext():

@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from quire.core.config import SchedulerConfig
@@ -39,9 +39,10 @@ class FairQueue(WaitingQueue):
 
     Among shares with waiting requests the one that was served fewest tokens is next; within a share, the oldest.
 
-    Tokens are counted as they are served: a prompt's when it is admitted, outputs step by step. A share that returns
-    after a pause starts at the counter of the least served waiting share, so a pause saves nothing up. While two
-    shares both have requests waiting, the tokens they are served differ by a bounded number, and none starves.
+    Tokens are counted as they are served: a prompt's when it is admitted, outputs when they are committed. A
+    share that returns after a pause starts at the counter of the least served waiting share, so a pause saves nothing
+    up. While two shares both have requests waiting, the tokens they are served differ by a bounded number, and none
+    starves.
 
     A group's rank, which decides the order of preemption, is the counter of its share when it was admitted. Preempted
     groups come first.
@@ -62,10 +63,9 @@ class FairQueue(WaitingQueue):
         self._last = _Share()  # of the last admitted request
         self._num_waiting = 0
 
-    def charge(self, receivers: Iterable[Sequence]) -> None:
-        """Counts one output token for each of these sequences."""
-        for sequence in receivers:
-            self._share(sequence.request).served += OUTPUT_WEIGHT
+    def charge(self, sequence: Sequence) -> None:
+        """Counts one output token."""
+        self._share(sequence.request).served += OUTPUT_WEIGHT
 
     def served(self, name: str) -> float:
         """Weighted tokens that a share was served."""

@@ -1,15 +1,47 @@
-"""Pacing: how many prompt tokens a step may have while answers are being generated, by a goal for its duration."""
-
-from quire.core.step import Step
+"""What steps take: seconds per prefill token, and how many a step may have while answers are being generated."""
 
 FEWEST = 16  # prompt tokens of a step: a prefill always goes on
 FIRST = 256  # before a step with prompts was measured
-DECODE_RATIO = 2.5  # `auto`: a step with prompts may take this many times a decode step,
-SHORTEST = 0.010  # and at least so many seconds,
-BACKLOG = 64  # or, where the prompts that wait would fill more than so many steps,
-SHORTEST_BUSY = 0.080  # at least so many
+WHOLE, LARGE = 16, 256  # tokens; steps are multiples of WHOLE, from LARGE on of 4 × WHOLE
+LEAST_SHARE = 0.75  # of a planned step's tokens that another must have to be measured
+# `auto`, of a step with prompts:
+DECODE_RATIO = 2.25  # the longest duration, in decode steps
+SHORTEST = 0.010  # seconds; the least that the longest duration may be
+SHORTEST_BUSY = 0.100  # the same while waiting prompts would fill more than BACKLOG steps
+BACKLOG = 64
 NEWEST = 0.1  # weight of the newest decode step in the estimate of its duration
-DECAY = 0.8  # per step with prompts, of the weight of earlier ones
+DECAY = 0.98  # per step, of the weight of earlier ones in the line of PromptSpeed
+PROMPT_DECAY = 0.8  # per step with prompts, in Pacing
+
+
+class PromptSpeed:
+    """Seconds per additional prefill token of a step: the slope of a line fitted to the last steps.
+
+    No measurement at start is needed: a preempted group has been prefilled here before.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        keep = DECAY
+        self._weight = keep * self._weight + 1.0
+        self._tokens = keep * self._tokens + num_tokens
+        self._seconds = keep * self._seconds + seconds
+        self._squares = keep * self._squares + num_tokens * num_tokens
+        self._products = keep * self._products + num_tokens * seconds
+
+    @property
+    def token_seconds(self) -> float:
+        """0 before the first step."""
+        if not self._tokens:
+            return 0.0
+        mean = self._seconds / self._tokens
+        spread = self._weight * self._squares - self._tokens**2
+        if spread <= 0.01 * self._tokens**2:
+            return mean  # steps of one size only: no line can be fitted
+        slope = (self._weight * self._products - self._tokens * self._seconds) / spread
+        return min(mean, slope) if slope > 0.0 else mean
 
 
 class Pacing:
@@ -24,14 +56,15 @@ class Pacing:
         self._goal = goal
         self._decode_seconds = 0.0
         self._tokens = self._seconds = 0.0  # of steps with prompts
+        self._planned = 0  # tokens of the last step that prompts were cut for
 
-    def note(self, step: Step, seconds: float) -> None:
-        if step.drafts:
-            return
-        num_tokens, num_rows = step.total_tokens, len(step.rows)
+    def note(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Of a step that verified no drafts. Steps much smaller than those that are planned say little about them."""
         if num_tokens > num_rows:
-            self._tokens = DECAY * self._tokens + num_tokens
-            self._seconds = DECAY * self._seconds + seconds
+            if num_tokens < LEAST_SHARE * self._planned:
+                return
+            self._tokens = PROMPT_DECAY * self._tokens + num_tokens
+            self._seconds = PROMPT_DECAY * self._seconds + seconds
         elif self._decode_seconds:
             self._decode_seconds += NEWEST * (seconds - self._decode_seconds)
         else:
@@ -42,11 +75,18 @@ class Pacing:
         if not self._tokens:
             return FIRST
         token_seconds = self._seconds / self._tokens
-        if self._goal is not None:
-            return max(FEWEST, int(self._goal / token_seconds) - num_rows)
+        goal = self._goal
+        if goal is None:
+            goal = self._auto(num_rows, num_waiting, token_seconds)
+        # to the nearest multiple, as GEMMs and graphs are
+        multiple = WHOLE if goal < LARGE * token_seconds else 4 * WHOLE
+        self._planned = max(num_rows + FEWEST, round(goal / token_seconds / multiple) * multiple)
+        return self._planned - num_rows
+
+    def _auto(self, num_rows: int, num_waiting: int, token_seconds: float) -> float:
         # more rows than the last decode steps had take longer, though no decode step was measured with them
         decode = max(self._decode_seconds, num_rows * token_seconds)
         goal = max(SHORTEST, DECODE_RATIO * decode)
         if num_waiting * token_seconds > BACKLOG * (goal - decode):
-            goal = max(SHORTEST_BUSY, goal)
-        return max(FEWEST, int(goal / token_seconds) - num_rows)
+            return max(SHORTEST_BUSY, goal)
+        return goal

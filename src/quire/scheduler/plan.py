@@ -8,6 +8,8 @@ from quire.core.step import BeamSet, HostTransfers, RowStart, Step
 from quire.memory.paged import TableDelta
 from quire.scheduler.adapter_admission import AdapterAdmission
 
+FEW_STOP_TOKENS = 3  # of a beam search: with more, its candidates come from two top-k
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
@@ -16,6 +18,10 @@ class ScheduledStep:
     step: Step
     sequences: list[Sequence]  # as step.rows
     receivers: list[Sequence]  # as step.sample_rows
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.step.num_tokens)
 
 
 class StepPlan:
@@ -147,8 +153,10 @@ def _beam_sets(receivers: list[Sequence]) -> tuple[BeamSet, ...]:
 def _beam_set(receivers: list[Sequence], samples: list[int]) -> BeamSet:
     """Asks for as many candidates as leave a full set of beams, whichever of them end."""
     request = receivers[samples[0]].request
-    num_candidates = max(2, 1 + len(request.stop_token_ids)) * request.sampling.num_sequences
-    return BeamSet(ints(samples), tuple(receivers[i].score for i in samples), num_candidates)
+    scores, width = tuple(receivers[i].score for i in samples), request.sampling.num_sequences
+    if len(request.stop_token_ids) > FEW_STOP_TOKENS:
+        return BeamSet(ints(samples), scores, 2 * width, request.stop_token_ids)
+    return BeamSet(ints(samples), scores, max(2, 1 + len(request.stop_token_ids)) * width)
 
 
 def row_start(sequence: Sequence) -> RowStart:

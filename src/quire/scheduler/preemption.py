@@ -4,40 +4,10 @@ from collections.abc import Sequence as Listed
 
 from quire.core.request import Sequence
 from quire.memory.paged import PagedMemory
+from quire.scheduler.pacing import PromptSpeed
 
-DECAY = 0.98  # per step, of the weight of earlier measurements
 NEWEST = 0.25  # weight of the newest return in the estimate of blocks that the prefix cache keeps
 FIRST_KEPT = 0.5
-
-
-class PromptSpeed:
-    """Seconds per additional prefill token of a step: the slope of a line fitted to the last steps.
-
-    No measurement at start is needed: a preempted group has been prefilled here before.
-    """
-
-    def __init__(self) -> None:
-        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
-
-    def note(self, num_tokens: int, seconds: float) -> None:
-        keep = DECAY
-        self._weight = keep * self._weight + 1.0
-        self._tokens = keep * self._tokens + num_tokens
-        self._seconds = keep * self._seconds + seconds
-        self._squares = keep * self._squares + num_tokens * num_tokens
-        self._products = keep * self._products + num_tokens * seconds
-
-    @property
-    def token_seconds(self) -> float:
-        """0 before the first step."""
-        if not self._tokens:
-            return 0.0
-        mean = self._seconds / self._tokens
-        spread = self._weight * self._squares - self._tokens**2
-        if spread <= 0.01 * self._tokens**2:
-            return mean  # steps of one size only: no line can be fitted
-        slope = (self._weight * self._products - self._tokens * self._seconds) / spread
-        return min(mean, slope) if slope > 0.0 else mean
 
 
 class Preemption:

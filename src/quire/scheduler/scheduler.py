@@ -46,7 +46,8 @@ class Scheduler:
         self.preemption = preemption or Preemption(config.preemption_mode)
         self.stats = SchedulerStats()
         self.waiting = make_queue(config, by_adapter=adapters is not None)
-        self._fair_queue = self.waiting if isinstance(self.waiting, FairQueue) else None
+        # called by commit with the sequence of each output token; None: no share is charged
+        self.charge = self.waiting.charge if isinstance(self.waiting, FairQueue) else None
         self._batch = RunningBatch(max_num_seqs, memory, self.waiting, self.policy)
         self._groups = self._batch.groups
         self.running = self._batch.sequences  # in the schedule's order
@@ -83,12 +84,14 @@ class Scheduler:
         return ended
 
     def stop(self, request_id: str, index: int) -> bool:
-        """Ends one sequence; the request's others go on."""
+        """Ends one sequence that has an output; the request's others go on."""
         group = self._groups.get(request_id)
         if group is None or group.is_beams:  # indices of beams mean nothing to callers
             return False
         for sequence in group.live:
-            if sequence.index == index:
+            if (
+                sequence.index == index and sequence.num_outputs
+            ):  # before that, others are still to be forked from it
                 self.finish(sequence, FinishReason.STOP)
                 return True
         return False
@@ -136,8 +139,6 @@ class Scheduler:
             return None
         self._batch.fork_finished_prompts(plan)
         plan.force_beam_tokens()
-        if self._fair_queue is not None:
-            self._fair_queue.charge(plan.receivers)
         if self.policy.kept:
             self.policy.extend(plan, self._max_num_batched_tokens - sum(plan.num_tokens))
         pending = self.memory.transfers
@@ -226,9 +227,10 @@ class Scheduler:
 
     def measured(self, step: Step, seconds: float) -> None:
         """The step took so long."""
-        self.preemption.speed.note(step.total_tokens, seconds)
-        if self._pacing is not None:
-            self._pacing.note(step, seconds)
+        num_tokens = sum(step.num_tokens)
+        self.preemption.speed.note(num_tokens, seconds)
+        if self._pacing is not None and not step.drafts:
+            self._pacing.note(num_tokens, len(step.rows), seconds)
 
     def rewind(self, sequence: Sequence, num_computed: int) -> None:
         """Drops the positions of rejected draft tokens."""

@@ -295,13 +295,23 @@ async def until_gone(receive: Receive) -> None:
 # ---------------------------------------------------------------------- middleware
 
 
+SMALL_BODY = 1 << 20  # bytes; what it can hold is cheap
+VALUE_BYTES = 8  # of the body's limit for each JSON value; lists and objects take more memory than numbers
+LIST_WEIGHT, OBJECT_WEIGHT = 4, 8
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Probes, scrapers and documents ask without a key; everything else needs one where keys are set.
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect"}
 )
 ADMIN_PATHS = frozenset(
-    {"/reset_prefix_cache", "/check_integrity", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    {
+        "/reset_prefix_cache",
+        "/check_integrity",
+        "/start_step_log",
+        "/stop_step_log",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
 )
 _WITHOUT_VERSION = re.compile(
     r"/(chat/completions|completions|embeddings|models|responses|conversations|messages)(/|$)"
@@ -465,18 +475,32 @@ def _quoted(text: str) -> str:
 
 
 def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:
-    """Raises 413 as soon as the body is known to be too large, however it is sent."""
+    """Raises 413 as soon as the body is known to be too large, or to hold too many JSON values, however it is sent.
+
+    A list of eight-byte values may fill the body. Commas and braces within strings count too: a text has fewer.
+    """
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise _too_large(limit)
-    seen = 0
+    seen, weight = 0, 0
 
     async def counted() -> Message:
-        nonlocal seen
+        nonlocal seen, weight
         message = await receive()
-        seen += len(message.get("body", b""))
+        piece = message.get("body", b"")
+        seen += len(piece)
         if seen > limit:
             raise _too_large(limit)
+        if seen > SMALL_BODY:
+            weight += piece.count(b",") + LIST_WEIGHT * piece.count(b"[") + OBJECT_WEIGHT * piece.count(b"{")
+            if weight > limit // VALUE_BYTES:
+                raise ApiError(
+                    413,
+                    f"the body holds too many JSON values for {limit} bytes: send fewer lists and objects, or raise "
+                    "--max-body-bytes",
+                    code="body_too_large",
+                    headers={"Connection": "close"},
+                )
         return message
 
     return counted

@@ -23,7 +23,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.link.messages import Ready
 from quire.server.app import create_app
-from quire.server.encoders import OnProgress
+from quire.server.served_models import OnProgress
 from quire.server.service import SICK_AFTER, Service
 from quire.server.settings import ServerSettings
 
@@ -219,8 +219,7 @@ async def run_batch(
 ) -> BatchSummary:
     """Rows come in the order of finishing; every line gets exactly one, but for those finished before."""
     async with _started(config, on_progress) as service:
-        ready = service.engines[0].ready
-        assert ready is not None
+        ready = service.models.main.ready
         on_ready(ready)
         batch = _Batch(service, rows, on_row)
         # twice what runs at once: the engine never waits for the next line
@@ -310,7 +309,7 @@ class _Batch:
     async def _engine_returns(self) -> bool:
         deadline = time.monotonic() + MAX_RESTART_SECONDS
         await asyncio.sleep(0.2)  # a death is noticed a moment after its requests have failed
-        while down := [engine for engine in self._service.engines if not engine.is_ready]:
+        while down := [engine for engine in self._service.models.engines if not engine.is_ready]:
             if any(engine.num_failures >= SICK_AFTER for engine in down) or time.monotonic() > deadline:
                 return False
             await asyncio.sleep(0.2)

@@ -11,6 +11,8 @@ from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.server.access import add_warning, warn_without_effect
 from quire.server.errors import ApiError, not_supported
+from quire.server.functions import NAMES as FUNCTION_NAMES
+from quire.server.functions import function_delta, function_message, function_reason, with_tools
 from quire.server.generation import Change, Generation
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.base import InputTokens, Usage
@@ -37,8 +39,9 @@ from quire.server.reply import (
     event,
     last_error,
 )
-from quire.server.sampling import chat_sampling
-from quire.server.service import ServedModel, Service
+from quire.server.sampling import chat_sampling, greedy_copies, with_served_form
+from quire.server.served_models import ServedModel
+from quire.server.service import Service
 from quire.server.stored_chats import create_stored_chat
 from quire.server.tools import ToolPlan, tool_plan
 from quire.text.answer import AnswerSequence
@@ -82,36 +85,54 @@ async def answer_chat(service: Service, request: Request, body: ChatCompletionRe
     """
     model = service.model_named(body.model)
     _refuse_unsupported(body, service.settings.trust_request_chat_template)
+    body, copies = greedy_copies(body, model.ready)
+    if _has_functions(body):
+        body = with_tools(body)
     plan = chat_tools(body)
-    sampling = chat_sampling(body, model.ready.default_sampling)
+    sampling = with_served_form(request, chat_sampling(body, model.ready.default_sampling))
     formats = model.prompts.formats
     if plan is not None:
+        for warning in plan.warnings:
+            add_warning(request, warning)
         sampling = sampling.changed(structured=plan.form(sampling.structured, formats.tools))
-    service.check_room()
-    prompt = await chat_prompt(model, body, plan)
+    service.check_room(sampling=sampling)
+    prompt = await chat_prompt(model, body, plan, must_fit=body.truncate_prompt_tokens is None)
+    sampling = await model.prompts.ready_to_sample(sampling)
     kept_ids: frozenset[int] = frozenset()
-    if plan is not None or formats.reasoning is not None:
-        kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=plan is not None)
+    has_tools = plan is not None and bool(plan.shown)
+    if has_tools or formats.reasoning is not None:
+        kept_ids = formats.kept_ids(model.prompts.tokenizer, with_tools=has_tools)
     try:
         response_id, generation = service.generate(request, body, [prompt], sampling, "chatcmpl", kept_ids)
     except (InvalidRequest, ApiError) as error:
         raise error.renamed({"prompt": "messages"}) from None
     parsers = _answer_parsers(plan, formats, sampling, prompt.text)
-    return ChatReply(
-        response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer, parsers
-    )
+    name, tokenizer = service.answer_name(body.model), model.prompts.tokenizer
+    return ChatReply(response_id, body, name, generation, tokenizer, parsers, copies)
 
 
 def chat_tools(body: ChatCompletionRequest) -> ToolPlan | None:
-    """None: the model sees no tools, and the answer holds no calls."""
+    """None: the request has no tools."""
     if not body.tools and body.tool_choice is None:
         return None
-    plan = tool_plan(body)
-    return plan if plan.shown else None
+    try:
+        return tool_plan(body)
+    except InvalidRequest as error:
+        older = body.functions is not None or body.function_call is not None
+        raise error.renamed(FUNCTION_NAMES) if older else error from None
+
+
+def _has_functions(body: ChatCompletionRequest) -> bool:
+    """Whether the request has OpenAI's older names for tools, in its fields or messages."""
+    return (
+        body.functions is not None
+        or body.function_call is not None
+        or any(message.get("role") == "function" or "function_call" in message for message in body.messages)
+    )
 
 
 async def chat_prompt(
-    model: ServedModel, body: ChatCompletionRequest, plan: ToolPlan | None
+    model: ServedModel, body: ChatCompletionRequest, plan: ToolPlan | None, must_fit: bool = False
 ) -> PreparedPrompt:
     """The prompt that a chat request makes."""
     return await model.prompts.chat(
@@ -126,6 +147,7 @@ async def chat_prompt(
             **effort_variables(body.reasoning_effort),
             **(body.chat_template_kwargs or {}),
         },
+        must_fit=must_fit,
     )
 
 
@@ -143,14 +165,13 @@ def _answer_parsers(
     make_tool_parser = plan.parser_maker(tools) if plan is not None else None
     if reasoning is None and make_tool_parser is None:
         return None
-    return AnswerParsers(reasoning, prompt, make_tool_parser, plan.max_calls if plan is not None else None)
+    max_calls = plan.max_calls if plan is not None else None
+    is_forced = plan is not None and plan.forced is not None
+    return AnswerParsers(reasoning, prompt, make_tool_parser, max_calls, drops_repeats=is_forced)
 
 
 def _refuse_unsupported(body: ChatCompletionRequest, trust_template: bool) -> None:
     """Fields that would change the answer and are not served are refused by name, never dropped silently."""
-    for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
-        if getattr(body, name) is not None:
-            raise not_supported(name, f"{name} was OpenAI's old name: send {instead}")
     if body.chat_template is not None and not trust_template:
         raise not_supported(
             "chat_template",
@@ -185,21 +206,27 @@ class ChatReply:
         generation: Generation,
         tokenizer: Tokenizer | None,
         parsers: AnswerParsers | None,
+        copies: int = 1,
     ) -> None:
+        """With `copies` of its one answer, each a choice."""
+        self._copies = copies
         self.response_id = response_id
         self.model = model
         self._head = answer_head(response_id, "chat.completion", model)
         self._body = body
+        self._has_functions = body.functions is not None  # an answer then has a function_call
         self.generation = generation
         self._tokenizer = tokenizer
         self._parsers = parsers
         self._readers: dict[int, AnswerReader] = {}  # of streamed answers that are not plain text
+        if parsers is not None and parsers.drops_repeats:
+            generation.stops = RepeatStop(parsers)
         self._begun = False
-        self._num_choices = len(generation.answers[0].sequences)
+        self._num_choices = len(generation.answers[0].sequences) * copies
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        # of each choice, where all text is content; empty where it must be parsed or has logprobs
+        # of each choice, where all text is content; empty where it must be parsed, copied or has logprobs
         self._contents: list[TextEvent] = []
-        if body.stream and parsers is None and not body.logprobs:
+        if body.stream and parsers is None and not body.logprobs and copies == 1:
             self._contents = [
                 TextEvent(self._choice(index, {"content": ""}, None, None), "content")
                 for index in range(self._num_choices)
@@ -224,7 +251,8 @@ class ChatReply:
     def completion(self) -> ChatCompletion:
         """The answer of a generation that has ended."""
         answer = self.generation.answers[0]
-        choices = [self._whole_choice(index, sequence) for index, sequence in enumerate(answer.best)]
+        best = list(answer.best) * self._copies
+        choices = [self._whole_choice(index, sequence) for index, sequence in enumerate(best)]
         whole: ChatCompletion = {**self._head, "choices": choices, "usage": self.usage()}
         if answer.prompt_logprobs is not None:
             whole["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
@@ -270,19 +298,34 @@ class ChatReply:
             chunks += self._deltas(change)
         return chunks
 
+    def _copied(self, chunks: list[ChatCompletionChunk]) -> list[ChatCompletionChunk]:
+        """The chunks of a choice for each copy of it."""
+        return [
+            {**chunk, "choices": [{**chunk["choices"][0], "index": index}]}
+            for index in range(self._copies)
+            for chunk in chunks
+        ]
+
     def _role(self, index: int) -> ChatCompletionChunk:
         return self._choice(index, {"role": "assistant", "content": ""}, None, None)
 
     def _whole_choice(self, index: int, sequence: AnswerSequence) -> ChatChoice:
         reader = self._parsers.reader() if self._parsers is not None else AnswerReader()
         message = read_message(reader, sequence.text)
+        reason = _finish_reason(sequence, reader)
+        if self._has_functions:
+            message, reason = function_message(message), function_reason(reason)
         return {
             "index": index,
             "message": message,
-            "logprobs": chat_logprobs(sequence.logprobs, self._tokenizer) if self._body.logprobs else None,
-            "finish_reason": _finish_reason(sequence, reader),
+            "logprobs": self._logprobs(sequence, 0) if self._body.logprobs else None,
+            "finish_reason": reason,
             "stop_reason": sequence.stop_reason,
         }
+
+    def _logprobs(self, sequence: AnswerSequence, first_token: int) -> ChatLogprobs:
+        at_start = first_token == 0 and sequence.begins_text
+        return chat_logprobs(sequence.logprobs[first_token:], self._tokenizer, at_start)
 
     def _deltas(self, change: Change) -> list[ChatCompletionChunk]:
         """None where a step added nothing that can be shown yet."""
@@ -303,14 +346,19 @@ class ChatReply:
                 pieces += reader.finish()
                 reason = _finish_reason(sequence, reader)
             added_deltas = deltas(pieces)
-        if not added_deltas:
-            if not (added or reason):
-                return []
-            added_deltas = [{} if reason else {"content": ""}]
-        logprobs = chat_logprobs(added, self._tokenizer) if added else None
-        *first, last = added_deltas
-        chunks = [self._choice(sequence.index, delta, None, None) for delta in first]
-        return [*chunks, self._choice(sequence.index, last, logprobs, reason, sequence.stop_reason)]
+            if self._has_functions:
+                added_deltas, reason = (
+                    [function_delta(delta) for delta in added_deltas],
+                    function_reason(reason),
+                )
+        if added and not added_deltas:
+            added_deltas = [{"content": ""}]
+        chunks = [self._choice(sequence.index, delta, None, None) for delta in added_deltas]
+        if added:
+            chunks[-1]["choices"][0]["logprobs"] = self._logprobs(sequence, change.first_token)
+        if reason is not None:  # behind the last text, as in OpenAI's streams
+            chunks.append(self._choice(sequence.index, {}, None, reason, sequence.stop_reason))
+        return chunks if self._copies == 1 else self._copied(chunks)
 
     def _choice(
         self,
@@ -335,6 +383,21 @@ class ChatReply:
         if self._with_usage:
             chunk["usage"] = None
         return chunk
+
+
+class RepeatStop:
+    """Ends a sequence whose calls have begun to repeat: nothing of what follows would be shown."""
+
+    def __init__(self, parsers: AnswerParsers) -> None:
+        self._parsers = parsers
+        self._readers: dict[int, AnswerReader] = {}
+
+    def __call__(self, sequence: AnswerSequence) -> bool:
+        reader = self._readers.get(sequence.index)
+        if reader is None:
+            reader = self._readers[sequence.index] = self._parsers.reader()
+        reader.feed(sequence.new_text)
+        return reader.has_repeats
 
 
 def read_message(reader: AnswerReader, text: str) -> ChatMessage:

@@ -4,9 +4,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.core.step import TokenLogprobs
-from quire.server.errors import ApiError, not_supported
+from quire.server.errors import ApiError
 from quire.server.generation import Change, Generation
-from quire.server.logprobs import completion_logprobs, prompt_logprobs
+from quire.server.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from quire.server.protocol.base import Usage
 from quire.server.protocol.completions import (
     Completion,
@@ -25,10 +25,10 @@ from quire.server.reply import (
     event,
     last_error,
 )
-from quire.server.sampling import completion_sampling
+from quire.server.sampling import completion_sampling, greedy_copies, with_served_form
 from quire.server.service import Service
 from quire.text.answer import Answer, AnswerSequence
-from quire.text.prompts import PreparedPrompt
+from quire.text.prompts import PreparedPrompt, as_list
 from quire.text.tokenizer import Tokenizer
 
 
@@ -39,15 +39,22 @@ def completions_router(service: Service) -> APIRouter:
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one prompt or several, whole or in pieces."""
         model = service.model_named(body.model)
+        body, copies = greedy_copies(body, model.ready)
+        sampling = with_served_form(request, completion_sampling(body, model.ready.default_sampling))
+        service.check_room(num_prompts=len(as_list(body.prompt)), sampling=sampling)
+        must_fit = body.truncate_prompt_tokens is None
         if body.suffix:
-            raise not_supported("suffix", "suffix (filling in the middle) is not supported: leave it out")
-        sampling = completion_sampling(body, model.ready.default_sampling)
-        service.check_room()
-        prompts = await model.prompts.completions(body.prompt, body.add_special_tokens)
+            prompts = await model.prompts.infilled(
+                body.prompt, body.suffix, body.add_special_tokens, must_fit
+            )
+            ends = model.prompts.infill.end_ids if model.prompts.infill is not None else ()
+            sampling = sampling.changed(stop_token_ids=(*sampling.stop_token_ids, *ends))
+        else:
+            prompts = await model.prompts.completions(body.prompt, body.add_special_tokens, must_fit)
+        sampling = await model.prompts.ready_to_sample(sampling)
         response_id, generation = service.generate(request, body, prompts, sampling, "cmpl")
-        reply = CompletionReply(
-            response_id, body, body.model or model.names[0], generation, model.prompts.tokenizer
-        )
+        name, tokenizer = service.answer_name(body.model), model.prompts.tokenizer
+        reply = CompletionReply(response_id, body, name, generation, tokenizer, copies)
         if body.stream:
             return EventStream(reply, response_id)
         await generation.finish()
@@ -66,14 +73,18 @@ class CompletionReply:
         model: str,
         generation: Generation,
         tokenizer: Tokenizer | None,
+        copies: int = 1,
     ) -> None:
+        """With `copies` of the one answer of each prompt, each a choice."""
+        self._copies = copies
         self._body = body
         self.generation = generation
         self._tokenizer = tokenizer
-        self._num_choices = body.n or 1
+        self._num_choices = copies * (body.n or 1)
         self._only_prompt = bool(body.echo) and body.max_tokens == 0
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._offsets: dict[int, int] = {}  # characters that each choice has sent
+        self._begun: set[int] = set()  # choices that have sent something
+        self._places: dict[int, TextOffsets] = {}  # by choice, where logprobs are wanted
         # Events of plain text, by choice, once the first is out; None where text comes with logprobs or not at all.
         is_plain = body.logprobs is None and not self._only_prompt
         self._texts: dict[int, TextEvent] | None = {} if is_plain else None
@@ -82,7 +93,7 @@ class CompletionReply:
     def whole(self) -> Completion:
         choices = []
         for position, answer in enumerate(self.generation.answers):
-            for index, sequence in enumerate(answer.best):
+            for index, sequence in enumerate(list(answer.best) * self._copies):
                 choice = self._choice(position, index, answer, sequence, sequence.text, 0, first=True)
                 if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
@@ -93,7 +104,9 @@ class CompletionReply:
         """Text as it comes, in server-sent events. Plain text is filled into an event that was encoded before."""
         changes = self.generation.take()
         return (
-            self._piece(changes[0]) if len(changes) == 1 else b"".join([self._piece(one) for one in changes])
+            self._pieces(changes[0])
+            if len(changes) == 1
+            else b"".join([self._pieces(one) for one in changes])
         )
 
     def end(self) -> bytes:
@@ -103,25 +116,49 @@ class CompletionReply:
     def fail(self, error: ApiError) -> bytes:
         return last_error(error)
 
-    def _piece(self, change: Change) -> bytes:
-        """Empty where a step added nothing that can be shown yet."""
+    def _pieces(self, change: Change) -> bytes:
+        first = change.sequence.index
+        if self._copies == 1:
+            return self._piece(change, first)
+        return b"".join([self._piece(change, index) for index in range(first, first + self._copies)])
+
+    def _piece(self, change: Change, index: int) -> bytes:
+        """Empty where a step added nothing that can be shown yet. The finish reason comes behind the last text."""
         sequence = change.sequence
-        number = self._index(change.position, sequence.index)
-        if self._texts and change.text and sequence.finish_reason is None and number in self._texts:
+        number = self._index(change.position, index)
+        ended = sequence.finish_reason is not None
+        if self._texts and change.text and not ended and number in self._texts:
             return self._texts[number].encode(change.text)
         answer = self.generation.answers[change.position]
-        first = number not in self._offsets
+        first = number not in self._begun
         wants_logprobs = self._body.logprobs is not None and len(sequence.token_ids) > change.first_token
         shows_prompt = first and bool(self._body.echo)
-        if not (change.text or wants_logprobs or shows_prompt or sequence.finish_reason is not None):
-            return b""
-        choice = self._choice(
-            change.position, sequence.index, answer, sequence, change.text, change.first_token, first=first
-        )
-        if self._texts is not None and choice["finish_reason"] is None:
-            empty: CompletionChoice = {**choice, "text": ""}
-            self._texts[number] = TextEvent(self._payload([empty], None), "text")
-        return self._event([choice])
+        data = b""
+        if change.text or wants_logprobs or shows_prompt:
+            choice = self._choice(
+                change.position, index, answer, sequence, change.text, change.first_token, first=first
+            )
+            choice["finish_reason"] = choice["stop_reason"] = None
+            if self._texts is not None and not ended:
+                empty: CompletionChoice = {**choice, "text": ""}
+                self._texts[number] = TextEvent(self._payload([empty], None), "text")
+            data = self._event([choice])
+        if not ended:
+            return data
+        none: CompletionLogprobs = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+        end: CompletionChoice = {
+            "index": number,
+            "text": "",
+            "logprobs": none if self._body.logprobs is not None else None,  # clients join those of all chunks
+            "finish_reason": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+        }
+        return data + self._event([end])
 
     def _choice(
         self,
@@ -140,10 +177,8 @@ class CompletionReply:
             text = self._prompt_text(self.generation.prompts[position]) + text
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = self._logprobs(
-                position, answer, sequence, first_token, first, self._offsets.get(number, 0)
-            )
-        self._offsets[number] = self._offsets.get(number, 0) + len(text)
+            logprobs = self._logprobs(position, number, answer, sequence, first_token, first)
+        self._begun.add(number)
         return {
             "index": number,
             "text": text,
@@ -155,19 +190,25 @@ class CompletionReply:
     def _logprobs(
         self,
         position: int,
+        number: int,
         answer: Answer,
         sequence: AnswerSequence,
         first_token: int,
         first: bool,
-        offset: int,
     ) -> CompletionLogprobs:
         entries: list[TokenLogprobs | int] = []
+        prompt = self.generation.prompts[position]
+        if first:
+            context_id = None if self._body.echo else prompt.context_id(self._tokenizer)
+            skips = answer.sampling.skip_special_tokens
+            skips = skips and not (self._body.echo and prompt.text is None)  # as _prompt_text shows token ids
+            self._places[number] = TextOffsets(self._tokenizer, skips, context_id)
         if first and self._body.echo:
-            entries.append(self.generation.prompts[position].token_ids[0])
+            entries.append(prompt.token_ids[0])
             entries += answer.prompt_logprobs or ()
         if not self._only_prompt:
             entries += sequence.logprobs[first_token:]
-        return completion_logprobs(entries, self._tokenizer, offset)
+        return completion_logprobs(entries, self._tokenizer, self._places[number])
 
     def _prompt_text(self, prompt: PreparedPrompt) -> str:
         if prompt.text is not None or self._tokenizer is None:

@@ -1,12 +1,12 @@
 """POST /v1/embeddings."""
 
-import asyncio
 import base64
 import math
 import sys
 import time
 import uuid
 from array import array
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -15,17 +15,18 @@ from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, Queue
 from quire.core.request import EmbedRequest, Pooled
 from quire.link.messages import Ready
 from quire.server.access import context_of
-from quire.server.encoders import ServedEncoder
 from quire.server.errors import ApiError
 from quire.server.generation import StreamWatch
-from quire.server.prompts import INLINE_CHARACTERS
+from quire.server.prompts import check_characters
 from quire.server.protocol.models import EmbeddingList, EmbeddingRequest
 from quire.server.reply import ERRORS, JsonReply, answers
+from quire.server.served_models import ServedModel
 from quire.server.service import Service
-from quire.text.prompts import as_list, cut, prepare
-from quire.text.tokenizer import Tokenizer
+from quire.text.prompts import as_list, cut
+from quire.text.tokenizer import LONG
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
+MAX_CHARACTERS = 1 << 20  # of each
 
 
 def embeddings_router(service: Service) -> APIRouter:
@@ -36,10 +37,12 @@ def embeddings_router(service: Service) -> APIRouter:
         """One vector for each text."""
         service.refuse_if_draining()  # before an encoder is started for it
         encoder = await service.encoder_named(body.model)
-        assert encoder.ready is not None
         _check_dimensions(body.dimensions, encoder.ready)
         service.check_room(encoder.client)
-        texts = await _token_ids(body, encoder.tokenizer, encoder.ready)
+        keep = body.truncate_prompt_tokens
+        if keep is None and service.settings.embedding_truncate:
+            keep = -1
+        texts = await _token_ids(body, encoder, keep)
         pooled = await _embedded(service, encoder, texts, request)
         num_tokens = sum(vector.num_tokens for vector in pooled)
         listed: EmbeddingList = {
@@ -52,7 +55,7 @@ def embeddings_router(service: Service) -> APIRouter:
                 }
                 for item in pooled
             ],
-            "model": body.model or encoder.names[0],
+            "model": encoder.names[0],
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
         return JsonReply(listed)
@@ -61,7 +64,7 @@ def embeddings_router(service: Service) -> APIRouter:
 
 
 async def _embedded(
-    service: Service, encoder: ServedEncoder, texts: list[list[int]], request: Request
+    service: Service, encoder: ServedModel, texts: list[list[int]], request: Request
 ) -> list[Pooled]:
     """In the texts' order. A closed connection, or --request-timeout, drops what still waits."""
     context = context_of(request)
@@ -91,14 +94,19 @@ async def _embedded(
     return pooled
 
 
-def _check(embed: EmbedRequest, encoder: ServedEncoder) -> None:
+def _check(embed: EmbedRequest, encoder: ServedModel) -> None:
     """Refuses here what the engine would refuse by the same limits."""
-    ready, limit = encoder.ready, encoder.client.admission.bounds.max_tokens
-    assert ready is not None
+    limit = encoder.client.admission.bounds.max_tokens
     try:
-        ready.limits.check_texts(embed)
+        encoder.ready.limits.check_texts(embed)
     except ContextExceeded as error:
-        raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {encoder.ready.max_model_len} tokens, however {error}; the flag "
+            "--embedding-truncate lets the server cut all such texts",
+            param=error.param,
+            code="context_length_exceeded",
+        ) from None
     if limit is not None and embed.num_prompt_tokens > limit:
         raise InvalidRequest(
             f"input has {embed.num_prompt_tokens} tokens together and {limit} may wait: send several requests, "
@@ -116,8 +124,8 @@ def _check_dimensions(dimensions: int | None, ready: Ready) -> None:
         )
 
 
-async def _token_ids(body: EmbeddingRequest, tokenizer: Tokenizer | None, ready: Ready) -> list[list[int]]:
-    """The texts' tokens, cut if that was asked for; refused with the number that was exceeded."""
+async def _token_ids(body: EmbeddingRequest, encoder: ServedModel, keep: int | None) -> list[list[int]]:
+    """The texts' tokens, cut to `keep` if that was asked for; refused with the number that was exceeded."""
     inputs = as_list(body.input)
     if not inputs:
         raise InvalidRequest("input is an empty list: send at least one text", "input")
@@ -126,17 +134,43 @@ async def _token_ids(body: EmbeddingRequest, tokenizer: Tokenizer | None, ready:
             f"input has {len(inputs)} texts and one request may have {MAX_INPUTS}: send several requests",
             "input",
         )
-    special = body.add_special_tokens is not False
-
-    def make() -> list[list[int]]:
-        return [prepare(item, tokenizer, add_special_tokens=special).token_ids for item in inputs]
-
-    size = sum(len(item) for item in inputs if isinstance(item, str))
+    tokenizer, longest = encoder.prompts.tokenizer, encoder.ready.max_model_len
+    for position, item in enumerate(inputs):
+        check_characters(item, MAX_CHARACTERS, "input")
+        if keep is None and isinstance(item, str) and len(item) > LONG and tokenizer is not None:
+            fewest = tokenizer.fewest_tokens(item, longest + 1)
+            if fewest > longest:
+                raise ContextExceeded.of_text(position, f"at least {fewest}", longest)
     try:
-        texts = make() if size < INLINE_CHARACTERS else await asyncio.to_thread(make)
+        prepared = await encoder.prompts.completions(inputs, body.add_special_tokens)
     except InvalidRequest as wrong:
         raise InvalidRequest(str(wrong), "input") from None
-    return _fitted(texts, body.truncate_prompt_tokens, ready.max_model_len)
+    texts = [prompt.token_ids for prompt in prepared]
+    if body.add_special_tokens is not False and any(not isinstance(item, str) for item in inputs):
+        _check_own_tokens(inputs, texts, encoder)
+    return _fitted(texts, keep, encoder.ready.max_model_len)
+
+
+def _check_own_tokens(inputs: list[Any], texts: list[list[int]], encoder: ServedModel) -> None:
+    """Refuses token ids of another tokenizer, which would make vectors of other words. LangChain sends such ids."""
+    tokenizer, vocab_size = encoder.prompts.tokenizer, encoder.ready.vocab_size
+    frame = tokenizer.encode("", add_special_tokens=True) if tokenizer is not None else []
+    for position, (item, text) in enumerate(zip(inputs, texts, strict=True)):
+        if isinstance(item, str) or not text:
+            continue
+        problem = ""
+        if not 0 <= min(text) <= max(text) < vocab_size:
+            wrong = min(text) if min(text) < 0 else max(text)
+            problem = f"cannot be: token id {wrong} is outside the vocabulary of {vocab_size}"
+        elif len(frame) == 2 and text[0] != frame[0] and text[-1] != frame[1]:
+            problem = f"does not begin with the token id {frame[0]} or end with {frame[1]}, as texts of this model do"
+        if problem:
+            raise InvalidRequest(
+                f"input[{position}] {problem}: it seems to come from another tokenizer, so send text instead "
+                "(in LangChain: OpenAIEmbeddings(check_embedding_ctx_length=False)); add_special_tokens: false says "
+                "that ids of this model's tokenizer have no special tokens",
+                "input",
+            )
 
 
 def _fitted(texts: list[list[int]], keep: int | None, longest: int) -> list[list[int]]:

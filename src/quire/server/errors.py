@@ -3,13 +3,22 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError, renamed_field
+from quire.core.errors import (
+    ContextExceeded,
+    EngineDead,
+    InvalidRequest,
+    QueueFull,
+    QuireError,
+    renamed_field,
+)
 from quire.server.protocol.base import ErrorBody
 from quire.server.protocol.messages import MessageErrorBody
 
+MAX_MESSAGE = 2000  # characters; a message may quote what the request said
+
 
 class ApiError(Exception):
-    """Ends a request with this status and body."""
+    """Ends a request with this status and body. A long message is cut."""
 
     def __init__(
         self,
@@ -20,8 +29,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic: str | None = None,
     ) -> None:
-        super().__init__(message)
+        """`anthropic`: the message in Anthropic's shape, where clients look for its words."""
+        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…")
+        self.anthropic = anthropic
         self.status = status
         self.kind = kind or _kind(status)
         self.param = param
@@ -32,7 +44,13 @@ class ApiError(Exception):
         """The same error with its field called what `names` says."""
         param = None if self.param is None else renamed_field(self.param, names)
         return ApiError(
-            self.status, str(self), kind=self.kind, param=param, code=self.code, headers=self.headers
+            self.status,
+            str(self),
+            kind=self.kind,
+            param=param,
+            code=self.code,
+            headers=self.headers,
+            anthropic=self.anthropic,
         )
 
     def body(self) -> ErrorBody:
@@ -58,6 +76,25 @@ class TimedOut(ApiError):
         super().__init__(504, message, code="request_timeout")
 
 
+def context_exceeded(num_prompt: int, max_tokens: int | None, limit: int, what: str) -> ApiError:
+    """In the words of OpenAI and of Anthropic, by which clients know that they must shorten the conversation.
+
+    The message has the code too: LangChain looks there, and OpenAI's client 3 shows the message only.
+    """
+    num_answer = max_tokens or 1
+    total = num_prompt + num_answer
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, you requested {total} tokens "
+        f"({num_prompt} in the {what}, {num_answer} in the completion). Please reduce the length of the {what} or "
+        "completion. (context_length_exceeded: truncate_prompt_tokens cuts the prompt; a server with a larger "
+        "--max-model-len takes more.)",
+        param="prompt",
+        code="context_length_exceeded",
+        anthropic=f"prompt is too long: {num_prompt} tokens > {limit - 1} maximum",
+    )
+
+
 def not_supported(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported")
 
@@ -67,6 +104,12 @@ def as_api_error(error: Exception, retry_seconds: int = 1) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ContextExceeded():
+            known, param = error.values, error.param or "prompt"
+            if "num_tokens" not in known:
+                return ApiError(400, str(error), param=param, code="context_length_exceeded")
+            exceeded = context_exceeded(known["num_tokens"], None, known["max_model_len"], param)
+            return exceeded.renamed({"prompt": param})
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
         case QueueFull():
@@ -128,6 +171,9 @@ def _kind(status: int) -> str:
 # ---------------------------------------------------------------------- Anthropic's shape
 
 ANTHROPIC_PATH = "/v1/messages"
+THREAD_UNSUPPORTED = (
+    "thread_unsupported_request"  # clients that find it in `details` send all messages instead
+)
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -149,7 +195,14 @@ def speaks_anthropic(path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> 
 def anthropic_body(error: ApiError, request_id: str) -> MessageErrorBody:
     """There is no `param` in this shape: the message names the field."""
     kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    message = str(error)
-    if error.param is not None and error.param not in message:
+    message = error.anthropic or str(error)
+    if error.anthropic is None and error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    body: MessageErrorBody = {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id,
+    }
+    if error.code == THREAD_UNSUPPORTED:
+        body["error"]["details"] = {"error_code": error.code, "unsupported": [error.param]}
+    return body

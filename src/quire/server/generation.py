@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class _Part:
+class _PromptState:
     """One prompt of the request, and its answer."""
 
     prompt: PreparedPrompt
@@ -86,16 +87,25 @@ class Generation:
         self._client = client
         self._metrics = metrics
         self._context = context
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _PromptState] = {}
         for position, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            answer = Answer(request.request_id, request.sampling, tokenizer, kept_ids)
+            answer = Answer(
+                request.request_id,
+                request.sampling,
+                tokenizer,
+                kept_ids,
+                context_id=prompt.context_id(tokenizer),
+            )
             changes = [Change(position, sequence) for sequence in answer.sequences]
-            self._parts[request.request_id] = _Part(prompt, request.num_prompt_tokens, answer, changes)
+            self._parts[request.request_id] = _PromptState(prompt, request.num_prompt_tokens, answer, changes)
         self._changed: deque[Change] = deque()  # keeps its memory when it is emptied, unlike a list
         self._num_open = len(requests)
         self._submitted = time.monotonic()
         self._stream: Stream[SequenceUpdate] = client.submit(requests)
         self._watch: StreamWatch | None = None
+        self.stops: Callable[[AnswerSequence], bool] | None = (
+            None  # whether a sequence ends with its new text
+        )
 
     # ------------------------------------------------------------------ running
 
@@ -188,6 +198,9 @@ class Generation:
         before = len(sequence.token_ids)
         if answer.take(update, now):
             self._client.stop(update.request_id, update.index)
+        elif self.stops is not None and sequence.finish_reason is None and self.stops(sequence):
+            sequence.finish_reason = "stop"
+            self._client.stop(update.request_id, update.index)
         if answer.fault is not None:
             raise answer.fault
         if change in changed:
@@ -202,7 +215,9 @@ class Generation:
             self._end(part, update.request_id, now)
         return num_tokens
 
-    def _clock(self, part: _Part, change: Change, request_id: str, num_tokens: int, now: float) -> None:
+    def _clock(
+        self, part: _PromptState, change: Change, request_id: str, num_tokens: int, now: float
+    ) -> None:
         if change.last_update is not None:
             self._metrics.gap(now - change.last_update, num_tokens)
         change.last_update = now
@@ -215,7 +230,7 @@ class Generation:
             self._context.facts.setdefault("queued", round(queued, 4))
             self._context.facts.setdefault("first_token", round(first, 4))
 
-    def _end(self, part: _Part, request_id: str, now: float) -> None:
+    def _end(self, part: _PromptState, request_id: str, now: float) -> None:
         self._stream.done(request_id)
         self._num_open -= 1
         first = part.answer.first_token or now

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
 from quire.server.access import context_of
-from quire.server.errors import ApiError, anthropic_body, not_supported
+from quire.server.errors import THREAD_UNSUPPORTED, ApiError, anthropic_body, not_supported
 from quire.server.protocol.base import Usage
 from quire.server.protocol.messages import (
     Block,
@@ -217,6 +217,9 @@ def prompt_fields(body: MessageInput) -> dict[str, Any]:
     for name in ("mcp_servers", "container"):
         if getattr(body, name):
             raise not_supported(name, f"{name} is not supported: leave it out")
+    if body.thread is not None:
+        message = "thread is not supported, conversations are not stored: send every message each time"
+        raise ApiError(400, message, param="thread", code=THREAD_UNSUPPORTED)
     messages = chat_messages(body.messages, body.system)
     fields = body.extras() | {"model": body.model, "messages": messages}
     if messages[-1]["role"] == "assistant":  # an answer that the caller began
@@ -427,7 +430,7 @@ def _template_variables(body: MessageInput) -> dict[str, Any]:
 
 
 def _response_format(body: MessageRequest) -> dict[str, Any] | None:
-    form = body.output_config.format if body.output_config is not None else None
+    form = (body.output_config and body.output_config.format) or body.output_format
     if form is None:
         return None
     if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):

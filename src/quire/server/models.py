@@ -1,5 +1,6 @@
 """/v1/models and /v1/models/{id}; POST /tokenize and /detokenize, GET /tokenizer_info."""
 
+import asyncio
 from datetime import UTC, datetime
 
 from fastapi import APIRouter, Request
@@ -8,7 +9,6 @@ from starlette.responses import JSONResponse, Response
 
 from quire.core.errors import InvalidRequest
 from quire.server.access import path_of
-from quire.server.encoders import ServedEncoder
 from quire.server.errors import speaks_anthropic
 from quire.server.logprobs import token_text
 from quire.server.operations import engine_call
@@ -25,10 +25,13 @@ from quire.server.protocol.models import (
     TokenizeRequest,
 )
 from quire.server.reply import ERRORS, JsonReply, answers
-from quire.server.service import ServedModel, Service
+from quire.server.served_models import ServedModel
+from quire.server.service import Service
 from quire.server.stored import page_limit
-from quire.server.tools import checked_tools
+from quire.server.tools import served_tools
 from quire.text.prompts import PreparedPrompt
+
+MAX_TOKENS = 131_072  # that /detokenize takes, where the context is not longer
 
 
 def models_router(service: Service) -> APIRouter:
@@ -38,11 +41,11 @@ def models_router(service: Service) -> APIRouter:
     async def list_models(request: Request) -> Response:
         """All that a request may name; an embedding model under the first of its names."""
         data: list[Model] = []
-        if service.encoders.main is None:
+        if service.models.main.task == "generate":
             model = service.model
             data = [_described(name, model) for name in model.names]
             data += [_described(name, model, model.names[0]) for name in service.client.adapters.names()]
-        data += [_described(encoder.names[0], encoder) for encoder in service.encoders.all]
+        data += [_described(encoder.names[0], encoder) for encoder in service.models.encoders]
         if _for_anthropic(request):
             return JsonReply(_anthropic_page(data, request.query_params))
         listed: ModelList = {"object": "list", "data": data}
@@ -50,8 +53,10 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{model_id:path}", responses={**answers(Model), **ERRORS})
     async def retrieve_model(model_id: str, request: Request) -> Response:
-        if service.encoders.knows(model_id):
-            described = _described(model_id, service.encoders.find(model_id))
+        """A model under the name that was asked for, aliases included."""
+        known = service.known_name(model_id)
+        if service.models.knows(known) or service.models.main.task == "embed":
+            described = _described(model_id, service.models.encoder(known))
         else:
             model = service.model_named(model_id)
             is_adapter = service.adapter_named(model_id) is not None
@@ -61,8 +66,8 @@ def models_router(service: Service) -> APIRouter:
     @router.delete("/v1/models/{model_id:path}", responses={**answers(Deleted), **ERRORS})
     async def delete_model(model_id: str) -> Response:
         """Unloads an adapter, with the admin key; requests that run with it go on."""
-        if service.encoders.knows(model_id) or not service.client.adapters.knows(model_id):
-            if not service.encoders.knows(model_id):
+        if service.models.knows(model_id) or not service.client.adapters.knows(model_id):
+            if not service.models.knows(model_id):
                 service.model_named(model_id)  # 404 for an unknown name
             raise InvalidRequest(f"{model_id} is no adapter: only adapters can be deleted", "model")
         with engine_call():
@@ -111,10 +116,10 @@ def _anthropic_page(models: list[Model], query: QueryParams) -> AnthropicModelLi
     }
 
 
-def _described(name: str, model: ServedModel | ServedEncoder, parent: str | None = None) -> Model:
+def _described(name: str, model: ServedModel, parent: str | None = None) -> Model:
     """`parent`: the model that an adapter of this name belongs to."""
     described: Model = {"id": name, "object": "model", "created": model.created, "owned_by": "quire"}
-    if model.ready is not None:
+    if model.is_started:
         described["max_model_len"] = model.ready.max_model_len
     if parent is not None:
         described["parent"] = parent
@@ -135,9 +140,7 @@ def tokens_router(service: Service) -> APIRouter:
             "tokens": token_ids,
         }
         if body.return_token_strs:
-            tokenized["token_strs"] = [
-                token_text(token_id, model.prompts.tokenizer) for token_id in token_ids
-            ]
+            tokenized["token_strs"] = await asyncio.to_thread(_token_texts, token_ids, model.prompts)
         return JsonReply(tokenized)
 
     @router.get("/tokenizer_info", responses=ERRORS)
@@ -156,13 +159,23 @@ def tokens_router(service: Service) -> APIRouter:
         tokenizer, limit = model.prompts.tokenizer, model.ready.vocab_size
         if tokenizer is None:
             raise InvalidRequest("this model has no tokenizer", "tokens")
+        most = max(MAX_TOKENS, model.ready.max_model_len)
+        if len(body.tokens) > most:
+            raise InvalidRequest(
+                f"tokens holds {len(body.tokens)} ids and {most} are allowed: send several requests", "tokens"
+            )
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < limit), None)
         if wrong is not None:
             raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {limit}", "tokens")
-        text: Detokenized = {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        decoded = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text: Detokenized = {"prompt": decoded}
         return JsonReply(text)
 
     return router
+
+
+def _token_texts(token_ids: list[int], prompts: PromptMaker) -> list[str]:
+    return [token_text(token_id, prompts.tokenizer) for token_id in token_ids]
 
 
 async def _prompt_of(body: TokenizeRequest, prompts: PromptMaker) -> PreparedPrompt:
@@ -174,7 +187,7 @@ async def _prompt_of(body: TokenizeRequest, prompts: PromptMaker) -> PreparedPro
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
-            tools=checked_tools(body.tools),
+            tools=served_tools(body.tools)[0],
             variables=body.chat_template_kwargs,
         )
     assert body.prompt is not None

@@ -1,9 +1,11 @@
 """Operators' endpoints: health and metrics for everyone, cache and adapter calls under a key of their own."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastapi import APIRouter
+from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 from starlette.responses import Response
@@ -21,7 +23,7 @@ class LoadLora(BaseModel):
 
 
 class UnloadLora(BaseModel):
-    lora_name: str
+    lora_name: str = Field(max_length=200)
 
 
 def operations_router(service: Service) -> APIRouter:
@@ -53,7 +55,7 @@ def operations_router(service: Service) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus's text format."""
-        return Response(service.metrics.rendered(service.engines), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics.rendered(service.models.engines), media_type=CONTENT_TYPE_LATEST)
 
     @router.post("/reset_prefix_cache", responses=ERRORS)
     async def reset_prefix_cache() -> Response:
@@ -100,7 +102,24 @@ def operations_router(service: Service) -> APIRouter:
             await service.client.unload_adapter(body.lora_name)
         return JsonReply({"status": "ok", "lora_name": body.lora_name})
 
+    _add_step_log(router, service)
     return router
+
+
+def _add_step_log(router: APIRouter, service: Service) -> None:
+    @router.post("/start_step_log", responses=ERRORS)
+    async def start_step_log() -> Response:
+        """Records when each step of the engine runs and what it computes, until it is stopped."""
+        with engine_call():
+            await service.client.start_step_log()
+        return JsonReply({"status": "ok"})
+
+    @router.post("/stop_step_log", responses=ERRORS)
+    async def stop_step_log() -> Response:
+        """Returns the recorded steps, the last 50,000 at most; `now` is the time of this answer on their clock."""
+        with engine_call():
+            steps = await service.client.stop_step_log()
+        return JsonReply({"now": time.perf_counter(), "steps": [asdict(step) for step in steps]})
 
 
 @contextmanager

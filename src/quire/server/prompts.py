@@ -3,19 +3,60 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
-from quire.core.errors import InvalidRequest
+from quire.core.errors import InvalidRequest, QueueFull
+from quire.core.sampling import SamplingParams
 from quire.link.messages import Ready
 from quire.server.request_templates import Rendering, RequestTemplates
-from quire.text.prompts import PreparedPrompt, as_list, prepare
+from quire.text.infill import Infill
+from quire.text.prompts import PreparedPrompt, as_list, check_fits, prepare, ready_to_sample
 from quire.text.reader import choose_formats
 from quire.text.template import ChatTemplate, template_from
-from quire.text.tokenizer import Tokenizer, special_tokens
+from quire.text.tokenizer import LONG, Tokenizer, special_tokens
 from quire.text.tools.formats import described
 
-INLINE_CHARACTERS = 8192  # a text this long takes about a millisecond; longer ones leave the event loop
+MAX_MESSAGES = 16_384  # of one conversation
+VERY_LONG = 1 << 18  # characters; such texts are tokenized one at a time
+MAX_CHARACTERS = 4 << 20  # of a text that is tokenized although it may be longer than the context
+MAX_WAITING = 32  # requests with a very long text; more are refused at once
 T = TypeVar("T")
+
+
+class TextThreads:
+    """Work on texts: short ones at once, longer ones in threads, very long ones one after another."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+
+    async def run(self, make: Callable[[], T], num_characters: int) -> T:
+        """The result of `make`. Raises QueueFull if too many very long texts wait."""
+        if num_characters < LONG:
+            return make()
+        if num_characters < VERY_LONG:
+            return await asyncio.to_thread(make)
+        if self._num_waiting >= MAX_WAITING:
+            raise QueueFull(f"{MAX_WAITING} very long texts are waiting to be tokenized: try again later")
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                return await asyncio.to_thread(make)
+        finally:
+            self._num_waiting -= 1
+
+
+def check_characters(text: Any, limit: int, param: str) -> None:
+    """Raises InvalidRequest for a text that is too long to be tokenized and then cut or counted."""
+    if isinstance(text, str) and len(text) > limit:
+        raise InvalidRequest(
+            "{param} has {length} characters and at most {limit} are tokenized: shorten it, or send it in parts",
+            param,
+            length=len(text),
+            limit=limit,
+        )
 
 
 class PromptMaker:
@@ -33,6 +74,7 @@ class PromptMaker:
             self.tokenizer = Tokenizer(described.tokenizer_json, described.tokenizer_config)
         self._special = special_tokens(described.template_config)
         self._sent = RequestTemplates()
+        self._threads = TextThreads()
         self._template: ChatTemplate | InvalidRequest
         try:
             self._template = template_from(described.template_config, ready.model, chat_template)
@@ -52,8 +94,17 @@ class PromptMaker:
         template: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        must_fit: bool = False,
     ) -> PreparedPrompt:
-        """A conversation through the model's template, or through the text of another."""
+        """A conversation through the model's template, or through the text of another.
+
+        With `must_fit` a text that cannot fit the context is refused before it is tokenized.
+        """
+        if len(messages) > MAX_MESSAGES:
+            raise InvalidRequest(
+                f"there are {len(messages)} messages and {MAX_MESSAGES} are allowed: leave out the oldest",
+                "messages",
+            )
         generation = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         plain = [_plain_role(message) for message in messages]
         settings: dict[str, Any] = {
@@ -63,35 +114,77 @@ class PromptMaker:
         more = _checked(variables or {})
         sent = None
         if template is not None:
-            shown, offered = await self._run(lambda: self._taken_by(ChatTemplate(template), plain, tools), 0)
+            shown, offered = self._flat(lambda: self._taken_by(ChatTemplate(template), plain, tools))
             sent = await self._render_sent(
                 Rendering(template, self._special, shown, offered, variables=more, **settings)
             )
 
-        def make() -> PreparedPrompt:
-            text = sent
-            if text is None:
-                own = self._own_template()
-                shown, offered = self._taken_by(own, plain, tools)
-                text = own.render(shown, offered, **settings, **more)
-            return prepare(text, self.tokenizer, add_special_tokens=bool(add_special_tokens))
+        def render() -> str:
+            own = self._own_template()
+            shown, offered = self._taken_by(own, plain, tools)
+            return own.render(shown, offered, **settings, **more)
 
-        rendered = [*(message.get("content") for message in messages), *tools]
-        return await self._run(make, sum(len(str(part)) for part in rendered) if sent is None else len(sent))
+        text = sent
+        if text is None:
+            rendered = [*(message.get("content") for message in messages), *tools]
+            size = sum(len(str(part)) for part in rendered)
+            text = self._flat(render) if size < LONG else await asyncio.to_thread(self._flat, render)
+        try:
+            goes_on = bool(continue_final_message)
+            return (await self._prepared([text], bool(add_special_tokens), must_fit, goes_on))[0]
+        except InvalidRequest as error:
+            raise error.renamed({"prompt": "messages"}) from None
 
     async def completions(
-        self, prompt: str | Sequence[Any], add_special_tokens: bool | None = None
+        self,
+        prompt: str | Sequence[Any],
+        add_special_tokens: bool | None = None,
+        must_fit: bool = False,
     ) -> list[PreparedPrompt]:
-        """One prompt or several, as text or token ids."""
+        """One prompt or several, as text or token ids; `must_fit` as in `chat`."""
         prompts = as_list(prompt)
         if not prompts:
             raise InvalidRequest("prompt is an empty list: send at least one prompt", "prompt")
+        return await self._prepared(prompts, add_special_tokens is not False, must_fit)
+
+    async def ready_to_sample(self, sampling: SamplingParams) -> SamplingParams:
+        """With the token ids of its bad words."""
+        size = sum(map(len, sampling.bad_words))
+        return await self._threads.run(lambda: ready_to_sample(sampling, self.tokenizer), size)
+
+    @cached_property
+    def infill(self) -> Infill | None:
+        """The model's fill-in-the-middle tokens, if it has them."""
+        return None if self.tokenizer is None else Infill.of(self.tokenizer)
+
+    async def infilled(
+        self,
+        prompt: str | Sequence[Any],
+        suffix: str,
+        add_special_tokens: bool | None = None,
+        must_fit: bool = False,
+    ) -> list[PreparedPrompt]:
+        """Prompts for what stands between each of the texts and `suffix`; `must_fit` as in `chat`."""
+        infill, tokenizer, prompts = self.infill, self.tokenizer, as_list(prompt)
+        if infill is None or tokenizer is None:
+            raise InvalidRequest(
+                "suffix needs a model with fill-in-the-middle tokens, such as Qwen2.5-Coder, StarCoder2, CodeLlama or "
+                "DeepSeek-Coder, and this one has none: leave suffix out",
+                "suffix",
+            )
+        texts = [item for item in prompts if isinstance(item, str)]
+        if not texts or len(texts) < len(prompts):
+            raise InvalidRequest("suffix needs a prompt of text: send no token ids with it", "prompt")
         special = add_special_tokens is not False
+        self._check_length([*texts, suffix], must_fit)
 
         def make() -> list[PreparedPrompt]:
-            return [prepare(item, self.tokenizer, add_special_tokens=special) for item in prompts]
+            return [
+                PreparedPrompt(text, infill.token_ids(text, suffix, tokenizer, add_special_tokens=special))
+                for text in texts
+            ]
 
-        return await self._run(make, sum(len(item) for item in prompts if isinstance(item, str)))
+        return await self._threads.run(make, sum(map(len, texts)) + len(texts) * len(suffix))
 
     def fitted(self, prompt: PreparedPrompt, keep: int | None, max_tokens: int | None) -> PreparedPrompt:
         """The prompt, cut to its last `keep` tokens if asked; -1 leaves room for `max_tokens`."""
@@ -106,10 +199,31 @@ class PromptMaker:
             keep = max(1, self.max_model_len - (max_tokens or 1))
         if len(prompt.token_ids) <= keep:
             return prompt
-        return PreparedPrompt(None, prompt.token_ids[-keep:])  # its text is no longer what the context sent
+        # its text is no longer what the context sent
+        return replace(prompt, text=None, token_ids=prompt.token_ids[-keep:])
 
     async def close(self) -> None:
         await self._sent.close()
+
+    async def _prepared(
+        self, prompts: Sequence[Any], add_special_tokens: bool, must_fit: bool, goes_on: bool = True
+    ) -> list[PreparedPrompt]:
+        self._check_length(prompts, must_fit)
+
+        def make() -> list[PreparedPrompt]:
+            return [
+                prepare(item, self.tokenizer, add_special_tokens=add_special_tokens, goes_on=goes_on)
+                for item in prompts
+            ]
+
+        return await self._threads.run(make, sum(len(item) for item in prompts))
+
+    def _check_length(self, prompts: Sequence[Any], must_fit: bool) -> None:
+        for prompt in prompts:
+            if must_fit:
+                check_fits(prompt, self.tokenizer, self.max_model_len)
+            else:
+                check_characters(prompt, max(MAX_CHARACTERS, 8 * self.max_model_len), "prompt")
 
     async def _render_sent(self, rendering: Rendering) -> str:
         try:
@@ -132,9 +246,9 @@ class PromptMaker:
             return described(messages, tools, self.formats.tools), None
         return messages, None
 
-    async def _run(self, make: Callable[[], T], num_characters: int) -> T:
+    def _flat(self, make: Callable[[], T]) -> T:
         try:
-            return make() if num_characters < INLINE_CHARACTERS else await asyncio.to_thread(make)
+            return make()
         except RecursionError:
             raise _too_deep() from None
 

@@ -1,12 +1,14 @@
 """serve: the HTTP side's process, from binding the port to the last drained request."""
 
 import asyncio
+import faulthandler
 import logging
 import resource
 import signal
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -17,6 +19,7 @@ from quire.llm.progress import load_progress
 from quire.observe.heap import freeze_heap
 from quire.observe.logs import ROOT, get_logger
 from quire.server.app import create_app
+from quire.server.connection import KEEP_ALIVE_SECONDS, BoundedHttpProtocol
 from quire.server.errors import Unavailable
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
@@ -24,7 +27,7 @@ from quire.server.settings import ServerSettings
 log = get_logger(__name__)
 LAST_BYTES_SECONDS = 5  # for answers, or their error events, to reach their clients
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: who closes first must not be the server
+HANG_SECONDS = 10  # beyond all other limits at shutdown; then the process ends in any case
 
 
 def serve(settings: ServerSettings, config: EngineConfig, show_progress: bool = False) -> None:
@@ -40,6 +43,7 @@ def serve(settings: ServerSettings, config: EngineConfig, show_progress: bool = 
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(_serve(server, service, listener))
     finally:
+        faulthandler.cancel_dump_traceback_later()
         listener.close()
 
 
@@ -84,6 +88,9 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         if self._num_signals == 1:
+            # in C, so that a thread that never gives up the interpreter lock cannot prevent it
+            limit = self._service.settings.shutdown_timeout + LAST_BYTES_SECONDS + HANG_SECONDS
+            faulthandler.dump_traceback_later(limit, exit=True)
             self._loop.call_soon_threadsafe(self._begin, signal.Signals(sig).name)
 
     def _begin(self, name: str) -> None:
@@ -92,7 +99,7 @@ class DrainingServer(uvicorn.Server):
     async def _drain(self, name: str) -> None:
         service, timeout = self._service, self._service.settings.shutdown_timeout
         service.draining = True
-        engines = service.engines
+        engines = service.models.engines
         for engine in engines:
             engine.let_end()  # a signal to the whole process group reaches the engine too: it ends once it is idle
         num_open = sum(engine.num_open for engine in engines)
@@ -117,7 +124,7 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
     settings = service.settings
     return uvicorn.Config(
         create_app(service),
-        http="httptools",
+        http=partial(BoundedHttpProtocol, settings),  # type: ignore[arg-type]
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -155,14 +162,20 @@ def _allow_open_files() -> None:
 
 def _report(service: Service, listener: socket.socket) -> None:
     settings = service.settings
-    if service.encoders.main is None:
-        for line in service.model.ready.lines:
+    for model in service.models.started_first:
+        for line in model.ready.lines:
             log.info("%s", line)
+    if service.models.main.task == "generate":
         formats = service.model.prompts.formats
         log.info(
             "answers   %s; %s",
             _format_report("tool calls", formats.tools, settings.tool_call_parser),
             _format_report("reasoning", formats.reasoning, settings.reasoning_parser),
+        )
+    if service.models.main.prompts.tokenizer is None:
+        log.warning(
+            "tokenizer none: the model's folder has no tokenizer.json, vocab.json with merges.txt, or tokenizer.model. "
+            "Only token ids can be sent; --tokenizer names a folder that has one"
         )
     tokens = f" or {settings.max_queue_tokens:,} prompt tokens" if settings.max_queue_tokens else ""
     log.info("queue     %s requests%s, then 429", f"{settings.max_queue_requests:,}", tokens)

@@ -1,14 +1,20 @@
 """From a request's fields to SamplingParams, over the model's recommended values; structured output included."""
 
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from quire.core.errors import InvalidRequest
-from quire.core.sampling import BEAM_SAMPLING, SamplingParams
+from quire.core.sampling import BEAM_SAMPLING, GREEDY_BELOW, SamplingParams
 from quire.core.structured import StructuredOutput
+from quire.link.messages import Ready
+from quire.server.access import add_warning
 from quire.server.protocol.base import SamplingFields
 from quire.server.protocol.completions import ChatCompletionRequest, CompletionRequest
+from quire.server.schemas import served_form
 
+B = TypeVar("B", bound=SamplingFields)
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 _STRUCTURED_FIELDS = {  # field -> what StructuredOutput.of calls it
     "guided_json": "json",
@@ -43,6 +49,21 @@ def chat_sampling(body: ChatCompletionRequest, recommended: SamplingParams) -> S
         raise error.renamed(names) from None
     _check_streamable(body, sampling)
     return sampling
+
+
+def greedy_copies(body: B, ready: Ready) -> tuple[B, int]:
+    """The request with n=1 and how often its answer is returned, if all n would be the same; else itself and 1."""
+    n, temperature = body.n or 1, body.temperature
+    temperature = ready.default_sampling.temperature if temperature is None else temperature
+    samples = temperature >= GREEDY_BELOW or bool(body.use_beam_search) or body.best_of not in (None, n)
+    if n < 2 or temperature < 0 or samples:
+        return body, 1
+    if n > ready.limits.max_num_seqs:
+        raise InvalidRequest(
+            f"n={n} is more than the {ready.limits.max_num_seqs} answers of one request: lower n or raise max_num_seqs",
+            "n",
+        )
+    return body.model_copy(update={"n": 1, "best_of": None}), n
 
 
 def completion_sampling(body: CompletionRequest, recommended: SamplingParams) -> SamplingParams:
@@ -105,15 +126,30 @@ def _token_id(key: str) -> int:
 # ---------------------------------------------------------------------- structured output
 
 
+def with_served_form(request: Request, sampling: SamplingParams) -> SamplingParams:
+    """The sampling with its schema as the grammar gets it; what is not enforced is said in warnings."""
+    if sampling.structured is None:
+        return sampling
+    form, warnings = served_form(sampling.structured)
+    for warning in warnings:
+        add_warning(request, warning)
+    return sampling.changed(structured=form)
+
+
 def structured_output(body: SamplingFields) -> StructuredOutput | None:
-    """The form that the answer must have; None: any text. An error names the wrong field, or two that contradict."""
+    """The form that the answer must have; None: any text. An error names the wrong field, or two that contradict.
+
+    A schema is strict only if the request says so.
+    """
     given = [_from_format(body.response_format)] if body.response_format is not None else []
     if body.structured_outputs is not None:
-        given.append(StructuredOutput.of(body.structured_outputs, "structured_outputs"))
+        given.append(
+            replace(StructuredOutput.of(body.structured_outputs, "structured_outputs"), strict=False)
+        )
     for name, kind in _STRUCTURED_FIELDS.items():
         value = getattr(body, name)
         if value is not None:
-            given.append(StructuredOutput.of({kind: value}, name))
+            given.append(replace(StructuredOutput.of({kind: value}, name), strict=False))
     forms = [form for form in given if form is not None]
     if len(forms) > 1:
         raise InvalidRequest(
@@ -128,15 +164,14 @@ def _from_format(response_format: dict[str, Any]) -> StructuredOutput | None:
         case {"type": "text"}:
             return None
         case {"type": "json_object", "schema": dict(schema)}:  # as some servers spell a schema
-            return StructuredOutput.json(schema, param="response_format")
+            return StructuredOutput.json(schema, strict=False, param="response_format")
         case {"type": "json_object"}:
             return StructuredOutput.json(param="response_format")
         case {"type": "json_schema", "json_schema": {"schema": dict(schema), **rest}}:
             strict = rest.get("strict")
             if not isinstance(strict, (bool, type(None))):
                 raise _wrong_format(f"json_schema.strict is {_shown(strict)}: give true or false")
-            # Only an express false says that an answer beside the schema is better than a refusal.
-            return StructuredOutput.json(schema, strict=strict is not False, param="response_format")
+            return StructuredOutput.json(schema, strict=bool(strict), param="response_format")
         case {"type": "json_schema"}:
             raise _wrong_format("of type json_schema needs json_schema.schema, an object")
     kind = _shown(response_format.get("type"))

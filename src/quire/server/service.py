@@ -1,51 +1,35 @@
 """Service: what endpoints share. The engines' clients, the served model's text side, settings and counters."""
 
 import asyncio
-import time
 import uuid
-from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
 
 from quire.core.config import EngineConfig
-from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, QueueFull
-from quire.core.request import QueueBounds, Request
+from quire.core.errors import ConfigError, ContextExceeded, EngineDead, InvalidRequest, QueueFull
+from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.server.access import RequestContext, context_of
-from quire.server.encoders import Encoders, OnProgress, ServedEncoder
-from quire.server.errors import ApiError, Unavailable, as_api_error
+from quire.server.errors import ApiError, Unavailable, as_api_error, context_exceeded
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
-from quire.server.prompts import PromptMaker
 from quire.server.protocol.base import SamplingFields
+from quire.server.served_models import OnProgress, ServedModel, ServedModels
 from quire.server.settings import ServerSettings
 from quire.server.stored import ObjectStore
 from quire.server.traces import open_traces
-from quire.text.prompts import PreparedPrompt, ready_to_sample
-from quire.weights.architectures import is_encoder
+from quire.text.prompts import PreparedPrompt
 
 SICK_AFTER = (
     5  # engines that failed in a row; then /health says 503, so that an orchestrator replaces the server
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    names: tuple[str, ...]
-    created: int
-    ready: Ready
-    prompts: PromptMaker
-
-
 class Service:
-    def __init__(
-        self, client: EngineClient | None, settings: ServerSettings, encoders: Encoders | None = None
-    ) -> None:
-        """Without a client there must be a main encoder: the server then embeds and generates nothing."""
-        self._client = client
-        self.encoders = encoders or Encoders(settings)
+    def __init__(self, models: ServedModels, settings: ServerSettings) -> None:
+        self.models = models
         self.settings = settings
         self.metrics = Metrics()
         self.store = ObjectStore(
@@ -56,87 +40,90 @@ class Service:
         )
         self.traces = open_traces(settings.otlp_traces_endpoint)
         self.draining = False
-        self._model: ServedModel | None = None
+        self._aliases = settings.aliases
 
     @classmethod
     def of(
         cls, config: EngineConfig, settings: ServerSettings, on_progress: OnProgress | None = None
     ) -> "Service":
-        """The service of the model that `config` names, be it a generating one or an encoder."""
-        embeds = is_encoder(config.model.model, config.model.revision)
-        client = None
-        if not embeds:
-            bounds = QueueBounds(settings.max_queue_requests, settings.max_queue_tokens)
-            client = EngineClient(config, bounds, on_progress, settings.engine_timeout)
-        return cls(client, settings, Encoders(settings, config, embeds, on_progress))
-
-    def serve_model(self, ready: Ready) -> None:
-        """Called when the engine is ready for the first time: makes the tokenizer and the prompts of its model."""
-        settings = self.settings
-        prompts = PromptMaker(
-            ready, settings.chat_template, settings.tool_call_parser, settings.reasoning_parser
-        )
-        names = self.settings.served_names or (ready.model,)
-        self._model = ServedModel(names, int(time.time()), ready, prompts)
+        """The service of the model that `config` names, for its task."""
+        return cls(ServedModels.of(config, settings, on_progress), settings)
 
     async def start(self) -> None:
         """Returns when all engines can serve; raises why one cannot."""
-
-        async def generating() -> None:
-            if self._client is not None:
-                self.serve_model(await self._client.start())
-
-        await asyncio.gather(generating(), self.encoders.start())
+        await self.models.start()
+        for alias, target in self._aliases.items():
+            if target is not None and not self._serves(target):
+                raise ConfigError(
+                    f"--model-alias {alias}={target}: there is no model {target!r} here: this server has "
+                    f"{', '.join(self.names)}"
+                )
 
     async def close(self) -> None:
         """After the last request: ends the engines and template workers, and sends the last traces."""
-        if self._client is not None:
-            await asyncio.gather(self._client.close(), self.encoders.close())
-        else:
-            await self.encoders.close()
+        await self.models.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
-        if self._model is not None:
-            await self._model.prompts.close()
-
-    @property
-    def client(self) -> EngineClient:
-        """The generating engine's."""
-        if self._client is None:
-            assert self.encoders.main is not None
-            raise ApiError(
-                400,
-                f"this server has only {self.encoders.main.names[0]}, which makes embeddings and no text: "
-                "use /v1/embeddings",
-                param="model",
-            )
-        return self._client
 
     @property
     def main(self) -> EngineClient:
         """The engine that the server was started for."""
-        return self.client if self.encoders.main is None else self.encoders.main.client
+        return self.models.main.client
 
     @property
-    def engines(self) -> list[EngineClient]:
-        """All that run, or should."""
-        return [*([self._client] if self._client is not None else []), *self.encoders.clients]
+    def client(self) -> EngineClient:
+        """The generating engine's."""
+        main = self.models.main
+        if main.task != "generate":
+            raise ApiError(
+                400,
+                f"this server has only {main.names[0]}, which makes embeddings and no text: use /v1/embeddings",
+                param="model",
+            )
+        return main.client
 
     @property
     def model(self) -> ServedModel:
-        if self._model is None:
-            raise Unavailable(f"{self.client.status}: try again in some seconds", "starting")
-        return self._model
+        """The generating model, once it is started."""
+        client = self.client
+        if not self.models.main.is_started:
+            raise Unavailable(f"{client.status}: try again in some seconds", "starting")
+        return self.models.main
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the models that the server was started for, the main one's first; adapters are not among them."""
+        main = self.models.main
+        own = main.names if main.task == "generate" else ()
+        return (*own, *(encoder.names[0] for encoder in self.models.encoders))
+
+    def known_name(self, name: str | None) -> str | None:
+        """The served name that a request's name stands for; None where it names none, or any will do.
+
+        An alias never hides a model of that name. A name that stands for nothing is returned as it is.
+        """
+        if name is None or self._serves(name):
+            return name
+        if name in self._aliases:
+            return self._aliases[name] or self.names[0]
+        return None if self.settings.any_model_name else name
+
+    def _serves(self, name: str) -> bool:
+        main = self.models.main
+        if main.task == "generate" and (name in main.names or main.client.adapters.knows(name)):
+            return True
+        return self.models.knows(name)
 
     def model_named(self, name: str | None) -> ServedModel:
         """The model that a request names; any, if it names none."""
-        model = self.model
+        model, name = self.model, self.known_name(name)
         if name is not None and name not in model.names and not self.client.adapters.knows(name):
-            if self.encoders.knows(name):
+            if self.models.knows(name):
                 raise InvalidRequest(f"{name} makes embeddings and no text: use /v1/embeddings", "model")
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist: this server has {', '.join(model.names)}",
+                f"the model {name!r} does not exist: this server has {', '.join(self.names)}; --model-alias adds "
+                "a name, and --any-model-name accepts every one",
                 param="model",
                 code="model_not_found",
             )
@@ -144,22 +131,27 @@ class Service:
 
     def adapter_named(self, name: str | None) -> str | None:
         """The adapter that a request names instead of the model, if it does."""
+        name = self.known_name(name)
         return None if name is None or name in self.model.names else name
 
-    async def encoder_named(self, name: str | None) -> ServedEncoder:
+    def answer_name(self, name: str | None) -> str:
+        """What an answer calls the model that a request named: the first of its names, or the adapter's."""
+        return self.adapter_named(name) or self.model.names[0]
+
+    async def encoder_named(self, name: str | None) -> ServedModel:
         """The embedding model that a request names, started if need be."""
-        if self._model is not None and name in self._model.names:
+        name, main = self.known_name(name), self.models.main
+        if main.task == "generate" and name in main.names:
             raise InvalidRequest(
                 f"{name} generates text and makes no embeddings: name an embedding model, such as "
-                f"{self.encoders.find(None).names[0]}",
+                f"{self.models.encoder(None).names[0]}",
                 "model",
             )
-        return await self.encoders.named(name)
+        return await self.models.started_encoder(name)
 
     @property
     def is_ready(self) -> bool:
-        has_model = self._model is not None or self._client is None
-        return has_model and self.main.is_ready and not self.draining
+        return self.models.main.is_started and self.main.is_ready and not self.draining
 
     @property
     def is_sick(self) -> bool:
@@ -171,11 +163,19 @@ class Service:
 
     # ------------------------------------------------------------------ generating
 
-    def check_room(self, engine: EngineClient | None = None) -> None:
+    def check_room(
+        self,
+        engine: EngineClient | None = None,
+        num_prompts: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> None:
         """Refuses before any work is done, where that is certain already; `engine` is the generating one by default."""
         self.refuse_if_draining()
+        if sampling is not None:
+            self.model.ready.limits.check_sampling(sampling)
+        num_sequences = sampling.num_sequences if sampling is not None else 1
         try:
-            (engine or self.client).check_room()
+            (engine or self.client).check_room(num_prompts, num_sequences)
         except (EngineDead, QueueFull) as refusal:
             raise self.refusal(refusal, engine) from None
 
@@ -190,13 +190,15 @@ class Service:
     ) -> tuple[str, Generation]:
         """Submits one request per prompt; the answer's id, and the answers as they grow.
 
+        `sampling` is ready to sample: it has the token ids of its bad words.
+
         Special tokens with `kept_ids` stay in the text.
         """
         self.refuse_if_draining()
         context = context_of(request)
         response_id = f"{kind}-{uuid.uuid4().hex}"
         model = self.model
-        sampling = _within(ready_to_sample(sampling, model.prompts.tokenizer), model.ready)
+        sampling = _within(sampling, model.ready)
         keep = body.truncate_prompt_tokens
         fitted = [model.prompts.fitted(prompt, keep, sampling.max_tokens) for prompt in prompts]
         requests = [
@@ -211,7 +213,7 @@ class Service:
             )
             for position, prompt in enumerate(fitted)
         ]
-        _check_limits(model.ready, requests)
+        _check_limits(model.ready, requests, "messages" if kind == "chatcmpl" else "prompt")
         num_tokens = sum(len(prompt.token_ids) for prompt in fitted)
         self.check_allowance(context, num_tokens)
         try:
@@ -222,7 +224,7 @@ class Service:
             raise self.refusal(refusal) from None
         context.allowance.spend_tokens(num_tokens)
         generation.limit(request.receive, self.settings.request_timeout)
-        context.facts.update(id=response_id, model=body.model or model.names[0])
+        context.facts.update(id=response_id, model=self.answer_name(body.model))
         return response_id, generation
 
     def check_allowance(self, context: RequestContext, num_tokens: int) -> None:
@@ -249,22 +251,18 @@ class Service:
         return Unavailable(str(refusal), "engine_down")
 
 
-def _check_limits(ready: Ready, requests: list[Request]) -> None:
-    """Refuses here what the engine would refuse by the same limits."""
-    try:
-        for request in requests:
+def _check_limits(ready: Ready, requests: list[Request], what: str) -> None:
+    """Refuses here what the engine would refuse by the same limits; `what` is what OpenAI's API calls a prompt."""
+    for request in requests:
+        try:
             ready.limits.check(request)
-    except ContextExceeded as error:
-        raise ApiError(400, str(error), param=error.param, code="context_length_exceeded") from None
+        except ContextExceeded:
+            num_tokens, max_tokens = request.num_prompt_tokens, request.sampling.max_tokens
+            raise context_exceeded(num_tokens, max_tokens, ready.max_model_len, what) from None
 
 
 def _within(sampling: SamplingParams, ready: Ready) -> SamplingParams:
     """Numbers beyond what the model has mean the same as its limits, and fit the engine's columns."""
-    if sampling.min_tokens >= ready.max_model_len:
-        raise InvalidRequest(
-            f"min_tokens={sampling.min_tokens} can never be reached in a context of {ready.max_model_len}: lower it",
-            "min_tokens",
-        )
     max_tokens = sampling.max_tokens
     return sampling.changed(
         top_k=min(sampling.top_k, ready.vocab_size),

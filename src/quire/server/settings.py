@@ -23,6 +23,9 @@ class ServerSettings:
     max_tokens_per_minute_per_key: int | None = None  # prompt and answer together
     isolate_keys: bool = False  # keys share no cached prefixes
     max_body_bytes: int = 16 << 20
+    max_header_bytes: int = 64 << 10
+    header_timeout: float = 20.0  # seconds for the headers of a request to be complete
+    body_timeout: float = 30.0  # seconds in which a body must make some progress
     request_timeout: float | None = None  # seconds
     sse_keep_alive: float = 15.0  # seconds of silence on a stream before a comment is sent; 0: never
     shutdown_timeout: float = 25.0
@@ -31,8 +34,13 @@ class ServerSettings:
     otlp_traces_endpoint: str | None = None  # none: no traces
     max_queue_requests: int | None = 1024  # None: no bound
     max_queue_tokens: int | None = 1 << 20
-    served_names: tuple[str, ...] = ()  # none: the model's own name
+    served_names: tuple[str, ...] = ()  # none: the model's own name; answers report the first
+    model_aliases: tuple[
+        str, ...
+    ] = ()  # NAME for the model, NAME=MODEL for another that is served; not listed
+    any_model_name: bool = False  # an unknown name means the model, or the first embedding model
     embeddings: bool = True  # False: only an encoder that is the main model embeds
+    embedding_truncate: bool = False  # texts longer than an encoder takes are cut, unless a request says how
     embedding_models: tuple[str, ...] = ()  # started with the server, not when asked for
     chat_template: str | None = None
     trust_request_chat_template: bool = False
@@ -42,13 +50,27 @@ class ServerSettings:
     max_stored_responses_bytes: int = 256 << 20
     max_stored_responses_seconds: float = 30 * 86400.0  # since they were last used
 
+    @property
+    def aliases(self) -> dict[str, str | None]:
+        """The name that each alias stands for; None: the model's own."""
+        pairs = [alias.partition("=") for alias in self.model_aliases]
+        return {name.strip(): target.strip() or None for name, _, target in pairs}
+
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is outside 0 to 65535 (0: any free one)")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs both files: give ssl_certfile and ssl_keyfile")
         choose_formats(None, self.tool_call_parser, self.reasoning_parser)
-        for name in (*_PER_KEY, "max_body_bytes", "max_queue_requests", "max_queue_tokens"):
+        if not all(self.aliases) or not all(self.served_names):
+            raise ConfigError("served_model_name or model_alias is empty: give a name")
+        for name in (
+            *_PER_KEY,
+            "max_body_bytes",
+            "max_header_bytes",
+            "max_queue_requests",
+            "max_queue_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
@@ -56,8 +78,9 @@ class ServerSettings:
             raise ConfigError(f"request_timeout={self.request_timeout} must be more than 0 seconds")
         if self.sse_keep_alive < 0:
             raise ConfigError(f"sse_keep_alive={self.sse_keep_alive} must not be negative (0: no comments)")
-        if self.engine_timeout <= 0:
-            raise ConfigError(f"engine_timeout={self.engine_timeout} must be more than 0 seconds")
+        for name in ("engine_timeout", "header_timeout", "body_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be more than 0 seconds")
         for name in ("max_stored_responses", "max_stored_responses_bytes", "max_stored_responses_seconds"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative (0 keeps none)")

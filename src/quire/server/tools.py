@@ -3,35 +3,24 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.core.errors import InvalidRequest
 from quire.core.structured import StructuredOutput, nests_deeper
 from quire.grammar.matcher import WHITESPACE
 from quire.server.protocol.completions import ChatCompletionRequest
+from quire.server.schemas import served_schema
 from quire.text.tools.formats import HERMES_CLOSE, HERMES_OPEN, tool_parser
 from quire.text.tools.parser import JsonArrayParser, NamedParser, ToolParser
 
 MAX_TOOLS = 128
 MAX_BYTES = 256 * 1024  # of all of them as JSON
 MAX_DEPTH = 100  # brackets within brackets
+MAX_CALLS = 16  # of an answer that a grammar forces: small models go on until a limit
 Tools = Sequence[dict[str, Any]]
-# Keywords of a schema that may allow more arguments than its `properties` list.
-_OPENING = frozenset(
-    (
-        "additionalProperties",
-        "unevaluatedProperties",
-        "patternProperties",
-        "$ref",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "if",
-    )
-)
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_CHOICES = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': '…'}}"
+_CHOICES = "'auto', 'none', 'required', {'type': 'function', 'function': {'name': '…'}} or allowed_tools"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +31,7 @@ class ToolPlan:
     forced: StructuredOutput | None = None  # the answer must be calls, of this form
     forced_name: str | None = None  # and of this tool: the answer is its arguments alone
     max_calls: int | None = None
+    warnings: tuple[str, ...] = ()  # about tools that were left out
 
     def parser_maker(self, parser_name: str | None) -> Callable[[], ToolParser] | None:
         """The factory of each answer's parser; None if an answer can hold no calls."""
@@ -66,13 +56,27 @@ class ToolPlan:
 
 def tool_plan(body: ChatCompletionRequest) -> ToolPlan:
     """InvalidRequest names what is wrong: `tools[0].function.name`."""
-    tools = checked_tools(body.tools)
+    tools, warnings = served_tools(body.tools)
     choice = body.tool_choice
-    if choice is None:
+    if choice is None or (choice == "auto" and warnings):
         choice = "auto" if tools else "none"
     elif not tools and choice != "none":
-        raise InvalidRequest("tool_choice needs tools: send them, or leave tool_choice out", "tool_choice")
-    max_calls = 1 if body.parallel_tool_calls is False else None
+        left_out = f" ({warnings[0]})" if warnings else ""
+        raise InvalidRequest(
+            f"tool_choice needs tools{left_out}: send them, or leave tool_choice out", "tool_choice"
+        )
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, tools = _allowed(choice.get("allowed_tools"), tools, warnings)
+    return replace(_chosen(choice, tools, body.parallel_tool_calls, warnings), warnings=warnings)
+
+
+def _chosen(
+    choice: str | dict[str, Any],
+    tools: tuple[dict[str, Any], ...],
+    parallel: bool | None,
+    warnings: tuple[str, ...],
+) -> ToolPlan:
+    max_calls = 1 if parallel is False else None
     match choice:
         case "none":
             return ToolPlan()
@@ -81,29 +85,84 @@ def tool_plan(body: ChatCompletionRequest) -> ToolPlan:
         case "required":
             return ToolPlan(tools, calls_form(tools, max_calls), max_calls=max_calls)
         case {"type": "function", "function": {"name": str(name)}}:
-            function = _function_named(name, tools)
+            function = _function_named(name, tools, warnings)
             return ToolPlan(tools, arguments_form(function), name)
+        case {"type": str(kind)} if kind != "function":
+            raise InvalidRequest(
+                f"tool_choice has the type {_shown(kind)}, and only tools of type 'function' are served: give "
+                f"{_CHOICES}",
+                "tool_choice",
+            )
     raise InvalidRequest(f"tool_choice is {_shown(choice)}: give {_CHOICES}", "tool_choice")
 
 
-def checked_tools(tools: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
-    if not tools:
-        return ()
+def _allowed(
+    allowed: Any, tools: tuple[dict[str, Any], ...], warnings: tuple[str, ...]
+) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """The mode of `allowed_tools`, and the tools that it leaves. Entries of types that are not served are skipped."""
+    match allowed:
+        case {"mode": "auto" | "required" as mode, "tools": [_, *_] as listed}:
+            pass
+        case _:
+            raise InvalidRequest(
+                "tool_choice of type allowed_tools needs allowed_tools with a mode, 'auto' or 'required', and at "
+                "least one of the tools by name",
+                "tool_choice",
+            )
+    names: set[str] = set()
+    for entry in listed:
+        match entry:
+            case {"type": "function", "function": {"name": str(name)}}:
+                names.add(_function_named(name, tools, warnings)["name"])
+            case {"type": str(kind)} if kind != "function":
+                pass
+            case _:
+                raise InvalidRequest(
+                    f"tool_choice allows {_shown(entry)}: give {{'type': 'function', 'function': {{'name': '…'}}}}",
+                    "tool_choice",
+                )
+    if not names:
+        raise InvalidRequest("tool_choice allows no tool of type 'function': name one", "tool_choice")
+    return mode, tuple(tool for tool in tools if tool["function"]["name"] in names)
+
+
+def served_tools(
+    tools: list[dict[str, Any]] | None,
+) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
+    """The tools of type `function`, checked, and a warning for each other type: clients also send tools that only
+    OpenAI's own servers run."""
+    own: dict[str, dict[str, Any]] = {}
+    other: dict[str, list[str]] = {}
+    for index, tool in enumerate(tools or ()):
+        path, kind = f"tools[{index}]", tool.get("type")
+        if isinstance(kind, str) and kind != "function":
+            other.setdefault(kind, []).append(path)
+        else:
+            own[path] = tool
+    warnings = tuple(
+        f"tools of type {_shown(kind)} are left out, since only 'function' is served: {', '.join(paths)}"
+        for kind, paths in other.items()
+    )
+    return _checked_tools(own), warnings
+
+
+def _checked_tools(tools: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """`tools` by their paths in the request."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(
             f"there are {len(tools)} tools, and {MAX_TOOLS} are allowed: send fewer", "tools"
         )
-    _check_size(tools)
+    _check_size(list(tools.values()))
     names: set[str] = set()
-    for index, tool in enumerate(tools):
-        name = _checked_name(tool, f"tools[{index}]")
+    for path, tool in tools.items():
+        name = _checked_name(tool, path)
         if name in names:
             raise InvalidRequest(
                 f"{{param}}: there is a tool {name!r} already: give each a name of its own",
-                f"tools[{index}].function.name",
+                f"{path}.function.name",
             )
         names.add(name)
-    return tuple(tools)
+    return tuple(tools.values())
 
 
 def _checked_name(tool: dict[str, Any], path: str) -> str:
@@ -125,7 +184,7 @@ def _checked_name(tool: dict[str, Any], path: str) -> str:
     ):
         if not isinstance(function.get(key), (kinds, type(None))):
             raise _wrong(f"{path}.function.{key}", f"must be {wanted}")
-    kind = parameters_of(function).get("type", "object")
+    kind = (function.get("parameters") or {}).get("type", "object")
     if kind != "object":
         raise _wrong(f"{path}.function.parameters", f"has type {_shown(kind)}: arguments are an 'object'")
     return name
@@ -144,14 +203,18 @@ def _check_size(tools: list[dict[str, Any]]) -> None:
         )
 
 
-def _function_named(name: str, tools: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def _function_named(
+    name: str, tools: tuple[dict[str, Any], ...], warnings: tuple[str, ...]
+) -> dict[str, Any]:
     for tool in tools:
         if tool["function"]["name"] == name:
             function: dict[str, Any] = tool["function"]
             return function
     known = ", ".join(tool["function"]["name"] for tool in tools)
     raise InvalidRequest(
-        f"tool_choice names {name[:64]!r}, and the tools are {known}: name one of them", "tool_choice"
+        f"tool_choice names {name[:64]!r}, and the tools are {known}: name one of them"
+        + "".join(f" ({warning})" for warning in warnings),
+        "tool_choice",
     )
 
 
@@ -167,11 +230,10 @@ def _shown(value: Any) -> str:
 
 
 def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
-    """The schema of the arguments. Where it only lists them, there are no others; without one, there are none."""
+    """The schema of the arguments, as the grammar gets it; without one, there are none."""
     schema = {"type": "object", **(function.get("parameters") or {"properties": {}})}
-    if "properties" in schema and _OPENING.isdisjoint(schema):
-        schema["additionalProperties"] = False
-    return schema
+    made: dict[str, Any] = served_schema(schema, bool(function.get("strict")), "tools")[0]
+    return made
 
 
 def arguments_form(function: dict[str, Any]) -> StructuredOutput:
@@ -183,8 +245,7 @@ def calls_form(tools: Tools, max_calls: int | None) -> StructuredOutput:
     """An array of calls."""
     calls, defined = _call_schemas(tools, "parameters")
     schema: dict[str, Any] = {"$defs": defined, "type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if max_calls is not None:
-        schema["maxItems"] = max_calls
+    schema["maxItems"] = max_calls or MAX_CALLS
     return StructuredOutput.json(schema, strict=_all_strict(tools), param="tools")
 
 
@@ -194,7 +255,7 @@ def answer_or_calls_form(answer: StructuredOutput, tools: Tools, max_calls: int 
         return answer
     schema = json.loads(answer.text) if answer.text else {"type": "object"}
     calls, defined = _call_schemas(tools, "arguments")
-    more = '("\\n" call)*' if max_calls is None else ""
+    more = f'("\\n" call){{0,{MAX_CALLS - 1}}}' if max_calls is None else ""
     lines = (
         "start: answer | calls",
         f"answer: %json {_with_options(schema, answer.strict)}",

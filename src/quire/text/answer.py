@@ -35,6 +35,11 @@ class AnswerSequence:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
+    @property
+    def begins_text(self) -> bool:
+        """Whether the sequence is a text of its own, not a continuation of the prompt's."""
+        return self.detokenizer is not None and self.detokenizer.begins_text
+
     def add_text(self, text: str) -> None:
         if text:
             self._pieces.append(text)
@@ -51,8 +56,10 @@ class Answer:
         tokenizer: Tokenizer | None,
         kept_ids: frozenset[int] = frozenset(),
         clock: Clock = time.monotonic,
+        context_id: int | None = None,
     ) -> None:
-        """Special tokens with `kept_ids` stay in the text even if `sampling` skips special tokens."""
+        """Special tokens with `kept_ids` stay in the text even if `sampling` skips special tokens. The text goes on
+        behind the token `context_id`; None: it is a text of its own."""
         self.request_id = request_id
         self.sampling = sampling
         self._clock = clock
@@ -63,7 +70,7 @@ class Answer:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.fault: QuireError | None = None  # why there is no more of it
         self.sequences = [
-            AnswerSequence(index, self._detokenizer(tokenizer, kept_ids))
+            AnswerSequence(index, self._detokenizer(tokenizer, kept_ids, context_id))
             for index in range(sampling.num_answers)
         ]
 
@@ -110,7 +117,9 @@ class Answer:
         )
         return ranked[: self.sampling.n]
 
-    def _detokenizer(self, tokenizer: Tokenizer | None, kept_ids: frozenset[int]) -> "Detokenizer | None":
+    def _detokenizer(
+        self, tokenizer: Tokenizer | None, kept_ids: frozenset[int], context_id: int | None
+    ) -> "Detokenizer | None":
         if tokenizer is None:
             return None
         sampling = self.sampling
@@ -121,6 +130,7 @@ class Answer:
             sampling.include_stop_str_in_output,
             sampling.min_tokens,
             kept_ids,
+            context_id,
         )
 
     def _note(self, update: SequenceUpdate, now: float | None) -> None:
@@ -186,11 +196,16 @@ class Detokenizer:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
         kept_ids: frozenset[int] = frozenset(),
+        context_id: int | None = None,
     ) -> None:
         """Stop strings are not looked for in the text of the first `min_tokens` tokens. Special tokens with
-        `kept_ids` are shown in any case."""
-        kind = ByteDecoder if tokenizer.is_byte_level else PieceDecoder
-        self._decoder: _TextDecoder = kind(tokenizer, skip_special_tokens, kept_ids)
+        `kept_ids` are shown in any case. Text behind the token `context_id` keeps its first space."""
+        self._decoder: _TextDecoder
+        if tokenizer.is_byte_level:
+            self._decoder = ByteDecoder(tokenizer, skip_special_tokens, kept_ids)
+        else:
+            self._decoder = PieceDecoder(tokenizer, skip_special_tokens, kept_ids, context_id)
+        self.begins_text = context_id is None  # the first token may be shown without its space
         self._stops = StopStrings(stop, include_stop_str_in_output)
         self._min_tokens = min_tokens
         self.num_tokens = 0  # consumed; with a stop string found, up to and including the token that ended it
@@ -266,13 +281,17 @@ class PieceDecoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, kept_ids: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        kept_ids: frozenset[int] = frozenset(),
+        context_id: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._kept = kept_ids if skip_special_tokens else frozenset()
-        self._context: list[int] = []
-        self._context_text = ""
+        self._context: list[int] = [] if context_id is None else [context_id]
+        self._context_text = tokenizer.decode(self._context, self._skip)
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 from quire.core.config import ModelOptions
 from quire.core.errors import WeightsError
 from quire.text.tokenizer import Tokenizer
-from quire.weights.folder import read_text, read_tokenizer_config
+from quire.weights.folder import read_tokenizer_config
 from quire.weights.gguf import GgufSource
 from quire.weights.hub import snapshot_folder
 from quire.weights.source import Source
+from quire.weights.tokenizer_files import folder_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,8 @@ def _named_files(name: str, revision: str | None) -> TokenizerFiles:
         text, config = source.tokenizer_json(), source.tokenizer_config()
     else:
         folder = path if path.is_dir() else snapshot_folder(name, revision=revision, with_weights=False)
-        text, config = read_text(folder / "tokenizer.json"), read_tokenizer_config(folder)
+        config = read_tokenizer_config(folder)
+        text = folder_tokenizer(folder, config)
     if text is None:
-        raise WeightsError(
-            f"{name}: there is no tokenizer.json: give a folder, hub id or .gguf file with one"
-        )
+        raise WeightsError(f"{name}: there is no tokenizer: give a folder, hub id or .gguf file with one")
     return TokenizerFiles(text, config)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.core.errors import InvalidRequest
+from quire.core.errors import ContextExceeded, InvalidRequest
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -19,6 +19,11 @@ class PreparedPrompt:
     cache_salt: str = ""
     priority: int = 0  # lower first, with schedule="priority"
     tenant: str = ""  # shares are divided between tenants, with schedule="fair"
+    goes_on: bool = True  # the answer continues the prompt's text; False: it is a message of its own
+
+    def context_id(self, tokenizer: Tokenizer | None) -> int | None:
+        """The token behind which the answer's text is made, see Tokenizer.context_id."""
+        return tokenizer.context_id(self.token_ids) if self.goes_on and tokenizer is not None else None
 
     def request(self, request_id: str, sampling: SamplingParams, adapter: str | None = None) -> Request:
         """The prompt as the engine takes it."""
@@ -43,11 +48,17 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def prepare(
-    prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    *,
+    add_special_tokens: bool = True,
+    goes_on: bool = True,
+    max_model_len: int | None = None,
 ) -> PreparedPrompt:
-    options: dict[str, Any] = {}
+    """Raises ContextExceeded, before any work, for a text that cannot fit `max_model_len` tokens."""
+    options: dict[str, Any] = {"goes_on": goes_on}
     if isinstance(prompt, Mapping):
-        options = _options(prompt)
+        options |= _options(prompt)
         if prompt.get("prompt_token_ids") is not None:
             return PreparedPrompt(prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"]), **options)
         if "prompt" not in prompt:
@@ -61,7 +72,18 @@ def prepare(
         return PreparedPrompt(None, _token_ids(prompt))
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: give prompt_token_ids instead of text", "prompt")
+    if max_model_len is not None:
+        check_fits(text, tokenizer, max_model_len)
     return PreparedPrompt(text, tokenizer.encode(text, add_special_tokens=add_special_tokens), **options)
+
+
+def check_fits(text: Any, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    """Raises ContextExceeded for a prompt that is certain to have too many tokens, without tokenizing it."""
+    if not isinstance(text, str):
+        return
+    fewest = tokenizer.fewest_tokens(text, max_model_len) if tokenizer is not None else 0
+    if fewest >= max_model_len:
+        raise ContextExceeded.of_prompt(fewest, max_model_len, at_least=True)
 
 
 def _options(prompt: Mapping[str, Any]) -> dict[str, Any]:

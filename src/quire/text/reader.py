@@ -2,8 +2,8 @@
 request, AnswerReader parses one answer."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from quire.core.errors import ConfigError
 from quire.text.answer import AnswerSequence
@@ -70,12 +70,14 @@ class AnswerParsers:
     prompt: str | None = None  # its end says whether reasoning has begun
     make_tool_parser: Callable[[], ToolParser] | None = None
     max_calls: int | None = None
+    drops_repeats: bool = False  # calls that equal the call before them
 
     def reader(self) -> "AnswerReader":
         return AnswerReader(
             reasoning_parser(self.reasoning, self.prompt) if self.reasoning else None,
             self.make_tool_parser() if self.make_tool_parser else None,
             self.max_calls,
+            RepeatFilter() if self.drops_repeats else None,
         )
 
     def num_reasoning_tokens(self, sequence: AnswerSequence, tokenizer: Tokenizer | None) -> int:
@@ -106,13 +108,20 @@ class AnswerReader:
         reasoning: ThinkParser | None = None,
         tools: ToolParser | None = None,
         max_calls: int | None = None,
+        repeats: "RepeatFilter | None" = None,
     ) -> None:
-        """Calls beyond `max_calls` are dropped."""
+        """Calls beyond `max_calls` are dropped, and repetitions with a filter of `repeats`."""
+        self._repeats = repeats
         self._reasoning = reasoning
         self._tools = tools
         self._max_calls = max_calls
         self._arguments: list[str] = []  # of the call that is open
         self.has_calls = False  # at least one whose arguments are a JSON object, to the end
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether a call was dropped because it repeats the one before."""
+        return self._repeats is not None and self._repeats.num_dropped > 0
 
     def feed(self, text: str) -> list[Piece]:
         pieces: list[Piece] = [Content(text)] if self._reasoning is None else self._reasoning.feed(text)
@@ -156,7 +165,7 @@ class AnswerReader:
     def _noted(self, pieces: list[Piece]) -> list[Piece]:
         """The same pieces, without the calls beyond `max_calls`."""
         kept: list[Piece] = []
-        for piece in pieces:
+        for piece in pieces if self._repeats is None else self._repeats.filtered(pieces):
             if isinstance(piece, (CallBegin, Arguments, CallEnd)):
                 if self._max_calls is not None and piece.index >= self._max_calls:
                     continue
@@ -172,6 +181,46 @@ class AnswerReader:
                 self._arguments.append(piece.text)
             case CallEnd():
                 self.has_calls = self.has_calls or _is_object("".join(self._arguments))
+
+
+class RepeatFilter:
+    """Drops calls with the name and arguments of the call before, which small models write until a limit ends them.
+
+    A call is held back while it may become such a repetition; one that a limit cuts off before it differs is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[str, str] | None = None
+        self._name = ""
+        self._arguments = ""
+        self._held: list[Piece] = []
+        self.num_dropped = 0
+
+    def filtered(self, pieces: Iterable[Piece]) -> list[Piece]:
+        kept: list[Piece] = []
+        for piece in pieces:
+            if not isinstance(piece, (CallBegin, Arguments, CallEnd)):
+                kept.append(piece)
+                continue
+            if isinstance(piece, CallBegin):
+                self._name, self._arguments = piece.name, ""
+            elif isinstance(piece, Arguments):
+                self._arguments += piece.text
+            self._held.append(replace(piece, index=piece.index - self.num_dropped))
+            if not self._may_repeat():
+                kept += self._held
+                self._held = []
+            if isinstance(piece, CallEnd):
+                self.num_dropped += bool(self._held)
+                self._held = []
+                self._last = self._name, self._arguments
+        return kept
+
+    def _may_repeat(self) -> bool:
+        if self._last is None:
+            return False
+        name, arguments = self._last
+        return self._name == name and arguments.startswith(self._arguments)
 
 
 def _is_object(arguments: str) -> bool:

@@ -123,8 +123,11 @@ def template_from(config: Mapping[str, Any], name: str, chosen: str | None = Non
     """As load_template, from the contents of a model's tokenizer_config.json and its name."""
     template: Any = config.get("chat_template") if chosen is None else _chosen_text(chosen)
     if isinstance(template, list):
-        template = {str(entry["name"]): str(entry["template"]) for entry in template}
-    if not template:
+        named = [
+            entry for entry in template if isinstance(entry, Mapping) and {"name", "template"} <= set(entry)
+        ]
+        template = {str(entry["name"]): str(entry["template"]) for entry in named}
+    if not template or not isinstance(template, (str, Mapping)):
         raise InvalidRequest(
             f"{name} has no chat template: give one with --chat-template, or send a plain prompt", "messages"
         )
@@ -209,7 +212,7 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """New, plain messages; InvalidRequest names the path of an invalid value. The input is not modified.
 
     Content in text parts becomes one string, missing content an empty one, a tool call's arguments in JSON
-    become the object that they encode, as templates expect.
+    become the object that they encode, as templates expect, or an object with their text.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise InvalidRequest.at("messages", f"must be a list of messages, not {type(messages).__name__}")
@@ -282,12 +285,15 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
         function = call.get("function", call)
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(arguments, str):
-            try:
-                function["arguments"] = json.loads(arguments) if arguments.strip() else {}
-            except ValueError as error:
-                raise InvalidRequest.at(
-                    f"{path}[{index}]", f"has arguments that are not JSON ({error})"
-                ) from error
+            function["arguments"] = _parsed(arguments)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequest.at(f"{path}[{index}]", "has no function with a name")
     return calls
+
+
+def _parsed(arguments: str) -> Any:
+    """A call's arguments. A limit may have cut them off: templates then get their text under `raw_arguments`."""
+    try:
+        return json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        return {"raw_arguments": arguments}

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quire.core.config import Task
 from quire.weights.builtin import is_builtin_encoder
 from quire.weights.hub import snapshot_folder
 
@@ -82,21 +83,21 @@ ENCODERS = frozenset(
 )
 
 
-def is_encoder(model: str | None, revision: str | None = None) -> bool:
-    """Whether this model makes embeddings, not text. False for an unreadable folder: opening it gives the error.
+def task_of(model: str | None, revision: str | None = None) -> Task:
+    """What this model is for. "generate" for an unreadable folder: opening it gives the error.
 
     The small files of a hub model are downloaded for this. Raises WeightsError if the hub has no such model.
     """
     if model is None or model.lower().endswith(".gguf") or model in SHAPES:
-        return False
+        return "generate"
     if is_builtin_encoder(model, revision):
-        return True
+        return "embed"
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-            return False
+            return "generate"
         folder = snapshot_folder(model, revision=revision, with_weights=False)
-    return not ENCODERS.isdisjoint(_architectures(folder / "config.json"))
+    return "generate" if ENCODERS.isdisjoint(_architectures(folder / "config.json")) else "embed"
 
 
 def _architectures(path: Path) -> list[Any]:

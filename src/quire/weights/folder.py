@@ -15,11 +15,12 @@ from quire.core.errors import ModelError, WeightsError
 from quire.quant.encoded import Encoded, Weight
 from quire.weights.quantized.open import QuantizedWeights
 from quire.weights.quantized.reader import Header
+from quire.weights.text_files import damaged, read_json, read_text
+from quire.weights.tokenizer_files import folder_tokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000  # the format's own limit: a larger number means a foreign file
-_LARGEST = 2**63 - 1
 _KEPT = (torch.float32, torch.float16, torch.bfloat16)
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _QUANTIZED = {"F8_E4M3"}  # values that mean nothing without their scales
@@ -104,10 +105,7 @@ class FolderSource:
         return tensor
 
     def tokenizer_json(self) -> str | None:
-        text = read_text(self.folder / "tokenizer.json")
-        if text is None and (vocabulary := read_text(self.folder / "vocab.txt")) is not None:
-            return wordpiece_json(vocabulary, self.tokenizer_config())
-        return text
+        return folder_tokenizer(self.folder, self.tokenizer_config())
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         return read_tokenizer_config(self.folder)
@@ -145,42 +143,6 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         named[path.stem] = read_text(path) or ""
     listed = [{"name": name, "template": text} for name, text in named.items()]
     return {**config, "chat_template": template if len(named) == 1 else listed}
-
-
-def read_text(path: Path) -> str | None:
-    """The file's text, or None if there is no such file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise damaged(path, f"cannot be read ({error})") from error
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's JSON object, or None if there is no such file."""
-    value = read_any_json(path)
-    if isinstance(value, dict) or not path.exists():
-        return value
-    raise damaged(path, f"holds a {type(value).__name__}, not a JSON object")
-
-
-def damaged(path: Path, problem: str) -> WeightsError:
-    return WeightsError(f"{path} {problem}: fetch or copy it again")
-
-
-def read_any_json(path: Path) -> Any:
-    """The file's JSON value, or None if there is no such file."""
-    text = read_text(path)
-    try:
-        return None if text is None else json.loads(text, parse_int=_bounded)
-    except ValueError as error:
-        raise damaged(path, f"is not valid JSON ({error})") from error
-
-
-def _bounded(digits: str) -> int:
-    """An integer that a message can carry: tokenizers write 1e30 as model_max_length where there is no limit."""
-    return max(-_LARGEST, min(int(digits), _LARGEST))
 
 
 def _shards(folder: Path) -> list[Shard]:
@@ -249,34 +211,3 @@ def _shard(path: Path) -> Shard:
                 f"{path}: tensor {name!r} is {kind}, which cannot be loaded: use a 16- or 32-bit checkpoint"
             )
     return Shard(path, entries, header)
-
-
-def wordpiece_json(vocab_txt: str, config: Mapping[str, Any]) -> str:
-    """tokenizer.json of a BERT model that has only vocab.txt: WordPiece with the options of tokenizer_config.json."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-
-    vocabulary = {token: token_id for token_id, token in enumerate(vocab_txt.splitlines())}
-    unknown, first, last = (_special_token(config, name) for name in ("unk", "cls", "sep"))
-    for token in (unknown, first, last):
-        if token not in vocabulary:
-            raise WeightsError(f"vocab.txt has no {token}: give a tokenizer.json with --tokenizer")
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=bool(config.get("do_lower_case", True)),
-        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
-        strip_accents=config.get("strip_accents"),
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.BertProcessing((last, vocabulary[last]), (first, vocabulary[first]))
-    tokenizer.decoder = decoders.WordPiece()
-    special = (unknown, first, last, _special_token(config, "pad"), _special_token(config, "mask"))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token in special if token in vocabulary]
-    )
-    return tokenizer.to_str()
-
-
-def _special_token(config: Mapping[str, Any], name: str) -> str:
-    named = config.get(f"{name}_token")
-    content = named.get("content") if isinstance(named, Mapping) else named
-    return content if isinstance(content, str) else f"[{name.upper()}]"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from quire.core.errors import ModelError, WeightsError
 from quire.kernels.cache_files import write_whole
+from quire.kernels.native import default_num_threads
 from quire.quant.encoded import Encoded, Weight
 from quire.quant.gguf_blocks import KINDS, GgufBlocks
 from quire.weights.cache import tokenizers_folder
-from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of
+from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of, token_id_of
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
 from quire.weights.gguf_tokenizer import tokenizer_text
 
@@ -78,10 +80,8 @@ class GgufSource:
         config: dict[str, Any] = {}
         tokens = metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, StringArray):
-            ids = {
-                word: metadata.get(f"tokenizer.ggml.{key}_token_id") for word, key in _SPECIAL_TOKENS.items()
-            }
-            texts = tokens.pick({int(token_id) for token_id in ids.values() if token_id is not None})
+            ids = {word: token_id_of(metadata, key) for word, key in _SPECIAL_TOKENS.items()}
+            texts = tokens.pick({token_id for token_id in ids.values() if token_id is not None})
             config = {f"{word}_token": texts[token_id] for word, token_id in ids.items() if token_id in texts}
         template = text_of(metadata, "tokenizer.chat_template")
         if template is not None:
@@ -129,7 +129,7 @@ class GgufSource:
 
 
 def _dequantized(raw: np.ndarray, info: TensorInfo, path: Path) -> np.ndarray:
-    """float32 [rows, columns] from packed rows, a few rows at a time so that scratch memory stays small."""
+    """float32 [rows, columns] from packed rows, a few rows at a time per core: scratch memory stays small."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -140,10 +140,14 @@ def _dequantized(raw: np.ndarray, info: TensorInfo, path: Path) -> np.ndarray:
     columns = info.shape[-1]
     unpacked = np.empty((raw.shape[0], columns), dtype=np.float32)
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+
+    def unpack(first: int) -> None:
+        unpacked[first : first + step] = dequantize(raw[first : first + step], kind)
+
     try:
         kind = GGMLQuantizationType(info.type_id)
-        for first in range(0, raw.shape[0], step):
-            unpacked[first : first + step] = dequantize(raw[first : first + step], kind)
+        with ThreadPoolExecutor(default_num_threads()) as threads:  # numpy releases the interpreter's lock
+            list(threads.map(unpack, range(0, raw.shape[0], step)))
     except (NotImplementedError, ValueError) as error:
         raise WeightsError(
             f"{path}: tensor {info.name!r} is {info.type_name}, which the gguf library cannot unpack: "
@@ -164,7 +168,7 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
         raise ModelError(
             f"{file.path}: GGUF architecture {architecture!r} is not known here: known are {known}"
         )
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(
             f"{file.path}: one of {metadata['split.count']} parts of a split GGUF: "
             "join them first with `llama-gguf-split --merge`"
@@ -177,17 +181,15 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["dtype"] = _dtype(file)
     for word in ("bos", "eos"):
-        token_id = metadata.get(f"tokenizer.ggml.{word}_token_id")
-        if token_id is not None:
-            config[f"{word}_token_id"] = token_id
+        config[f"{word}_token_id"] = token_id_of(metadata, word)
     return config
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Tokens that end an answer: end of text and, where the file names it, end of turn."""
     names = ("eos", "eot", "eom")
-    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names)
-    return list(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
+    found = (token_id_of(metadata, name) for name in names)
+    return list(dict.fromkeys(token_id for token_id in found if token_id is not None))
 
 
 class _Keys:
@@ -210,6 +212,10 @@ class _Keys:
             value = default
         if value is None:
             raise self.error(f"no {self.architecture}.{key} in its metadata: convert the model again")
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.error(
+                f"{self.architecture}.{key} is {value!r}, which must be a number: convert the model again"
+            )
         # GGUF keeps float32; 1e-05 shall come back as 1e-05
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -225,7 +231,7 @@ def _decoder(keys: _Keys) -> dict[str, Any]:
     if keys.get("expert_count"):
         raise keys.error(f"{keys.get('expert_count')} experts per layer: mixtures are not supported")
     hidden, heads = keys.number("embedding_length"), keys.number("attention.head_count")
-    head_dim = keys.number("attention.key_length", hidden // heads)
+    head_dim = keys.number("attention.key_length", hidden // heads if heads else 0)
     for key in ("rope.dimension_count", "attention.value_length"):
         if keys.number(key, head_dim) != head_dim:
             raise keys.error(f"{keys.architecture}.{key}={keys.get(key)} differs from the head's {head_dim}")
@@ -422,4 +428,8 @@ def hugging_face_layout(architecture: str, config: Mapping[str, Any], name: str,
 def _halves_from_pairs(tensor: Tensor, num_heads: int) -> Tensor:
     """Rows for rope over (2i, 2i+1) become rows for rope over (i, i + half), head by head."""
     half = tensor.shape[0] // num_heads // 2
+    if num_heads * half * 2 != tensor.shape[0]:
+        raise ModelError(
+            f"a GGUF tensor of {tensor.shape[0]} rows is not made of {num_heads} attention heads"
+        )
     return tensor.unflatten(0, (num_heads, half, 2)).transpose(1, 2).reshape(tensor.shape)

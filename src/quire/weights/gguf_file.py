@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.core.errors import WeightsError
+from quire.core.errors import ModelError, WeightsError
+from quire.weights.hyperparameters import MAX_SIZE
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -95,7 +96,7 @@ class GgufFile:
         self.buffer = _mapped(path)
         try:
             self.metadata, self.tensors, self._header_end = _Reader(self.buffer, path).header()
-        except (struct.error, ValueError, OverflowError, MemoryError) as error:
+        except (struct.error, TypeError, ValueError, OverflowError, MemoryError) as error:
             raise WeightsError(
                 f"{path}: the header is cut or damaged ({error}): fetch or copy the file again"
             ) from error
@@ -242,6 +243,17 @@ def _mapped(path: Path) -> mmap.mmap:
         raise WeightsError(
             f"{path} cannot be read ({error.strerror}): check the path and its permissions"
         ) from error
+
+
+def token_id_of(metadata: Mapping[str, Any], word: str) -> int | None:
+    """The id of a special token; None where it is absent or the largest number, which some files write for none."""
+    key = f"tokenizer.ggml.{word}_token_id"
+    value = metadata.get(key)
+    if value is not None and not isinstance(value, int):
+        raise ModelError(
+            f"GGUF metadata has {key}={value!r}, which must be a token id: convert the model again"
+        )
+    return value if value is not None and 0 <= value <= MAX_SIZE else None
 
 
 def text_of(metadata: Mapping[str, Any], key: str) -> str | None:

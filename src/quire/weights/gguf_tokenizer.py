@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.core.errors import ModelError
+from quire.weights.gguf_file import token_id_of
 
 VERSION = 1  # part of the cache key: raise it when the same metadata gives another text
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type
-_NORMAL = 1
+# tokenizer.ggml.token_type, the same as in a SentencePiece model
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"  # SentencePiece writes a space as this
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -81,11 +82,11 @@ def _token_types(metadata: Mapping[str, Any], num_tokens: int) -> list[int]:
     types = metadata.get("tokenizer.ggml.token_type")
     if types is not None and len(types) == num_tokens:
         return [int(kind) for kind in types]
-    guessed = [_NORMAL] * num_tokens  # files of 2023 may lack the list
+    guessed = [NORMAL] * num_tokens  # files of 2023 may lack the list
     for word in ("bos", "eos", "unknown", "padding"):
-        token_id = metadata.get(f"tokenizer.ggml.{word}_token_id")
-        if token_id is not None and 0 <= token_id < num_tokens:
-            guessed[token_id] = _CONTROL
+        token_id = token_id_of(metadata, word)
+        if token_id is not None and token_id < num_tokens:
+            guessed[token_id] = CONTROL
     return guessed
 
 
@@ -99,10 +100,10 @@ def _added_tokens(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            "special": kind != _USER_DEFINED,
+            "special": kind != USER_DEFINED,
         }
         for token_id, kind in enumerate(types)
-        if kind in (_CONTROL, _USER_DEFINED, _UNKNOWN)
+        if kind in (CONTROL, USER_DEFINED, UNKNOWN)
     ]
 
 
@@ -153,7 +154,7 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[
     if scores is None or len(scores) != len(tokens):
         raise ModelError("GGUF tokenizer 'llama' has no score per token: convert the model again")
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = token_id_of(metadata, "unknown") or 0
     to_piece = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     if prefixed:
         to_piece.insert(0, {"type": "Prepend", "prepend": _SPACE})
@@ -171,9 +172,9 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[
         "decoder": {"type": "Sequence", "decoders": to_text},
         "model": {
             **_MODEL,
-            "unk_token": tokens[unknown] if 0 <= unknown < len(tokens) else None,
+            "unk_token": tokens[unknown] if unknown < len(tokens) else None,
             "fuse_unk": True,
-            "byte_fallback": _BYTE in types,
+            "byte_fallback": BYTE in types,
             "vocab": {token: token_id for token_id, token in enumerate(tokens)},
             "merges": _merges_by_score(tokens, types, scores),
         },
@@ -182,7 +183,7 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[
 
 def _merges_by_score(tokens: list[str], types: list[int], scores: Any) -> list[list[str]]:
     """SentencePiece joins whichever neighbours give the best-scored piece: the same as merges in score order."""
-    pieces = {token: index for index, token in enumerate(tokens) if types[index] == _NORMAL}
+    pieces = {token: index for index, token in enumerate(tokens) if types[index] == NORMAL}
     by_score = sorted(pieces, key=lambda piece: (-float(scores[pieces[piece]]), pieces[piece]))
     merges: list[list[str]] = []
     for piece in by_score:
@@ -203,7 +204,7 @@ def _post_processor(
     }
     ids: dict[str, int] = {}
     for word, added in wanted.items():
-        token_id = metadata.get(f"tokenizer.ggml.{word}_token_id")
+        token_id = token_id_of(metadata, word)
         if added and token_id is not None and token_id < len(tokens):
             ids[word] = token_id
     if not ids:

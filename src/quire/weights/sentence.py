@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.errors import ModelError, WeightsError
-from quire.weights.folder import damaged, read_any_json, read_json
+from quire.weights.text_files import damaged, read_any_json, read_json
 
 _KINDS = {
     "pooling_mode_mean_tokens": "mean",

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 from quire.quant.encoded import Encoded, Weight
 from quire.weights.architectures import SHAPES
-from quire.weights.folder import read_config, read_json, read_text, read_tokenizer_config
+from quire.weights.folder import read_config, read_tokenizer_config
+from quire.weights.text_files import read_json
+from quire.weights.tokenizer_files import folder_tokenizer
 
 
 class Source(Protocol):
@@ -69,7 +71,7 @@ class DummySource:
         return iter(())
 
     def tokenizer_json(self) -> str | None:
-        return read_text(self.folder / "tokenizer.json")
+        return folder_tokenizer(self.folder, self.tokenizer_config())
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         return read_tokenizer_config(self.folder)

@@ -144,7 +144,7 @@ def _from_here(arguments: argparse.Namespace) -> tuple[dict[str, Any], MeasuredS
     finally:
         built.engine.close()
     report = built.report
-    on = f"{cpu_name()}, {report.num_threads} threads, {report.model} in {report.precision.format_name}"
+    on = f"{cpu_name()}, {report.start.num_threads} threads, {report.model} in {report.precision.format_name}"
     return record, MeasuredSamples(samples, on, datetime.now(UTC).date().isoformat(), ("this machine",))
 
 

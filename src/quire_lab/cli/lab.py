@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -56,6 +57,19 @@ def add_lab(parser: Parser) -> None:
         f"(default: the first of {', '.join(USUAL_FOLDERS)} that has them; else stand-ins are drawn)",
     )
     parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="for repeated timed comparisons, all experiments together (default: by --size, 2, 60 or 600 for each)",
+    )
+    parser.add_argument(
+        "--precision",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="relative half width of a ratio's 95 %% interval at which repeating ends early (default: 0.05)",
+    )
+    parser.add_argument(
         "--price-per-hour", type=float, default=0.1, metavar="X", help="of this machine, in $ (default: 0.10)"
     )
 
@@ -66,6 +80,12 @@ def lab(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.price_per_hour <= 0:
         raise ConfigError(f"--price-per-hour is {arguments.price_per_hour:g}: give more than 0")
+    if arguments.time_limit is not None and not arguments.time_limit > 0:
+        raise ConfigError(f"--time-limit is {arguments.time_limit:g}: give more than 0 seconds")
+    if not 0 < arguments.precision < 1:
+        raise ConfigError(
+            f"--precision is {arguments.precision:g}: give a number between 0 and 1, such as 0.05"
+        )
     if arguments.name != "all":
         find(arguments.name)  # a name that is not known is said before anything is made
     check_matplotlib()
@@ -90,6 +110,8 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         data=DataFolder.at(arguments.data_dir),
         progress=_progress,
         price_per_hour=arguments.price_per_hour,
+        time_limit=arguments.time_limit,
+        precision=arguments.precision,
     )
 
 
@@ -98,10 +120,12 @@ def _all(setup: Setup, folder: Path, command: str) -> int:
     done: list[Done] = []
     failed: list[Failed] = []
     names = list(EXPERIMENTS)
+    started = time.monotonic()
     for index, name in enumerate(names):
         _say(f"{name} ({index + 1} of {len(names)}): {EXPERIMENTS[name].about}")
         try:
-            done.append(_one(name, setup, folder))
+            left = _time_left(setup, time.monotonic() - started, len(names) - index)
+            done.append(_one(name, left, folder))
             _say(f"  {in_seconds(done[-1].seconds)}: {done[-1].finding.take_away}")
         except Exception as error:  # any failure: the other experiments still run
             if os.environ.get("QUIRE_LOG_LEVEL", "").lower() == "debug":
@@ -111,6 +135,13 @@ def _all(setup: Setup, folder: Path, command: str) -> int:
         _write_page(done, failed, names[index + 1 :], folder / PAGE, command)
     print(f"{folder / PAGE}: {len(done)} experiments" + (f", {len(failed)} did not run" if failed else ""))
     return FAULT if failed else 0
+
+
+def _time_left(setup: Setup, seconds: float, num_left: int) -> Setup:
+    """With this experiment's share of what remains of the time limit."""
+    if setup.time_limit is None:
+        return setup
+    return replace(setup, time_limit=max(0.0, setup.time_limit - seconds) / num_left)
 
 
 def _one(name: str, setup: Setup, folder: Path) -> Done:
@@ -126,7 +157,11 @@ def _write_page(done: list[Done], failed: list[Failed], to_come: list[str], path
 
 def _command(arguments: argparse.Namespace) -> str:
     """As it can be given again, without where things lie here."""
-    return f"quire bench lab {arguments.name} --size {arguments.size} --price-per-hour {arguments.price_per_hour:g}"
+    limit = "" if arguments.time_limit is None else f" --time-limit {arguments.time_limit:g}"
+    return (
+        f"quire bench lab {arguments.name} --size {arguments.size}{limit} --precision {arguments.precision:g} "
+        f"--price-per-hour {arguments.price_per_hour:g}"
+    )
 
 
 def _files(done: Done) -> list[str]:

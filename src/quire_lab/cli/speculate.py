@@ -13,7 +13,12 @@ from quire_lab.measure.speculate import WORKLOADS, SpeculatePlan, run_speculate
 
 
 def add_speculate(parser: Parser) -> None:
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each workload (default: 5)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=6,
+        help="measured rounds of each workload (default: 6)",
+    )
     parser.add_argument("--num-tokens", type=int, default=128, help="longest answer (default: 128)")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="default: all")
 

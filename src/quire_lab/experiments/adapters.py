@@ -5,6 +5,7 @@ import os
 import random
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -22,9 +23,11 @@ from quire.memory.adapter_pages import AdapterPages
 from quire.memory.paged import PagedMemory
 from quire_lab.baselines.separate_pages import SeparatePages, fragmentation
 from quire_lab.experiments.adapters_simulated import draw, simulate_adapters, simulated_finding
+from quire_lab.measure.compare import PLANNED_PAIRS, Interleaved, interleave
 from quire_lab.measure.engines import in_words, opened, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.report.figure import Picture, line_style, plain_log
+from quire_lab.report.figure import Picture, error_bars, line_style, plain_log
+from quire_lab.report.interval import CONFIDENCE_WORDS, all_held
 
 # Random adapters on disk for an experiment: a few files, and hard links to them under thousands of names.
 
@@ -144,7 +147,6 @@ class AdapterCase:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRun:
-    case: AdapterCase
     requests_per_second: float
     tokens_per_second: float
     first_token: float  # seconds, median
@@ -174,33 +176,52 @@ def run(setup: Setup) -> Finding:
 
 def _measured(setup: Setup) -> Finding:
     counts = setup.pick((2, 6), (5, 100, 1000), (5, 100, 1000, 2000))
-    num_requests = setup.pick(6, 48, 240)
     cases = [AdapterCase("base")]
     cases += [AdapterCase("batched", num_adapters=count) for count in counts]
     cases += [AdapterCase("batched", num_adapters=counts[-1], exponent=exponent) for exponent in (0.0, 2.0)]
     cases += [AdapterCase("batched", num_adapters=counts[-1], ranks=ranks) for ranks in ((8,), (64,))]
     cases += [AdapterCase("batched", "separate", counts[-1])]
     cases += [AdapterCase("merge", num_adapters=count) for count in counts]
-    with (
-        setup.progress(len(cases) * num_requests, "requests") as bar,
-        tempfile.TemporaryDirectory() as directory,
-    ):
-        served: list[AdapterRun] = []
-        rate, limit = 0.0, 0.0
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        benches: dict[tuple[str, str], Bench] = {}
         for case in cases:
-            bar.note(_named(case))
-            folder = Path(directory, f"case-{len(served)}")
-            folder.mkdir()
-            with opened(setup, **_settings(setup, case, folder)) as bench:
+            if (case.mode, case.memory) not in benches:
+                bench = stack.enter_context(opened(setup, **_settings(setup, case, folder)))
                 warm_up(bench)
-                words = in_words(bench)
-                requests = bench.requests([Lengths(SHORT, LONG)] * num_requests)
-                if not rate:
-                    rate, limit = _pace(bench, requests)
-                names = _names(setup, bench, case, folder, num_requests)
-                served.append(_serve(bench, requests, names, case, rate, limit, setup.seed))
-            bar(num_requests)
-    return _finding(setup, served, rate, limit, words, num_requests)
+                benches[case.mode, case.memory] = bench
+        base = benches["base", "unified"]
+        words = in_words(base)
+        rate, limit = _pace(base, base.requests([Lengths(SHORT, LONG)] * setup.pick(6, 24, 48)))
+        planned = int(rate * setup.seconds / len(cases) / PLANNED_PAIRS)
+        num_requests = max(6, min(setup.pick(6, 48, 240), planned))
+        requests = base.requests([Lengths(SHORT, LONG)] * num_requests)
+        variants = {
+            case: _Repeated(
+                benches[case.mode, case.memory],
+                case,
+                requests,
+                _write(benches[case.mode, case.memory], case, folder, index),
+                rate,
+                limit,
+                setup.seed,
+            )
+            for index, case in enumerate(cases)
+        }
+        measured = interleave(setup, variants, _tokens_per_second, "adapters")
+    return _finding(setup, measured, rate, limit, words, num_requests)
+
+
+def _tokens_per_second(run: AdapterRun) -> float:
+    return run.tokens_per_second
+
+
+def _first_token(run: AdapterRun) -> float:
+    return 1e3 * run.first_token
+
+
+def _attained(run: AdapterRun) -> float:
+    return 100 * run.attained
 
 
 def _settings(setup: Setup, case: AdapterCase, folder: Path) -> dict[str, Any]:
@@ -213,11 +234,11 @@ def _settings(setup: Setup, case: AdapterCase, folder: Path) -> dict[str, Any]:
     return {**plain, **pool, **mode}
 
 
-def _names(setup: Setup, bench: Bench, case: AdapterCase, folder: Path, count: int) -> list[str | None]:
+def _write(bench: Bench, case: AdapterCase, folder: Path, index: int) -> list[str]:
+    """The case's own adapters; their names."""
     if case.mode == "base":
-        return [None] * count
-    written = write_adapters(folder, bench.engine, case.num_adapters, case.ranks, "adapter")
-    return list(draw(written, count, case.exponent, setup.seed))
+        return []
+    return write_adapters(folder, bench.engine, case.num_adapters, case.ranks, f"case-{index}")
 
 
 def _pace(bench: Bench, requests: list[BenchRequest]) -> tuple[float, float]:
@@ -227,11 +248,31 @@ def _pace(bench: Bench, requests: list[BenchRequest]) -> tuple[float, float]:
     return LOAD * fastest, PATIENCE * alone.requests[0].first_token
 
 
+@dataclass(slots=True)
+class _Repeated:
+    """Serves a case each time it is called, with the adapters and arrivals that all cases get in the round."""
+
+    bench: Bench
+    case: AdapterCase
+    requests: Sequence[BenchRequest]
+    written: list[str]  # adapters
+    rate: float
+    limit: float
+    seed: int
+
+    def __call__(self) -> AdapterRun:
+        self.seed += 1
+        count = len(self.requests)
+        names: list[str | None] = [None] * count
+        if self.written:
+            names = list(draw(self.written, count, self.case.exponent, self.seed))
+        return _serve(self.bench, self.requests, names, self.rate, self.limit, self.seed)
+
+
 def _serve(
     bench: Bench,
     requests: Sequence[BenchRequest],
     names: Sequence[str | None],
-    case: AdapterCase,
     rate: float,
     limit: float,
     seed: int,
@@ -266,7 +307,6 @@ def _serve(
     waits = [first[f"{index}"] - arrivals[index] for index in range(len(requests))]
     busy = [count for count in running if count] or [0]
     return AdapterRun(
-        case,
         len(requests) / seconds,
         num_tokens / seconds,
         median(waits),
@@ -285,35 +325,46 @@ def _named(case: AdapterCase) -> str:
     return f"{case.mode}, {case.memory}, {case.num_adapters:,} adapters, i^-{case.exponent:g}, {ranks}"
 
 
-def _finding(
-    setup: Setup, served: list[AdapterRun], rate: float, limit: float, words: str, count: int
-) -> Finding:
-    base = served[0]
+Measured = Interleaved[AdapterCase, AdapterRun]
+
+
+def _finding(setup: Setup, measured: Measured, rate: float, limit: float, words: str, count: int) -> Finding:
+    base = AdapterCase("base")
     batched = [
-        run for run in served if run.case == AdapterCase("batched", num_adapters=run.case.num_adapters)
+        case for case in measured.runs if case == AdapterCase("batched", num_adapters=case.num_adapters)
     ]
-    merged = [run for run in served if run.case.mode == "merge"]
+    merged = [case for case in measured.runs if case.mode == "merge"]
     unified, apart = compare_memories(setup.seed)
-    most, least = batched[-1], merged[-1]
+    over_merged = {
+        case.num_adapters: measured.ratio(case, other, _tokens_per_second)
+        for case, other in zip(batched, merged, strict=True)
+    }
+    most = batched[-1]
+    over_base = measured.ratio(most, base, _tokens_per_second)
+    sooner = measured.ratio(merged[-1], most, _first_token)
     take_away = (
-        f"With {most.case.num_adapters:,} adapters batched together the model serves {most.tokens_per_second:,.0f} "
-        f"tokens a second ({most.tokens_per_second / base.tokens_per_second:.0%} of the base alone, which was offered "
-        f"as much) and {most.attained:.0%} of first tokens in time; merging one adapter after another serves "
-        f"{least.tokens_per_second:,.0f} and {least.attained:.0%}."
+        f"{most.num_adapters:,} adapters batched together serve "
+        f"{measured.interval(most, _tokens_per_second).text(0)} tokens a second. Against the base alone, which was "
+        f"offered as much: {over_base.claim('times the tokens')}. Against merging one adapter after another: "
+        f"{over_merged[most.num_adapters].claim('times the tokens')}; first tokens: {sooner.claim('times as soon')}."
     )
     picture = Picture(
         "adapters",
         "Many adapters over one model",
-        f"{most.case.num_adapters:,} adapters: {most.tokens_per_second:,.0f} tokens a second batched, "
-        f"{least.tokens_per_second:,.0f} merged one after another.",
-        lambda figure: _draw(figure, base, batched, merged),
+        f"{most.num_adapters:,} adapters, batched against merged one after another: "
+        f"{over_merged[most.num_adapters].short('times the tokens a second')}.",
+        lambda figure: _draw(figure, measured, batched, merged),
     )
     return Finding(
         take_away,
-        [_table(served), _memory_table([unified, *apart])],
+        [_table(measured), _memory_table([unified, *apart])],
         [picture],
         {
-            "served": [_record(run) for run in served],
+            "served": [_record(measured, case) for case in measured.runs],
+            "num_rounds": measured.num_rounds,
+            "batched_over_base": over_base.record(),
+            "batched_over_merged": {number: ratio.record() for number, ratio in over_merged.items()},
+            "first_token_merged_over_batched": sooner.record(),
             "rate": rate,
             "first_token_limit_seconds": limit,
             "memory": [asdict(memory) for memory in (unified, *apart)],
@@ -322,11 +373,8 @@ def _finding(
         [
             Check(
                 "batching serves at least as much as merging, however many adapters",
-                f"{most.tokens_per_second:,.0f} against {least.tokens_per_second:,.0f} tokens a second",
-                all(
-                    b.tokens_per_second >= 0.95 * m.tokens_per_second
-                    for b, m in zip(batched, merged, strict=True)
-                ),
+                ", ".join(f"{number:,}: {ratio.text()} ×" for number, ratio in over_merged.items()),
+                all_held(ratio.interval.is_above(0.95) for ratio in over_merged.values()),
             ),
             Check(
                 "unified memory has no external fragmentation, memory of its own has, and holds fewer requests",
@@ -346,6 +394,8 @@ def _finding(
             words,
             f"{count} requests at random times, {rate:.2f} a second on average ({LOAD:.0%} of what the base serves at "
             f"its fastest), {SHORT} tokens in and {LONG} out; adapters on q, k, v and o, drawn by a power law i^-x",
+            f"all cases in turns, {measured.num_rounds} rounds, adapters and arrivals drawn again in each; medians "
+            f"with {CONFIDENCE_WORDS} intervals; loads and evictions are those of the first round",
             f"memory: {POOL} blocks that are always full, {ADAPTERS} adapters of {SIZES[0]} to {SIZES[-1]} blocks, "
             f"{REQUEST} blocks of K and V a request",
             f"in time: a first token within {limit:.2f} s, {PATIENCE:g} times what it takes alone",
@@ -353,27 +403,34 @@ def _finding(
     )
 
 
-def _record(one: AdapterRun) -> dict[str, Any]:
+def _record(measured: Measured, case: AdapterCase) -> dict[str, Any]:
+    first = measured.runs[case][0]
     return {
-        **asdict(one.case),
-        **{name: getattr(one, name) for name in AdapterRun.__slots__ if name != "case"},
+        **asdict(case),
+        "tokens_per_second": measured.interval(case, _tokens_per_second).record(),
+        "first_token_ms": measured.interval(case, _first_token).record(),
+        "attained_percent": measured.interval(case, _attained).record(),
+        "mean_running": measured.interval(case, lambda run: run.mean_running).record(),
+        "fragmentation": mean(run.fragmentation for run in measured.runs[case]),
+        "loads": first.loads,
+        "evictions": first.evictions,
     }
 
 
-def _table(served: list[AdapterRun]) -> Table:
+def _table(measured: Measured) -> Table:
     rows = [
         [
-            _named(run.case),
-            f"{run.tokens_per_second:,.1f}",
-            f"{1e3 * run.first_token:,.0f}",
-            f"{run.attained:.0%}",
-            f"{run.mean_running:.1f}",
-            str(run.loads),
-            f"{run.fragmentation:.0%}",
+            _named(case),
+            measured.interval(case, _tokens_per_second).text(1),
+            measured.interval(case, _first_token).text(0),
+            measured.interval(case, _attained).text(0),
+            f"{measured.interval(case, lambda run: run.mean_running).median:.1f}",
+            str(runs[0].loads),
+            f"{mean(run.fragmentation for run in runs):.0%}",
         ]
-        for run in served
+        for case, runs in measured.runs.items()
     ]
-    head = ["case", "tok/s", "first token, ms", "in time", "running", "loads", "fragmented"]
+    head = ["case", "tok/s", "first token, ms", "in time, %", "running", "loads", "fragmented"]
     return Table("Adapters", head, rows)
 
 
@@ -385,22 +442,28 @@ def _memory_table(fitted: list[Fitted]) -> Table:
     return Table("A full pool, counted", ["memory", "requests at once", "fragmented", "loads"], rows)
 
 
-def _draw(figure: Any, base: AdapterRun, batched: list[AdapterRun], merged: list[AdapterRun]) -> None:
+def _draw(
+    figure: Any, measured: Measured, batched: Sequence[AdapterCase], merged: Sequence[AdapterCase]
+) -> None:
     panels = figure.subplots(1, 3)
     values = (
-        ("tokens a second", lambda run: run.tokens_per_second),
-        ("first token, ms (median)", lambda run: 1e3 * run.first_token),
-        ("first tokens in time, %", lambda run: 100 * run.attained),
+        ("tokens a second", _tokens_per_second),
+        ("first token, ms (median)", _first_token),
+        ("first tokens in time, %", _attained),
     )
     for panel, (label, value) in zip(panels, values, strict=True):
-        for series, (name, line) in enumerate((("batched", batched), ("merged", merged))):
-            panel.plot(
-                [run.case.num_adapters for run in line],
-                [value(run) for run in line],
+        for series, (name, cases) in enumerate((("batched", batched), ("merged", merged))):
+            intervals = [measured.interval(case, value) for case in cases]
+            panel.errorbar(
+                [case.num_adapters for case in cases],
+                [interval.median for interval in intervals],
+                yerr=error_bars(intervals),
+                capsize=2,
                 label=name,
                 **line_style(series),
             )
-        panel.axhline(value(base), color="#595959", linewidth=1, label="base alone")
+        alone = measured.interval(AdapterCase("base"), value).median
+        panel.axhline(alone, color="#595959", linewidth=1, label="base alone")
         plain_log(panel, "x")
         panel.set(xlabel="adapters", ylabel=label)
         panel.set_ylim(bottom=0)

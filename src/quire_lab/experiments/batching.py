@@ -4,16 +4,19 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from quire.bench.drive import Bench
 from quire.bench.workload import Lengths, arrival_times
 from quire_lab.baselines.timeline import DECODE, ENDED, PROMPT, Occupied, Timeline
+from quire_lab.measure.compare import Interleaved, interleave
 from quire_lab.measure.engines import in_words, opened, step_seconds, warm_up
 from quire_lab.measure.load import serve_at
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
 from quire_lab.report.figure import GREY, LOOKS, Picture, line_style, plain_log
+from quire_lab.report.interval import CONFIDENCE_WORDS, Ratio
 
 # Who occupies which slot when: one small workload under each batching policy, on the real engine.
 
@@ -47,34 +50,42 @@ class TimelineRun:
     ended_share: float  # spent on rows whose answer was over
 
 
-def draw_timelines(setup: Setup, step: float | None = None) -> list[TimelineRun]:
+Timelines = Interleaved[str, TimelineRun]  # by policy
+
+
+def measure_timelines(setup: Setup, share: float = 1.0) -> Timelines:
     """The same requests under each policy; one step's time is measured first and sets the pace of arrivals."""
-    runs = []
-    for policy in POLICIES:
-        window = 1e3 * WINDOW * (step or 0.02)
-        with opened(
-            setup,
-            batching=policy,
-            batch_size=SLOTS,
-            max_num_seqs=SLOTS,
-            batch_window_ms=window,
-            steps_in_flight=0,
-        ) as bench:
-            if step is None:
-                with opened(setup, max_num_seqs=SLOTS, steps_in_flight=0) as pace:
-                    warm_up(pace)
-                    step = statistics.median(step_seconds(pace, SLOTS, 16, 12))
-                return draw_timelines(setup, step)
+    with opened(setup, max_num_seqs=SLOTS, steps_in_flight=0) as pace:
+        warm_up(pace)
+        step = statistics.median(step_seconds(pace, SLOTS, 16, 12))
+    settings = {"batch_size": SLOTS, "max_num_seqs": SLOTS, "batch_window_ms": 1e3 * WINDOW * step}
+    with ExitStack() as stack:
+        variants = {}
+        for policy in POLICIES:
+            bench = stack.enter_context(opened(setup, batching=policy, steps_in_flight=0, **settings))
             for _ in range(2):
                 bench.serve(bench.requests([Lengths(PROMPT_TOKENS, 4)] * SLOTS))
-            runs.append(_run(bench, policy, step))
-    return runs
+            variants[policy] = partial(_run, bench, Timeline.watch(bench.engine), policy, step)
+        return interleave(setup, variants, _seconds, "time lines", share=share)
 
 
-def _run(bench: Bench, policy: str, step: float) -> TimelineRun:
+def _seconds(run: TimelineRun) -> float:
+    return run.seconds
+
+
+def _busy_share(run: TimelineRun) -> float:
+    return 100 * run.busy_share
+
+
+def _typical(timelines: Timelines) -> list[TimelineRun]:
+    """Of each policy the run whose duration is the median one."""
+    return [sorted(runs, key=_seconds)[len(runs) // 2] for runs in timelines.runs.values()]
+
+
+def _run(bench: Bench, timeline: Timeline, policy: str, step: float) -> TimelineRun:
     engine = bench.engine
     requests = bench.requests([Lengths(PROMPT_TOKENS, count) for count in ANSWERS])
-    timeline = Timeline.watch(engine)
+    timeline.steps.clear()
     ends: list[float] = []
     started = engine.clock()
 
@@ -84,7 +95,6 @@ def _run(bench: Bench, policy: str, step: float) -> TimelineRun:
 
     names = [f"S{index}" for index in range(1, len(ANSWERS) + 1)]
     loaded = serve_at(engine, requests, [step * at for at in ARRIVALS], on_step=note, names=names)
-    timeline.stop()
     moments = [
         Moment(moment.moment - started, end, moment.rows)
         for moment, end in zip(timeline.steps, ends, strict=True)
@@ -180,6 +190,7 @@ WORKLOADS = {"uniform": "all answers equally long", "varied": "answers of all le
 MODEL, DEVICE = "llama-8b", "simulated:h200"
 SLOTS_HERE = 8
 WINDOW_MS = 50.0
+OFFLINE = float("inf")  # the rate of requests that are all there at once
 MEAN_ANSWER = 128  # tokens on the simulated device
 
 
@@ -220,24 +231,27 @@ def simulated_points(
     return points
 
 
-def points_here(
-    setup: Setup, count: int, answer: int, rounds: int, bar: Callable[[], None]
-) -> list[LoadPoint]:
-    """All requests at once on this machine's model; the best of the rounds, in which the policies take turns."""
-    best: dict[tuple[str, str], LoadPoint] = {}
+LoadHere = Interleaved[tuple[str, str], LoadPoint]  # by workload and policy
+
+
+def load_here(setup: Setup, count: int, answer: int, share: float) -> LoadHere:
+    """All requests at once on this machine's model."""
     with ExitStack() as stack:
         benches = {policy: stack.enter_context(_here(setup, policy)) for policy in POLICIES}
         for bench in benches.values():
             warm_up(bench)
-        for _ in range(rounds):
-            for workload in WORKLOADS:
-                lengths = lengths_of(workload, count, 16, answer, setup.seed)
-                for policy, bench in benches.items():
-                    point = _point(bench, workload, policy, float("inf"), lengths, setup.seed, bar)
-                    known = best.get((workload, policy))
-                    if known is None or point.tokens_per_second > known.tokens_per_second:
-                        best[workload, policy] = point
-    return list(best.values())
+        variants = {}
+        for workload in WORKLOADS:
+            lengths = lengths_of(workload, count, 16, answer, setup.seed)
+            for policy, bench in benches.items():
+                variants[workload, policy] = partial(
+                    _point, bench, workload, policy, OFFLINE, lengths, setup.seed, lambda: None
+                )
+        return interleave(setup, variants, _tokens_per_second, "all at once, here", share=share)
+
+
+def _tokens_per_second(point: LoadPoint) -> float:
+    return point.tokens_per_second
 
 
 def _here(setup: Setup, policy: str) -> AbstractContextManager[Bench]:
@@ -258,9 +272,7 @@ _OWN = (
 
 
 def _with(setup: Setup, engine: dict[str, Any]) -> Setup:
-    return Setup(
-        setup.size, setup.seed, engine, setup.data, setup.progress, setup.price_per_hour, setup.currency
-    )
+    return replace(setup, engine=engine)
 
 
 def _of(policy: str, slots: int) -> dict[str, Any]:
@@ -314,58 +326,66 @@ def draw_load(figure: Any, points: list[LoadPoint]) -> None:
     axes[0][0].legend(loc="upper left")
 
 
-OFFLINE = float("inf")
-
-
 def run(setup: Setup) -> Finding:
     rates = setup.pick(
         (16.0, OFFLINE),
         (2.0, 5.0, 10.0, 20.0, 40.0, 80.0, OFFLINE),
         (1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 80.0, OFFLINE),
     )
-    count, here, answer, rounds = setup.pick((16, 10, 6, 1), (300, 32, 20, 2), (1000, 96, 64, 5))
+    count, here, answer = setup.pick((16, 10, 6), (300, 20, 16), (1000, 96, 64))
     slots = setup.pick(4, 64, 64)  # of the simulated device
-    total = len(WORKLOADS) * len(POLICIES) * (len(rates) * count + rounds * here)
-    with setup.progress(total, "req") as bar:
-        bar.note("time lines")
-        drawn = draw_timelines(setup)
-        bar.note("all at once, here")
-        offline = points_here(setup, here, answer, rounds, bar)
+    timelines = measure_timelines(setup, share=0.3)
+    offline = load_here(setup, here, answer, share=0.7)
+    with setup.progress(len(WORKLOADS) * len(POLICIES) * len(rates) * count, "req") as bar:
         bar.note(f"{MODEL} on {DEVICE}")
         points = simulated_points(setup, rates, count, slots, bar)
     with opened(setup, max_num_seqs=SLOTS) as bench:
         words = in_words(bench)
-    return _finding(setup, drawn, offline, points, words, (here, answer, count, slots))
+    return _finding(setup, timelines, offline, points, words, (here, answer, count, slots))
 
 
 def _finding(
     setup: Setup,
-    drawn: list[TimelineRun],
-    offline: list[LoadPoint],
+    timelines: Timelines,
+    offline: LoadHere,
     points: list[LoadPoint],
     words: str,
     sizes: tuple[int, int, int, int],
 ) -> Finding:
     here, answer, count, slots = sizes
     gain = {name: _gain(points, name) for name in WORKLOADS}
-    gain_here = {name: _gain(offline, name) for name in WORKLOADS}
+    gain_here = {
+        name: offline.ratio((name, "continuous"), (name, "static"), _tokens_per_second) for name in WORKLOADS
+    }
+    drawn = _typical(timelines)
+    used = timelines.ratio("continuous", "static", _busy_share)
     take_away = (
         f"Where all answers have the same length, static batches lose little (continuous is {gain['uniform']:.2f} "
-        f"times as fast offline); with varied lengths continuous batching gives {gain['varied']:.2f} times the "
-        f"tokens, because a slot is free as soon as its answer ends. On this machine: {gain_here['uniform']:.2f} and "
-        f"{gain_here['varied']:.2f} times."
+        f"times as fast offline, simulated); with varied lengths continuous batching gives {gain['varied']:.2f} times "
+        f"the tokens, because a slot is free as soon as its answer ends. On this machine, continuous against static, "
+        f"same length: {gain_here['uniform'].claim('times as fast')}; varied: "
+        f"{gain_here['varied'].claim('times as fast')}."
     )
     return Finding(
         take_away,
         [
-            _drawn_table(drawn),
-            _load_table("All requests at once, on this machine", offline),
+            _drawn_table(timelines),
+            _here_table(offline, gain_here),
             _load_table(f"{MODEL} on {DEVICE}", points),
         ],
-        _pictures(drawn, points, gain),
+        _pictures(drawn, points, gain, used),
         {
             "timelines": [_timeline(run) for run in drawn],
-            "here": list(map(_record, offline)),
+            "slot_time_used_continuous_over_static": used.record(),
+            "here": [
+                {
+                    "workload": workload,
+                    "policy": policy,
+                    "tokens_per_second": offline.interval((workload, policy), _tokens_per_second).record(),
+                }
+                for workload, policy in offline.runs
+            ],
+            "here_continuous_over_static": {name: ratio.record() for name, ratio in gain_here.items()},
             "simulated": list(map(_record, points)),
         },
         {
@@ -382,11 +402,13 @@ def _finding(
                 "window_ms": WINDOW_MS,
             },
         },
-        _checks(drawn, gain, gain_here),
+        _checks(timelines, gain, gain_here),
         (
             f"time lines: {words}, prompts of {PROMPT_TOKENS} tokens, answers of {', '.join(map(str, ANSWERS))}; three "
-            f"requests are there at once, others follow one by one; dynamic batches wait {WINDOW} steps to be full",
-            f"on this machine: {here} requests, 16 tokens in, {answer} out on average, {SLOTS_HERE} slots",
+            f"requests are there at once, others follow one by one; dynamic batches wait {WINDOW} steps to be full; "
+            f"policies in turns, {timelines.num_rounds} rounds, the median one is drawn",
+            f"on this machine: {here} requests, 16 tokens in, {answer} out on average, {SLOTS_HERE} slots; policies in "
+            f"turns, {offline.num_rounds} rounds; medians with {CONFIDENCE_WORDS} intervals",
             f"simulated: scheduler and memory are real, a step's time comes from a cost model of the H200; {count} "
             f"requests, {MEAN_ANSWER} tokens in and on average out, {slots} slots, Poisson arrivals, window "
             f"{WINDOW_MS:.0f} ms",
@@ -396,14 +418,15 @@ def _finding(
     )
 
 
-def _pictures(drawn: list[TimelineRun], points: list[LoadPoint], gain: dict[str, float]) -> list[Picture]:
-    by_policy = {run.policy: run for run in drawn}
+def _pictures(
+    drawn: list[TimelineRun], points: list[LoadPoint], gain: dict[str, float], used: Ratio
+) -> list[Picture]:
     return [
         Picture(
             "batching",
             f"Who occupies which slot when: {len(ANSWERS)} requests, {SLOTS} slots",
-            f"Continuous batching uses {100 * by_policy['continuous'].busy_share:.0f} % of the slots' time, "
-            f"static {100 * by_policy['static'].busy_share:.0f} %: there a slot waits for the longest of its batch.",
+            "In a static batch a slot waits for the longest answer. Share of the slots' time that is used, continuous "
+            f"over static: {used.short('×')}.",
             lambda figure: draw_figure(figure, drawn),
             height=5.8,
         ),
@@ -418,24 +441,24 @@ def _pictures(drawn: list[TimelineRun], points: list[LoadPoint], gain: dict[str,
     ]
 
 
-def _checks(drawn: list[TimelineRun], gain: dict[str, float], gain_here: dict[str, float]) -> list[Check]:
-    by_policy = {run.policy: run for run in drawn}
+def _checks(timelines: Timelines, gain: dict[str, float], gain_here: dict[str, Ratio]) -> list[Check]:
+    ended = {policy: [run.ended_share for run in runs] for policy, runs in timelines.runs.items()}
     return [
         Check(
             "offline, static batches do well on uniform lengths: within 25 % of continuous",
-            f"continuous is {gain['uniform']:.2f} times as fast (here: {gain_here['uniform']:.2f})",
+            f"continuous is {gain['uniform']:.2f} times as fast (here: {gain_here['uniform'].text()})",
             gain["uniform"] < 1.25,
         ),
         Check(
             "varied lengths need continuous batching: at least 1.5 times the throughput of static",
-            f"{gain['varied']:.2f} times (here: {gain_here['varied']:.2f})",
+            f"{gain['varied']:.2f} times (here: {gain_here['varied'].text()})",
             gain["varied"] >= 1.5,
         ),
         Check(
             "continuous batching never computes for an answer that is over",
-            f"{100 * by_policy['continuous'].ended_share:.1f} % of slot time, static "
-            f"{100 * by_policy['static'].ended_share:.1f} %",
-            by_policy["continuous"].ended_share == 0.0,
+            f"{100 * max(ended['continuous']):.1f} % of slot time at most, static "
+            f"{100 * statistics.median(ended['static']):.1f} %",
+            max(ended["continuous"]) == 0.0,
         ),
     ]
 
@@ -450,17 +473,17 @@ def _gain(points: list[LoadPoint], workload: str) -> float:
     return rate["continuous"] / rate["static"]
 
 
-def _drawn_table(drawn: list[TimelineRun]) -> Table:
+def _drawn_table(timelines: Timelines) -> Table:
     rows = [
         [
             run.policy,
-            f"{1e3 * run.seconds:.0f}",
-            f"{1e3 * run.mean_latency:.0f}",
-            f"{100 * run.busy_share:.0f}",
-            f"{100 * run.ended_share:.0f}",
+            timelines.interval(run.policy, lambda each: 1e3 * each.seconds).text(0),
+            timelines.interval(run.policy, lambda each: 1e3 * each.mean_latency).text(0),
+            timelines.interval(run.policy, _busy_share).text(0),
+            timelines.interval(run.policy, lambda each: 100 * each.ended_share).text(0),
             str(len(run.moments)),
         ]
-        for run in drawn
+        for run in _typical(timelines)
     ]
     head = [
         "policy",
@@ -471,6 +494,21 @@ def _drawn_table(drawn: list[TimelineRun]) -> Table:
         "steps",
     ]
     return Table("The small workload", head, rows)
+
+
+def _here_table(offline: LoadHere, gain: dict[str, Ratio]) -> Table:
+    rows = [
+        [
+            workload,
+            policy,
+            offline.interval((workload, policy), _tokens_per_second).text(0),
+            offline.interval((workload, policy), lambda point: 1e3 * point.normalised_latency).text(1),
+            gain[workload].text() if policy == "continuous" else "",
+        ]
+        for workload, policy in offline.runs
+    ]
+    head = ["lengths", "policy", "tokens/s", "ms per token", "over static"]
+    return Table("All requests at once, on this machine", head, rows, left=2)
 
 
 def _load_table(title: str, points: list[LoadPoint]) -> Table:

@@ -1,10 +1,12 @@
 """`blocksize`: attention's time and whole requests' latency for blocks of 1 to 256 tokens."""
 
 import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from quire.engine.build import block_layout
 from quire.engine.build.resolve import Precision
 from quire.kernels import choose
 from quire.layers.attention import Pool
+from quire_lab.measure.compare import PLANNED_PAIRS, Interleaved, interleave
 from quire_lab.measure.engines import in_words, opened, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.report.figure import Picture, bar_style, line_style
+from quire_lab.report.figure import Picture, bar_style, error_bars, line_style
+from quire_lab.report.interval import CONFIDENCE_WORDS, Interval, Ratio
 
 # How long attention itself takes in a decode step, for pages of any size.
 
@@ -65,58 +69,74 @@ class AttentionStep:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def least_seconds(self, seconds: float) -> float:
-        """Of the calls that this many seconds have room for, one at least."""
-        best, ends = float("inf"), time.perf_counter() + seconds
-        while (started := time.perf_counter()) < ends or best == float("inf"):
+    def timed(self, seconds: float) -> float:
+        """The median of the calls that this many seconds have room for, one at least."""
+        times: list[float] = []
+        ends = time.perf_counter() + seconds
+        while (started := time.perf_counter()) < ends or not times:
             self()
-            best = min(best, time.perf_counter() - started)
-        return best
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
 
 
+USUAL, LARGE = 16, 256
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 512  # tokens, the longest request
 POOL_TOKENS = 768  # of every engine, however it is cut: so little that blocks' ends count
 
 
-@dataclass(slots=True)
-class BlockSizeResult:
-    """Of one block size."""
+@dataclass(frozen=True, slots=True)
+class BlockSizeRun:
+    """All requests with one block size."""
 
-    block_size: int
-    attention: float = float("inf")  # seconds of all layers in a decode step: the least of many
-    latency: float = float("inf")  # seconds per token, mean over requests: the least of the rounds
-    seconds: float = float("inf")  # until all requests were answered
-    mean_running: float = 0.0
-    preemptions: int = 0
-    steps: int = 0
+    latency: float  # seconds per token, mean over requests
+    seconds: float  # until all requests were answered
+    mean_running: float
+    preemptions: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Attention alone, in seconds of all layers in a decode step, and whole requests."""
+
+    sizes: Sequence[int]
+    attention: Interleaved[int, float]
+    served: Interleaved[int, BlockSizeRun]
+
+    def latency(self, size: int) -> Interval:
+        return self.served.interval(size, _latency)
+
+    def best(self) -> tuple[int, Ratio]:
+        """The size of the least latency, and 16's over it: that several were looked at widens the interval."""
+        size = min(self.sizes, key=lambda each: self.latency(each).median)
+        return size, self.served.ratio(USUAL, size, _latency, num_comparisons=len(self.sizes) - 1)
+
+
+def _latency(run: BlockSizeRun) -> float:
+    return 1e3 * run.latency
 
 
 def run(setup: Setup) -> Finding:
     sizes = setup.pick((1, 16, 256), SIZES, SIZES)
-    rounds, count, each = setup.pick((1, 4, 0.02), (3, 10, 0.2), (5, 48, 1.0))
-    with opened(setup, **_settings(16)) as bench:
+    count = setup.pick(4, 10, 48)
+    with opened(setup, **_settings(USUAL)) as bench:
         words, model, numbers = in_words(bench), bench.built.model, bench.built.report.precision
     shape = DecodeShape(setup.pick(2, 4, 32), CONTEXT)
     lengths = _lengths(count, setup.seed)
-    results = [BlockSizeResult(size) for size in sizes]
-    with setup.progress(len(sizes) * rounds * (1 + count), "steps and requests") as bar:
-        steps = [AttentionStep(model, numbers, size, shape, setup.seed) for size in sizes]
-        for _ in range(rounds):  # all sizes in turn, so that a disturbance hits none of them alone
-            for result, step in zip(results, steps, strict=True):
-                bar.note(f"attention, blocks of {result.block_size}")
-                result.attention = min(result.attention, step.least_seconds(each))
-                bar()
-        del steps, step  # their pools are large
-        with ExitStack() as stack:
-            benches = [stack.enter_context(opened(setup, **_settings(size))) for size in sizes]
-            for bench in benches:
-                warm_up(bench)
-            for _ in range(rounds):
-                for result, bench in zip(results, benches, strict=True):
-                    bar.note(f"requests, blocks of {result.block_size}")
-                    _serve(bench, lengths, result, bar)
-    return _finding(setup, results, shape, count, rounds, words)
+    each = 0.2 * setup.seconds / len(sizes) / (2 * PLANNED_PAIRS)
+    steps = {
+        size: partial(AttentionStep(model, numbers, size, shape, setup.seed).timed, each) for size in sizes
+    }
+    attention = interleave(setup, steps, float, "attention, block size", share=0.2)
+    steps.clear()  # their pools are large
+    with ExitStack() as stack:
+        benches = {size: stack.enter_context(opened(setup, **_settings(size))) for size in sizes}
+        for bench in benches.values():
+            warm_up(bench)
+        variants = {size: partial(_serve, bench, lengths) for size, bench in benches.items()}
+        served = interleave(setup, variants, _latency, "requests, block size", share=0.8)
+    return _finding(setup, BlockSizes(sizes, attention, served), shape, count, words)
 
 
 def _settings(block_size: int) -> dict[str, Any]:
@@ -134,46 +154,44 @@ def _lengths(count: int, seed: int) -> list[Lengths]:
     return [Lengths(source.randint(8, 60), source.randint(8, 60)) for _ in range(count)]
 
 
-def _serve(bench: Bench, lengths: list[Lengths], one: BlockSizeResult, bar: Callable[[], None]) -> None:
-    watched = bench.serve(bench.requests(lengths), bar)
+def _serve(bench: Bench, lengths: list[Lengths]) -> BlockSizeRun:
+    watched = bench.serve(bench.requests(lengths))
     latency = sum(times.last_token / times.num_output_tokens for times in watched.requests) / len(lengths)
-    one.latency, one.seconds = min(one.latency, latency), min(one.seconds, watched.seconds)
-    one.mean_running = sum(watched.num_running) / len(watched.num_running)
-    one.preemptions, one.steps = watched.num_preemptions, len(watched.num_running)
+    mean_running = sum(watched.num_running) / len(watched.num_running)
+    return BlockSizeRun(
+        latency, watched.seconds, mean_running, watched.num_preemptions, len(watched.num_running)
+    )
 
 
-def _finding(
-    setup: Setup, measured: list[BlockSizeResult], shape: DecodeShape, count: int, rounds: int, words: str
-) -> Finding:
-    by_size = {result.block_size: result for result in measured}
-    usual, smallest, large = by_size[16], by_size[1], by_size[256]
-    best = min(measured, key=lambda each: each.latency)
+def _finding(setup: Setup, measured: BlockSizes, shape: DecodeShape, count: int, words: str) -> Finding:
+    usual, large = (measured.served.runs[size][0] for size in (USUAL, LARGE))
+    attention = measured.attention.ratio(1, USUAL, float)
+    latency = measured.served.ratio(LARGE, USUAL, _latency)
+    best, over_best = measured.best()
+    quicker = (
+        f"Blocks of {best} are quicker than blocks of {USUAL}: {over_best.claim('times as fast')}"
+        if over_best.is_above
+        else f"No size is shown to be quicker than {USUAL}"
+    )
     take_away = (
-        f"With blocks of 1 token attention takes {smallest.attention / usual.attention:.2f} times as long as with 16; "
-        f"blocks of 256 leave {large.mean_running:.1f} requests running where 16 has {usual.mean_running:.1f}, "
-        f"and requests take {large.latency / usual.latency:.2f} times as long. Best here: {best.block_size}."
+        f"Attention with blocks of 1 token against {USUAL}: {attention.claim('times as long')}. "
+        f"Blocks of {LARGE} leave {large.mean_running:.1f} requests running where {USUAL} has "
+        f"{usual.mean_running:.1f}; latency: {latency.claim('times as long')}. {quicker}."
     )
     picture = Picture(
         "blocksize",
         "Block size: attention against waste",
-        f"Small blocks cost attention time ({smallest.attention / usual.attention:.1f} × at 1), large ones memory: "
-        f"fewer requests run ({large.mean_running:.1f} instead of {usual.mean_running:.1f}).",
+        f"Attention at 1: {attention.short('times as long')}. Large blocks cost memory: fewer requests run "
+        f"({large.mean_running:.1f} instead of {usual.mean_running:.1f}).",
         lambda figure: _draw(figure, measured),
         height=3.9,
     )
     results = {
-        "points": [
-            {
-                "block_size": each.block_size,
-                "attention_seconds": each.attention,
-                "normalised_latency_seconds": each.latency,
-                "seconds": each.seconds,
-                "mean_running": each.mean_running,
-                "preemptions": each.preemptions,
-                "steps": each.steps,
-            }
-            for each in measured
-        ]
+        "points": [_record(measured, size) for size in measured.sizes],
+        "attention_of_1_over_16": attention.record(),
+        "latency_of_256_over_16": latency.record(),
+        "best": best,
+        "latency_of_16_over_best": over_best.record(),
     }
     checks = [
         Check(
@@ -183,8 +201,8 @@ def _finding(
         ),
         Check(
             "blocks of 16 are within 50 % of the best end-to-end latency",
-            f"{usual.latency / best.latency:.2f} ×",
-            usual.latency <= 1.5 * best.latency,
+            over_best.text(),
+            over_best.interval.is_below(1.5),
         ),
     ]
     return Finding(
@@ -196,46 +214,63 @@ def _finding(
             "seed": setup.seed,
             "pool_tokens": POOL_TOKENS,
             "num_requests": count,
-            "rounds": rounds,
             "model": words,
         },
         checks,
         (
             words,
             f"attention: all layers of a decode step, {shape.num_sequences} sequences of {shape.context} tokens whose "
-            "blocks lie anywhere; the least of many",
+            f"blocks lie anywhere; all sizes in turns, {measured.attention.num_rounds} rounds",
             f"requests: {count} at once, 8 to 60 tokens in and out, a pool of {POOL_TOKENS:,} tokens cut as said; "
-            f"the least of {rounds} rounds",
+            f"all sizes in turns, {measured.served.num_rounds} rounds",
+            f"times: medians with {CONFIDENCE_WORDS} intervals",
         ),
     )
 
 
-def _table(results: list[BlockSizeResult]) -> Table:
-    rows = [
-        [
-            str(result.block_size),
-            f"{1e3 * result.attention:.2f}",
-            f"{1e3 * result.latency:.1f}",
-            f"{result.seconds:.2f}",
-            f"{result.mean_running:.1f}",
-            str(result.preemptions),
-            str(result.steps),
-        ]
-        for result in results
-    ]
+def _record(measured: BlockSizes, size: int) -> dict[str, Any]:
+    counted = measured.served.runs[size][0]
+    return {
+        "block_size": size,
+        "attention_seconds": measured.attention.interval(size, float).record(),
+        "normalised_latency_ms": measured.latency(size).record(),
+        "seconds": measured.served.interval(size, lambda run: run.seconds).record(),
+        "mean_running": counted.mean_running,
+        "preemptions": counted.preemptions,
+        "steps": counted.steps,
+    }
+
+
+def _table(measured: BlockSizes) -> Table:
+    rows = []
+    for size in measured.sizes:
+        counted = measured.served.runs[size][0]
+        rows.append([
+            str(size),
+            measured.attention.interval(size, float).scaled(1e3).text(),
+            measured.latency(size).text(1),
+            measured.served.interval(size, lambda run: run.seconds).text(),
+            f"{counted.mean_running:.1f}",
+            str(counted.preemptions),
+            str(counted.steps),
+        ])  # fmt: skip
     head = ["block size", "attention, ms", "ms per token", "all requests, s", "running", "preempted", "steps"]
     return Table("Block sizes", head, rows, left=0)
 
 
-def _draw(figure: Any, results: list[BlockSizeResult]) -> None:
+def _draw(figure: Any, measured: BlockSizes) -> None:
     left, middle, right = figure.subplots(1, 3)
-    places = range(len(results))
-    names = [str(result.block_size) for result in results]
-    left.plot(places, [1e3 * result.attention for result in results], **line_style(0))
+    places = range(len(measured.sizes))
+    names = [str(size) for size in measured.sizes]
+    attention = [measured.attention.interval(size, float).scaled(1e3) for size in measured.sizes]
+    latency = [measured.latency(size) for size in measured.sizes]
+    for axis, intervals, series in ((left, attention, 0), (right, latency, 1)):
+        medians = [interval.median for interval in intervals]
+        axis.errorbar(places, medians, yerr=error_bars(intervals), capsize=2, **line_style(series))
     left.set(title="attention in one step", ylabel="milliseconds, all layers")
-    middle.bar(places, [result.mean_running for result in results], 0.7, **bar_style(2))
+    running = [measured.served.runs[size][0].mean_running for size in measured.sizes]
+    middle.bar(places, running, 0.7, **bar_style(2))
     middle.set(title="requests running", ylabel="mean over steps")
-    right.plot(places, [1e3 * result.latency for result in results], **line_style(1))
     right.set(title="latency, end to end", ylabel="ms per output token")
     for axis in (left, middle, right):
         axis.set_xticks(list(places), names)

@@ -2,21 +2,23 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from quire.bench.drive import Bench
 from quire.bench.workload import Lengths
 from quire.core.request import Request
+from quire_lab.measure.compare import PLANNED_PAIRS, Interleaved, interleave
 from quire_lab.measure.engines import greedy, in_words, opened, prompt_rate, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.report.figure import GREY, Picture, line_style, plain_log
+from quire_lab.report.figure import GREY, Picture, line_style, look, plain_log
+from quire_lab.report.interval import CONFIDENCE_WORDS, MIN_PAIRS, Interval
 from quire_lab.report.regression import Power, fit_power
 
 PROMPT = 2  # tokens: short, so that length is what was generated
-REPEATS = 2  # a token's time is the least of its repeats: others were disturbed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +32,44 @@ class Generated:
         """Seconds until each token was there."""
         return list(accumulate(self.seconds))
 
+    @property
+    def total(self) -> float:
+        return sum(self.seconds)
+
+
+Pairs = Interleaved[str, Generated]  # "on" and "off"
+
 
 def run(setup: Setup) -> Finding:
     with opened(setup, enable_prefix_caching=False, steps_in_flight=0) as bench:
         warm_up(bench)
         length = _length(setup, bench)
         prompt = bench.requests([Lengths(PROMPT, 1)])[0].prompt_token_ids
-        with setup.progress(length * REPEATS * 2, "tokens") as bar:
-            bar.note("with a cache")
-            cached = [_with_cache(bench, prompt, length, bar) for _ in range(REPEATS)]
-            bar.note("without a cache")
-            bare = [_without_cache(bench, prompt, length, bar) for _ in range(REPEATS)]
+        variants = {
+            "on": partial(_with_cache, bench, prompt, length),
+            "off": partial(_without_cache, bench, prompt, length),
+        }
+        pairs = interleave(setup, variants, lambda run: run.total, "the cache")
         words = in_words(bench)
-    return _finding(setup, _least(cached), _least(bare), length, words)
+    return _finding(setup, pairs, length, words)
 
 
-def _least(repeats: list[Generated]) -> Generated:
-    seconds = [min(times) for times in zip(*(one.seconds for one in repeats), strict=True)]
+def _median(repeats: Sequence[Generated]) -> Generated:
+    """Each token's time is the median of its repetitions."""
+    seconds = [statistics.median(times) for times in zip(*(run.seconds for run in repeats), strict=True)]
     return Generated(repeats[0].token_ids, seconds, repeats[0].computed)
 
 
 def _length(setup: Setup, bench: Bench) -> int:
-    """Tokens for which computing all prefixes, half the length's square, takes the size's share of time."""
+    """Tokens for which computing all prefixes, half the length's square, takes its share of the time."""
     report = bench.built.report
-    longest = min(report.max_model_len, report.pool.num_tokens) - PROMPT - 1
-    half_square = setup.pick(2.0, 30.0, 200.0) * prompt_rate(bench) / REPEATS
+    longest = min(report.limits.max_model_len, report.pool.num_tokens) - PROMPT - 1
+    half_square = setup.seconds / PLANNED_PAIRS * prompt_rate(bench)
     fits = int((2 * half_square) ** 0.5) // 32 * 32
     return min(max(32, fits), longest, setup.pick(48, 1024, 4096))
 
 
-def _with_cache(bench: Bench, prompt: list[int], length: int, bar: Callable[[], None]) -> Generated:
+def _with_cache(bench: Bench, prompt: list[int], length: int) -> Generated:
     engine, generated = bench.engine, Generated([], [], [])
     engine.add(Request(f"cached-{time.monotonic_ns()}", prompt, greedy(length)))
     last, before = time.perf_counter(), engine.stats.num_computed_tokens
@@ -70,11 +80,10 @@ def _with_cache(bench: Bench, prompt: list[int], length: int, bar: Callable[[], 
             generated.seconds.append(now - last)
             generated.computed.append(engine.stats.num_computed_tokens - before)
             last = now
-            bar()
     return generated
 
 
-def _without_cache(bench: Bench, prompt: list[int], length: int, bar: Callable[[], None]) -> Generated:
+def _without_cache(bench: Bench, prompt: list[int], length: int) -> Generated:
     """Each token is a request of its own, whose prompt is all that there is so far."""
     engine, generated = bench.engine, Generated([], [], [])
     before = engine.stats.num_computed_tokens
@@ -86,33 +95,41 @@ def _without_cache(bench: Bench, prompt: list[int], length: int, bar: Callable[[
                 generated.token_ids.extend(update.token_ids)
         generated.seconds.append(time.perf_counter() - started)
         generated.computed.append(engine.stats.num_computed_tokens - before)
-        bar()
     return generated
 
 
-def _finding(setup: Setup, on: Generated, off: Generated, length: int, words: str) -> Finding:
-    first = length // 4  # the curve's beginning is the prompt's and the first steps' doing
-    lengths = list(range(1, length + 1))
-    fits = {
-        name: fit_power(lengths[first:], generated.until[first:])
-        for name, generated in (("on", on), ("off", off))
-    }
-    work = {
-        name: fit_power(lengths[first:], generated.computed[first:])
-        for name, generated in (("on", on), ("off", off))
-    }
-    same = on.token_ids == off.token_ids
-    times = off.until[-1] / on.until[-1]
+def _fit(values: Sequence[float]) -> Power:
+    """Over the last three quarters: the curve's beginning is the prompt's and the first steps' doing."""
+    first = len(values) // 4
+    return fit_power(list(range(first + 1, len(values) + 1)), values[first:])
+
+
+def _exponents(pairs: Pairs) -> tuple[Interval, Interval, Interval]:
+    """Of time against length with a cache, without one, and what the second has more, each of every round."""
+    on, off = ([_fit(run.until).exponent for run in pairs.runs[name]] for name in ("on", "off"))
+    more = [without - cached for cached, without in zip(on, off, strict=True)]
+    return Interval.of(on), Interval.of(off), Interval.of(more)
+
+
+def _finding(setup: Setup, pairs: Pairs, length: int, words: str) -> Finding:
+    on, off = _median(pairs.runs["on"]), _median(pairs.runs["off"])
+    fits = {name: _fit(generated.until) for name, generated in (("on", on), ("off", off))}
+    work = {name: _fit(generated.computed) for name, generated in (("on", on), ("off", off))}
+    power_on, power_off, more = _exponents(pairs)
+    same = all(run.token_ids == on.token_ids for runs in pairs.runs.values() for run in runs)
+    totals = {name: pairs.interval(name, lambda run: run.total) for name in ("on", "off")}
+    ratio = pairs.ratio("off", "on", lambda run: run.total)
     take_away = (
-        f"{length} tokens take {on.until[-1]:.2f} s with a KV cache and {off.until[-1]:.1f} s without, "
-        f"{times:.0f} times as long: time grows as length to the {fits['on'].exponent:.2f} against "
-        f"{fits['off'].exponent:.2f}, work to the {work['on'].exponent:.2f} against {work['off'].exponent:.2f}."
+        f"{length} tokens take {totals['on'].text()} s with a KV cache and {totals['off'].text()} s without: "
+        f"{ratio.claim('times as long')}. Work grows as length to the {work['on'].exponent:.2f} with a cache and to "
+        f"the {work['off'].exponent:.2f} without, time to the {power_on.text()} and {power_off.text()}."
     )
     picture = Picture(
         "kvcache",
         "Generating with and without a KV cache",
-        f"Without it {length} tokens take {times:.0f} times as long, and the gap grows with the length.",
-        lambda figure: _draw(figure, on, off, fits, work),
+        f"Without it {length} tokens compute {off.computed[-1] / on.computed[-1]:.0f} times as many; time: "
+        f"{ratio.short('times as long')}.",
+        lambda figure: _draw(figure, pairs, fits, work),
         height=3.9,
     )
     return Finding(
@@ -121,6 +138,10 @@ def _finding(setup: Setup, on: Generated, off: Generated, length: int, words: st
         [picture],
         {
             "length": length,
+            "ratio": ratio.record(),
+            "total_seconds_with_cache": totals["on"].record(),
+            "total_seconds_without_cache": totals["off"].record(),
+            "time_exponents": {"on": power_on.record(), "off": power_off.record(), "more": more.record()},
             "same_tokens": same,
             "work_fits": {name: asdict(fit) for name, fit in work.items()},
             "tokens_computed_with_cache": on.computed[-1],
@@ -133,9 +154,9 @@ def _finding(setup: Setup, on: Generated, off: Generated, length: int, words: st
         [
             Check("both ways give the same tokens", "the same" if same else "different", same),
             Check(
-                "without a cache time grows by a higher power of the length",
-                f"{fits['off'].exponent:.2f} against {fits['on'].exponent:.2f}",
-                fits["off"].exponent > fits["on"].exponent + 0.2,
+                "without a cache time grows by a higher power of the length (by 0.2 at least)",
+                f"{power_off.text()} against {power_on.text()}, higher by {more.text()}",
+                more.is_above(0.2),
             ),
             Check(
                 "tokens computed grow as the square of the length without a cache, and as the length with one",
@@ -144,7 +165,8 @@ def _finding(setup: Setup, on: Generated, off: Generated, length: int, words: st
             ),
         ],
         (
-            f"{words}; one sequence, greedy, {PROMPT} prompt tokens; each token's time is the least of {REPEATS} runs",
+            f"{words}; one sequence, greedy, {PROMPT} prompt tokens; both ways in turns, {pairs.num_rounds} rounds; "
+            f"times are medians with {CONFIDENCE_WORDS} intervals",
             "without: every token is a fresh request whose prompt is all that was generated so far",
             "exponents: least squares in the logarithms over the last three quarters of the length (R² "
             f"{fits['on'].r_squared:.3f} and {fits['off'].r_squared:.3f}); with long prefixes the power without a "
@@ -188,12 +210,18 @@ def _near(seconds: list[float], place: int) -> float:
     return statistics.median(seconds[max(0, place - 4) : place + 3])
 
 
-def _draw(figure: Any, on: Generated, off: Generated, fits: dict[str, Power], work: dict[str, Power]) -> None:
+def _draw(figure: Any, pairs: Pairs, fits: dict[str, Power], work: dict[str, Power]) -> None:
     left, middle, right = figure.subplots(1, 3)
-    lengths = list(range(1, len(on.seconds) + 1))
-    marks = {"markevery": max(1, len(lengths) // 8)}
-    for series, (generated, key, words) in enumerate(((on, "on", "cache on"), (off, "off", "cache off"))):
-        style = {**line_style(series), **marks}
+    for series, (key, words) in enumerate((("on", "cache on"), ("off", "cache off"))):
+        generated = _median(pairs.runs[key])
+        lengths = list(range(1, len(generated.seconds) + 1))
+        style = {**line_style(series), "markevery": max(1, len(lengths) // 8)}
+        if pairs.num_rounds >= MIN_PAIRS:
+            untils = [
+                Interval.of(times) for times in zip(*(run.until for run in pairs.runs[key]), strict=True)
+            ]
+            band = [i.low for i in untils], [i.high for i in untils]
+            left.fill_between(lengths, *band, color=look(series).color, alpha=0.25, linewidth=0)
         left.plot(lengths, generated.until, label=f"{words}: power {fits[key].exponent:.2f}", **style)
         fitted = lengths[len(lengths) // 4 :]
         left.plot(fitted, [fits[key].at(n) for n in fitted], color=GREY, linewidth=0.9, linestyle=":")

@@ -1,17 +1,21 @@
 """`numbers`: the rules of thumb that every developer with LLMs should know, measured on this machine."""
 
 import json
+import statistics
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.bench.drive import Bench
 from quire.bench.table import in_bytes
 from quire.engine.build import block_layout
 from quire.models.weight_shape import weight_shape
+from quire_lab.measure.compare import Interleaved, interleave
 from quire_lab.measure.engines import in_words, opened, prompt_rate, step_seconds, warm_up
 from quire_lab.measure.speculate import PASSAGES, QUESTIONS
 from quire_lab.report.experiment import Experiment, Finding, Setup, Table
 from quire_lab.report.figure import Picture, line_style, look, plain_log
+from quire_lab.report.interval import CONFIDENCE_WORDS, Interval, Ratio
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXT = 64
@@ -31,7 +35,11 @@ class Text:
 @dataclass(frozen=True, slots=True)
 class Speed:
     num_sequences: int
-    tokens_per_second: float
+    rate: Interval  # tokens a second
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.rate.median
 
     def cost_per_million(self, price_per_hour: float) -> float:
         return price_per_hour / 3600 / self.tokens_per_second * 1e6
@@ -52,22 +60,18 @@ def run(setup: Setup) -> Finding:
         report = bench.built.report
         text = _text(setup, bench)
         memory = _memory(bench)
-        fit = min(setup.pick(4, 64, 128), report.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
+        fit = min(setup.pick(4, 64, 128), report.limits.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
         batches = [n for n in BATCHES if n <= fit]
-        rounds = setup.pick(1, 3, 5)
-        with setup.progress(rounds * len(batches) + 1, "points") as bar:
-            bar.note("prompts")
-            prompt = prompt_rate(bench, setup.pick(64, 512, 2048))
-            bar()
-            times: dict[int, list[float]] = {n: [] for n in batches}
-            for _ in range(rounds):
-                for n in batches:
-                    bar.note(f"{n} sequences")
-                    times[n] += step_seconds(bench, n, CONTEXT, setup.pick(4, 8, 24))
-                    bar()
-        speeds = [Speed(n, n / min(seconds)) for n, seconds in times.items()]
+        prompt = prompt_rate(bench, setup.pick(64, 512, 2048))
+        variants = {n: partial(_decode_rate, bench, n, setup.pick(4, 8, 24)) for n in batches}
+        measured = interleave(setup, variants, float, "sequences in the batch")
         words = in_words(bench)
-    return _finding(setup, text, memory, prompt, speeds, words)
+    return _finding(setup, text, memory, prompt, measured, words)
+
+
+def _decode_rate(bench: Bench, num_sequences: int, num_steps: int) -> float:
+    """Tokens a second of all sequences, by the median step."""
+    return num_sequences / statistics.median(step_seconds(bench, num_sequences, CONTEXT, num_steps))
 
 
 def _text(setup: Setup, bench: Bench) -> Text | None:
@@ -93,7 +97,7 @@ def _memory(bench: Bench) -> Memory:
     numbers = built.report.precision
     return Memory(
         weight_shape(built.model, numbers.format).num_parameters,
-        built.report.weights_bytes,
+        built.report.start.weights_bytes,
         block_layout(built.report.pool.block_size, built.model, numbers).bytes_per_token,
         numbers.kv_dtype,
         numbers.format_name,
@@ -101,24 +105,30 @@ def _memory(bench: Bench) -> Memory:
 
 
 def _finding(
-    setup: Setup, text: Text | None, memory: Memory, prompt: float, speeds: list[Speed], words: str
+    setup: Setup,
+    text: Text | None,
+    memory: Memory,
+    prompt: float,
+    measured: Interleaved[int, float],
+    words: str,
 ) -> Finding:
-    single, best = speeds[0], max(speeds, key=lambda speed: speed.tokens_per_second)
-    gain = best.tokens_per_second / single.tokens_per_second
+    speeds = [Speed(n, measured.interval(n, float)) for n in measured.runs]
+    single, largest = speeds[0], speeds[-1]
+    gain = measured.ratio(largest.num_sequences, single.num_sequences, float)
     price, currency = setup.price_per_hour, setup.currency
     per_word = "" if text is None else f"{text.num_tokens / text.num_words:.2f} tokens per word; "
     take_away = (
         f"{per_word}{memory.weights_bytes / memory.num_parameters:.2f} bytes per parameter; "
-        f"{in_bytes(memory.kv_bytes_per_token)} of KV per token; a batch of {best.num_sequences} gives {gain:.0f} "
-        f"times the tokens of one sequence and cuts a million of them from {currency}"
-        f"{single.cost_per_million(price):.2f} to {currency}{best.cost_per_million(price):.2f}."
+        f"{in_bytes(memory.kv_bytes_per_token)} of KV per token. A batch of {largest.num_sequences} against one "
+        f"sequence: {gain.claim('times the tokens a second')}; a million tokens cost {currency}"
+        f"{single.cost_per_million(price):.2f} alone and {currency}{largest.cost_per_million(price):.2f} in the batch."
     )
-    rows = _rows(setup, text, memory, prompt, single, best)
+    rows = _rows(setup, text, memory, prompt, single, largest, gain)
     picture = Picture(
         "numbers",
         "What tokens cost here",
-        f"At {currency}{price:g} an hour, batching takes a million tokens from {currency}"
-        f"{single.cost_per_million(price):.2f} to {currency}{best.cost_per_million(price):.2f}.",
+        f"At {currency}{price:g} an hour. A batch of {largest.num_sequences} against one sequence: "
+        f"{gain.short('times the tokens a second')}.",
         lambda figure: _draw(figure, setup, memory, speeds),
     )
     results = {
@@ -130,10 +140,11 @@ def _finding(
         "kv_bytes_per_token": memory.kv_bytes_per_token,
         "prompt_tokens_per_second": prompt,
         "decode_tokens_per_second": {speed.num_sequences: speed.tokens_per_second for speed in speeds},
-        "gain_from_batching": gain,
+        "decode_intervals": {speed.num_sequences: speed.rate.record() for speed in speeds},
+        "gain_from_batching": gain.record(),
         "price_per_hour": price,
         "cost_per_million_tokens_alone": single.cost_per_million(price),
-        "cost_per_million_tokens_batched": best.cost_per_million(price),
+        "cost_per_million_tokens_batched": largest.cost_per_million(price),
         "cost_per_million_prompt_tokens": price / 3600 / prompt * 1e6,
     }
     return Finding(
@@ -146,7 +157,8 @@ def _finding(
         (
             words,
             *(() if text is None else (f"text: {text.source}",)),
-            f"decoding: steps with {CONTEXT} tokens of context and more; the least of many steps",
+            f"decoding: steps with {CONTEXT} tokens of context and more; all batches in turns, "
+            f"{measured.num_rounds} rounds, the median step of each; medians with {CONFIDENCE_WORDS} intervals",
             f"costs: {currency}{price:g} an hour for this machine, always busy (--price-per-hour changes it)",
             "rules of thumb: as usually quoted for English text, 16-bit weights and large models on GPUs; a small "
             "model on a CPU differs, and that is the point of measuring",
@@ -155,7 +167,13 @@ def _finding(
 
 
 def _rows(
-    setup: Setup, text: Text | None, memory: Memory, prompt: float, single: Speed, best: Speed
+    setup: Setup,
+    text: Text | None,
+    memory: Memory,
+    prompt: float,
+    single: Speed,
+    largest: Speed,
+    gain: Ratio,
 ) -> list[list[str]]:
     price, currency = setup.price_per_hour, setup.currency
     kv = memory.kv_bytes_per_token
@@ -179,9 +197,9 @@ def _rows(
         ["tokens whose KV weighs as much as the weights", f"{memory.weights_bytes / kv:,.0f}", "–"],
         ["operations per token", f"{2 * memory.num_parameters / 1e6:,.0f} million", "2 per parameter"],
         ["prompt tokens per second", f"{prompt:,.0f}", "–"],
-        ["output tokens per second, one sequence", f"{single.tokens_per_second:,.0f}", "–"],
-        [f"output tokens per second, batch of {best.num_sequences}", f"{best.tokens_per_second:,.0f}", "–"],
-        ["gain from batching", f"{best.tokens_per_second / single.tokens_per_second:.1f} ×", "10 × and more"],
+        ["output tokens per second, one sequence", single.rate.text(0), "–"],
+        [f"output tokens per second, batch of {largest.num_sequences}", largest.rate.text(0), "–"],
+        ["gain from batching", gain.text(), "10 × and more"],
         [
             "an output token alone over a prompt token, time",
             f"{prompt / single.tokens_per_second:.1f} ×",
@@ -189,8 +207,8 @@ def _rows(
         ],
         ["a million output tokens, one sequence", f"{currency}{single.cost_per_million(price):.3f}", "–"],
         [
-            f"a million output tokens, batch of {best.num_sequences}",
-            f"{currency}{best.cost_per_million(price):.3f}",
+            f"a million output tokens, batch of {largest.num_sequences}",
+            f"{currency}{largest.cost_per_million(price):.3f}",
             "–",
         ],
         ["a million prompt tokens", f"{currency}{cost_in:.3f}", "a third to a fifth of output tokens"],
@@ -201,7 +219,12 @@ def _draw(figure: Any, setup: Setup, memory: Memory, speeds: list[Speed]) -> Non
     left, right = figure.subplots(1, 2)
     counts = [speed.num_sequences for speed in speeds]
     costs = [speed.cost_per_million(setup.price_per_hour) for speed in speeds]
-    left.plot(counts, costs, **line_style(0))
+    # cost is the inverse of the rate: the ends of the interval change places
+    ends = [speed.rate.ends_or_median() for speed in speeds]
+    scale = [cost * speed.tokens_per_second for cost, speed in zip(costs, speeds, strict=True)]
+    down = [cost - x / high for cost, x, (_, high) in zip(costs, scale, ends, strict=True)]
+    up = [x / low - cost for cost, x, (low, _) in zip(costs, scale, ends, strict=True)]
+    left.errorbar(counts, costs, yerr=[down, up], capsize=2, **line_style(0))
     plain_log(left, "x")
     plain_log(left, "y")
     left.set_xticks(counts, [str(n) for n in counts])

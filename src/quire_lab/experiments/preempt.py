@@ -2,9 +2,9 @@
 
 import random
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,37 +17,55 @@ from quire.core.step import HostTransfers, Step
 from quire.engine.build import block_layout
 from quire.layers.attention import Pool
 from quire.runner.transfer import TransferEngine
+from quire_lab.measure.compare import Interleaved, interleave
 from quire_lab.measure.engines import in_words, opened, submit, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.report.figure import Picture, bar_style, line_style, plain_log
+from quire_lab.report.figure import Picture, bar_style, error_bars, line_style, plain_log
+from quire_lab.report.interval import CONFIDENCE_WORDS, Interval, Ratio
 
 # What it costs to let a sequence go and bring it back: its blocks moved out and in, or its tokens computed again.
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Of one sequence, seconds: the least of many."""
+    """Of one sequence."""
 
     block_size: int
     num_tokens: int
-    swap: float  # out and in
-    recompute: float
+    measured: Interleaved[str, float]  # "swap", out and in, and "recompute", in ms
     num_bytes: int  # of its blocks, one way
 
+    @property
+    def swap(self) -> Interval:
+        return self.measured.interval("swap", float)
 
-def measure_return(bench: Bench, num_tokens: int, repeats: int, seed: int) -> Return:
+    @property
+    def recompute(self) -> Interval:
+        return self.measured.interval("recompute", float)
+
+    @property
+    def ratio(self) -> Ratio:
+        """What computing again takes over what swapping takes."""
+        return self.measured.ratio("recompute", "swap", float)
+
+
+def measure_return(setup: Setup, bench: Bench, num_tokens: int, share: float) -> Return:
     """A pool of twice its size, its blocks anywhere in it; recomputing is a prompt of that length."""
     numbers, block_size = bench.built.report.precision, bench.built.report.pool.block_size
     layout = block_layout(block_size, bench.built.model, numbers)
     count = -(-num_tokens // block_size)
     pool = Pool(layout, 2 * count + 1, numbers.device)
     mover = TransferEngine(pool, count)
-    source = random.Random(seed)
+    source = random.Random(setup.seed)
     blocks = ints(source.sample(range(1, 2 * count + 1), count))
     hosts = ints(range(1, count + 1))
-    swap = min(_swap(mover, blocks, hosts, numbers.device) for _ in range(repeats + 1))
-    recompute = min(bench.serve(bench.requests([Lengths(num_tokens, 1)])).seconds for _ in range(repeats))
-    return Return(block_size, num_tokens, swap, recompute, count * layout.block_bytes)
+    _swap(mover, blocks, hosts, numbers.device)  # memory is touched once
+    variants = {
+        "swap": lambda: 1e3 * _swap(mover, blocks, hosts, numbers.device),
+        "recompute": lambda: 1e3 * bench.serve(bench.requests([Lengths(num_tokens, 1)])).seconds,
+    }
+    measured = interleave(setup, variants, float, f"one sequence, blocks of {block_size}", share=share)
+    return Return(block_size, num_tokens, measured, count * layout.block_bytes)
 
 
 def _swap(mover: TransferEngine, blocks: Ints, hosts: Ints, device: torch.device) -> float:
@@ -72,75 +90,72 @@ SHORT, LONG = 16, 48  # tokens in and out of every request, end to end
 DEMAND_SHARE = 4  # the pool is a quarter of what all requests would hold together
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PreemptionRun:
-    """All requests under one mode with one block size; the least of the rounds."""
+    """All requests, once."""
 
-    mode: str
+    seconds: float
+    latency: float  # seconds per token, mean
+    preemptions: int
+    num_computed: int  # tokens, those of preempted requests again and again
+    token_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """All requests under each mode, with one block size."""
+
     block_size: int
-    seconds: float = float("inf")
-    latency: float = float("inf")  # seconds per token, mean
-    preemptions: int = 0
-    num_computed: int = 0  # tokens, those of preempted requests again and again
-    token_ids: tuple[tuple[int, ...], ...] = ()
+    measured: Interleaved[str, PreemptionRun]
+
+    def counted(self, mode: str) -> PreemptionRun:
+        """A run whose counts stand for all."""
+        return self.measured.runs[mode][0]
+
+    def seconds(self, mode: str) -> Interval:
+        return self.measured.interval(mode, _seconds)
+
+    def over(self, mode: str, other: str) -> Ratio:
+        """Of the time that all requests take."""
+        return self.measured.ratio(mode, other, _seconds)
+
+
+def _seconds(run: PreemptionRun) -> float:
+    return run.seconds
 
 
 def run(setup: Setup) -> Finding:
     micro_sizes = setup.pick((1, 16), MICRO_SIZES, MICRO_SIZES)
     sizes = setup.pick((16,), (4, 16, 32), (1, 4, 16, 32))
-    rounds, count, num_tokens = setup.pick((1, 6, 32), (2, 12, 256), (5, 64, 1024))
-    total = len(micro_sizes) + (rounds * len(sizes) * len(MODES) + 1) * count
-    with setup.progress(total, "measurements and requests") as bar:
-        returns = []
-        for size in micro_sizes:
-            bar.note(f"one sequence, blocks of {size}")
-            with opened(setup, block_size=size, num_blocks=4 * num_tokens // size, **_PLAIN) as bench:
-                warm_up(bench)
-                returns.append(measure_return(bench, num_tokens, setup.pick(2, 5, 20), setup.seed))
-            bar()
-        with opened(setup, **_PLAIN) as bench:
-            requests, words = bench.requests([Lengths(SHORT, LONG)] * count), in_words(bench)
-            bar.note("a pool for all")
-            expected = _run(bench, requests, PreemptionRun("", 16), bar).token_ids
-        served = _serve_all(setup, requests, sizes, rounds, bar)
+    count, num_tokens = setup.pick((6, 32), (12, 256), (64, 1024))
+    returns = []
+    for size in micro_sizes:
+        with opened(setup, block_size=size, num_blocks=4 * num_tokens // size, **_PLAIN) as bench:
+            warm_up(bench)
+            returns.append(measure_return(setup, bench, num_tokens, 0.3 / len(micro_sizes)))
+    with opened(setup, **_PLAIN) as bench:
+        requests, words = bench.requests([Lengths(SHORT, LONG)] * count), in_words(bench)
+        expected = _run(bench, requests).token_ids
+    served = [_serve_all(setup, requests, size, 0.7 / len(sizes)) for size in sizes]
     return _finding(setup, returns, served, expected, words, count)
 
 
 _PLAIN: dict[str, Any] = {"enable_prefix_caching": False}
 
 
-def _serve_all(
-    setup: Setup, requests: list[BenchRequest], sizes: tuple[int, ...], rounds: int, bar: Any
-) -> list[PreemptionRun]:
-    """Modes take turns, so that a disturbance hits all of them alike."""
-    runs = []
-    for size in sizes:
-        each = [PreemptionRun(mode, size) for mode in MODES]
-        num_blocks = max(
-            2 * -(-(SHORT + LONG) // size), len(requests) * (SHORT + LONG) // DEMAND_SHARE // size
-        )
-        with ExitStack() as stack:
-            benches = []
-            for run in each:
-                changes = {
-                    "block_size": size,
-                    "num_blocks": num_blocks,
-                    "preemption_mode": run.mode,
-                    **_PLAIN,
-                }
-                benches.append(stack.enter_context(opened(setup, **changes)))
-                warm_up(benches[-1])
-            for _ in range(rounds):
-                for run, bench in zip(each, benches, strict=True):
-                    bar.note(f"{run.mode}, blocks of {size}")
-                    _run(bench, requests, run, bar)
-        runs += each
-    return runs
+def _serve_all(setup: Setup, requests: list[BenchRequest], size: int, share: float) -> Modes:
+    num_blocks = max(2 * -(-(SHORT + LONG) // size), len(requests) * (SHORT + LONG) // DEMAND_SHARE // size)
+    with ExitStack() as stack:
+        variants = {}
+        for mode in MODES:
+            changes = {"block_size": size, "num_blocks": num_blocks, "preemption_mode": mode, **_PLAIN}
+            bench = stack.enter_context(opened(setup, **changes))
+            warm_up(bench)
+            variants[mode] = partial(_run, bench, requests)
+        return Modes(size, interleave(setup, variants, _seconds, f"blocks of {size}", share=share))
 
 
-def _run(
-    bench: Bench, requests: list[BenchRequest], run: PreemptionRun, bar: Callable[[], None]
-) -> PreemptionRun:
+def _run(bench: Bench, requests: list[BenchRequest]) -> PreemptionRun:
     engine = bench.engine
     before, started = engine.scheduler.stats.num_preemptions, engine.clock()
     computed = engine.stats.num_computed_tokens
@@ -152,40 +167,40 @@ def _run(
             tokens[update.request_id] += update.token_ids
             if update.finish_reason is not None:
                 latencies.append((engine.clock() - started) / len(tokens[update.request_id]))
-                bar()
+    seconds = engine.clock() - started
     engine.check_integrity()
-    run.seconds = min(run.seconds, engine.clock() - started)
-    run.latency = min(run.latency, sum(latencies) / len(latencies))
-    run.preemptions = engine.scheduler.stats.num_preemptions - before
-    run.num_computed = engine.stats.num_computed_tokens - computed
-    run.token_ids = tuple(tuple(tokens[request_id]) for request_id in ids)
-    return run
+    return PreemptionRun(
+        seconds,
+        sum(latencies) / len(latencies),
+        engine.scheduler.stats.num_preemptions - before,
+        engine.stats.num_computed_tokens - computed,
+        tuple(tuple(tokens[request_id]) for request_id in ids),
+    )
 
 
 def _finding(
     setup: Setup,
     returns: list[Return],
-    served: list[PreemptionRun],
+    served: list[Modes],
     expected: tuple[tuple[int, ...], ...],
     words: str,
     count: int,
 ) -> Finding:
     usual = next(resumed for resumed in returns if resumed.block_size == 16)
-    same = all(run.token_ids == expected for run in served)
-    at_16 = {run.mode: run for run in served if run.block_size == 16}
-    quicker = "Swapping" if usual.swap < usual.recompute else "Computing again"
-    ratio = max(usual.swap, usual.recompute) / min(usual.swap, usual.recompute)
+    at_16 = next(modes for modes in served if modes.block_size == 16)
+    same = all(run.token_ids == expected for run in _runs(served))
     take_away = (
-        f"{quicker} is {ratio:.0f} times as fast here for a sequence of {usual.num_tokens} tokens with blocks of 16 "
-        f"({1e3 * usual.swap:.1f} ms out and back, {1e3 * usual.recompute:.0f} ms to compute again). With a quarter of "
-        f"the memory, {count} requests take {at_16['recompute'].seconds:.1f} s by recomputing, "
-        f"{at_16['swap'].seconds:.1f} s by swapping and {at_16['auto'].seconds:.1f} s with auto."
+        f"Swapping against computing again, for a sequence of {usual.num_tokens} tokens with blocks of 16: "
+        f"{usual.ratio.claim('times as fast')} ({usual.swap.text(1)} ms out and back, {usual.recompute.text(1)} ms to "
+        f"compute again). With a quarter of the memory {count} requests take {at_16.seconds('recompute').text()} s by "
+        f"recomputing; by swapping: {at_16.over('recompute', 'swap').claim('times as fast')}; with auto: "
+        f"{at_16.over('recompute', 'auto').claim('times as fast')}."
     )
     picture = Picture(
         "preempt",
         "Leaving the pool and coming back",
-        f"{usual.num_tokens} tokens, blocks of 16: {1e3 * usual.swap:.1f} ms to swap out and in, "
-        f"{1e3 * usual.recompute:.0f} ms to compute again.",
+        f"{usual.num_tokens} tokens, blocks of 16, swapping against computing again: "
+        f"{usual.ratio.short('times as fast')}.",
         lambda figure: _draw(figure, returns, served),
     )
     return Finding(
@@ -198,16 +213,23 @@ def _finding(
         (
             words,
             "one sequence: its blocks lie anywhere in the pool and are copied out to host memory and back; recomputing "
-            "is a prompt of as many tokens; the least of several",
+            f"is a prompt of as many tokens; in turns, {usual.measured.num_rounds} rounds with blocks of 16",
             f"end to end: {count} requests at once, {SHORT} tokens in and {LONG} out, a pool of a quarter of what they "
-            "hold together; no prefix is found again; the least of the rounds",
+            f"hold together; no prefix is found again; modes in turns, {at_16.measured.num_rounds} rounds",
+            f"times: medians with {CONFIDENCE_WORDS} intervals",
         ),
     )  # fmt: skip
 
 
-def _checks(served: list[PreemptionRun], same: bool) -> list[Check]:
-    at_16 = {run.mode: run for run in served if run.block_size == 16}
-    best = min(at_16["recompute"].seconds, at_16["swap"].seconds)
+def _runs(served: list[Modes]) -> list[PreemptionRun]:
+    return [run for modes in served for runs in modes.measured.runs.values() for run in runs]
+
+
+def _checks(served: list[Modes], same: bool) -> list[Check]:
+    at_16 = next(modes for modes in served if modes.block_size == 16)
+    best = min(("recompute", "swap"), key=lambda mode: at_16.seconds(mode).median)
+    counts = [run.preemptions for run in _runs(served)]
+    computed = {mode: at_16.counted(mode).num_computed for mode in MODES}
     return [
         Check(
             "all modes and block sizes give the tokens of a large pool",
@@ -216,44 +238,47 @@ def _checks(served: list[PreemptionRun], same: bool) -> list[Check]:
         ),
         Check(
             "requests were preempted in every run",
-            f"{min(run.preemptions for run in served)} to {max(run.preemptions for run in served)} times",
-            all(run.preemptions > 0 for run in served),
+            f"{min(counts)} to {max(counts)} times",
+            min(counts) > 0,
         ),
         Check(
             "swapping computes no token twice: fewer tokens than recomputing",
-            f"{at_16['swap'].num_computed:,} against {at_16['recompute'].num_computed:,}",
-            at_16["swap"].num_computed < at_16["recompute"].num_computed,
+            f"{computed['swap']:,} against {computed['recompute']:,}",
+            computed["swap"] < computed["recompute"],
         ),
         Check(
             "auto is not much slower than the better of the two (within 25 %)",
-            f"{at_16['auto'].seconds / best:.2f} times its time",
-            at_16["auto"].seconds <= 1.25 * best,
+            f"{at_16.over('auto', best).text()} times its time ({best})",
+            at_16.over("auto", best).interval.is_below(1.25),
         ),
     ]
 
 
-def _record(returns: list[Return], served: list[PreemptionRun], same: bool) -> dict[str, Any]:
+def _record(returns: list[Return], served: list[Modes], same: bool) -> dict[str, Any]:
     return {
         "one_sequence": [
             {
                 "block_size": resumed.block_size,
                 "num_tokens": resumed.num_tokens,
-                "swap_seconds": resumed.swap,
-                "recompute_seconds": resumed.recompute,
+                "swap_ms": resumed.swap.record(),
+                "recompute_ms": resumed.recompute.record(),
+                "recompute_over_swap": resumed.ratio.record(),
                 "bytes_one_way": resumed.num_bytes,
             }
             for resumed in returns
         ],
         "end_to_end": [
             {
-                "mode": run.mode,
-                "block_size": run.block_size,
-                "seconds": run.seconds,
-                "normalised_latency_seconds": run.latency,
-                "preemptions": run.preemptions,
-                "tokens_computed": run.num_computed,
+                "mode": mode,
+                "block_size": modes.block_size,
+                "seconds": modes.seconds(mode).record(),
+                "normalised_latency_seconds": modes.measured.interval(mode, lambda run: run.latency).record(),
+                "recompute_over_this": modes.over("recompute", mode).record(),
+                "preemptions": modes.counted(mode).preemptions,
+                "tokens_computed": modes.counted(mode).num_computed,
             }
-            for run in served
+            for modes in served
+            for mode in MODES
         ],
         "same_tokens": same,
     }
@@ -263,10 +288,10 @@ def _micro_table(returns: list[Return]) -> Table:
     rows = [
         [
             str(resumed.block_size),
-            f"{1e3 * resumed.swap:.2f}",
-            f"{1e3 * resumed.recompute:.1f}",
-            f"{resumed.recompute / resumed.swap:.1f}",
-            f"{in_bytes(2 * resumed.num_bytes / resumed.swap)}/s",
+            resumed.swap.text(),
+            resumed.recompute.text(1),
+            resumed.ratio.text(),
+            f"{in_bytes(2e3 * resumed.num_bytes / resumed.swap.median)}/s",
         ]
         for resumed in returns
     ]
@@ -274,31 +299,33 @@ def _micro_table(returns: list[Return]) -> Table:
     return Table(title, ["block size", "swap, ms", "recompute, ms", "ratio", "moved at"], rows, left=0)
 
 
-def _served_table(served: list[PreemptionRun]) -> Table:
+def _served_table(served: list[Modes]) -> Table:
     rows = [
         [
-            run.mode,
-            str(run.block_size),
-            f"{run.seconds:.2f}",
-            f"{1e3 * run.latency:.1f}",
-            str(run.preemptions),
-            f"{run.num_computed:,}",
+            mode,
+            str(modes.block_size),
+            modes.seconds(mode).text(),
+            modes.measured.interval(mode, lambda run: 1e3 * run.latency).text(1),
+            str(modes.counted(mode).preemptions),
+            f"{modes.counted(mode).num_computed:,}",
         ]
-        for run in served
+        for modes in served
+        for mode in MODES
     ]
     head = ["mode", "block size", "all requests, s", "ms per token", "preempted", "tokens computed"]
     return Table("A quarter of the memory, end to end", head, rows)
 
 
-def _draw(figure: Any, returns: list[Return], served: list[PreemptionRun]) -> None:
+def _draw(figure: Any, returns: list[Return], served: list[Modes]) -> None:
     left, right = figure.subplots(1, 2)
     sizes = [resumed.block_size for resumed in returns]
-    left.plot(
-        sizes, [1e3 * resumed.swap for resumed in returns], label="swap out and in", **line_style("swap")
-    )
-    left.plot(
-        sizes, [1e3 * resumed.recompute for resumed in returns], label="recompute", **line_style("recompute")
-    )
+    swaps, recomputes = [resumed.swap for resumed in returns], [resumed.recompute for resumed in returns]
+    for name, label, times in (
+        ("swap", "swap out and in", swaps),
+        ("recompute", "recompute", recomputes),
+    ):
+        medians = [interval.median for interval in times]
+        left.errorbar(sizes, medians, yerr=error_bars(times), capsize=2, label=label, **line_style(name))
     plain_log(left, "x")
     plain_log(left, "y")
     left.set_xticks(sizes, [str(size) for size in sizes])
@@ -309,13 +336,19 @@ def _draw(figure: Any, returns: list[Return], served: list[PreemptionRun]) -> No
         ylabel="milliseconds",
     )
     left.legend(loc="best")
-    each = list(dict.fromkeys(run.block_size for run in served))
     for index, mode in enumerate(MODES):
-        runs = [run for run in served if run.mode == mode]
-        places = [each.index(run.block_size) + 0.27 * (index - 1) for run in runs]
-        bars = right.bar(places, [run.seconds for run in runs], 0.25, label=mode, **bar_style(mode))
-        right.bar_label(bars, labels=[f"{run.preemptions}" for run in runs], fontsize=7)
-    right.set_xticks(range(len(each)), [str(size) for size in each])
+        places = [number + 0.27 * (index - 1) for number in range(len(served))]
+        times = [modes.seconds(mode) for modes in served]
+        bars = right.bar(
+            places,
+            [interval.median for interval in times],
+            0.25,
+            yerr=error_bars(times),
+            label=mode,
+            **bar_style(mode),
+        )
+        right.bar_label(bars, labels=[f"{modes.counted(mode).preemptions}" for modes in served], fontsize=7)
+    right.set_xticks(range(len(served)), [str(modes.block_size) for modes in served])
     right.set(
         title="a quarter of the memory (labels: preemptions)",
         xlabel="tokens per block",

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.bench.drive import Bench, BenchRequest, plain_token_ids
@@ -13,12 +14,14 @@ from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
+from quire_lab.measure.compare import PLANNED_PAIRS, Interleaved, interleave
 from quire_lab.measure.counting_runner import CountingRunner
 from quire_lab.measure.engines import greedy, in_words, opened, prompt_rate, submit, warm_up
 from quire_lab.measure.sharing import SHARES
 from quire_lab.report.data import FILES, DataFolder
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.report.figure import GREY, Picture, bar_style, line_style, plain_log
+from quire_lab.report.figure import GREY, Picture, bar_style, error_bars, line_style, plain_log
+from quire_lab.report.interval import CONFIDENCE_WORDS, Interval, Ratio
 
 # Chats as the Mooncake trace has them, scaled to a small model: equal prefix hashes become equal tokens.
 
@@ -67,11 +70,12 @@ def chat_trace(
     *,
     only_returning: bool = False,
 ) -> ChatTrace:
-    """`count` turns in the trace's order: the first that fit, or the first chats' that have several."""
+    """`count` turns in the trace's order: the first that fit, or the first chats' that have several, if any has."""
     path = data.path("mooncake")
     rows = [row for row in (read_trace(path) if path else _stand_in(4 * count, seed)) if scale.fits(row)]
-    rows = _returning(rows, count) if only_returning else rows[:count]
-    which = "turns of the first chats with several turns" if only_returning else "turns"
+    returning = _returning(rows, count) if only_returning else []
+    which = "turns of the first chats with several turns" if returning else "turns"
+    rows = returning or rows[:count]
     source = f"{FILES['mooncake']}" if path else "a stand-in, drawn chats with growing history"
     words = f"chats: the first {len(rows):,} {which} that fit of {source}, every 512 tokens as {scale.tokens_per_hash}"
     turns, repeated_share = _turns(rows, scale, token_ids, seed)
@@ -146,19 +150,40 @@ class PrefixRun:
 
 
 @dataclass(frozen=True, slots=True)
-class SystemPromptRun:
-    num_tokens: int  # of the system prompt
-    on: PrefixRun
-    off: PrefixRun
+class OnAndOff:
+    """The same requests with the prefix cache and without, in turns."""
+
+    num_tokens: int  # of the system prompt; 0: chats
+    measured: Interleaved[tuple[int, bool], PrefixRun]
+
+    def counted(self, cached: bool) -> PrefixRun:
+        """A run whose counts stand for all: they do not depend on time."""
+        return self.measured.runs[self.num_tokens, cached][0]
+
+    def interval(self, cached: bool, value: Callable[[PrefixRun], float]) -> Interval:
+        return self.measured.interval((self.num_tokens, cached), value)
 
     @property
-    def speedup(self) -> float:
-        return self.off.seconds / self.on.seconds
+    def speedup(self) -> Ratio:
+        return self.measured.ratio((self.num_tokens, False), (self.num_tokens, True), _seconds)
+
+    @property
+    def sooner(self) -> Ratio:
+        """Of the first token."""
+        return self.measured.ratio((self.num_tokens, False), (self.num_tokens, True), _first_token)
 
     @property
     def computed_share(self) -> float:
         """Of the tokens that are computed without a cache."""
-        return self.on.num_computed / self.off.num_computed
+        return self.counted(True).num_computed / self.counted(False).num_computed
+
+
+def _seconds(run: PrefixRun) -> float:
+    return run.seconds
+
+
+def _first_token(run: PrefixRun) -> float:
+    return 1e3 * run.first_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,22 +198,16 @@ def run(setup: Setup) -> Finding:
     with opened(setup, enable_prefix_caching=True, block_size=BLOCK_SIZE) as bench:
         warm_up(bench)
         plan = _Plan.of(setup, bench)
-        total = (
-            2 * len(plan.systems) * plan.num_requests
-            + 2 * plan.num_turns
-            + plan.num_replayed * len(plan.pools)
-        )
-        with setup.progress(total, "req") as bar:
-            bar.note("a system prompt")
-            systems = [_system(bench, count, plan.num_requests, setup.seed, bar) for count in plan.systems]
-            bar.note("chats on the model")
-            tokens = plain_token_ids(bench.built, bench.tokenizer)
-            scale = Scale(BLOCK_SIZE, plan.longest_turn)
-            turns = chat_trace(setup.data, plan.num_turns, scale, tokens, setup.seed, only_returning=True)
-            requests = [
-                BenchRequest(turn.prompt_token_ids, greedy(turn.num_output_tokens)) for turn in turns.turns
-            ]
-            chats = _served(bench, requests, True, bar), _served(bench, requests, False, bar)
+        systems = _systems(setup, bench, plan)
+        tokens = plain_token_ids(bench.built, bench.tokenizer)
+        scale = Scale(BLOCK_SIZE, plan.longest_turn)
+        turns = chat_trace(setup.data, plan.num_turns, scale, tokens, setup.seed, only_returning=True)
+        requests = [
+            BenchRequest(turn.prompt_token_ids, greedy(turn.num_output_tokens)) for turn in turns.turns
+        ]
+        variants = {(0, cached): partial(_served, bench, requests, cached) for cached in (True, False)}
+        chats = OnAndOff(0, interleave(setup, variants, _seconds, "chats on the model", share=0.5))
+        with setup.progress(plan.num_replayed * len(plan.pools), "req") as bar:
             bar.note("chats and the pool's size")
             scale = Scale(BLOCK_SIZE, CHAT_CONTEXT)
             replay = chat_trace(setup.data, plan.num_replayed, scale, range(2, VOCABULARY), setup.seed)
@@ -211,12 +230,13 @@ class _Plan:
     @classmethod
     def of(cls, setup: Setup, bench: Bench) -> "_Plan":
         report = bench.built.report
-        room = min(report.max_model_len, report.pool.num_tokens // 4) - QUESTION - ANSWER
+        room = min(report.limits.max_model_len, report.pool.num_tokens // 4) - QUESTION - ANSWER
         rate = prompt_rate(bench)
         systems = tuple(n for n in setup.pick((16, 64), (64, 256, 512), (64, 256, 1024, 2048)) if n <= room)
-        tokens = setup.pick(1.0, 12.0, 120.0) * rate  # that are computed without a cache, in each half
+        # that are computed without a cache in one round of each half; as much time is left for all else
+        tokens = 0.5 * 0.5 * setup.seconds / PLANNED_PAIRS * rate
         num_requests = max(3, min(setup.pick(3, 16, 64), int(tokens / max(1, sum(systems)))))
-        num_turns = max(setup.pick(6, 40, 200), min(setup.pick(6, 80, 400), int(tokens / 250)))
+        num_turns = max(setup.pick(6, 12, 100), min(setup.pick(6, 80, 400), int(tokens / 250)))
         return cls(
             systems or (max(1, room // 2),),
             num_requests,
@@ -229,23 +249,27 @@ class _Plan:
         )
 
 
-def _system(bench: Bench, num_tokens: int, count: int, seed: int, bar: Callable[[], None]) -> SystemPromptRun:
+def _systems(setup: Setup, bench: Bench, plan: _Plan) -> list[OnAndOff]:
     """Requests that share their first tokens, one after the other, so that each may find what the last computed."""
-    tokens, maker = plain_token_ids(bench.built, bench.tokenizer), random.Random(seed)
-    system = maker.choices(tokens, k=num_tokens)
-    requests = [
-        BenchRequest([*system, *maker.choices(tokens, k=QUESTION)], greedy(ANSWER)) for _ in range(count)
-    ]
-    return SystemPromptRun(
-        num_tokens, _served(bench, requests, True, bar, 1), _served(bench, requests, False, bar, 1)
-    )
+    tokens = plain_token_ids(bench.built, bench.tokenizer)
+    variants = {}
+    for num_tokens in plan.systems:
+        maker = random.Random(setup.seed)
+        system = maker.choices(tokens, k=num_tokens)
+        requests = [
+            BenchRequest([*system, *maker.choices(tokens, k=QUESTION)], greedy(ANSWER))
+            for _ in range(plan.num_requests)
+        ]
+        for cached in (True, False):
+            variants[num_tokens, cached] = partial(_served, bench, requests, cached, 1)
+    measured = interleave(setup, variants, _seconds, "a system prompt", share=0.5)
+    return [OnAndOff(num_tokens, measured) for num_tokens in plan.systems]
 
 
 def _served(
     bench: Bench,
     requests: Sequence[BenchRequest],
     cached: bool,
-    bar: Callable[[], None],
     at_once: int = CHATS_AT_ONCE,
 ) -> PrefixRun:
     """`at_once` requests run at any time; without a cache every request has a salt of its own and finds nothing."""
@@ -271,7 +295,6 @@ def _served(
                 begun[update.request_id] = (since, True)
             if update.finish_reason is not None:
                 del begun[update.request_id]
-                bar()
     seconds = time.perf_counter() - started
     num_hits, asked = memory.stats.prefix_hits - hits, memory.stats.prefix_queries - queries
     computed = engine.stats.num_computed_tokens - computed
@@ -298,24 +321,24 @@ def _kept(turns: Sequence[ChatTurn], num_blocks: int, bar: Callable[[], None]) -
 
 def _finding(
     setup: Setup,
-    systems: list[SystemPromptRun],
+    systems: list[OnAndOff],
     turns: ChatTrace,
-    chats: tuple[PrefixRun, PrefixRun],
+    chats: OnAndOff,
     replay: ChatTrace,
     kept: list[CacheResult],
     words: str,
 ) -> Finding:
-    longest, (on, off) = systems[-1], chats
-    chat_speedup = off.seconds / on.seconds
+    longest = systems[-1]
     take_away = (
-        f"A system prompt of {longest.num_tokens} tokens that is found again makes requests {longest.speedup:.1f} "
-        f"times as fast; in the chats {100 * on.hit_rate:.0f} % of all prompt tokens are found, which makes the whole "
-        f"{chat_speedup:.2f} times as fast."
+        f"Requests whose system prompt of {longest.num_tokens} tokens is found again: "
+        f"{longest.speedup.claim('times as fast')}. In the chats "
+        f"{100 * chats.counted(True).hit_rate:.0f} % of all prompt tokens are found; the whole: "
+        f"{chats.speedup.claim('times as fast')}."
     )
     picture = Picture(
         "prefix",
         "What finding prompts again saves",
-        f"{longest.num_tokens} shared tokens: first token {off_on(longest):.1f} times sooner. Chats: "
+        f"{longest.num_tokens} shared tokens, first token: {longest.sooner.short('times as soon')}. Chats: "
         f"{100 * kept[-1].hit_rate:.0f} % of prompt tokens found with the largest pool.",
         lambda figure: _draw(figure, systems, kept, replay),
         height=3.9,
@@ -324,17 +347,13 @@ def _finding(
         "systems": [
             {
                 "system_tokens": run.num_tokens,
-                "speedup": run.speedup,
-                "on": _record(run.on),
-                "off": _record(run.off),
+                **_record(run),
             }
             for run in systems
         ],
         "chats": {
             "num_turns": len(turns.turns),
-            "speedup": chat_speedup,
-            "on": _record(on),
-            "off": _record(off),
+            **_record(chats),
         },
         "replay": {
             "num_turns": len(replay.turns),
@@ -366,6 +385,8 @@ def _finding(
             words,
             f"system prompt: requests one after the other, {QUESTION} tokens of their own, {ANSWER} tokens out; "
             f"chats: {CHATS_AT_ONCE} requests at any time",
+            f"times: median and {CONFIDENCE_WORDS} interval; on and off in turns, {longest.measured.num_rounds} rounds "
+            f"of system prompts, {chats.measured.num_rounds} of chats",
             turns.source,
             f"{replay.source}, turn by turn through scheduler and memory, no model",
             "off: every request has a cache salt of its own, so the same engine finds nothing",
@@ -373,38 +394,38 @@ def _finding(
     )  # fmt: skip
 
 
-def off_on(system: SystemPromptRun) -> float:
-    return system.off.first_token / system.on.first_token
-
-
-def _record(one: PrefixRun) -> dict[str, float]:
+def _record(runs: OnAndOff) -> dict[str, Any]:
     return {
-        "seconds": one.seconds,
-        "hit_rate": one.hit_rate,
-        "first_token_seconds": one.first_token,
-        "tokens_computed": one.num_computed,
+        "speedup": runs.speedup.record(),
+        "first_token_speedup": runs.sooner.record(),
+        **{
+            name: {
+                "seconds": runs.interval(cached, _seconds).record(),
+                "first_token_ms": runs.interval(cached, _first_token).record(),
+                "hit_rate": runs.counted(cached).hit_rate,
+                "tokens_computed": runs.counted(cached).num_computed,
+            }
+            for name, cached in (("on", True), ("off", False))
+        },
     }
 
 
-def _system_table(
-    systems: list[SystemPromptRun], num_turns: int, chats: tuple[PrefixRun, PrefixRun]
-) -> Table:
-    on, off = chats
-    lines = [(f"system prompt of {run.num_tokens} tokens", run.on, run.off) for run in systems]
-    lines.append((f"{num_turns} turns of chats", on, off))
+def _system_table(systems: list[OnAndOff], num_turns: int, chats: OnAndOff) -> Table:
+    lines = [(f"system prompt of {runs.num_tokens} tokens", runs) for runs in systems]
+    lines.append((f"{num_turns} turns of chats", chats))
     rows = [
         [
             name,
-            f"{100 * with_it.hit_rate:.1f}",
-            f"{with_it.num_computed:,}",
-            f"{without.num_computed:,}",
-            f"{1e3 * with_it.first_token:.0f}",
-            f"{1e3 * without.first_token:.0f}",
-            f"{with_it.seconds:.2f}",
-            f"{without.seconds:.2f}",
-            f"{without.seconds / with_it.seconds:.2f}",
+            f"{100 * runs.counted(True).hit_rate:.1f}",
+            f"{runs.counted(True).num_computed:,}",
+            f"{runs.counted(False).num_computed:,}",
+            runs.interval(True, _first_token).text(0),
+            runs.interval(False, _first_token).text(0),
+            runs.interval(True, _seconds).text(),
+            runs.interval(False, _seconds).text(),
+            runs.speedup.text(),
         ]
-        for name, with_it, without in lines
+        for name, runs in lines
     ]
     head = [
         "requests",
@@ -428,21 +449,25 @@ def _pool_table(kept: list[CacheResult]) -> Table:
     return Table("Chats and the pool's size", ["blocks", "tokens", "found, % of prompt tokens"], rows, left=0)
 
 
-def _draw(figure: Any, systems: list[SystemPromptRun], kept: list[CacheResult], replay: ChatTrace) -> None:
+def _draw(figure: Any, systems: list[OnAndOff], kept: list[CacheResult], replay: ChatTrace) -> None:
     left, middle, right = figure.subplots(1, 3)
     places = range(len(systems))
     names = [str(run.num_tokens) for run in systems]
-    for series, (words, times) in enumerate(
-        (
-            ("cache on", [1e3 * run.on.first_token for run in systems]),
-            ("cache off", [1e3 * run.off.first_token for run in systems]),
+    for series, (words, cached) in enumerate((("cache on", True), ("cache off", False))):
+        times = [runs.interval(cached, _first_token) for runs in systems]
+        left.bar(
+            [i + 0.4 * series for i in places],
+            [interval.median for interval in times],
+            0.38,
+            yerr=error_bars(times),
+            label=words,
+            **bar_style(series),
         )
-    ):
-        left.bar([i + 0.4 * series for i in places], times, 0.38, label=words, **bar_style(series))
     left.set_xticks([i + 0.2 for i in places], names)
     left.set(title="time to first token", xlabel="tokens of system prompt", ylabel="milliseconds")
     left.legend(loc="best")
-    middle.bar(places, [run.speedup for run in systems], 0.6, **bar_style(2))
+    ratios = [runs.speedup.interval for runs in systems]
+    middle.bar(places, [ratio.median for ratio in ratios], 0.6, yerr=error_bars(ratios), **bar_style(2))
     middle.set_xticks(list(places), names)
     middle.axhline(1, color=GREY, linewidth=0.9)
     middle.set(title="speed-up of whole requests", xlabel="tokens of system prompt", ylabel="times as fast")

@@ -1,8 +1,11 @@
 """`roofline`: what this machine reads and computes in a second, and which of the two bounds a decode step."""
 
+import math
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +14,18 @@ from quire.bench.drive import Bench
 from quire.bench.machine import cpu_read_rate
 from quire.bench.table import in_bytes
 from quire.models.weight_shape import WeightShape, weight_shape
+from quire_lab.measure.compare import Interleaved, interleave
 from quire_lab.measure.engines import in_words, opened, prompt_rate, step_seconds, warm_up
 from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
-from quire_lab.report.figure import GREY, Picture, line_style, look, plain_log
+from quire_lab.report.figure import GREY, Picture, error_bars, line_style, look, plain_log
+from quire_lab.report.interval import CONFIDENCE_WORDS, Interval, all_held
 from quire_lab.report.regression import Line, fit_line
 
 CONTEXT = 32  # tokens of each sequence: short, so that weights are nearly all that a step reads
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PRODUCT = 1024  # rows and columns of the matrix whose products measure computing
 PRODUCT_ROWS = 512
+KNEE_WIDTH = 3.0  # a knee whose interval ends this many times as high as it begins is not resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +42,18 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class Decoded:
     num_sequences: int
-    seconds: float  # of one step, the least of many: others were disturbed
+    step: Interval  # seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.step.median
 
     @property
     def tokens_per_second(self) -> float:
         return self.num_sequences / self.seconds
+
+
+Rounds = Interleaved[int | str, float]  # seconds of a step by sequences, and the machine's rates
 
 
 def run(setup: Setup) -> Finding:
@@ -50,32 +63,29 @@ def run(setup: Setup) -> Finding:
         weights = weight_shape(bench.built.model, report.precision.format)
         # a batch's prompts are computed before it is timed: as many as take no longer than its steps
         prompts = prompt_rate(bench) * setup.pick(1.0, 6.0, 20.0) / CONTEXT
-        most = min(setup.pick(8, 256, 512), report.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT))
+        most = min(
+            setup.pick(8, 256, 512), report.limits.max_num_seqs, report.pool.num_tokens // (2 * CONTEXT)
+        )
         batches = [n for n in BATCHES if n <= min(most, max(8, prompts))]
-        rounds, num_steps = setup.pick((1, 4), (3, 8), (5, 32))
-        read_rate = compute_rate = 0.0
-        with setup.progress(rounds * (len(batches) + 1), "points") as bar:
-            times: dict[int, list[float]] = {count: [] for count in batches}
-            for _ in range(rounds):  # all in turn, so that a disturbance hits none of them alone
-                bar.note("reading and computing")
-                read_rate = max(read_rate, _read_rate(bench))
-                compute_rate = max(compute_rate, _compute_rate(bench))
-                bar()
-                for count in batches:
-                    bar.note(f"{count} sequences")
-                    times[count] += step_seconds(bench, count, CONTEXT, num_steps)
-                    bar()
-        machine = Machine(read_rate, compute_rate)
-        decoded = [Decoded(count, min(seconds)) for count, seconds in times.items()]
+        num_steps = setup.pick(4, 8, 32)
+        variants: dict[int | str, Callable[[], float]] = {
+            count: partial(_step, bench, count, num_steps) for count in batches
+        }
+        variants |= {"reading": partial(_read_rate, bench), "computing": partial(_compute_rate, bench)}
+        rounds = interleave(setup, variants, float, "decode steps and rates")
         words = in_words(bench)
-    return _finding(setup, machine, weights, decoded, words)
+    return _finding(setup, rounds, batches, weights, words)
+
+
+def _step(bench: Bench, num_sequences: int, num_steps: int) -> float:
+    return statistics.median(step_seconds(bench, num_sequences, CONTEXT, num_steps))
 
 
 def _read_rate(bench: Bench) -> float:
     device = bench.built.report.precision.device
     if device.type == "cpu":
         threads = torch.get_num_threads()  # torch keeps to one where native kernels do the model's work
-        torch.set_num_threads(bench.built.report.num_threads)
+        torch.set_num_threads(bench.built.report.start.num_threads)
         try:
             return cpu_read_rate()
         finally:
@@ -108,29 +118,39 @@ def _best(work: Callable[[], object], device: torch.device, seconds: float = 0.4
     return best
 
 
-def _finding(
-    setup: Setup, machine: Machine, weights: WeightShape, decoded: list[Decoded], words: str
-) -> Finding:
-    counts = [point.num_sequences for point in decoded]
-    seconds = [point.seconds for point in decoded]
-    line = fit_line(counts, seconds, [1 / value for value in seconds])
-    measured_knee = line.intercept / line.slope if line.slope > 0 else None  # None: beyond what was measured
+def _fit(counts: Sequence[int], seconds: Sequence[float]) -> Line:
+    return fit_line(counts, seconds, [1 / value for value in seconds])
+
+
+def _knee(line: Line) -> float:
+    """Sequences at which the fixed time and that of the sequences are equal; infinite: beyond what was measured."""
+    return max(0.0, line.intercept / line.slope) if line.slope > 0 else math.inf
+
+
+def _finding(setup: Setup, rounds: Rounds, counts: list[int], weights: WeightShape, words: str) -> Finding:
+    machine = Machine(max(rounds.runs["reading"]), max(rounds.runs["computing"]))
+    decoded = [Decoded(count, rounds.interval(count, float)) for count in counts]
+    line = _fit(counts, [point.seconds for point in decoded])
+    steps = zip(*(rounds.runs[count] for count in counts), strict=True)  # of each round
+    knee = Interval.of([_knee(_fit(counts, seconds)) for seconds in steps])
     reading, computing = machine.step_floor(weights, 1)
     ideal_knee = reading / computing
-    best = max(decoded, key=lambda point: point.tokens_per_second)
-    free, bound = _knee_in_words(measured_knee, counts[-1])
+    single, largest = decoded[0], decoded[-1]
+    gain = rounds.ratio(counts[0], counts[-1], float)  # of the steps' times
+    gain = replace(gain, interval=gain.interval.scaled(counts[-1] / counts[0]))
+    free, bound = _knee_in_words(knee, counts[-1], rounds)
     take_away = (
-        f"{bound}: one sequence gets "
-        f"{decoded[0].tokens_per_second:.0f} tokens/s, {best.num_sequences} together get "
-        f"{best.tokens_per_second:,.0f}. From {in_bytes(machine.read_rate)}/s and "
-        f"{machine.compute_rate / 1e9:,.0f} GOP/s alone it would be {ideal_knee:.0f}."
+        f"{bound}. One sequence gets {single.tokens_per_second:.0f} tokens/s, {largest.num_sequences} together: "
+        f"{gain.claim('times as many')}. From {in_bytes(machine.read_rate)}/s and "
+        f"{machine.compute_rate / 1e9:,.0f} GOP/s alone the knee would be at {ideal_knee:.0f}."
     )
     results = {
         "read_bytes_per_second": machine.read_rate,
         "operations_per_second": machine.compute_rate,
         "weights_read_bytes": weights.read_bytes,
         "weights_read_parameters": weights.read_parameters,
-        "knee_measured": measured_knee,
+        "knee_measured": knee.record(),
+        "gain_of_the_largest_batch": gain.record(),
         "knee_from_rates": ideal_knee,
         "fixed_seconds": line.intercept,
         "seconds_per_sequence": line.slope,
@@ -139,6 +159,7 @@ def _finding(
             {
                 "num_sequences": point.num_sequences,
                 "seconds": point.seconds,
+                "seconds_interval": point.step.record(),
                 "tokens_per_second": point.tokens_per_second,
             }
             for point in decoded
@@ -148,22 +169,22 @@ def _finding(
         "roofline",
         "What bounds decoding",
         f"{free} a larger batch is nearly free: its weights are read anyway.",
-        lambda figure: _draw(figure, machine, weights, decoded, line, measured_knee),
+        lambda figure: _draw(figure, machine, weights, decoded, line, knee.median),
     )
-    share = reading / decoded[0].seconds
+    share = reading / single.seconds
     checks = [
         Check(
             "no step is faster than the machine's own rates allow",
             f"one sequence reaches {100 * share:.0f} % of the reading floor",
-            all(
-                point.seconds > 0.8 * max(machine.step_floor(weights, point.num_sequences))
+            all_held(
+                point.step.is_above(0.8 * max(machine.step_floor(weights, point.num_sequences)))
                 for point in decoded
             ),
         ),
         Check(
             "more sequences give more tokens a second",
-            f"{best.tokens_per_second / decoded[0].tokens_per_second:.1f} ×",
-            best.num_sequences > 1,
+            gain.text(),
+            gain.interval.is_above(1.0),
         ),
     ]
     return Finding(
@@ -174,7 +195,8 @@ def _finding(
         {"seed": setup.seed, "context": CONTEXT, "batches": counts, "model": words},
         checks,
         (
-            f"{words}; decode steps with {CONTEXT} tokens of context and more, the least of many",
+            f"{words}; decode steps with {CONTEXT} tokens of context and more, all batches in turns, "
+            f"{rounds.num_rounds} rounds; medians with {CONFIDENCE_WORDS} intervals",
             f"a step reads {in_bytes(weights.read_bytes)} of weights and computes "
             f"{2 * weights.read_parameters / 1e6:,.0f} million operations for each sequence",
             "reading: a matrix-vector product larger than the caches; computing: a product in the model's own "
@@ -185,16 +207,22 @@ def _finding(
     )
 
 
-def _knee_in_words(knee: float | None, largest: int) -> tuple[str, str]:
+def _knee_in_words(knee: Interval, largest: int, rounds: Rounds) -> tuple[str, str]:
     """How far a larger batch is free, and where it stops being so."""
-    if knee is None:
+    if knee.low > largest:
         return (
             "In every batch measured here",
             f"Up to {largest} sequences decoding stays bound by memory here",
         )
+    if knee.high > KNEE_WIDTH * knee.low:
+        return (
+            "Up to the knee (not resolved on this machine)",
+            f"Where decoding stops being bound by memory is not resolved on this machine: {knee.text(0)} sequences "
+            f"after {rounds.seconds:.0f} s ({rounds.num_rounds} rounds)",
+        )
     return (
-        f"Up to about {knee:.0f} sequences",
-        f"Decoding stops being bound by memory at about {knee:.0f} sequences here",
+        f"Up to about {knee.median:.0f} sequences",
+        f"Decoding stops being bound by memory at about {knee.text(0)} sequences here",
     )
 
 
@@ -204,7 +232,7 @@ def _table(machine: Machine, weights: WeightShape, decoded: list[Decoded]) -> Ta
         reading, computing = machine.step_floor(weights, point.num_sequences)
         rows.append([
             f"{point.num_sequences}",
-            f"{1e3 * point.seconds:.1f}",
+            point.step.scaled(1e3).text(1),
             f"{1e3 * reading:.1f}",
             f"{1e3 * computing:.1f}",
             "reading" if reading > computing else "computing",
@@ -220,7 +248,7 @@ def _draw(
     weights: WeightShape,
     decoded: list[Decoded],
     line: Line,
-    knee: float | None,
+    knee: float,
 ) -> None:
     left, right = figure.subplots(1, 2)
     counts = [point.num_sequences for point in decoded]
@@ -231,7 +259,15 @@ def _draw(
         left.plot(
             counts, [n / floor[column] for n, floor in zip(counts, floors, strict=True)], label=words, **style
         )
-    right.plot(counts, [1e3 * point.seconds for point in decoded], label="measured", **line_style(0))
+    steps = [point.step.scaled(1e3) for point in decoded]
+    right.errorbar(
+        counts,
+        [i.median for i in steps],
+        yerr=error_bars(steps),
+        capsize=2,
+        label="measured",
+        **line_style(0),
+    )
     right.plot(
         counts,
         [1e3 * line.at(n) for n in counts],
@@ -242,7 +278,7 @@ def _draw(
     for axis in (left, right):
         plain_log(axis, "x")
         plain_log(axis, "y")
-        if knee is not None and counts[0] <= knee <= counts[-1]:
+        if counts[0] <= knee <= counts[-1]:
             axis.axvline(knee, color=look(3).color, linewidth=1.2, label=f"knee: {knee:.0f} sequences")
         axis.set_xticks(counts, [str(n) for n in counts])
         axis.minorticks_off()

@@ -91,8 +91,8 @@ def _fits(bench: Bench, cell: StepCell) -> bool:
     report = bench.built.report
     length = cell.context + SETTLING + cell.num_decodes
     return (
-        cell.num_sequences <= report.max_num_seqs
-        and length <= report.max_model_len
+        cell.num_sequences <= report.limits.max_num_seqs
+        and length <= report.limits.max_model_len
         and cell.num_sequences * length <= report.pool.num_tokens
     )
 

@@ -27,7 +27,7 @@ def opened(setup: Setup, **changes: Any) -> Iterator[Bench]:
 
 def warm_up(bench: Bench) -> None:
     """Memory is touched and kernels are chosen once, before anything is timed."""
-    room = min(bench.built.report.max_model_len, bench.built.report.pool.num_tokens)
+    room = min(bench.built.report.limits.max_model_len, bench.built.report.pool.num_tokens)
     half = max(1, min(64, room // 4))
     bench.serve(bench.requests([Lengths(half, min(8, half))] * 2))
     bench.engine.memory.reset_prefix_index()
@@ -36,7 +36,7 @@ def warm_up(bench: Bench) -> None:
 def prompt_rate(bench: Bench, num_tokens: int = 256) -> float:
     """Prompt tokens a second, from one prompt: how large an experiment may be is decided by it."""
     report = bench.built.report
-    num_tokens = max(1, min(num_tokens, report.max_model_len // 2, report.pool.num_tokens // 2))
+    num_tokens = max(1, min(num_tokens, report.limits.max_model_len // 2, report.pool.num_tokens // 2))
     best = min(bench.serve(bench.requests([Lengths(num_tokens, 1)])).seconds for _ in range(3))
     return num_tokens / best
 
@@ -84,5 +84,5 @@ def in_words(bench: Bench) -> str:
     """The model and where it runs, for a note under a figure."""
     report = bench.built.report
     where = "CPU" if report.precision.device.type == "cpu" else "GPU"
-    threads = f", {report.num_threads} threads" if where == "CPU" else ""
+    threads = f", {report.start.num_threads} threads" if where == "CPU" else ""
     return f"{report.model}, {report.precision.format_name} on the {where}{threads}"

@@ -19,6 +19,7 @@ from quire.engine.engine import Engine
 from quire.engine.validation import Limits
 from quire.memory.paged import PagedMemory
 from quire_lab.measure.counting_runner import CountingRunner
+from quire_lab.report.interval import Interval, Ratio
 from quire_lab.simulate.beams import SHARES as SHARES
 
 METHODS = {"parallel": "parallel sampling", "beam": "beam search"}
@@ -134,7 +135,7 @@ class BeamRate:
     width: int
     shared: float
     unshared: float
-    ratio: float  # the median of the rounds' own
+    ratio: Ratio  # of the rounds' own
     saved_percent: float  # of blocks, by sharing
     copies_shared: int  # blocks copied in one round
     copies_unshared: int
@@ -160,16 +161,17 @@ def measure_rates(
         _run(engine, prompts[:2], WIDTHS[0])  # memory is touched once
     for width in WIDTHS:
         note(f"beams of {width} on the model, {rounds} rounds each with and without sharing")
+        started = time.perf_counter()
         pairs = [
-            (_run(shared.engine, prompts, width), _run(unshared.engine, prompts, width))
-            for _ in range(rounds)
+            _pair(shared.engine, unshared.engine, prompts, width, index % 2 == 1) for index in range(rounds)
         ]
+        ratios = Interval.of([shared_run.rate / other.rate for shared_run, other in pairs])
         rates.append(
             BeamRate(
                 width,
                 median(shared_run.rate for shared_run, _ in pairs),
                 median(other.rate for _, other in pairs),
-                median(shared_run.rate / other.rate for shared_run, other in pairs),
+                Ratio(ratios, time.perf_counter() - started),
                 pairs[0][0].saved_percent,
                 pairs[0][0].copies,
                 pairs[0][1].copies,
@@ -179,6 +181,16 @@ def measure_rates(
             )
         )
     return rates
+
+
+def _pair(
+    shared: Engine, unshared: Engine, prompts: Sequence[Sequence[int]], width: int, is_reversed: bool
+) -> tuple[_Round, _Round]:
+    """One round of both; every second one begins with the other engine."""
+    if is_reversed:
+        other = _run(unshared, prompts, width)
+        return _run(shared, prompts, width), other
+    return _run(shared, prompts, width), _run(unshared, prompts, width)
 
 
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], width: int) -> _Round:

@@ -7,6 +7,7 @@ compared is decoding.
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.build import Built
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+from quire_lab.report.interval import Interval, Ratio
 
 WORKLOADS = ("quote", "chat", "sampled", "random", "batch")
 BATCH = 16  # requests at once in `batch`
@@ -29,7 +31,7 @@ BATCH = 16  # requests at once in `batch`
 @dataclass(frozen=True, slots=True)
 class SpeculatePlan:
     num_tokens: int = 128
-    rounds: int = 5
+    rounds: int = 6  # the fewest that give an interval
     workloads: tuple[str, ...] = WORKLOADS
     seed: int = 0
 
@@ -47,12 +49,14 @@ class Compared:
     chains: list[float]  # of drafts without branches; empty if drafts are chains anyway
     num_drafted: int
     num_accepted: int
+    seconds: float  # all rounds
     is_same: bool  # every answer has the same tokens
 
     @property
-    def speedup(self) -> float:
-        """The median of the rounds' own: within a round the engines take turns, so a slow minute hits both."""
-        return statistics.median(fast / slow for fast, slow in zip(self.speculating, self.plain, strict=True))
+    def speedup(self) -> Ratio:
+        """Of the rounds' own: within a round the engines take turns, so a slow minute hits both."""
+        ratios = [fast / slow for fast, slow in zip(self.speculating, self.plain, strict=True)]
+        return Ratio(Interval.of(ratios), self.seconds)
 
 
 def run_speculate(
@@ -90,13 +94,19 @@ def _compare(name: str, benches: list[Bench], requests: list[list[BenchRequest]]
     rates: tuple[list[float], list[float], list[float]] = [], [], []
     expected, *others = (_answers(bench, requests) for bench in benches)  # and warms all up
     drafted, accepted = speculation.stats.num_draft_tokens, speculation.stats.num_accepted_tokens
+    started = time.perf_counter()
     for _ in range(rounds):
         for which, rate in enumerate(_round(benches, requests)):
             rates[which].append(rate)
     stats = speculation.stats
     same = all(answers == expected for answers in others)
     return Compared(
-        name, *rates, stats.num_draft_tokens - drafted, stats.num_accepted_tokens - accepted, same
+        name,
+        *rates,
+        stats.num_draft_tokens - drafted,
+        stats.num_accepted_tokens - accepted,
+        time.perf_counter() - started,
+        same,
     )
 
 
@@ -174,7 +184,7 @@ def _row(workload: Compared) -> list[str]:
         workload.name,
         f"{statistics.median(workload.plain):.1f}",
         f"{statistics.median(workload.speculating):.1f}",
-        f"{workload.speedup:.2f}",
+        workload.speedup.text(),
         str(workload.num_drafted),
         f"{share:.0%}",
         "yes" if workload.is_same else "NO",
@@ -187,7 +197,7 @@ def _result(workload: Compared) -> dict[str, Any]:
         "plain_tokens_per_second": workload.plain,
         "speculating_tokens_per_second": workload.speculating,
         **({"chains_tokens_per_second": workload.chains} if workload.chains else {}),
-        "speedup": workload.speedup,
+        "speedup": workload.speedup.record(),
         "num_drafted": workload.num_drafted,
         "num_accepted": workload.num_accepted,
         "same_tokens": workload.is_same,

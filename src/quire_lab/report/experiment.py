@@ -45,15 +45,17 @@ class Setup:
     progress: Progress
     price_per_hour: float  # of this machine, in `currency`
     currency: str = "$"
+    time_limit: float | None = None  # seconds for timed comparisons; None: by the size
+    precision: float = 0.05  # relative half width at which a ratio is precise enough
+
+    @property
+    def seconds(self) -> float:
+        """For all timed comparisons of one experiment."""
+        return self.time_limit if self.time_limit is not None else self.pick(2.0, 60.0, 600.0)
 
     def pick(self, quick: T, normal: T, thorough: T) -> T:
         """What belongs to the size that was asked for."""
         return {Size.QUICK: quick, Size.NORMAL: normal, Size.THOROUGH: thorough}[self.size]
-
-    def fitted(self, seconds_each: float, low: int, high: int) -> int:
-        """How many things of this duration fit the size's share of time, within [low, high]."""
-        seconds = self.pick(2.0, 30.0, 240.0)
-        return max(low, min(high, int(seconds / max(seconds_each, 1e-9))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,11 @@ class Check:
 
     claim: str
     measured: str
-    held: bool
+    held: bool | None  # None: not resolved, the machine's noise is larger
+
+    @property
+    def outcome(self) -> str:
+        return {True: "yes", False: "no", None: "not resolved"}[self.held]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Plots with one palette that is safe for colour-blind readers and legible in grey."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from quire.bench.serve_report import plain_log as plain_log
 from quire.core.errors import ConfigError
+from quire_lab.report.interval import Interval
 
 DPI = 160
 GREY = "#595959"  # of second importance: grids, notes
@@ -89,6 +90,14 @@ def bar_style(series: int | str) -> dict[str, Any]:
     """For `axis.bar`: hatched, so that a grey print tells bars apart."""
     style = look(series)
     return {"color": style.color, "hatch": style.hatch, "edgecolor": "white", "linewidth": 0.5}
+
+
+def error_bars(intervals: Sequence[Interval]) -> list[list[float]]:
+    """For `yerr=`: from each median down and up to the ends of its interval."""
+    ends = [interval.ends_or_median() for interval in intervals]
+    down = [interval.median - low for interval, (low, _) in zip(intervals, ends, strict=True)]
+    up = [high - interval.median for interval, (_, high) in zip(intervals, ends, strict=True)]
+    return [down, up]
 
 
 def check_matplotlib() -> None:

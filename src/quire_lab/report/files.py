@@ -73,7 +73,8 @@ def as_text(done: Done) -> str:
         *map(_table, finding.tables),
     ]
     checks = [
-        f"{'yes' if check.held else 'NO '}  {check.claim}: {check.measured}" for check in finding.checks
+        f"{'NO ' if check.held is False else check.outcome}  {check.claim}: {check.measured}"
+        for check in finding.checks
     ]
     if checks:
         parts.append("\n".join(checks))

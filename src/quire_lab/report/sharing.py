@@ -39,8 +39,9 @@ def sharing_report(
     for rate in rates:
         rows.append((
             f"model, beams of {rate.width}",
-            f"{rate.shared:,.0f} tokens/s shared, {rate.unshared:,.0f} with --no-share ({rate.ratio:.2f}x); "
-            f"{rate.saved_percent:.1f} % saved, {rate.copies_shared} blocks copied instead of {rate.copies_unshared}, "
+            f"{rate.shared:,.0f} tokens/s shared, {rate.unshared:,.0f} with --no-share "
+            f"({rate.ratio.short('times as fast')}); {rate.saved_percent:.1f} % saved, "
+            f"{rate.copies_shared} blocks copied instead of {rate.copies_unshared}, "
             f"{rate.preemptions_shared} preemptions instead of {rate.preemptions_unshared}",
         ))  # fmt: skip
     results = {
@@ -133,7 +134,7 @@ def _rate(rate: BeamRate) -> dict[str, Any]:
         "width": rate.width,
         "tokens_per_second": rate.shared,
         "tokens_per_second_without_sharing": rate.unshared,
-        "ratio": rate.ratio,
+        "ratio": rate.ratio.record(),
         "rounds": [list(pair) for pair in rate.rounds],
         "saved_percent": rate.saved_percent,
         "copies": rate.copies_shared,

@@ -9,10 +9,11 @@ import torch
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.errors import ConfigError, WeightsError
 from quire.core.layout import BlockLayout
+from quire.core.stats import PoolSize, StartStats
 from quire.engine.build import Built, Report, default_sampling, end_token_ids
 from quire.engine.build.adapters import separate_blocks
 from quire.engine.build.assemble import model_vocabulary
-from quire.engine.build.report import policies_in_words
+from quire.engine.build.report import policies_in_words, running_on
 from quire.engine.build.resolve import (
     Precision,
     default_limits,
@@ -26,7 +27,7 @@ from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
 from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
-from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, PoolSize, pool_size
+from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, pool_size
 from quire.scheduler.preemption import Preemption
 from quire.weights.architectures import SHAPES
 from quire.weights.open import open_source
@@ -74,7 +75,7 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
     if parts.adapters is not None:
         adapters = parts.adapters.serve(config, memory, parts.clock)
     max_num_seqs, max_tokens = scheduler.limits
-    limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends)
+    limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends, max_tokens)
     make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))
     preemption = Preemption(scheduler.preemption_mode, parts.move_seconds)
     engine = Engine(
@@ -88,22 +89,17 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
         clock=parts.clock,
         adapters=adapters,
     )
+    seconds = time.perf_counter() - started
     report = Report(
         model=config.model.served_model_name or source.name,
+        where=running_on(parts.precision, 0, parts.device.in_words),
         precision=parts.precision,
-        weights_bytes=parts.weights.num_bytes,
+        start=StartStats(0, parts.weights.num_bytes, seconds),
         groups=parts.weights.groups,
+        limits=limits,
         pool=size,
-        device_memory=None,
-        max_model_len=parts.max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_tokens,
-        num_threads=0,
-        num_graphs=0,
-        tiles="",
-        seconds=time.perf_counter() - started,
         policies=policies_in_words(config.memory, scheduler),
-        simulated=parts.device.in_words,
+        started=f"in {seconds:.2f} s",
     )
     return Built(engine, source, described, default_sampling(source), report)
 

@@ -1,12 +1,15 @@
 """Each experiment, quickly: what it claims holds where it does not depend on time, and its picture is drawn."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from quire.bench.workload import Lengths
-from quire_lab.experiments.batching import POLICIES, draw_timelines
+from quire_lab.experiments.batching import POLICIES, measure_timelines
 from quire_lab.experiments.prefix import Scale, chat_trace
 from quire_lab.experiments.registry import find
 from quire_lab.experiments.waste import spend, table_stages
@@ -64,6 +67,7 @@ def test_prefix_computes_less_and_finds_no_more_than_repeats(setup, tmp_path):
     assert all(check.held for check in finding.checks)
     for system in finding.results["systems"]:
         assert system["off"]["hit_rate"] == 0.0 < system["on"]["hit_rate"]
+        assert set(system["speedup"]) >= {"n", "median", "low", "high", "resolved", "confidence"}
 
 
 def test_waste_holds_its_claims_on_stand_ins(setup, tmp_path):
@@ -101,10 +105,13 @@ def test_the_block_tables_are_those_of_the_lecture():
 
 
 def test_batching_time_lines_come_from_runs(setup):
-    drawn = {one.policy: one for one in draw_timelines(setup)}
+    drawn = measure_timelines(replace(setup, time_limit=0.1)).runs
     assert set(drawn) == set(POLICIES)
-    assert drawn["continuous"].ended_share == 0.0 < drawn["static"].ended_share
-    for one in drawn.values():
+    assert all(
+        last.ended_share == 0.0 < static.ended_share
+        for last, static in zip(drawn["continuous"], drawn["static"], strict=True)
+    )
+    for one in (run for runs in drawn.values() for run in runs):
         assert {row.request_id for moment in one.moments for row in moment.rows} == {
             f"S{i}" for i in range(1, 9)
         }
@@ -147,3 +154,35 @@ def test_adapters_are_batched_and_merged_and_unified_memory_has_no_gaps(setup, t
     served = finding.results["served"]
     assert {one["mode"] for one in served} == {"base", "batched", "merge"}
     assert all(one["loads"] > 0 for one in served if one["mode"] != "base")
+
+
+@pytest.fixture
+def busy():
+    """A process that computes on every processor."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    yield
+    for loop in loops:
+        loop.kill()
+        loop.wait()
+
+
+def test_on_a_busy_machine_no_sentence_says_the_opposite(setup, busy):
+    finding = find("kvcache").run(replace(setup, time_limit=4.0))
+    ratio = finding.results["ratio"]
+    if ratio["resolved"]:
+        assert ratio["low"] > 1
+        assert f"{ratio['n']} pairs)" in finding.take_away
+    else:
+        assert "not resolved on this machine" in finding.take_away
+    by_claim = {check.claim: check for check in finding.checks}
+    assert by_claim["both ways give the same tokens"].held
+    assert by_claim["without a cache time grows by a higher power of the length (by 0.2 at least)"].held in (
+        None,
+        ratio["resolved"],
+    )
+
+
+def test_hardly_any_time_gives_a_report_without_claims(setup):
+    finding = find("prefix").run(replace(setup, time_limit=1e-6))
+    assert finding.take_away.count("not resolved on this machine") == 2
+    assert [system["speedup"]["n"] for system in finding.results["systems"]] == [1, 1]

@@ -129,6 +129,8 @@ def test_list_names_every_experiment(capsys):
         (["wsate"], "there is no experiment 'wsate': did you mean waste?"),
         (["qqqq"], "there is no experiment 'qqqq': `quire bench lab list` shows them"),
         (["waste", "--price-per-hour", "0"], "--price-per-hour is 0: give more than 0"),
+        (["waste", "--time-limit", "0"], "--time-limit is 0: give more than 0 seconds"),
+        (["waste", "--precision", "1"], "--precision is 1: give a number between 0 and 1"),
         (["waste", "--data-dir", "/nowhere"], "--data-dir /nowhere: is no folder"),
         (["waste", "--output-dir", "/proc/here"], "--output-dir /proc/here: cannot be written"),
     ],

@@ -3,18 +3,19 @@
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from quire.core import laboratory
 from quire.core.config import EngineConfig, ModelConfig, ModelOptions, SchedulerConfig
 from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
+from quire.core.stats import StartStats
 from quire.engine.adapters import Adapters
 from quire.engine.build.adapters import BuiltAdapters, adapter_lines, build_adapters
 from quire.engine.build.host_memory import HostMemory, make_host_memory
 from quire.engine.build.pins import PinnedPrefix, pin_prefixes
 from quire.engine.build.pool import BuiltPool, make_pool, start_kernel_warmup
-from quire.engine.build.report import Report, policies_in_words
+from quire.engine.build.report import Report, policies_in_words, running_on
 from quire.engine.build.resolve import (
     BuildPlan,
     Progress,
@@ -27,8 +28,7 @@ from quire.engine.build.resolve import (
 )
 from quire.engine.build.runner import BuiltRunner, build_runner, runner_limits
 from quire.engine.build.weights import LoadedModels, load_models, make_proposer, offload_lines
-from quire.engine.engine import Engine
-from quire.engine.loop import LoopEngine
+from quire.engine.engine import Engine, EngineCore
 from quire.engine.policies import make_memory
 from quire.engine.speculation import Speculation
 from quire.engine.validation import Limits
@@ -42,7 +42,7 @@ from quire.scheduler.preemption import Preemption
 from quire.text.load import choose_tokenizer
 from quire.weights.source import Source
 
-E = TypeVar("E", bound=LoopEngine)
+E = TypeVar("E", bound=EngineCore[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built[Engin
 def _make_parts(plan: BuildPlan, models: LoadedModels, pool: BuiltPool) -> _Parts:
     config, device = plan.config, plan.precision.device
     scheduler = resolve_scheduler(config.scheduler, device, pool.num_blocks)
-    max_num_seqs, _ = scheduler.limits
-    limits = Limits(
-        plan.model.vocab_size, plan.max_model_len, max_num_seqs, end_token_ids(plan.source, plan.model)
-    )
+    max_num_seqs, max_tokens = scheduler.limits
+    end_ids = end_token_ids(plan.source, plan.model)
+    limits = Limits(plan.model.vocab_size, plan.max_model_len, max_num_seqs, end_ids, max_tokens)
     for_runner = runner_limits(plan, scheduler, models.model, plan.precision)
     host = make_host_memory(plan, pool.pool)
     adapters = build_adapters(plan, models, pool.pool, for_runner, host.transfers)
@@ -161,28 +160,27 @@ def _report(
     seconds: float,
 ) -> Report:
     config, speculative = plan.config, plan.speculative
-    max_num_seqs, max_tokens = parts.scheduler.limits
+    weights_bytes = sum(t.numel() * t.element_size() for t in models.model.parameters().values())
+    num_graphs, tiles = parts.runner.num_graphs, parts.runner.runner.tiles
+    graphs = f", {num_graphs} sizes of steps captured as graphs" if num_graphs else ""
     return Report(
         model=config.model.served_model_name or plan.source.name,
+        where=running_on(plan.precision, plan.num_threads),
         precision=plan.precision,
-        weights_bytes=sum(t.numel() * t.element_size() for t in models.model.parameters().values()),
+        start=StartStats(plan.num_threads, weights_bytes, seconds),
         groups=weight_groups(models.model.parameters()),
+        limits=parts.limits,
         pool=pool.size,
         device_memory=pool.device_memory,
-        max_model_len=plan.max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_tokens,
-        num_threads=plan.num_threads,
-        num_graphs=parts.runner.num_graphs,
-        tiles=parts.runner.runner.tiles,
-        seconds=seconds,
+        products=plan.precision.format.gemm.summary,
+        started=f"in {seconds:.2f} s{graphs}{f', {tiles} tiles' if tiles else ''}",
         speculation=speculative.in_words if speculative else "",
         policies=policies_in_words(config.memory, parts.scheduler),
         host=parts.host.lines,
         offload=offload_lines(config, plan.precision, models.streaming),
         streaming=models.streaming,
         pinned=pinned,
-        adapters=adapter_lines(config.adapters, parts.adapters, max_num_seqs),
+        adapters=adapter_lines(config.adapters, parts.adapters, parts.limits.max_num_seqs),
     )
 
 

@@ -10,30 +10,28 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.request import QueueBounds
 from quire.core.sampling import SamplingParams
-from quire.core.stats import VectorFormat
+from quire.core.stats import StartStats, VectorFormat
 from quire.engine.build.assemble import Built, build
-from quire.engine.build.report import Report
+from quire.engine.build.report import Report, running_on
 from quire.engine.build.resolve import CPU_BATCHED_TOKENS, BuildPlan, Progress, make_plan
-from quire.engine.encoder import EncoderEngine, encode_texts
+from quire.engine.encoder import EncoderEngine, EncoderRunner
 from quire.engine.validation import Limits
 from quire.layers.encoder import Pooling
 from quire.layers.factory import LayerFactory
-from quire.models import registry
-from quire.models.loading import load_encoder
+from quire.models.loading import load
+from quire.models.model import Encoder
 from quire.models.weight_shape import weight_groups
-from quire.runner.sizing import PoolSize
-from quire.weights.architectures import is_encoder
+from quire.weights.architectures import task_of
 from quire.weights.builtin import BUILTIN_ENCODER_NAME
 from quire.weights.sentence import SentenceFiles, read_sentence_files
 
 MAX_TEXTS = 256  # of one step
 GPU_BATCHED_TOKENS = 32768  # whole texts fill a GPU better than a queue of small steps
-NO_POOL = PoolSize(num_blocks=0, block_size=0, block_bytes=0, limit="the model, which keeps no KV")
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Built[Any]:
     """The model's architecture decides which engine serves it."""
-    if is_encoder(config.model.model, config.model.revision):
+    if task_of(config.model.model, config.model.revision) == "embed":
         return build_encoder(config, progress)
     return build(config, progress)
 
@@ -42,37 +40,30 @@ def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Bui
     """Without a model's name, the built-in encoder."""
     started = time.perf_counter()
     options = replace(config.model, model=config.model.model or BUILTIN_ENCODER_NAME)
-    plan = make_plan(replace(config, model=options), progress, registry.describe_encoder)
+    plan = make_plan(replace(config, model=options), progress, "embed")
     precision, scheduler = plan.precision, config.scheduler
     folder = getattr(plan.source, "folder", None)
     files = read_sentence_files(folder) if isinstance(folder, Path) else SentenceFiles()
     pooling = Pooling(files.pooling, files.normalize)
     factory = LayerFactory(precision.format, precision.device)
     advance = partial(progress, "weights") if progress is not None else None
-    encoder = load_encoder(plan.source, factory, advance, options.seed)
+    encoder: Encoder = load(plan.source, factory, advance, options.seed, "embed")
     max_len, max_tokens = _lengths(plan, files)
-    limits = Limits(plan.model.vocab_size, max_len, scheduler.max_num_seqs or MAX_TEXTS)
-    engine = EncoderEngine(
-        limits,
-        max_tokens,
-        partial(encode_texts, encoder, pooling, precision.device),
-        QueueBounds(scheduler.max_queue_requests, scheduler.max_queue_tokens),
-    )
+    max_num_seqs = scheduler.max_num_seqs or MAX_TEXTS
+    limits = Limits(plan.model.vocab_size, max_len, max_num_seqs, max_num_batched_tokens=max_tokens)
+    bounds = QueueBounds(scheduler.max_queue_requests, scheduler.max_queue_tokens)
+    engine = EncoderEngine(limits, EncoderRunner(encoder, pooling, precision.device), bounds)
+    weights_bytes = sum(t.numel() * t.element_size() for t in encoder.parameters().values())
+    seconds = time.perf_counter() - started
     report = Report(
         model=options.served_model_name or plan.source.name,
+        where=running_on(precision, plan.num_threads),
         precision=precision,
-        weights_bytes=sum(t.numel() * t.element_size() for t in encoder.parameters().values()),
+        start=StartStats(plan.num_threads, weights_bytes, seconds),
         groups=weight_groups(encoder.parameters()),
-        pool=NO_POOL,
-        device_memory=None,
-        max_model_len=max_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=max_tokens,
-        num_threads=plan.num_threads,
-        num_graphs=0,
-        tiles="",
-        seconds=time.perf_counter() - started,
+        limits=limits,
         vectors=VectorFormat(plan.model.hidden_size, files.normalize, files.pooling),
+        started=f"in {seconds:.2f} s",
     )
     return Built(engine, plan.source, plan.model, SamplingParams(), report)
 

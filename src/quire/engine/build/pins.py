@@ -23,8 +23,7 @@ class PinnedPrefix:
     num_tokens: int
     num_blocks: int
 
-    @property
-    def line(self) -> str:
+    def __str__(self) -> str:
         return (
             f"pinned    {self.path}: {self.num_tokens:,} tokens in {self.num_blocks:,} blocks, never given up"
         )

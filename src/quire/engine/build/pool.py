@@ -9,6 +9,7 @@ import torch
 
 from quire.core.config import EngineConfig, MemoryConfig
 from quire.core.layout import BlockLayout
+from quire.core.stats import PoolSize
 from quire.engine.build.adapters import adapter_dtype, separate_blocks
 from quire.engine.build.resolve import BuildPlan, Precision, block_layout, default_limits
 from quire.engine.build.weights import LoadedDraft, LoadedModels
@@ -19,7 +20,7 @@ from quire.models.offload import is_streamed
 from quire.runner.adapters import device_bytes
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.graphs import token_counts
-from quire.runner.sizing import DeviceMemory, PoolSize, divide_gpu, free_host_bytes, pool_size
+from quire.runner.sizing import DeviceMemory, divide_gpu, free_host_bytes, pool_size
 from quire.runner.warmup import (
     KernelWarmup,
     activation_bytes,

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from quire.core.config import MemoryConfig, SchedulerConfig
-from quire.core.stats import VectorFormat
+from quire.core.stats import LABEL, PoolSize, StartStats, VectorFormat, rows, shown
 from quire.engine.build.pins import PinnedPrefix
 from quire.engine.build.resolve import Precision
+from quire.engine.validation import Limits
 from quire.models.offload import Streaming
 from quire.models.weight_shape import WeightGroup
-from quire.runner.sizing import DeviceMemory, PoolSize
+from quire.runner.sizing import DeviceMemory
 
 _RESERVATIONS = {
     "max": "memory reserved to max_model_len",
@@ -24,87 +25,43 @@ _SCHEDULES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What was decided at start, for people and for metrics."""
+def in_groups(groups: tuple[WeightGroup, ...]) -> str:
+    return "; ".join(group.in_words for group in groups)
 
-    model: str
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was decided at start, for people and for metrics. The start report shows the fields in their order."""
+
+    model: str = shown("model")
+    where: str = shown("model")  # number format, device and threads
     precision: Precision
-    weights_bytes: int
-    groups: tuple[WeightGroup, ...]  # how the weights are stored
-    pool: PoolSize
-    device_memory: DeviceMemory | None  # None on a CPU
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_threads: int
-    num_graphs: int  # sizes of steps that were captured at start
-    tiles: str  # attention's, on a GPU: tuned, default or fixed
-    seconds: float
-    speculation: str = ""  # the method and its draft length
-    simulated: str = ""  # the simulated device, and what it was fitted on
-    policies: str = ""  # other than the defaults
-    host: tuple[str, ...] = ()  # host memory beside the pool
-    offload: tuple[str, ...] = ()  # which weights stream and what that costs
-    streaming: Streaming | None = None  # the same as numbers; None: all weights stay
-    pinned: tuple[PinnedPrefix, ...] = ()
-    adapters: tuple[str, ...] = ()  # how many are known, and their limits
-    vectors: VectorFormat | None = None  # of an encoder, which has no pool
+    start: StartStats
+    groups: tuple[WeightGroup, ...] = shown("weights", in_groups)  # how the weights are stored
+    offload: tuple[str, ...] = shown("", default=())  # which weights stream and what that costs
+    device_memory: DeviceMemory | None = shown("memory", default=None)  # None on a CPU
+    pool: PoolSize = shown("pool", default=PoolSize(0, 0, 0))  # of an encoder empty
+    vectors: VectorFormat | None = shown("vectors", default=None)  # of an encoder
+    host: tuple[str, ...] = shown("", default=())  # host memory beside the pool
+    limits: Limits
+    adapters: tuple[str, ...] = shown("", default=())  # how many are known, and their limits
+    pinned: tuple[PinnedPrefix, ...] = shown("", default=())
+    speculation: str = shown("drafts", default="")  # the method and its draft length
+    policies: str = shown("policies", default="")  # other than the defaults
+    products: str = shown("products", default="")  # GEMM algorithms that were measured
+    started: str = shown("started", default="")
+    streaming: Streaming | None = None  # `offload` as numbers; None: all weights stay
 
     def lines(self) -> list[str]:
-        precision, pool = self.precision, self.pool
-        where = f"on {precision.device.type}, {self.num_threads} threads"
-        if precision.device.type == "cuda":
-            where = f"on {torch.cuda.get_device_name(precision.device)}"
-        if self.simulated:
-            where = f"on {self.simulated}"
-        if self.vectors is not None:
-            return [
-                f"encoder   {self.model}, {precision.format_name} {where}",
-                self._weights,
-                self.vectors.line,
-                f"limits    {self.max_model_len:,} tokens per text, {self.max_num_seqs} texts and "
-                f"{self.max_num_batched_tokens:,} tokens per step",
-                f"started   in {self.seconds:.2f} s",
-            ]
-        divided = [] if self.device_memory is None else [_divided(self.device_memory)]
-        graphs = f", {self.num_graphs} sizes of steps captured as graphs" if self.num_graphs else ""
-        tiles = f", {self.tiles} tiles" if self.tiles else ""
-        return [
-            f"model     {self.model}, {precision.format_name} {where}",
-            self._weights,
-            *self.offload,
-            *divided,
-            f"pool      {pool.num_bytes / 1e6:,.0f} MB: {pool.num_blocks:,} blocks of {pool.block_size} tokens "
-            f"= {pool.num_tokens:,} tokens in {precision.kv_dtype} (set by {pool.limit})",
-            *self.host,
-            f"limits    {self.max_model_len:,} tokens per sequence, {self.max_num_seqs} sequences, "
-            f"{self.max_num_batched_tokens:,} tokens per step",
-            *self.adapters,
-            *(prefix.line for prefix in self.pinned),
-            *([f"drafts    {self.speculation}"] if self.speculation else []),
-            *([f"policies  {self.policies}"] if self.policies else []),
-            *([f"products  {precision.format.gemm.summary}"] if precision.format.gemm.summary else []),
-            f"started   in {self.seconds:.2f} s{graphs}{tiles}",
-        ]
-
-    @property
-    def _weights(self) -> str:
-        stored = "; ".join(group.in_words for group in self.groups)
-        return f"weights   {self.weights_bytes / 1e6:,.0f} MB: {stored}"
+        return [f"{label:<{LABEL}}{text}" for label, text in rows(self)]
 
 
-def _divided(memory: DeviceMemory) -> str:
-    parts = (
-        (memory.weights, "weights"),
-        (memory.activations, "activations"),
-        (memory.pool, "pool"),
-        (memory.others, "others and driver"),
-        (memory.spare, "left alone"),
-    )
-    return f"memory    {memory.total / 1e9:,.1f} GB = " + " + ".join(
-        f"{n / 1e9:,.1f} {what}" for n, what in parts
-    )
+def running_on(precision: Precision, num_threads: int, simulated: str = "") -> str:
+    """The number format, and the device with its threads; or the simulated device, and what it was fitted on."""
+    where = simulated or f"{precision.device.type}, {num_threads} threads"
+    if precision.device.type == "cuda" and not simulated:
+        where = torch.cuda.get_device_name(precision.device)
+    return f"{precision.format_name} on {where}"
 
 
 def policies_in_words(memory: MemoryConfig, scheduler: SchedulerConfig) -> str:

@@ -1,13 +1,19 @@
 """Turns every `auto` setting into a decision, as new objects; BuildPlan holds them for the later stages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
-from quire.core.errors import ConfigError
+from quire.core.config import (
+    EngineConfig,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    Task,
+)
+from quire.core.errors import ConfigError, InvalidRequest, ModelError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
 from quire.kernels import native
@@ -15,6 +21,7 @@ from quire.kernels.registry import forces_reference
 from quire.models import registry
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
+from quire.weights.hyperparameters import token_ids
 from quire.weights.open import open_source
 from quire.weights.source import Source
 
@@ -59,17 +66,13 @@ class BuildPlan:
         return self.config.speculative_config
 
 
-def make_plan(
-    config: EngineConfig,
-    progress: Progress | None = None,
-    describe: Callable[[Mapping[str, Any]], ModelConfig] = registry.describe,
-) -> BuildPlan:
+def make_plan(config: EngineConfig, progress: Progress | None = None, task: Task = "generate") -> BuildPlan:
     """Opens the model's source and sets the compute threads. ConfigError where settings contradict the model."""
     options = config.model
     source = open_source(
         options.model, revision=options.revision, load_format=options.load_format, progress=progress
     )
-    model = describe(source.config)
+    model = registry.describe(source.config, task)
     precision = resolve_precision(config, model)
     max_model_len = resolve_max_model_len(config, model)
     num_threads = set_threads(config.runner.num_threads, precision)
@@ -169,10 +172,9 @@ def set_threads(asked: int | None, precision: Precision) -> int:
 
 def end_token_ids(source: Source, model: ModelConfig) -> tuple[int, ...]:
     """What ends a sequence: generation_config.json has precedence (chat models have several), else the config."""
-    named = source.generation_config.get("eos_token_id")
-    if named is None:
+    if source.generation_config.get("eos_token_id") is None:
         return model.eos_token_ids
-    return tuple(named) if isinstance(named, (list, tuple)) else (int(named),)
+    return token_ids(source.generation_config, "eos_token_id", "generation_config.json")
 
 
 def default_sampling(source: Source) -> SamplingParams:
@@ -181,4 +183,7 @@ def default_sampling(source: Source) -> SamplingParams:
     asked = {k: source.generation_config[k] for k in known if source.generation_config.get(k) is not None}
     if source.generation_config.get("do_sample") is False:
         asked["temperature"] = 0.0
-    return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asked)
+    try:
+        return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asked)
+    except InvalidRequest as error:
+        raise ModelError(f"generation_config.json: {error}, or take it out of the file") from error

@@ -7,6 +7,7 @@ from pathlib import Path
 from quire.core.config import EngineConfig, ModelConfig, ModelOptions, SchedulerConfig, SpeculativeConfig
 from quire.core.draft import MAX_NODES
 from quire.core.errors import ConfigError
+from quire.core.stats import PoolSize
 from quire.engine.build.resolve import BuildPlan, Precision, Progress, block_layout, resolve_precision
 from quire.engine.build.runner import build_runner, runner_limits
 from quire.engine.draft_model import DraftModel
@@ -18,7 +19,7 @@ from quire.models.loading import load
 from quire.models.model import DecoderModel
 from quire.models.offload import GIB, Loaded, Offload, Streaming, load_offloaded
 from quire.runner.drafts import Proposals
-from quire.runner.sizing import PoolSize, available_memory
+from quire.runner.sizing import available_memory
 from quire.speculate.ngram import NgramProposer
 from quire.text.load import load_tokenizer
 from quire.weights.cache import offloaded_folder

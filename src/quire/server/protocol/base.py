@@ -1,14 +1,36 @@
 """Types that all endpoints share, and the sampling fields of chats and completions."""
 
-from typing import Annotated, Any, Literal, NotRequired
+from collections.abc import Sized
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
+
+from quire.core.sampling import MAX_LOGIT_BIASES, MAX_STOPS
 
 # JSON's integers have no bound; the engine's have.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+T = TypeVar("T")
+# A list whose first wrong item ends the validation: one finding, not a million.
+Many = Annotated[list[T], Field(fail_fast=True)]
+Name = Annotated[str, Field(max_length=1024)]  # of a model, a user or a cache salt
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Counts the entries of an object before any is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, Sized) and len(value) > limit:
+            raise ValueError(f"has {len(value)} entries and {limit} are allowed: send fewer")
+        return value
+
+    return BeforeValidator(check)
+
+
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+    at_most(16),
 ]
 
 
@@ -80,11 +102,10 @@ class PromptLogprob(TypedDict):
 # ---------------------------------------------------------------------- sampling
 
 
-MAX_STOPS = 64  # strings; each costs time on every token of the answer
 ModelName = Annotated[
-    str | None, Field(description="A name that /v1/models lists; the first of them if left out.")
+    Name | None, Field(description="A name that /v1/models lists; the first of them if left out.")
 ]
-Stops = Annotated[list[str], Field(max_length=MAX_STOPS)]
+Stops = Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
 class SamplingFields(RequestBody):
@@ -101,7 +122,7 @@ class SamplingFields(RequestBody):
     max_tokens: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIASES)] = Field(
         None, description="Token id, as text, to a bias in [-100, 100]."
     )
     response_format: dict[str, Any] | None = Field(
@@ -110,15 +131,15 @@ class SamplingFields(RequestBody):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Name | None = None
 
     top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Int | None = None
-    stop_token_ids: list[Int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[Int] | None = None
+    stop_token_ids: Many[Int] | None = None
+    bad_words: Many[str] | None = None
+    allowed_token_ids: Many[Int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -127,7 +148,7 @@ class SamplingFields(RequestBody):
         None, description="Keep this many of the prompt's last tokens; -1: as many as fit."
     )
     priority: Int | None = None
-    cache_salt: str | None = Field(None, description="Requests share cached prefixes within one salt only.")
+    cache_salt: Name | None = Field(None, description="Requests share cached prefixes within one salt only.")
     add_special_tokens: bool | None = None
 
     use_beam_search: bool | None = Field(None, description="best_of beams, at most 32; not with stream.")
@@ -144,7 +165,7 @@ class SamplingFields(RequestBody):
     )
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
 
 
@@ -158,11 +179,11 @@ class ExtraFields(RequestBody):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Int | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: Many[Int] | None = None
     ignore_eos: bool | None = None
     truncate_prompt_tokens: Int | None = None
     priority: Int | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def extras(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing_extensions import TypedDict
 from quire.server.protocol.base import (
     Int,
     ListPage,
+    Many,
     Metadata,
     PromptLogprob,
     RequestBody,
@@ -17,12 +18,14 @@ from quire.server.protocol.base import (
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[str] | list[Int] | list[list[Int]] = Field(
+    prompt: str | Many[str] | Many[Int] | Many[Many[Int]] = Field(
         description="Text, token ids, or a list of either."
     )
     echo: bool | None = None
     logprobs: Int | None = None
-    suffix: str | None = None
+    suffix: str | None = Field(
+        None, description="The text after what is to be written, for models with such tokens."
+    )
 
 
 class CompletionLogprobs(TypedDict):
@@ -81,17 +84,18 @@ _MESSAGES: dict[str, Any] = {
 
 
 class ChatCompletionRequest(SamplingFields):
-    messages: list[dict[str, Any]] = Field(json_schema_extra=_MESSAGES)
+    messages: Many[dict[str, Any]] = Field(json_schema_extra=_MESSAGES)
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = Field(None, description="Keep the answer in memory, for GET /v1/chat/completions.")
     metadata: Metadata | None = Field(None, description="Of a stored answer.")
-    functions: Any = Field(None, deprecated=True)
-    function_call: Any = Field(None, deprecated=True)
+    # not deprecated=True, with which pydantic warns whenever a field is read
+    functions: list[dict[str, Any]] | None = Field(None, json_schema_extra={"deprecated": True})
+    function_call: str | dict[str, Any] | None = Field(None, json_schema_extra={"deprecated": True})
 
     reasoning_effort: str | None = Field(None, description="For chat templates that know it.")
     modalities: list[str] | None = Field(None, description="Answers are text.")
@@ -111,7 +115,7 @@ class ChatCompletionRequest(SamplingFields):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Many[dict[str, Any]] | None = None
 
 
 # Fields of a chat that are accepted, and why they have no effect.
@@ -162,6 +166,7 @@ class ChatMessage(TypedDict):
     refusal: None
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
+    function_call: NotRequired[FunctionCall]  # where the request has functions
 
 
 class ChatChoice(TypedDict):
@@ -215,6 +220,7 @@ class ChatDelta(TypedDict):
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
+    function_call: NotRequired[FunctionDelta]
 
 
 class ChatChunkChoice(TypedDict):

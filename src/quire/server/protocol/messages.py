@@ -4,7 +4,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import ExtraFields, Int, ModelName, RequestBody, Stops
+from quire.server.protocol.base import ExtraFields, Int, Many, ModelName, Name, RequestBody, Stops
 
 # A piece of a message: text, thinking, the use of a tool or its result. Which fields it has hangs on its `type`.
 Block = dict[str, Any]
@@ -12,7 +12,7 @@ MessageEvent = dict[str, Any]
 
 
 class MessageMetadata(RequestBody):
-    user_id: str | None = None
+    user_id: Name | None = None
 
 
 class OutputConfig(RequestBody):
@@ -24,14 +24,16 @@ class MessageInput(ExtraFields):
     """The fields that make the prompt: enough to count its tokens."""
 
     model: ModelName = None
-    messages: list[dict[str, Any]]
-    system: str | list[Block] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Many[dict[str, Any]]
+    system: str | Many[Block] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
     mcp_servers: list[Any] | None = None
     container: Any = None
+    thread: dict[str, Any] | None = None
 
 
 class MessageRequest(MessageInput):
@@ -70,6 +72,7 @@ class TokenCount(TypedDict):
 class MessageErrorDetail(TypedDict):
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
 
 
 class MessageErrorBody(TypedDict):

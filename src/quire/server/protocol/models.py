@@ -5,7 +5,7 @@ from typing import Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, RequestBody
+from quire.server.protocol.base import Int, Many, Name, RequestBody
 
 
 class Model(TypedDict):
@@ -44,15 +44,15 @@ class AnthropicModelList(TypedDict):
 class TokenizeRequest(RequestBody):
     """A prompt, or messages for the chat template."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Many[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
 
 
 class Tokenized(TypedDict):
@@ -63,8 +63,8 @@ class Tokenized(TypedDict):
 
 
 class DetokenizeRequest(RequestBody):
-    model: str | None = None
-    tokens: list[Int]
+    model: Name | None = None
+    tokens: Many[Int]
 
 
 class Detokenized(TypedDict):
@@ -72,8 +72,8 @@ class Detokenized(TypedDict):
 
 
 class EmbeddingRequest(RequestBody):
-    model: str | None = None
-    input: str | list[str] | list[Int] | list[list[Int]] = Field(
+    model: Name | None = None
+    input: str | Many[str] | Many[Int] | Many[Many[Int]] = Field(
         description="Text, token ids, or a list of either."
     )
     encoding_format: Literal["float", "base64"] = "float"
@@ -82,7 +82,7 @@ class EmbeddingRequest(RequestBody):
         None, description="Cut texts to this many tokens; -1: to what the model takes."
     )
     add_special_tokens: bool | None = None
-    user: str | None = None
+    user: Name | None = None
 
 
 class Embedding(TypedDict):

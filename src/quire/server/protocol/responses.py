@@ -5,7 +5,17 @@ from typing import Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import ExtraFields, Int, ListPage, Metadata, ModelName, RequestBody, Stops
+from quire.server.protocol.base import (
+    ExtraFields,
+    Int,
+    ListPage,
+    Many,
+    Metadata,
+    ModelName,
+    Name,
+    RequestBody,
+    Stops,
+)
 
 # An item of a conversation: a message, a function call, its output or a piece of reasoning. Which fields it has
 # hangs on its `type`, and each kind of item has more forms than one: `responses.convert_request` reads them.
@@ -37,17 +47,17 @@ class ConversationInput(RequestBody):
     """The items of a conversation, old and new."""
 
     model: ModelName = None
-    input: str | list[Item] | None = Field(None, json_schema_extra=_ITEMS)
+    input: str | Many[Item] | None = Field(None, json_schema_extra=_ITEMS)
     instructions: str | None = Field(None, description="A system message; the next response has its own.")
-    previous_response_id: str | None = None
-    conversation: str | ConversationName | None = None
+    previous_response_id: Name | None = None
+    conversation: Name | ConversationName | None = None
     prompt: Any = None
 
 
 class ResponseInput(ConversationInput, ExtraFields):
     """The fields that make the prompt: enough to count its tokens."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
@@ -71,9 +81,9 @@ class ResponseRequest(ResponseInput):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Int | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     metadata: Metadata | None = None
-    user: str | None = None
+    user: Name | None = None
     store: bool | None = Field(None, description="Keep the response in memory; true if left out.")
     stream: bool | None = None
     background: bool | None = None

@@ -1,7 +1,6 @@
 """Converts a request of the Responses API to the fields of a chat request: its settings, and the items of its input."""
 
 import base64
-import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -54,12 +53,12 @@ def prompt_fields(body: ResponseInput, items: Sequence[Item]) -> dict[str, Any]:
     if not items:
         raise InvalidRequest("input is empty: send a text or at least one item", "input")
     tools = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
-    choice, tools = _chosen(body.tool_choice, tools)
     fields = body.extras() | {"model": body.model, "messages": chat_messages(items, body.instructions)}
     if variables := _template_variables(body):
         fields["chat_template_kwargs"] = variables
-    if tools:
-        fields |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls}
+    if tools or body.tool_choice not in (None, "auto", "none"):
+        fields |= {"tools": tools, "tool_choice": _chat_choice(body.tool_choice)}
+        fields["parallel_tool_calls"] = body.parallel_tool_calls
     return fields
 
 
@@ -80,12 +79,9 @@ def chat_fields(body: ResponseRequest, items: Sequence[Item]) -> dict[str, Any]:
 
 
 def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind != "function":
-        raise not_supported(
-            "tools",
-            f"{path} has type {kind!r}: only tools of type 'function', which the caller runs, are supported",
-        )
+    """Tools of other types stay as they are: chats leave them out with a warning."""
+    if tool.get("type") != "function":
+        return tool
     if not isinstance(tool.get("name"), str) or not tool["name"]:
         raise InvalidRequest(f"{path} needs a name", "tools")
     given = {
@@ -94,54 +90,16 @@ def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool["name"], **given}}
 
 
-def _chosen(
-    choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]
-) -> tuple[str | dict[str, Any], list[dict[str, Any]]]:
-    """The choice as a chat says it, and the tools that it leaves."""
-    if choice is None:
-        return "auto", tools
-    if isinstance(choice, str):
-        if choice not in ("auto", "none", "required"):
-            raise InvalidRequest(
-                f"tool_choice={choice!r} is not known: give 'auto', 'none', 'required' or a function",
-                "tool_choice",
-            )
-    elif choice.get("type") == "function":
-        named = {"type": "function", "function": {"name": choice.get("name")}}
-        return _given(named, [choice.get("name")], tools), tools
-    elif choice.get("type") == "allowed_tools":
-        return _allowed(choice, tools)
-    else:
-        raise not_supported(
-            "tool_choice",
-            f"tool_choice of type {choice.get('type')!r} is not supported: give 'auto', 'none', 'required', a "
-            "function or allowed_tools",
-        )
-    if choice == "required" and not tools:
-        raise InvalidRequest("tool_choice 'required' needs tools", "tool_choice")
-    return choice, tools
-
-
-def _allowed(
-    choice: dict[str, Any], tools: list[dict[str, Any]]
-) -> tuple[str | dict[str, Any], list[dict[str, Any]]]:
-    listed = choice.get("tools")
-    if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed) or not listed:
-        raise InvalidRequest(
-            "tool_choice allowed_tools needs tools: list at least one by name", "tool_choice"
-        )
-    if choice.get("mode") not in ("auto", "required"):
-        raise InvalidRequest("tool_choice allowed_tools needs a mode: 'auto' or 'required'", "tool_choice")
-    names = [tool.get("name") for tool in listed]
-    left = [tool for tool in tools if tool["function"]["name"] in names]
-    return _given(str(choice["mode"]), names, tools), left
-
-
-def _given(choice: Any, names: Sequence[Any], tools: list[dict[str, Any]]) -> Any:
-    known = [tool["function"]["name"] for tool in tools]
-    unknown = next((name for name in names if name not in known), None)
-    if unknown is not None or None in names:
-        raise InvalidRequest(f"tool_choice names {unknown!r}, which is not among the tools", "tool_choice")
+def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    """The choice as a chat says it: names are nested there."""
+    match choice:
+        case None:
+            return "auto"
+        case {"type": "function", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "tools": [*listed], **rest}:
+            named = [_chat_choice(entry) if isinstance(entry, dict) else entry for entry in listed]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": rest.get("mode"), "tools": named}}
     return choice
 
 
@@ -358,10 +316,6 @@ def _arguments(item: Mapping[str, Any], path: str) -> str:
     arguments = item.get("arguments")
     if not isinstance(arguments, str):
         raise InvalidRequest.at(path, "needs arguments: give them as a string of JSON")
-    try:
-        json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest.at(path, f"has arguments that are not JSON ({error})") from None
     return arguments
 
 

@@ -52,10 +52,11 @@ def _open_reader(config: Mapping[str, Any], headers: Mapping[str, Header]) -> Re
                     "config.json that belongs to these weights"
                 )
         return None
-    method = str(quantization.get("quant_method", "")).lower()
-    if method not in READERS:
+    named = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    reader = READERS.get(str(named).lower())
+    if reader is None or not isinstance(quantization, Mapping):
         raise ModelError(
-            f"weights quantized with {quantization.get('quant_method')!r} cannot be loaded: known are "
-            f"{', '.join(READERS)}; or use the unquantized model"
+            f"weights quantized with {named!r} cannot be loaded: known are {', '.join(READERS)}; or use the "
+            "unquantized model"
         )
-    return READERS[method](quantization, headers)
+    return reader(quantization, headers)

@@ -1,0 +1,167 @@
+"""BoundedHttpProtocol: limits on the size and the time of what a connection sends, before any key is checked."""
+
+import asyncio
+import json
+from enum import Enum
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from quire.server.errors import ApiError
+from quire.server.settings import ServerSettings
+
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: who closes first must not be the server
+LINGER_SECONDS = 2.0  # for a client that is still sending to read why it is refused
+MAX_IGNORED_BYTES = 1 << 20  # that a refused client may go on sending meanwhile
+MIN_BODY_BYTES = 16 << 10  # that must arrive in each body_timeout
+MAX_BODY_TIMEOUTS = 10  # for a whole body
+
+
+class _Stage(Enum):
+    IDLE = 0  # between two requests, or while one is being answered
+    HEAD = 1
+    BODY = 2
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits: headers of `max_header_bytes` (431), complete within `header_timeout`, and a body
+    that keeps arriving (408). A request that arrives in one piece costs no timer."""
+
+    def __init__(self, settings: ServerSettings, **given: Any) -> None:
+        super().__init__(**given)
+        self._settings = settings
+        self._stage = _Stage.IDLE
+        self._num_bytes = 0  # of an incomplete head, or of a body since the last look
+        self._num_looks = 0
+        self._is_refused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm(KEEP_ALIVE_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._num_bytes += len(data)
+            if self._num_bytes > MAX_IGNORED_BYTES:
+                self.transport.abort()
+            return
+        before = self._stage
+        super().data_received(data)
+        stage = self._stage
+        if self._is_refused:
+            return
+        if stage is not before:
+            self._num_bytes = self._num_looks = 0
+            self._watch()
+        if stage is _Stage.IDLE:
+            self._disarm()
+        elif stage is not before and before is _Stage.BODY:
+            pass  # how much of the piece belongs to the next head is not known
+        else:
+            self._num_bytes += len(data)
+            if stage is _Stage.HEAD and self._num_bytes > self._settings.max_header_bytes:
+                self._refuse_head(self._num_bytes)
+
+    # ------------------------------------------------------------------ called by the parser
+
+    def on_message_begin(self) -> None:
+        self._stage = _Stage.HEAD
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._stage = _Stage.BODY
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._settings.max_header_bytes:
+            self._refuse_head(size)
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._stage = _Stage.IDLE
+        if not self._is_refused:
+            super().on_message_complete()
+
+    # ------------------------------------------------------------------ time
+
+    def _watch(self) -> None:
+        if self._stage is _Stage.HEAD:
+            self._arm(self._settings.header_timeout)
+        elif self._stage is _Stage.BODY:
+            self._arm(self._settings.body_timeout)
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._look)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._stage is _Stage.IDLE:
+            if self.cycle is None:  # it never asked for anything
+                self.transport.close()
+        elif self._stage is _Stage.HEAD:
+            if self._is_answering:
+                self._watch()
+            else:
+                self._refuse_time("the headers were not complete", "header", self._settings.header_timeout)
+        elif self.flow.read_paused:
+            self._watch()  # it is the server that does not read
+        else:
+            self._num_looks += 1
+            if self._num_bytes < MIN_BODY_BYTES or self._num_looks >= MAX_BODY_TIMEOUTS:
+                self._refuse_time("the body stopped arriving", "body", self._settings.body_timeout)
+            else:
+                self._num_bytes = 0
+                self._watch()
+
+    # ------------------------------------------------------------------ refusals
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse_head(self, num_bytes: int) -> None:
+        limit = self._settings.max_header_bytes
+        message = (
+            f"the headers have {num_bytes} bytes or more and {limit} are allowed: shorten them, or raise "
+        )
+        message += "--max-header-bytes"
+        self._refuse(ApiError(431, message, code="headers_too_large"), may_interrupt=False)
+
+    def _refuse_time(self, what: str, name: str, seconds: float) -> None:
+        message = f"{what} within {seconds:g} s: send the request faster, or raise --{name}-timeout"
+        self._refuse(ApiError(408, message, code="request_timeout"), may_interrupt=name == "body")
+
+    def _refuse(self, error: ApiError, may_interrupt: bool) -> None:
+        """Answers, unless an answer has begun, and closes the connection once the client has had time to read it."""
+        self._is_refused = True
+        self._num_bytes = 0
+        self._disarm()
+        has_begun = (
+            self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        )
+        if has_begun or (self._is_answering and not may_interrupt):
+            self.transport.close()
+            return
+        body = json.dumps(error.body()).encode()
+        headers = (
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(STATUS_LINE[error.status] + headers.encode() + body)
+        if self._is_answering:
+            self.cycle.disconnected = True  # the application has nothing to add
+            self.cycle.message_event.set()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)

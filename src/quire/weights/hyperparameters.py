@@ -1,0 +1,77 @@
+"""Reads values of config.json. A value that is missing or makes no sense is refused by its name, before it is used."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quire.core.errors import ModelError
+
+DTYPES = ("float32", "float16", "bfloat16")
+MAX_SIZE = 2**31 - 1  # sizes, positions and token ids are 32-bit numbers in every kernel
+MAX_LAYERS = 4096  # far more than any model has; each costs time before its weights are looked for
+
+
+def positive(hf: Mapping[str, Any], name: str, default: int | None = None, high: int = MAX_SIZE) -> int:
+    """A whole number from 1 to `high`."""
+    return whole(hf, name, default, 1, high)
+
+
+def whole(
+    hf: Mapping[str, Any], name: str, default: int | None = None, low: int = 0, high: int = MAX_SIZE
+) -> int:
+    """A whole number from `low` to `high`; null is the default."""
+    value = hf.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"config.json has no {name}: add it, or take the model's own config.json")
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ModelError(
+            f"config.json has {name}={value!r}, which must be a whole number of at least {low} and at most {high}: "
+            "correct it, or take the model's own config.json"
+        )
+    return value
+
+
+def number(hf: Mapping[str, Any], name: str, default: float) -> float:
+    """A finite number above 0, such as an epsilon or a rope setting; null is the default."""
+    value = hf.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ModelError(
+            f"config.json has {name}={value!r}, which must be a number above 0: correct it, or take the model's own "
+            "config.json"
+        )
+    return float(value)
+
+
+def head_size(hf: Mapping[str, Any], hidden_size: int, num_heads: int, default: int | None = None) -> int:
+    """`head_dim`, or the default, or hidden_size / num_heads where that divides."""
+    if hf.get("head_dim") is not None or default is not None:
+        return positive(hf, "head_dim", default)
+    if hidden_size % num_heads != 0:
+        raise ModelError(f"hidden size {hidden_size} is not a multiple of {num_heads} heads: give head_dim")
+    return hidden_size // num_heads
+
+
+def checkpoint_dtype(hf: Mapping[str, Any]) -> str:
+    """The type that the checkpoint says it has; float32 where it says nothing that we know."""
+    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    return name if name in DTYPES else "float32"
+
+
+def token_ids(hf: Mapping[str, Any], name: str, where: str = "config.json") -> tuple[int, ...]:
+    """One id, several, or none. Old files write -1 for none."""
+    value = hf.get(name)
+    values = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    for token_id in values:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id > MAX_SIZE:
+            raise ModelError(
+                f"{where} has {name}={value!r}, which must be token ids: whole numbers of at most {MAX_SIZE}"
+            )
+    return tuple(token_id for token_id in values if token_id >= 0)
+
+
+def first_token_id(hf: Mapping[str, Any], name: str) -> int | None:
+    return next(iter(token_ids(hf, name)), None)

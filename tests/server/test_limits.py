@@ -1,0 +1,179 @@
+"""What a request says is bounded before anything is made for it: refused at once, by name, at no cost to others."""
+
+import asyncio
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fuzz import REFUSAL_SECONDS, fuzz
+from tests.server.running import RunningServer
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "limit"),
+    [
+        ({"best_of": 10**9}, "best_of", "1024"),
+        ({"best_of": 100}, "best_of", "max_num_seqs=16"),
+        ({"prompt": ["a"] * 200, "n": 1024}, "n", "max_num_seqs=16"),
+        ({"prompt": ["a"] * 1000, "n": 16}, "n", "4096"),
+        ({"prompt": ["a"] * 400_000}, "prompt", "1040"),
+        ({"n": 8, "stop": "a" * 400_000}, "stop", "1024"),
+        ({"bad_words": [f"q{i}x" for i in range(40_000)] + ["ab " * 20_000]}, "bad_words", "1024"),
+        ({"bad_words": ["ab " * 300]}, "bad_words", "64"),
+        ({"bad_words": [f"{i} {i + 1} {i + 2} {i + 3} ok" for i in range(1000)]}, "bad_words", "16384"),
+        ({"logit_bias": {str(i): 1 for i in range(40_000)}}, "logit_bias", "4096"),
+        ({"logit_bias": {str(i): "x" for i in range(100_000)}}, "logit_bias", "4096"),
+        ({"stop_token_ids": [1] * 300_000}, "stop_token_ids", "262144"),
+        ({"allowed_token_ids": [1] * 300_000}, "allowed_token_ids", "262144"),
+        ({"user": "u" * 10_000}, "user", "1024"),
+        ({"cache_salt": "u" * 10_000}, "cache_salt", "1024"),
+        ({"model": "m" * 10_000}, "model", "1024"),
+        ({"prompt": "word " * 3_000_000}, "prompt", "8192"),
+        ({"prompt": "word " * 1_000_000, "truncate_prompt_tokens": 5}, "prompt", "4194304"),
+        ({"prompt": [1] * 300_000}, "prompt", "8192"),
+        ({"prompt": [1] * 300_000 + ["a"]}, "prompt", ""),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_a_value_over_its_limit_is_a_quick_400_that_names_both(
+    server: RunningServer, fields: dict[str, Any], param: str, limit: str
+) -> None:
+    body = json.dumps({"prompt": "Hi", "max_tokens": 2, **fields}).encode()
+    begun = time.monotonic()
+    error = server.error("/v1/completions", 400, content=body, headers=JSON)
+    assert time.monotonic() - begun < REFUSAL_SECONDS
+    assert error["param"].startswith(param)
+    assert limit in error["message"]
+    assert len(error["message"]) < 2100
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 17_000}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "word " * 3_000_000}]},
+            "messages",
+        ),
+        ("/v1/responses", {"input": "word " * 3_000_000}, "input"),
+        ("/v1/responses", {"input": "a", "metadata": {str(i): "a" for i in range(100_000)}}, "metadata"),
+        ("/v1/responses/input_tokens", {"input": "word " * 1_000_000}, "input"),
+        ("/tokenize", {"prompt": "word " * 1_000_000}, "prompt"),
+        ("/detokenize", {"tokens": [1] * 200_000}, "tokens"),
+        ("/v1/embeddings", {"input": ["a"] * 3000}, "input"),
+        ("/v1/embeddings", {"input": "word " * 1_000_000}, "input"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_endpoint_refuses_what_is_too_much(
+    server: RunningServer, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = json.dumps(fields).encode()
+    server.post("/v1/embeddings", json={"input": "a"})  # an engine that only the first request waits for
+    begun = time.monotonic()
+    error = server.error(path, 400, content=body, headers=JSON)
+    assert time.monotonic() - begun < REFUSAL_SECONDS
+    assert error["param"] == param
+
+
+def test_a_body_of_too_many_values_is_a_413(server: RunningServer) -> None:
+    for body in (b'{"messages":[' + b"{}," * 2_000_000, b'{"prompt":[' + b"[]," * 2_000_000):
+        error = server.error("/v1/completions", 413, content=body, headers=JSON)
+        assert "too many JSON values" in error["message"]
+    ids = json.dumps(
+        {"prompt": list(range(1000)) * 1000}
+    ).encode()  # a million token ids are not too many to be read
+    assert (
+        server.error("/v1/completions", 400, content=ids, headers=JSON)["code"] == "context_length_exceeded"
+    )
+
+
+def test_the_largest_values_are_served(server: RunningServer) -> None:
+    body = {
+        "prompt": "Hi",
+        "max_tokens": 3,
+        "n": 16,
+        "temperature": 1.0,
+        "stop": ["x" * 1024] * 64,
+        "bad_words": [f"w{i}" for i in range(1024)],
+        "logit_bias": {str(i): 1 for i in range(4096)},
+        "stop_token_ids": list(range(40_000)),
+        "allowed_token_ids": list(range(49_152)),
+        "min_tokens": 2,
+        "logprobs": 5,
+    }
+    response = server.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert len(response.json()["choices"]) == 16
+
+
+def test_a_long_prompt_is_refused_at_once_and_stalls_no_stream(server: RunningServer) -> None:
+    """8 streams go on while prompts of 15 MB are refused; their longest gap stays near what it was without them."""
+    long = json.dumps({"prompt": "word " * 3_000_000, "max_tokens": 2}).encode()
+
+    async def stream(client: httpx.AsyncClient, gaps: list[float]) -> None:
+        body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            last = None
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    now = time.monotonic()
+                    if last is not None:
+                        gaps.append(now - last)
+                    last = now
+
+    async def run(with_long: bool) -> tuple[list[float], list[float]]:
+        gaps: list[float] = []
+        took: list[float] = []
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            streams = [asyncio.create_task(stream(client, gaps)) for _ in range(8)]
+            await asyncio.sleep(0.3)
+            while with_long and not all(one.done() for one in streams):
+                begun = time.monotonic()
+                refused = await client.post("/v1/completions", content=long, headers=JSON)
+                took.append(time.monotonic() - begun)
+                assert refused.json()["error"]["code"] == "context_length_exceeded"
+                await asyncio.sleep(0.2)
+            await asyncio.gather(*streams)
+        return gaps, took
+
+    plain, _ = asyncio.run(run(False))
+    gaps, took = asyncio.run(run(True))
+    assert statistics.median(took) < 0.5  # 0.1 on an idle machine, of which most is sending
+    assert max(gaps) < max(plain) + 0.5, (max(plain), max(gaps))
+
+
+def test_a_signal_ends_a_server_that_is_tokenizing(start_server: Callable[..., RunningServer]) -> None:
+    running = start_server("--shutdown-timeout", "1")
+    long = json.dumps({"prompt": "word " * 800_000}).encode()
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
+            asked = [
+                asyncio.create_task(client.post("/tokenize", content=long, headers=JSON)) for _ in range(4)
+            ]
+            await asyncio.sleep(0.5)
+            os.kill(running.process.pid, signal.SIGTERM)
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    begun = time.monotonic()
+    asyncio.run(run())
+    assert running.wait_exit(30) == 0
+    assert time.monotonic() - begun < 30
+
+
+def test_random_requests_cost_little_and_break_nothing(server: RunningServer) -> None:
+    summary = fuzz(server, 600, seed=7, num_clients=4, seconds=25)
+    server.wait_idle()
+    assert not summary.problems()
+    assert summary.requests > 50
