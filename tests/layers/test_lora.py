@@ -150,6 +150,18 @@ def test_parts_of_a_fused_projection_are_one_kind(tmp_path: Path) -> None:
 
 
 @only_native
+@pytest.mark.parametrize("quantized", ["awq", "bnb-nf4-nested", "ct-fp8-block"])
+def test_adapters_add_to_quantized_weights(quantized: str) -> None:
+    """As they add to the same weights decoded."""
+    folder = Path(__file__).parents[1] / "data" / "quantized" / quantized
+    texts, slots = prompts(19, 7, 12), [0, -1, 1]
+    (kept, sites), (decoded, same) = (open_adaptable(folder, q) for q in ("auto", "none"))
+    tables = random_adapters(sites, [5, 33])
+    right = run(decoded, texts, slots, tables, same)
+    for found, expected in zip(run(kept, texts, slots, tables, sites), right, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("without", [(), MLP], ids=["everywhere", "attention"])
 def test_a_lines_bits_do_not_depend_on_its_neighbours(without: tuple[str, ...], tmp_path: Path) -> None:
     save(tmp_path, llama())

@@ -136,7 +136,7 @@ def test_a_folder_with_only_a_config_gets_random_weights_that_a_seed_fixes(
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3", "opt-350m", "gpt2"])
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "llm-int8", "int4", "nf4"])
 def test_parameters_and_adopt_are_inverse(
     variant: str, quantization: str, tmp_path: Path, empty_cache: Path
 ) -> None:
@@ -151,13 +151,14 @@ def test_parameters_and_adopt_are_inverse(
     assert all(mine[name].data_ptr() == theirs[name].data_ptr() for name in mine)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "llm-int8", "int4", "nf4", "fp4"])
 def test_the_second_start_maps_converted_weights_and_reads_nothing_else(
-    tmp_path: Path, empty_cache: Path
+    quantization: str, tmp_path: Path, empty_cache: Path
 ) -> None:
-    save(tmp_path / "model", llama())
-    first = logits_of(open_model(FolderSource(tmp_path / "model")))
+    save(tmp_path / "model", llama(hidden_size=192, intermediate_size=128))
+    first = logits_of(open_model(FolderSource(tmp_path / "model"), quantization))
     assert len(converted_files(empty_cache)) == 1
-    assert torch.equal(logits_of(open_model(Untouchable(tmp_path / "model"))), first)
+    assert torch.equal(logits_of(open_model(Untouchable(tmp_path / "model"), quantization)), first)
 
 
 def test_a_conversion_is_announced_and_happens_once(

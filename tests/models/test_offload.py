@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from quire.models.loading import load
 from quire.models.model import DecoderModel
 from quire.models.offload import Loaded, Offload, is_streamed, load_offloaded, spread
 from quire.models.registry import describe
+from quire.quant.encoded import Encoded, Weight
+from quire.quant.int4 import Int4
 from quire.weights.folder import FolderSource
 from tests.layers.late_copies import PromptCopies
 from tests.models.checkpoints import gpt2, llama, opt, prompts, qwen3, save
@@ -26,6 +29,7 @@ PLENTY = 1 << 40
 CONFIGS = {
     "llama": llama(num_hidden_layers=6),
     "llama-tied": llama(num_hidden_layers=6, tie_word_embeddings=True),
+    "llama-wide": llama(num_hidden_layers=5, hidden_size=192, intermediate_size=128),
     "qwen3": qwen3(num_hidden_layers=5),
     "opt": opt(num_hidden_layers=6),
     "gpt2": gpt2(n_layer=5),
@@ -54,7 +58,16 @@ def streamed_from_disk(source: FolderSource, folder: Path, memory: int, quantiza
 
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    [("llama", "none"), ("llama-tied", "int8"), ("qwen3", "int8"), ("opt", "none"), ("gpt2", "int8")],
+    [
+        ("llama", "none"),
+        ("llama-tied", "int8"),
+        ("llama-wide", "int4"),
+        ("llama-wide", "nf4"),
+        ("llama-wide", "llm-int8"),
+        ("qwen3", "int8"),
+        ("opt", "none"),
+        ("gpt2", "int8"),
+    ],
 )
 def test_layers_from_disk_give_the_same_numbers_however_many_are_kept(
     name: str, quantization: str, tmp_path: Path, empty_cache: Path
@@ -244,3 +257,20 @@ def test_a_model_larger_than_the_limit_keeps_to_it_and_gives_the_same_tokens(
         whole["VmRSS"] > 0.8 * whole_size
     )  # which is what it takes without; some of it lies where the small one was
     assert any("every step moves" in line for line in bounded["lines"])
+
+
+class Mixed(FolderSource):
+    """One layer's matrices are int4 in the checkpoint."""
+
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
+        for name, tensor in super().tensors():
+            low = ".1.mlp" in name and isinstance(tensor, Tensor)
+            yield name, Encoded.of(Int4(64), tensor) if low else tensor
+
+
+def test_layers_that_are_stored_in_different_ways_are_refused_in_one_line(tmp_path: Path) -> None:
+    save(tmp_path / "model", CONFIGS["llama-wide"])
+    source = Mixed(tmp_path / "model")
+    layer, outside = bytes_of(load(source, factory_of(source)))
+    with pytest.raises(ConfigError, match=r"stored in different ways.*quantization='none'"):
+        streamed_from_disk(source, tmp_path / "layers", outside + 3 * layer, "checkpoint")

@@ -116,9 +116,9 @@ def test_a_broken_description_is_named(model_folder: Path) -> None:
     assert refused(model_folder, "config.json holds a list")
 
 
-def test_quantized_checkpoints_are_refused_by_name(model_folder: Path) -> None:
-    (model_folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
-    assert refused(model_folder, "'gptq'", "unquantized", error=ModelError)
+def test_quantizations_that_are_not_known_are_refused_by_name(model_folder: Path) -> None:
+    (model_folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "hqq"}}))
+    assert refused(model_folder, "'hqq'", "compressed-tensors, awq, gptq, bitsandbytes", error=ModelError)
 
 
 def test_a_dummy_needs_only_a_config(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from quire.core.errors import ModelError, WeightsError
+from quire.quant.encoded import Encoded, floats
 from quire.weights.gguf import GgufSource, llama3_divisors
 from quire.weights.gguf_file import TENSOR_TYPES, GgufFile
 from tests.weights.gguf_writing import LLAMA_KEYS, bare_llama, gguf_name, permuted, write
@@ -83,7 +84,7 @@ def test_every_type_that_the_library_unpacks_is_unpacked(
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = generator.integers(0, 60, (6, 512 // block * size), dtype=np.uint8)  # small bytes: finite scales
     path = bare_llama(tmp_path / "m.gguf", tensors={}, raw={"output.weight": (raw, kind)})
-    found = dict(GgufSource(path).tensors())["lm_head.weight"]
+    found = floats(dict(GgufSource(path).tensors())["lm_head.weight"])
     expected = torch.from_numpy(gguf.quants.dequantize(raw, kind).copy())
     assert found.shape == (6, 512)
     assert found.dtype in (torch.float32, torch.bfloat16)
@@ -97,7 +98,7 @@ def test_our_sizes_of_tensor_types_are_the_librarys() -> None:
 
 def test_unpacking_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(37, 64, generator=torch.Generator().manual_seed(1))
-    kind = gguf.GGMLQuantizationType.Q4_1
+    kind = gguf.GGMLQuantizationType.Q5_1
     path = bare_llama(tmp_path / "m.gguf", tensors={"output.weight": tensor}, quantization=kind)
     whole = dict(GgufSource(path).tensors())["lm_head.weight"]
     monkeypatch.setattr("quire.weights.gguf._CHUNK_ELEMENTS", 5 * 64)
@@ -237,3 +238,25 @@ def test_end_tokens_and_templates_come_from_metadata(tmp_path: Path) -> None:
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "with tools"},
     ]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_blocks_of_known_kinds_stay_in_the_bytes_of_the_file(tmp_path: Path, kind: str) -> None:
+    library = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[library]
+    raw = np.random.default_rng(1).integers(0, 60, (6, 512 // block * size), dtype=np.uint8)
+    source = GgufSource(bare_llama(tmp_path / "m.gguf", tensors={}, raw={"output.weight": (raw, library)}))
+    found = dict(source.tensors())["lm_head.weight"]
+    assert isinstance(found, Encoded)
+    assert found.scheme == source.encodings["lm_head.weight"].scheme
+    assert found.parts["blocks"].flatten().tolist() == raw.flatten().tolist()
+    assert found.bits == 8 * size / block
+
+
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
+    raw = np.zeros((2, 18 * 16), dtype=np.uint8)
+    raw[1, :2] = 0xFF, 0x7F
+    kind = gguf.GGMLQuantizationType.Q4_0
+    path = bare_llama(tmp_path / "m.gguf", tensors={}, raw={"output.weight": (raw, kind)})
+    with pytest.raises(WeightsError, match=r"output\.weight.*Q4_0 block 16 has a scale of nan.*again"):
+        list(GgufSource(path).tensors())

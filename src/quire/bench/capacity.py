@@ -153,7 +153,7 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
     model = registry.describe(source.config)
     precision = _precision(config, model, device)
     max_model_len = resolve_max_model_len(config, model)
-    weights = weight_shape(model, precision.format)
+    weights = weight_shape(model, precision.format, source.encodings)
     layout = block_layout(config.memory.block_size, model, precision)
     free = _free_bytes(config, device, weights, mapped=precision.format.worth_keeping)
     max_rows, _ = default_limits(config.scheduler, precision.device)
@@ -184,8 +184,11 @@ def floor_of(capacity: Capacity, device: Device, context: int, num_sequences: in
 
 def _precision(config: EngineConfig, model: ModelConfig, device: Device) -> Precision:
     """Resolved on torch's "meta" device for a GPU that is absent: neither has the CPU's own formats."""
-    if device.on_gpu and config.model.quantization == "int8":
-        raise ConfigError("quantization='int8' runs on the CPU only so far: use quantization='none' on a GPU")
+    asked = config.model.quantization
+    if device.on_gpu and asked in ("int8", "llm-int8"):
+        raise ConfigError(
+            f"quantization={asked!r} runs on the CPU only so far: use quantization='int4' or 'none' on a GPU"
+        )
     runner = replace(config.runner, device="meta" if device.on_gpu else "cpu")
     return resolve_precision(replace(config, runner=runner), model)
 

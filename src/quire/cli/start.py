@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
@@ -38,9 +39,11 @@ def announce_compiling() -> None:
 
 
 def described_source(config: EngineConfig) -> Source:
-    """The model's own description, without its weights: a folder needs config.json only."""
+    """The model's own description: a folder needs config.json only, and with weights it tells how they are stored."""
     options = config.model
-    load_format = "auto" if options.model is None or options.model.lower().endswith(".gguf") else "dummy"
+    given = options.model or ""
+    with_weights = not given or given.lower().endswith(".gguf") or any(Path(given).glob("*.safetensors"))
+    load_format = "auto" if with_weights else "dummy"
     with load_progress(sys.stderr.isatty()) as progress:
         return open_source(
             options.model, revision=options.revision, load_format=load_format, progress=progress

@@ -23,6 +23,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 SCHEDULES = ("fcfs", "priority", "shortest", "fair")
 BATCHING = ("continuous", "static", "dynamic")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTIZATIONS = ("auto", "none", "int8", "llm-int8", "int4", "nf4", "fp4", "fp8", "checkpoint")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 LORA_MEMORIES = ("unified", "separate")
 LORA_MODES = ("batched", "merge")
@@ -80,6 +81,11 @@ class ModelConfig:
     bos_token_id: int | None = None
     hf: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the checkpoint's weights are quantized."""
+        return bool(self.hf.get("quantization_config"))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
@@ -89,7 +95,9 @@ class ModelOptions:
     tokenizer: str | None = setting(None, "folder or tokenizer.json to use instead of the model's own")
     dtype: str = setting("auto", "auto, float32, float16 or bfloat16")
     quantization: str = setting(
-        "auto", "auto (int8 on a CPU), int8, fp8 (on a GPU that has it), or none for full precision"
+        "auto",
+        "auto (what a quantized checkpoint has, otherwise int8 on a CPU), int8 or llm-int8 (on a CPU), int4, nf4, fp4, "
+        "fp8 (on a GPU that has it), checkpoint for the file's own numbers, or none for full precision",
     )
     load_format: str = setting(
         "auto", "auto, or dummy for random weights in the shape that config.json names"
@@ -107,7 +115,7 @@ class ModelOptions:
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
         one_of("load_format", self.load_format, ("auto", "dummy"))
-        one_of("quantization", self.quantization, ("auto", "none", "int8", "fp8"))
+        one_of("quantization", self.quantization, QUANTIZATIONS)
         at_least("max_model_len", self.max_model_len, 1)
 
 

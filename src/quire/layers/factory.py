@@ -48,7 +48,7 @@ class LayerFactory:
         max_position: int | None = None,
     ) -> "LayerFactory":
         """As the user's settings ask for it."""
-        chosen = choose_format(device, dtype, quantization, config.dtype)
+        chosen = choose_format(device, dtype, quantization, config.dtype, quantized=config.quantized)
         return cls(chosen, device, max_position)
 
     @property
@@ -101,7 +101,14 @@ class LayerFactory:
         """A table read by row; `first_row` rows of the checkpoint's table come before it and are left out."""
         compact = self.number_format.compact_tables
         return TokenEmbedding(
-            self.kernel("embedding"), num_rows, width, self.dtype, self.device, compact, first_row
+            self.kernel("embedding"),
+            num_rows,
+            width,
+            self.dtype,
+            self.device,
+            compact,
+            first_row,
+            self.number_format.keeps_table,
         )
 
     def output_head(self, vocab_size: int, width: int, tied_to: TokenEmbedding | None = None) -> OutputHead:

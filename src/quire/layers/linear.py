@@ -9,7 +9,9 @@ from torch import Tensor
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
 from quire.layers.parameters import Adaptable, LayerPart, Loader, Vector, check_finite, check_shape
+from quire.quant.encoded import Encoded, Scheme, Weight, floats
 from quire.quant.format import Matrix
+from quire.quant.schemes import from_parameters, parameter_names
 
 
 class TokenEmbedding(Adaptable):
@@ -27,9 +29,13 @@ class TokenEmbedding(Adaptable):
         device: torch.device,
         compact: bool,
         first_row: int = 0,
+        keeps: Callable[[Scheme], bool] = lambda scheme: False,
     ) -> None:
+        """`keeps`: whether encoded rows of a scheme stay encoded, to be decoded as they are read."""
         super().__init__()
         self._kernel = kernel
+        self._keeps = keeps
+        self._encoded: Encoded | None = None  # in place of a table
         self._shape = (num_rows, width)
         self._dtype = dtype
         self._device = device
@@ -44,7 +50,10 @@ class TokenEmbedding(Adaptable):
 
     def __call__(self, ids: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """ids [T] int32 or int64 -> [T, width], plus the rows' adapters."""
-        rows = self._kernel.gather(self._table, ids, dtype=self._dtype)
+        if self._encoded is None:
+            rows = self._kernel.gather(self._table, ids, dtype=self._dtype)
+        else:
+            rows = self._encoded.gather(ids).to(self._dtype)
         group = None if lora is None else self._adapted(lora)
         if group is None or lora is None:
             return rows
@@ -55,8 +64,17 @@ class TokenEmbedding(Adaptable):
         num_rows, width = self._first_row + self._shape[0], self._shape[1]
         return Loader((num_rows, width), self.load, (LayerPart(self, 0, width, num_rows, is_embedding=True),))
 
-    def load(self, tensor: Tensor) -> None:
-        """tensor [first_row + num_rows, width]."""
+    def load(self, weight: Weight) -> None:
+        """weight [first_row + num_rows, width]."""
+        if (
+            isinstance(weight, Encoded)
+            and not self._first_row
+            and self._keeps(weight.scheme)
+            and weight.gathers
+        ):
+            self._encoded = weight.to(self._device)
+            return
+        tensor = floats(weight)
         if self._compact:  # the formats that round; 16-bit models show NaN in every answer
             check_finite(tensor)
         kept = self._kept_dtype(tensor)
@@ -70,9 +88,16 @@ class TokenEmbedding(Adaptable):
         return torch.float16
 
     def state(self) -> dict[str, Tensor]:
-        return {"table": self.table}
+        return {"table": self.table} if self._encoded is None else parameter_names({0: self._encoded})
+
+    def head_state(self) -> dict[str, Tensor]:
+        """As a matrix adopts it."""
+        return {"weight": self.table} if self._encoded is None else self.state()
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
+        if "table" not in state:
+            self._encoded = from_parameters(state, self._shape)[0].to(self._device)
+            return
         check_shape(state["table"], self._shape)
         self._table = state["table"].to(self._device)
 
@@ -154,8 +179,8 @@ class Linear(Adaptable):
         count = self._matrix.num_rows if num_rows is None else num_rows
         shape = (count, self._matrix.num_columns)
 
-        def take(tensor: Tensor) -> None:
-            self._matrix.load_rows(first_row, tensor.t() if transposed else tensor)
+        def take(weight: Weight) -> None:
+            self._matrix.load(first_row, floats(weight).t() if transposed else weight)
 
         part = LayerPart(self, first_row, *shape)
         loaders = {f"{name}.weight": Loader(shape[::-1] if transposed else shape, take, (part,))}
@@ -203,13 +228,13 @@ class OutputHead(Adaptable):
             parts += self._tied_to.loader().parts
         return Loader(shape, self._take, parts)
 
-    def _take(self, tensor: Tensor) -> None:
+    def _take(self, weight: Weight) -> None:
         if self._tied_to is not None:
-            self._tied_to.load(tensor)
+            self._tied_to.load(weight)
         if self._share:
             self.adopt({})
         else:
-            self._matrix.load_rows(0, tensor)
+            self._matrix.load(0, weight)
 
     def state(self) -> dict[str, Tensor]:
         return {} if self._share else self._matrix.state()
@@ -217,5 +242,5 @@ class OutputHead(Adaptable):
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         """A head that shares takes the table that its embedding has by now."""
         if self._share and self._tied_to is not None:
-            state = {"weight": self._tied_to.table}
+            state = self._tied_to.head_state()
         self._matrix.adopt(state)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.core.errors import WeightsError
 from quire.layers.lora import LoraBatch, LoraGroup
+from quire.quant.encoded import Weight, floats
 
 
 class Adaptable:
@@ -45,18 +46,18 @@ class LayerPart:
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """Where one checkpoint tensor of `shape` goes: converts and copies a tensor of any float type."""
+    """Where one checkpoint tensor of `shape` goes: converts and copies a tensor of any float type, or encoded rows."""
 
     shape: tuple[int, ...]
-    take: Callable[[Tensor], None]
+    take: Callable[[Weight], None]
     parts: tuple[LayerPart, ...] = ()  # the parts filled that adapters can add to
 
-    def __call__(self, tensor: Tensor) -> None:
+    def __call__(self, tensor: Weight) -> None:
         check_shape(tensor, self.shape)
         self.take(tensor)
 
 
-def check_shape(tensor: Tensor, expected: tuple[int, ...]) -> None:
+def check_shape(tensor: Weight, expected: tuple[int, ...]) -> None:
     """Raises WeightsError for another shape; the caller adds the tensor's name."""
     if tuple(tensor.shape) != expected:
         raise WeightsError(f"its shape is {list(tensor.shape)} where the config asks for {list(expected)}")
@@ -78,7 +79,8 @@ class Vector:
         """Takes one checkpoint tensor into entries first .. first + size - 1 (all by default)."""
         count = self.value.shape[0] if size is None else size
 
-        def take(tensor: Tensor) -> None:
+        def take(weight: Weight) -> None:
+            tensor = floats(weight)
             check_finite(tensor)
             self.value[first : first + count].copy_(tensor)
 

@@ -60,9 +60,12 @@ class LayerLayout:
         }
 
     def fill(self, piece: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Copies a layer's tensors into a piece, from and to any device. ValueError if they are not of this layout."""
+        """Copies a layer's tensors into a piece, from and to any device. ConfigError if they are not of this layout."""
         if LayerLayout.of(state) != self:
-            raise ValueError("layers of one model differ in shape, and cannot take turns in one buffer")
+            raise ConfigError(
+                "layers of this model are stored in different ways and cannot take turns in one buffer: leave out the "
+                "offload of weights, or choose quantization='none' or 'int4', which store all layers alike"
+            )
         for name, view in self.views(piece).items():
             view.copy_(state[name])
 

@@ -15,6 +15,7 @@ from quire.layers.parameters import Loader
 from quire.models.model import Loadable
 from quire.models.registry import build, describe
 from quire.observe.logs import get_logger
+from quire.quant.encoded import Weight
 from quire.weights.converted import converted_path, read_converted, write_converted
 from quire.weights.source import Source
 
@@ -71,10 +72,13 @@ def _fill(
         logger.debug("mapped converted weights %s", path)
         return
     started = time.monotonic()
-    logger.info("converting %.1f GB of weights to int8, once: later starts map them", source.num_bytes / 1e9)
+    kind = factory.number_format.name.partition("-")[0]
+    logger.info(
+        "converting %.1f GB of weights to %s, once: later starts map them", source.num_bytes / 1e9, kind
+    )
     feed(source, model.loaders(), factory.device, progress, seed)
     logger.info("converted in %.1f s", time.monotonic() - started)
-    if write_converted(path, model.parameters()):
+    if write_converted(path, model.parameters()) and factory.device.type == "cpu":
         kept = read_converted(path)
         if kept is not None:
             _adopt(model, kept)  # mapped pages can be dropped and shared, anonymous ones cannot
@@ -101,7 +105,7 @@ def _adopt(model: Loadable, kept: Mapping[str, Tensor]) -> bool:
 
 
 def _stream(
-    tensors: Iterator[tuple[str, Tensor]],
+    tensors: Iterator[tuple[str, Weight]],
     loaders: Mapping[str, Loader],
     progress: Progress | None,
     total: int | None = None,
@@ -126,7 +130,7 @@ def _stream(
         )
 
 
-def _take(name: str, tensor: Tensor, loader: Loader) -> None:
+def _take(name: str, tensor: Weight, loader: Loader) -> None:
     try:
         loader(tensor)
     except WeightsError as error:

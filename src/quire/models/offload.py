@@ -33,6 +33,7 @@ from quire.layers.streaming import (
 from quire.models.loading import Progress, feed
 from quire.models.model import DecoderModel, Layer
 from quire.models.registry import build, describe
+from quire.quant.encoded import Weight
 from quire.weights.layer_files import LayerFiles
 from quire.weights.source import Source
 
@@ -166,7 +167,7 @@ def _watched(model: DecoderModel, skipped: set[int], complete: Callable[[int], N
     def watched(name: str, loader: Loader) -> Loader:
         layer = owner[name]
 
-        def take(tensor: Tensor) -> None:
+        def take(tensor: Weight) -> None:
             if layer in skipped:
                 return
             loader.take(tensor)

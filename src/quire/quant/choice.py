@@ -2,11 +2,23 @@
 
 import torch
 
+from quire.core.config import QUANTIZATIONS
 from quire.core.errors import ConfigError
+from quire.quant.codebook import CodeBook
+from quire.quant.encoded import Scheme
+from quire.quant.encoded_matrix import Checkpoint, LowBit
 from quire.quant.format import NumberFormat
 from quire.quant.fp8 import Fp8
 from quire.quant.full import FullPrecision
+from quire.quant.int4 import GROUPS, Int4
 from quire.quant.int8 import Int8
+from quire.quant.llm_int8 import LlmInt8
+
+LOW_BIT: dict[str, tuple[Scheme, ...]] = {  # tried for rows of a length in this order
+    "int4": tuple(Int4(group) for group in GROUPS),
+    "nf4": (CodeBook("nf4"),),
+    "fp4": (CodeBook("fp4"),),
+}
 
 
 def choose_format(
@@ -15,20 +27,37 @@ def choose_format(
     quantization: str = "auto",
     checkpoint_dtype: str = "float32",
     deterministic: bool = False,
+    quantized: bool = False,
 ) -> NumberFormat:
-    """`auto` is int8 on the CPU and the checkpoint's own type elsewhere; a named dtype means full precision."""
+    """`auto` keeps what a `quantized` checkpoint has; otherwise it is int8 on the CPU and the checkpoint's own type
+    elsewhere, and a named dtype means full precision.
+    """
     device = torch.device(device)
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization={quantization!r} is not known: choose one of {', '.join(QUANTIZATIONS)}"
+        )
+    if quantization == "auto" and quantized:
+        quantization = "checkpoint"
     if quantization == "auto":
         quantization = "int8" if device.type == "cpu" and dtype == "auto" else "none"
-    if quantization == "int8":
-        return _int8(device, dtype)
-    if quantization not in ("none", "fp8"):
-        raise ConfigError(f"quantization={quantization!r} is not known: choose auto, none, int8 or fp8")
+    if quantization in ("int8", "llm-int8"):
+        return _int8(device, dtype, quantization)
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else checkpoint_dtype
     if quantization == "fp8":
         return _fp8(device, dtype, deterministic)
-    return FullPrecision(getattr(torch, dtype), device, deterministic and device.type != "cpu")
+    activations = getattr(torch, dtype)
+    if quantization == "none":
+        return FullPrecision(activations, device, deterministic and device.type != "cpu")
+    if deterministic and device.type != "cpu":
+        raise ConfigError(
+            f"quantization={quantization!r} has no deterministic GEMMs on a GPU: leave out one of the two, or choose "
+            "none, which decodes the weights"
+        )
+    if quantization == "checkpoint":
+        return Checkpoint(activations, device)
+    return LowBit(quantization, LOW_BIT[quantization], activations, device)
 
 
 def _fp8(device: torch.device, dtype: str, deterministic: bool) -> NumberFormat:
@@ -41,9 +70,13 @@ def _fp8(device: torch.device, dtype: str, deterministic: bool) -> NumberFormat:
     return Fp8(torch.bfloat16 if dtype == "float32" else getattr(torch, dtype), device)
 
 
-def _int8(device: torch.device, dtype: str) -> NumberFormat:
+def _int8(device: torch.device, dtype: str, quantization: str) -> NumberFormat:
     if device.type != "cpu":
-        raise ConfigError(f"quantization='int8' runs on the CPU only, not on {device.type}: choose none")
+        raise ConfigError(
+            f"quantization={quantization!r} runs on the CPU only, not on {device.type}: choose none, int4 or nf4"
+        )
     if dtype not in ("auto", "float32"):
-        raise ConfigError(f"quantization='int8' computes in float32, not in {dtype}: leave dtype at auto")
-    return Int8(device)
+        raise ConfigError(
+            f"quantization={quantization!r} computes in float32, not in {dtype}: leave dtype at auto"
+        )
+    return Int8(device) if quantization == "int8" else LlmInt8(device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import choose
+from quire.quant.encoded import Encoded, Scheme, Weight
 
 
 class Matrix(ABC):
@@ -23,9 +24,20 @@ class Matrix(ABC):
         self.num_columns = num_columns
         self._activation = activation
 
+    def load(self, first_row: int, rows: Weight) -> None:
+        """Fills the weight from `first_row` on."""
+        if isinstance(rows, Encoded):
+            self.load_encoded(first_row, rows)
+        else:
+            self.load_rows(first_row, rows)
+
     @abstractmethod
     def load_rows(self, first_row: int, rows: Tensor) -> None:
         """Converts float rows [n, num_columns] and keeps them; the float tensor is not kept."""
+
+    def load_encoded(self, first_row: int, rows: Encoded) -> None:
+        """Takes encoded rows: as they are if this matrix keeps their scheme, otherwise converted from floats."""
+        self.load_rows(first_row, rows.decode())
 
     @abstractmethod
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -96,6 +108,14 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def matrix(self, num_rows: int, num_columns: int) -> Matrix: ...
+
+    def keeps(self, scheme: Scheme) -> bool:
+        """Whether encoded rows of a checkpoint stay as they are."""
+        return False
+
+    def keeps_table(self, scheme: Scheme) -> bool:
+        """The same for an embedding table, which the output head may share."""
+        return False
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         """The output head's: logits are sensitive, and some formats keep it precise."""

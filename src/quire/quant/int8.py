@@ -90,14 +90,14 @@ class Int8(NumberFormat):
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.float32, device)
         kernel = choose("int8_linear", device)
-        self.name = f"int8-{_layout_digest(kernel)}"
+        self.name = f"int8-{layout_digest(kernel)}"
         self.native = not kernel.__name__.endswith(REFERENCE)
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
         return Int8Matrix(num_rows, num_columns, self._device)
 
 
-def _layout_digest(kernel: ModuleType) -> str:
+def layout_digest(kernel: ModuleType) -> str:
     """Tells how this kernel quantizes and packs: converted weights of another one must not be read as its own."""
     probe = torch.arange(48 * 136, dtype=torch.float32).remainder(251).view(48, 136) - 125
     quantized, scales = kernel.quantize(probe)

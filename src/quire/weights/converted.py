@@ -120,7 +120,7 @@ def _padding(num_bytes: int) -> int:
 
 def _bytes(tensor: Tensor) -> Any:
     """The tensor's memory as numpy sees it: a buffer, not a copy."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _digest(parameters: Mapping[str, Tensor]) -> str:

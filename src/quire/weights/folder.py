@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError, WeightsError
+from quire.quant.encoded import Encoded, Weight
+from quire.weights.quantized.open import QuantizedWeights
+from quire.weights.quantized.reader import Header
 from quire.weights.text_files import damaged, read_json, read_text
 from quire.weights.tokenizer_files import folder_tokenizer
 
@@ -20,6 +23,7 @@ INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000  # the format's own limit: a larger number means a foreign file
 _KEPT = (torch.float32, torch.float16, torch.bfloat16)
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_QUANTIZED = {"F8_E4M3"}  # values that mean nothing without their scales
 _BUFFERS = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}  # masks, positions: no weights
 
 
@@ -41,34 +45,64 @@ class FolderSource:
         self.folder = folder
         self.name = name or folder.resolve().name
         self.config: Mapping[str, Any] = read_config(folder)
-        quantized = self.config.get("quantization_config")
-        if quantized:
-            method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        if quantized and method:
-            raise ModelError(
-                f"{folder}: weights quantized with {method!r} cannot be loaded: use the unquantized model"
-            )
         self.generation_config: Mapping[str, Any] = read_json(folder / "generation_config.json") or {}
         self._shards = _shards(folder)
+        self._opened: dict[Path, Any] = {}  # mapped files, by need
         self.fingerprint = _fingerprint(self.config, self._shards)
-        placed = [
-            entry for shard in self._shards for entry in shard.entries.values() if entry["dtype"] in _FLOATS
-        ]
-        self.num_tensors = len(placed)
-        self.num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in placed)
+        entries = {name: entry for shard in self._shards for name, entry in shard.entries.items()}
+        self._quantized = self._open_quantized(entries)
+        self._floats = {
+            name
+            for name, entry in entries.items()
+            if entry["dtype"] in _FLOATS and name not in self._quantized.owned
+        }
+        self.encodings: Mapping[str, Encoded] = self._quantized.encodings
+        self.num_tensors = len(self._floats) + len(self.encodings)
+        kept = self._floats | self._quantized.owned
+        self.num_bytes = sum(
+            entry["data_offsets"][1] - entry["data_offsets"][0]
+            for name, entry in entries.items()
+            if name in kept
+        )
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _open_quantized(self, entries: Mapping[str, Mapping[str, Any]]) -> QuantizedWeights:
+        headers = {name: Header(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+        try:
+            quantized = QuantizedWeights.of(self.config, headers, self._get)
+        except (ModelError, WeightsError) as error:
+            raise type(error)(f"{self.folder}: {error}") from error
+        for name, header in headers.items():
+            if header.dtype in _QUANTIZED and name not in quantized.owned:
+                raise ModelError(
+                    f"{self.folder}: tensor {name!r} is {header.dtype}, which cannot be loaded: use a 16- or 32-bit "
+                    "checkpoint, or one whose config.json has a quantization_config"
+                )
+        return quantized
+
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
+        for shard in self._shards:
+            for name in shard.entries:
+                if name in self._floats:
+                    tensor = self._get(name)
+                    yield name, tensor if tensor.dtype in _KEPT else tensor.float()
+        for name in self.encodings:
+            try:
+                weight = self._quantized.read(name, self._get)
+            except WeightsError as error:
+                raise WeightsError(f"{self.folder}: {error}") from error
+            yield name, weight
+
+    def _get(self, name: str) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
-        for shard in self._shards:
-            try:
-                with safe_open(str(shard.path), framework="pt") as file:
-                    for name, entry in shard.entries.items():
-                        if entry["dtype"] in _FLOATS:
-                            tensor = file.get_tensor(name)
-                            yield name, tensor if tensor.dtype in _KEPT else tensor.float()
-            except (SafetensorError, OSError) as error:
-                raise damaged(shard.path, f"cannot be read ({error})") from error
+        shard = next(shard for shard in self._shards if name in shard.entries)
+        try:
+            if shard.path not in self._opened:
+                self._opened[shard.path] = safe_open(str(shard.path), framework="pt")
+            tensor: Tensor = self._opened[shard.path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise damaged(shard.path, f"cannot be read ({error})") from error
+        return tensor
 
     def tokenizer_json(self) -> str | None:
         return folder_tokenizer(self.folder, self.tokenizer_config())
@@ -172,7 +206,7 @@ def _shard(path: Path) -> Shard:
         problem = "cut short" if present < needed else "too long"
         raise damaged(path, f"is {problem}: {present:,} bytes instead of {needed:,}")
     for kind, name in kinds.items():
-        if kind not in _FLOATS | _BUFFERS:
+        if kind not in _FLOATS | _BUFFERS | _QUANTIZED:
             raise ModelError(
                 f"{path}: tensor {name!r} is {kind}, which cannot be loaded: use a 16- or 32-bit checkpoint"
             )

@@ -14,6 +14,8 @@ from torch import Tensor
 from quire.core.errors import ModelError, WeightsError
 from quire.kernels.cache_files import write_whole
 from quire.kernels.native import default_num_threads
+from quire.quant.encoded import Encoded, Weight
+from quire.quant.gguf_blocks import KINDS, GgufBlocks
 from quire.weights.cache import tokenizers_folder
 from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of, token_id_of
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
@@ -27,10 +29,9 @@ _FLOAT_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
 class GgufSource:
-    """A Source over one mapped file. Packed tensors come as float32, float tensors as they are, unread.
+    """A Source over one mapped file. Float tensors come as they are, unread, and blocks of known kinds encoded.
 
-    The `gguf` library is needed only while packed tensors are unpacked, so a start from converted weights
-    never imports it.
+    The `gguf` library is needed only while tensors of other kinds are unpacked to float32.
     """
 
     random = False
@@ -44,13 +45,22 @@ class GgufSource:
         self.architecture = str(self._file.metadata["general.architecture"])
         self.fingerprint = fingerprint or self._file.fingerprint()
         self._tensors = self._named_tensors()
+        self.encodings: Mapping[str, Encoded] = {
+            name: Encoded.empty(scheme, (info.shape[0], info.shape[1]))
+            for name, info in self._tensors.items()
+            if (scheme := self._scheme(info)) is not None
+        }
         self.num_tensors = len(self._tensors)
         self.num_bytes = sum(info.num_bytes for info in self._tensors.values())
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
         for name, info in self._tensors.items():
-            unpacked = self._unpacked(info)
-            yield name, hugging_face_layout(self.architecture, self.config, info.name, unpacked)
+            scheme = self._scheme(info)
+            stored = self._unpacked(info) if scheme is None else self._blocks(info, scheme)
+            tensor = hugging_face_layout(self.architecture, self.config, info.name, stored)
+            shape = (info.shape[0], info.shape[-1])
+            yield name, tensor if scheme is None else Encoded(scheme, {"blocks": tensor}, shape)
+            self._file.forget(info)
 
     def tokenizer_json(self) -> str | None:
         """Built once per file and kept in the cache folder: building takes longer than the rest of opening."""
@@ -91,6 +101,23 @@ class GgufSource:
                 named[name] = info
         return named
 
+    def _scheme(self, info: TensorInfo) -> GgufBlocks | None:
+        """How the rows of a matrix stay encoded; None: they are floats, or become floats."""
+        transposed = self.architecture == "gpt2"  # blocks lie along the wrong dimension there
+        if info.type_name not in KINDS or len(info.shape) != 2 or transposed:
+            return None
+        return GgufBlocks(info.type_name)
+
+    def _blocks(self, info: TensorInfo, scheme: GgufBlocks) -> Tensor:
+        """uint8 [rows, blocks, bytes], a view of the file."""
+        flat = torch.frombuffer(self._file.buffer, dtype=torch.uint8, count=info.num_bytes, offset=info.start)
+        blocks = flat.view(info.shape[0], -1, scheme.block_bytes)
+        try:
+            scheme.check(blocks)
+        except WeightsError as error:
+            raise WeightsError(f"{self._file.path}: tensor {info.name}: {error}") from error
+        return blocks
+
     def _unpacked(self, info: TensorInfo) -> Tensor:
         direct = _DIRECT.get(info.type_name)
         if direct is not None:
@@ -98,7 +125,6 @@ class GgufSource:
             flat = torch.frombuffer(self._file.buffer, dtype=direct, count=count, offset=info.start)
             return flat.reshape(info.shape)
         unpacked = _dequantized(self._file.raw(info), info, self._file.path)
-        self._file.forget(info)
         return torch.from_numpy(unpacked).reshape(info.shape)
 
 

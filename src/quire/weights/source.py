@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
+from quire.quant.encoded import Encoded, Weight
 from quire.weights.architectures import SHAPES
 from quire.weights.folder import read_config, read_tokenizer_config
 from quire.weights.text_files import read_json
@@ -31,8 +30,10 @@ class Source(Protocol):
     num_bytes: int  # of all tensors as stored
     random: bool  # no tensors are named: the consumer fills its parameters from a seed (load_format dummy)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor once, as float32/float16/bfloat16; raises WeightsError on a missing or cut file."""
+    encodings: Mapping[str, Encoded]  # shapes without content of what `tensors` yields as encoded rows
+
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
+        """Every tensor once, as float32/float16/bfloat16 or encoded; raises WeightsError on a missing or cut file."""
         ...
 
     def tokenizer_json(self) -> str | None:
@@ -54,6 +55,7 @@ class DummySource:
     random = True
     num_tensors = 0
     num_bytes = 0
+    encodings: Mapping[str, Encoded] = {}
 
     def __init__(self, folder: Path, *, name: str | None = None) -> None:
         """`folder` may be the name of an architecture in SHAPES instead."""
@@ -65,7 +67,7 @@ class DummySource:
         shape = json.dumps(self.config, sort_keys=True, default=str)
         self.fingerprint = hashlib.sha256(f"dummy {shape}".encode()).hexdigest()
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
         return iter(())
 
     def tokenizer_json(self) -> str | None:

@@ -95,6 +95,7 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
         where=running_on(parts.precision, 0, parts.device.in_words),
         precision=parts.precision,
         start=StartStats(0, parts.weights.num_bytes, seconds),
+        groups=parts.weights.groups,
         limits=limits,
         pool=size,
         policies=policies_in_words(config.memory, scheduler),

@@ -36,6 +36,7 @@ from quire.grammar.compiler import Compiler
 from quire.grammar.matcher import GrammarError
 from quire.grammar.vocabulary import Vocabulary
 from quire.memory.swap import PendingTransfers
+from quire.models.weight_shape import weight_groups
 from quire.runner.drafts import Proposals
 from quire.scheduler.preemption import Preemption
 from quire.text.load import choose_tokenizer
@@ -167,6 +168,7 @@ def _report(
         where=running_on(plan.precision, plan.num_threads),
         precision=plan.precision,
         start=StartStats(plan.num_threads, weights_bytes, seconds),
+        groups=weight_groups(models.model.parameters()),
         limits=parts.limits,
         pool=pool.size,
         device_memory=pool.device_memory,

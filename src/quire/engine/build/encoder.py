@@ -20,6 +20,7 @@ from quire.layers.encoder import Pooling
 from quire.layers.factory import LayerFactory
 from quire.models.loading import load
 from quire.models.model import Encoder
+from quire.models.weight_shape import weight_groups
 from quire.weights.architectures import task_of
 from quire.weights.builtin import BUILTIN_ENCODER_NAME
 from quire.weights.sentence import SentenceFiles, read_sentence_files
@@ -59,6 +60,7 @@ def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Bui
         where=running_on(precision, plan.num_threads),
         precision=precision,
         start=StartStats(plan.num_threads, weights_bytes, seconds),
+        groups=weight_groups(encoder.parameters()),
         limits=limits,
         vectors=VectorFormat(plan.model.hidden_size, files.normalize, files.pooling),
         started=f"in {seconds:.2f} s",

@@ -10,6 +10,7 @@ from quire.engine.build.pins import PinnedPrefix
 from quire.engine.build.resolve import Precision
 from quire.engine.validation import Limits
 from quire.models.offload import Streaming
+from quire.models.weight_shape import WeightGroup
 from quire.runner.sizing import DeviceMemory
 
 _RESERVATIONS = {
@@ -24,6 +25,10 @@ _SCHEDULES = {
 }
 
 
+def in_groups(groups: tuple[WeightGroup, ...]) -> str:
+    return "; ".join(group.in_words for group in groups)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What was decided at start, for people and for metrics. The start report shows the fields in their order."""
@@ -32,6 +37,7 @@ class Report:
     where: str = shown("model")  # number format, device and threads
     precision: Precision
     start: StartStats
+    groups: tuple[WeightGroup, ...] = shown("weights", in_groups)  # how the weights are stored
     offload: tuple[str, ...] = shown("", default=())  # which weights stream and what that costs
     device_memory: DeviceMemory | None = shown("memory", default=None)  # None on a CPU
     pool: PoolSize = shown("pool", default=PoolSize(0, 0, 0))  # of an encoder empty

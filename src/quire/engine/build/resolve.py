@@ -47,7 +47,7 @@ class Precision:
     @property
     def format_name(self) -> str:
         """`int8`, `float32`: a format's own name may go on with a digest of its layout."""
-        return self.format.name.partition("-")[0]
+        return self.format.name.partition("-")[0].replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,12 @@ def is_simulated(device: str) -> bool:
 def resolve_precision(config: EngineConfig, model: ModelConfig) -> Precision:
     device = resolve_device(config.runner.device)
     number_format = choose_format(
-        device, config.model.dtype, config.model.quantization, model.dtype, config.runner.deterministic
+        device,
+        config.model.dtype,
+        config.model.quantization,
+        model.dtype,
+        config.runner.deterministic,
+        model.quantized,
     )
     kv_dtype = config.memory.kv_cache_dtype
     if kv_dtype == "fp8":

@@ -1,0 +1,190 @@
+"""Weight-only formats: a matrix that keeps encoded rows and multiplies by them in the activations' type."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from quire.kernels import choose
+from quire.kernels.registry import operations
+from quire.quant.encoded import Encoded, Plain, Scheme, join
+from quire.quant.format import Matrix, NumberFormat
+from quire.quant.full import FullMatrix
+from quire.quant.schemes import from_parameters, parameter_names
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one scheme. Parts of a fused projection may differ: Q4_K_M keeps values finer than queries."""
+
+    first_row: int
+    encoded: Encoded
+    kernel: ModuleType | None  # None: tiles of rows are decoded and multiplied
+
+    @property
+    def last_row(self) -> int:
+        return self.first_row + self.encoded.shape[0]
+
+
+class EncodedMatrix(Matrix):
+    """Holds segments of encoded rows. Without a kernel for a scheme, tiles of rows are decoded one after the other,
+    so that a product needs a bounded amount of memory beside the stored bytes.
+    """
+
+    def __init__(
+        self, num_rows: int, num_columns: int, number_format: "EncodedFormat", scheme: Scheme | None = None
+    ) -> None:
+        """`scheme`: of rows that come as floats; without one they stay in the activations' type."""
+        super().__init__(num_rows, num_columns, choose("activation", number_format.device))
+        self._format = number_format
+        self._scheme = scheme or Plain(number_format.activation_dtype)
+        self._gemm = number_format.gemm.gemm
+        self._segments: list[Segment] = []
+
+    def load_rows(self, first_row: int, rows: Tensor) -> None:
+        if rows.device.type == "meta":
+            self._keep(first_row, Encoded.empty(self._scheme, (rows.shape[0], rows.shape[1])))
+        else:
+            self._keep(first_row, Encoded.of(self._scheme, rows.to(self._format.device)))
+
+    def load_encoded(self, first_row: int, rows: Encoded) -> None:
+        if self._format.keeps(rows.scheme):
+            self._keep(first_row, rows.to(self._format.device))
+        else:
+            self.load_rows(first_row, rows.decode())
+
+    def _keep(self, first_row: int, encoded: Encoded) -> None:
+        kept = [s for s in self._segments if s.first_row != first_row]
+        kept.append(self._segment(first_row, encoded))
+        self._segments = sorted(kept, key=lambda segment: segment.first_row)
+        if sum(segment.encoded.shape[0] for segment in kept) == self.num_rows:
+            self._join()
+
+    def _segment(self, first_row: int, encoded: Encoded) -> Segment:
+        operation = encoded.scheme.operation
+        kernel = choose(operation, self._format.device) if operation in operations() else None
+        return Segment(first_row, encoded, kernel)
+
+    def _join(self) -> None:
+        """Neighbours of one scheme become one segment: a product is one call where that is possible."""
+        runs: list[list[Segment]] = []
+        for segment in self._segments:
+            if runs and segment.encoded.can_follow(runs[-1][-1].encoded):
+                runs[-1].append(segment)
+            else:
+                runs.append([segment])
+        self._segments = [self._segment(run[0].first_row, join([s.encoded for s in run])) for run in runs]
+
+    @property
+    def encoded(self) -> tuple[Encoded, ...]:
+        """The segments' rows, from the first row on."""
+        return tuple(segment.encoded for segment in self._segments)
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        y = self._product(x, x.dtype)
+        if bias is not None:
+            y += bias
+        return y if residual is None else y.add_(residual)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self._product(x, torch.float32)
+
+    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self._segments, "a matrix must be loaded before it is used"
+        y = torch.empty(x.shape[0], self.num_rows, dtype=dtype, device=x.device)
+        for segment in self._segments:
+            out = y[:, segment.first_row : segment.last_row]
+            if segment.kernel is not None:
+                segment.kernel.linear(x, segment.encoded.parts, out)
+            else:
+                self._decoded_product(x, segment.encoded, out)
+        return y
+
+    def _decoded_product(self, x: Tensor, encoded: Encoded, out: Tensor) -> None:
+        if isinstance(encoded.scheme, Plain):
+            out.copy_(self._gemm(x, encoded.parts["weight"].to(x.dtype), widened=out.dtype is not x.dtype))
+            return
+        order = encoded.column_order
+        x = x if order is None else x[:, order]
+        widened = out.dtype is not x.dtype
+        for first, rows in encoded.tiles():
+            part = out[:, first : first + rows.shape[0]]
+            part.copy_(self._gemm(x, rows.to(x.dtype), widened=widened))
+
+    def state(self) -> dict[str, Tensor]:
+        assert self._segments, "a matrix must be loaded before it is kept"
+        return parameter_names({segment.first_row: segment.encoded for segment in self._segments})
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        segments = from_parameters(state, (self.num_rows, self.num_columns))
+        self._segments = [
+            self._segment(first_row, encoded.to(self._format.device))
+            for first_row, encoded in segments.items()
+        ]
+
+
+class EncodedFormat(NumberFormat):
+    """Weight-only quantization: activations, embeddings, norms and the output head stay in `dtype`."""
+
+    kept_precise: tuple[str, ...] = ("embedding table", "output head", "norms", "biases")
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.device = device
+
+    def on(self, device: torch.device) -> "EncodedFormat":
+        """The same format on another device."""
+        other = copy.copy(self)
+        other.device = device
+        return other
+
+    def scheme(self, num_columns: int) -> Scheme | None:
+        """For rows that come as floats; None: they stay precise."""
+        return None
+
+    def matrix(self, num_rows: int, num_columns: int) -> Matrix:
+        return EncodedMatrix(num_rows, num_columns, self, self.scheme(num_columns))
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
+        return FullMatrix(num_rows, num_columns, self.activation_dtype, self.device, self.gemm)
+
+
+class Checkpoint(EncodedFormat):
+    """What the checkpoint has, in its own bytes: rows that come as floats stay floats."""
+
+    name = "checkpoint"
+    kept_precise = ("what the checkpoint keeps precise",)
+
+    def keeps(self, scheme: Scheme) -> bool:
+        return True
+
+    def keeps_table(self, scheme: Scheme) -> bool:
+        return True
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
+        return self.matrix(num_rows, num_columns)
+
+
+class LowBit(EncodedFormat):
+    """Quantizes at load. `schemes`: what is tried for rows of floats, the first that fits their length."""
+
+    worth_keeping = True
+
+    def __init__(
+        self, name: str, schemes: tuple[Scheme, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(dtype, device)
+        self.name = (
+            f"{name}-{'-'.join(scheme.name for scheme in schemes)}-{str(dtype).removeprefix('torch.')}"
+        )
+        self._schemes = schemes
+        self._kinds = tuple({type(scheme) for scheme in schemes})
+
+    def keeps(self, scheme: Scheme) -> bool:
+        return isinstance(scheme, self._kinds)
+
+    def scheme(self, num_columns: int) -> Scheme | None:
+        return next((scheme for scheme in self._schemes if scheme.fits(num_columns)), None)

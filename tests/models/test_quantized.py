@@ -1,0 +1,324 @@
+"""Quantized checkpoints that the packages wrote: logits of their own dequantized models, and one line for bad ones."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.core.errors import ModelError, QuireError, WeightsError
+from quire.layers.factory import LayerFactory
+from quire.models.loading import build, feed, load
+from quire.models.model import DecoderModel
+from quire.models.registry import describe
+from quire.models.weight_shape import weight_groups, weight_shape
+from quire.quant.encoded import Encoded
+from quire.quant.format import Matrix
+from quire.quant.full import FullMatrix, FullPrecision
+from quire.weights.folder import FolderSource
+from tests.models.checkpoints import llama, prompts, save
+from tests.models.paging import run_chunked
+
+DATA = Path(__file__).parents[1] / "data" / "quantized"
+FOLDERS = sorted(path.name for path in DATA.iterdir() if path.is_dir())
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+def loaded(folder: Path, quantization: str = "auto") -> DecoderModel:
+    source = FolderSource(folder)
+    return load(source, LayerFactory.of(describe(source.config), quantization=quantization))
+
+
+def logits_of(model: DecoderModel, tokens: list[int]) -> Tensor:
+    return run_chunked(model, [tokens], [len(tokens)], 4)[0]
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    return float((found - right).norm() / right.norm())
+
+
+def expected(name: str) -> tuple[list[int], Tensor]:
+    kept = load_file(DATA / name / "expected.safetensors")
+    return kept["tokens"].tolist(), kept["logits"]
+
+
+def test_every_format_is_here() -> None:
+    assert {"awq", "gptq", "gptq-asym", "bnb-nf4", "bnb-nf4-nested", "bnb-fp4", "bnb-int8"} <= set(FOLDERS)
+    assert {f"ct-{n}" for n in ("w4a16", "w4a16-asym", "w8a8", "fp8-dynamic", "fp8-block")} <= set(FOLDERS)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits_are_those_of_the_packages_own_dequantized_model(name: str) -> None:
+    tokens, right = expected(name)
+    source = FolderSource(DATA / name)
+    factory = LayerFactory.of(describe(source.config))
+    model = load(source, factory)
+    assert factory.number_format.name == "checkpoint"
+    assert error(logits_of(model, tokens), right) < 1e-3
+    kept = sum(tensor.nbytes for tensor in model.parameters().values())
+    assert kept == weight_shape(describe(source.config), factory.number_format, source.encodings).num_bytes
+    decoded = logits_of(loaded(DATA / name, "none"), tokens)
+    assert error(decoded, right) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tolerance"), [("int8", 0.1), ("llm-int8", 0.1), ("int4", 1e-3), ("nf4", 0.6)]
+)
+def test_a_quantized_checkpoint_can_be_served_in_another_format(
+    quantization: str, tolerance: float, empty_cache: Path
+) -> None:
+    tokens, right = expected("awq")
+    assert error(logits_of(loaded(DATA / "awq", quantization), tokens), right) < tolerance
+
+
+def test_bits_are_reported_by_groups_of_layers(tmp_path: Path, empty_cache: Path) -> None:
+    groups = {group.scheme: group for group in weight_groups(loaded(DATA / "awq").parameters())}
+    assert groups["int4-g64z"].layers == ("qkv", "output", "gate_up", "down")
+    assert groups["int4-g64z"].bits == pytest.approx(4.375)
+    assert groups["float32"].layers == ("embedding", "head")
+    save(tmp_path, llama(hidden_size=192, intermediate_size=128))
+    for _ in range(2):  # quantized, then mapped
+        (first, _) = weight_groups(loaded(tmp_path, "nf4").parameters())
+        assert first.scheme == "nf4-b64n"
+        assert 4.127 < first.bits < 4.25
+    source = FolderSource(tmp_path)
+    sized = weight_shape(
+        describe(source.config), LayerFactory.of(describe(source.config), quantization="nf4").number_format
+    )
+    assert sized.groups == weight_groups(loaded(tmp_path, "nf4").parameters())
+
+
+def altered(tmp_path: Path, name: str, **config: Any) -> Path:
+    """A copy whose quantization_config has other values."""
+    folder = tmp_path / name
+    shutil.copytree(DATA / name, folder)
+    whole = json.loads((folder / "config.json").read_text())
+    whole["quantization_config"] |= config
+    (folder / "config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def rewrite(folder: Path, **tensors: Any) -> None:
+    """Other tensors of MODULE, by suffix; None leaves one out."""
+    path = folder / "model.safetensors"
+    changed = load_file(path) | {f"{MODULE}.{suffix}": tensor for suffix, tensor in tensors.items()}
+    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, path)
+
+
+def words_of(values: Tensor, dim: int) -> Tensor:
+    """uint4 values -> int32 words along `dim`, the lowest bits first."""
+    spread = values.long().unflatten(dim, (-1, 8))
+    shifts = torch.arange(0, 32, 4).view(-1, *[1] * (spread.dim() - dim - 2))
+    words = (spread << shifts).sum(dim + 1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_gptq_of_both_versions_with_and_without_act_order(
+    tmp_path: Path, version: str, desc_act: bool
+) -> None:
+    """By the layout's definition: column k of group g_idx[k] is scale × (q − zero)."""
+    folder = altered(tmp_path, "gptq-asym", checkpoint_format=version, desc_act=desc_act)
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randint(0, 16, (128, 128), generator=generator)  # [columns, rows]
+    zeros = torch.randint(1, 16, (4, 128), generator=generator)
+    scales = (torch.rand(4, 128, generator=generator) * 0.01 + 0.001).half()
+    groups = torch.arange(128) // 32
+    groups = groups[torch.randperm(128, generator=generator)] if desc_act else groups
+    stored = zeros - 1 if version == "gptq" else zeros
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith(".qzeros")] if version == "gptq_v2" else []:
+        tensors[name] = tensors[name] + 0x11111111  # the other modules, in the new version
+    save_file(tensors, path)
+    rewrite(folder, qweight=words_of(q, 0), qzeros=words_of(stored, 1), scales=scales, g_idx=groups.int())
+    right = (scales.float()[groups] * (q - zeros[groups])).T
+    found = dict(FolderSource(folder).tensors())[f"{MODULE}.weight"]
+    assert isinstance(found, Encoded)
+    assert found.scheme.name == ("int4-g32zp" if desc_act else "int4-g32z")
+    torch.testing.assert_close(found.decode(), right)
+    tokens, _ = expected("gptq-asym")
+    assert error(logits_of(loaded(folder), tokens), logits_of(loaded(folder, "none"), tokens)) < 1e-4
+
+
+def test_compressed_tensors_in_act_order(tmp_path: Path) -> None:
+    folder = altered(tmp_path, "ct-w4a16-asym")
+    path = folder / "model.safetensors"
+    down = "model.layers.0.mlp.down_proj"
+    tensors = load_file(path)
+    plain = dict(FolderSource(folder).tensors())[f"{down}.weight"]
+    assert isinstance(plain, Encoded)
+    groups = (torch.arange(384) // 128)[torch.randperm(384, generator=torch.Generator().manual_seed(1))]
+    for name in [n for n in tensors if n.endswith(".weight_packed")]:
+        module, columns = name.removesuffix(".weight_packed"), tensors[name].shape[1] * 8
+        tensors[f"{module}.weight_g_idx"] = (torch.arange(columns) // 128).int()
+    tensors[f"{down}.weight_g_idx"] = groups.int()
+    save_file(tensors, path)
+    found = dict(FolderSource(folder).tensors())[f"{down}.weight"]
+    assert isinstance(found, Encoded)
+    q = (plain.parts["packed"].view(128, -1, 1) >> torch.tensor([0, 4], dtype=torch.uint8)) & 15
+    scales, zeros = plain.parts["scales"].float()[:, groups], plain.parts["zeros"].int()[:, groups]
+    torch.testing.assert_close(found.decode(), scales * (q.view(128, 384).int() - zeros))
+    tokens, _ = expected("ct-w4a16-asym")
+    assert error(logits_of(loaded(folder), tokens), logits_of(loaded(folder, "none"), tokens)) < 1e-4
+
+
+def refused(folder: Path, *said: str, error: type[QuireError] = ModelError) -> None:
+    with pytest.raises(error) as caught:
+        loaded(folder)
+    text = str(caught.value)
+    assert all(words in text for words in said), text
+    assert "\n" not in text
+
+
+def test_schemes_that_are_not_known_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    refused(
+        altered(tmp_path / "1", "ct-w4a16", format="nvfp4-pack-quantized"), "nvfp4", "pack-quantized, int-"
+    )
+    refused(altered(tmp_path / "2", "awq", version="gemv"), "'gemv'", "gemm")
+    refused(altered(tmp_path / "3", "gptq", bits=3), "3 bits", "known is 4")
+    refused(altered(tmp_path / "4", "gptq", checkpoint_format="marlin"), "'marlin'", "gptq_v2")
+    refused(altered(tmp_path / "5", "gptq", quant_method="quip"), "'quip'", "awq, gptq, bitsandbytes")
+
+
+def test_a_config_that_contradicts_its_tensors_is_named(tmp_path: Path) -> None:
+    refused(
+        altered(tmp_path / "1", "gptq", quant_method="awq"),
+        "GPTQ's layout",
+        "'awq'",
+        "config.json that belongs",
+    )
+    refused(altered(tmp_path / "2", "awq", quant_method="gptq"), "AWQ's layout", "'gptq'")
+    refused(altered(tmp_path / "3", "awq", group_size=128), "groups of 64", "group_size=128")
+    refused(
+        altered(tmp_path / "4", "awq", quant_method="bitsandbytes"), "'bitsandbytes'", "AWQ or GPTQ weights"
+    )
+    refused(
+        altered(tmp_path / "5", "bnb-int8", load_in_4bit=True, load_in_8bit=False),
+        "load_in_4bit=True",
+        "8 bits",
+    )
+    refused(
+        altered(tmp_path / "6", "gptq-asym", sym=True),
+        "qzeros has zero point",
+        "sym=true",
+        error=WeightsError,
+    )
+    refused(
+        altered(tmp_path / "7", "ct-w8a8", config_groups={}),
+        "model.layers.0",
+        "int8",
+        "no weights",
+    )
+    folder = altered(tmp_path / "8", "awq")
+    whole = json.loads((folder / "config.json").read_text())
+    del whole["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(whole))
+    refused(folder, "qweight", "no quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "value"),
+    [("awq", "scales", torch.nan), ("ct-w4a16", "weight_scale", 0.0), ("ct-fp8-block", "weight_scale", torch.inf),
+     ("bnb-int8", "SCB", torch.nan), ("bnb-nf4", "weight.absmax", torch.nan)],
+)  # fmt: skip
+def test_scales_that_are_no_numbers_or_zero_are_named(
+    tmp_path: Path, name: str, suffix: str, value: float
+) -> None:
+    folder = altered(tmp_path, name)
+    scales = load_file(folder / "model.safetensors")[f"{MODULE}.{suffix}"]
+    scales.view(-1)[0] = value
+    rewrite(folder, **{suffix: scales})
+    refused(folder, f"{MODULE}.{suffix}", f"scale of {value}", "again", error=WeightsError)
+
+
+def test_cut_blocks_and_missing_tensors_are_named(tmp_path: Path) -> None:
+    folder = altered(tmp_path / "1", "bnb-nf4")
+    rewrite(folder, weight=torch.zeros(100, 1, dtype=torch.uint8))
+    refused(folder, f"{MODULE}.weight has 100 bytes", "8,192", error=WeightsError)
+    folder = altered(tmp_path / "2", "awq")
+    rewrite(folder, scales=None)
+    refused(folder, f"{MODULE}.scales is missing")
+    folder = altered(tmp_path / "3", "gptq")
+    rewrite(folder, qzeros=torch.zeros(3, 16, dtype=torch.int32))
+    refused(folder, MODULE, error=WeightsError)
+    folder = altered(tmp_path / "4", "gptq")
+    rewrite(folder, scales=torch.ones(3, 128).half())
+    refused(folder, f"{MODULE}: 3 groups do not divide 128 columns")
+
+
+# ---------------------------------------------------------------------- LLM.int8 in a model
+
+LOUD = [3, 9, 20, 41, 77, 100]  # six channels
+
+
+class VectorWise(FullMatrix):
+    """Plain int8: one scale per row of x and per output, nothing else."""
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        weight = self.state()["weight"]
+        x_scales, scales = (t.abs().amax(1, keepdim=True) / 127 for t in (x, weight))
+        y = ((x / x_scales).round() @ (weight / scales).round().T) * x_scales * scales.T
+        return y if residual is None else y + residual
+
+
+class PlainInt8(FullPrecision):
+    def matrix(self, num_rows: int, num_columns: int) -> Matrix:
+        return VectorWise(num_rows, num_columns, self.activation_dtype, torch.device("cpu"), self.gemm)
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
+        return FullMatrix(num_rows, num_columns, self.activation_dtype, torch.device("cpu"), self.gemm)
+
+
+class Injected(FolderSource):
+    """The same function with outliers: six channels of every norm × 64, the columns behind them / 64."""
+
+    def tensors(self) -> Any:
+        for name, tensor in super().tensors():
+            changed = tensor.clone()
+            if name.endswith("layernorm.weight"):
+                changed[LOUD] *= 64
+            elif "proj" in name and "o_proj" not in name and "down_proj" not in name:
+                changed[:, LOUD] /= 64
+            yield name, changed
+
+
+def filled(source: FolderSource, factory: LayerFactory) -> DecoderModel:
+    model = build(describe(source.config), factory)
+    feed(source, model.loaders(), factory.device, None, 0)
+    return model
+
+
+def test_outliers_cost_plain_int8_ten_times_the_divergence_of_the_decomposition(tmp_path: Path) -> None:
+    save(
+        tmp_path, llama(hidden_size=128, intermediate_size=256, num_attention_heads=4, initializer_range=0.08)
+    )
+    quiet, loud = FolderSource(tmp_path), Injected(tmp_path)
+    config = describe(quiet.config)
+    (tokens,) = prompts(40)
+
+    def divergence(source: FolderSource, factory: LayerFactory) -> float:
+        found = torch.log_softmax(logits_of(filled(source, factory), tokens), -1)
+        return float((right.exp() * (right - found)).sum(-1).mean())
+
+    exact, decomposed = (LayerFactory.of(config, quantization=q) for q in ("none", "llm-int8"))
+    plain = LayerFactory(PlainInt8(torch.float32, torch.device("cpu")))
+    right = torch.log_softmax(logits_of(filled(quiet, exact), tokens), -1)
+    assert divergence(loud, exact) < 1e-9
+    assert divergence(loud, plain) > 10 * divergence(loud, decomposed)
+    assert divergence(loud, decomposed) < 1.5 * divergence(quiet, plain)
+
+
+def test_llm_int8_gives_the_same_bits_alone_and_in_a_batch_of_80(tmp_path: Path, empty_cache: Path) -> None:
+    save(tmp_path / "model", llama(hidden_size=128, intermediate_size=256, num_attention_heads=4))
+    source = Injected(tmp_path / "model")
+    model = filled(source, LayerFactory.of(describe(source.config), quantization="llm-int8"))
+    texts = prompts(*(3 + i % 9 for i in range(80)))
+    together = run_chunked(model, texts, [len(text) for text in texts], 4)
+    for i in range(0, 80, 11):
+        assert torch.equal(logits_of(model, texts[i]), together[i])
