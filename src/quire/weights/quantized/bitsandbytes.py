@@ -11,13 +11,13 @@ from quire.core.errors import ModelError, WeightsError
 from quire.quant.codebook import CODES, NESTED_BLOCK, CodeBook, dynamic_map, nested_shape
 from quire.quant.encoded import Scheme
 from quire.quant.scaled import Scaled
-from quire.weights.quantized.reader import Get, Header, Reader, finite
+from quire.weights.quantized.reader import Get, Header, QuantizedReader, finite
 
 _STATE = ".weight.quant_state.bitsandbytes__"
 _CODES = {"nf4": "nf4", "fp4": "fp4bnb"}
 
 
-class BitsAndBytes(Reader):
+class BitsAndBytes(QuantizedReader):
     method = "bitsandbytes"
     marks = (".weight.quant_map", ".SCB")
 

@@ -10,13 +10,13 @@ from quire.core.errors import ModelError
 from quire.quant.encoded import Scheme
 from quire.quant.int4 import Int4, pack, unpack
 from quire.quant.scaled import Scaled
-from quire.weights.quantized.reader import Get, Header, Reader, column_order, finite, nibbles
+from quire.weights.quantized.reader import Get, Header, QuantizedReader, column_order, finite, nibbles
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _VALUES = {"I8": "int8", "F8_E4M3": "fp8"}
 
 
-class CompressedTensors(Reader):
+class CompressedTensors(QuantizedReader):
     method = "compressed-tensors"
     marks = (".weight_packed", ".weight_scale")
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from quire.core.errors import ModelError, WeightsError
 from quire.quant.encoded import Scheme
 from quire.quant.int4 import MIDDLE, Int4, pack
-from quire.weights.quantized.reader import Get, Header, Reader, column_order, finite, nibbles
+from quire.weights.quantized.reader import Get, Header, QuantizedReader, column_order, finite, nibbles
 
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # which nibble of a word holds output 0, 1, …
 WORD = 8  # values of 4 bits in an int32
 
 
-class _WordReader(Reader):
+class _WordReader(QuantizedReader):
     """What both have: qweight, qzeros [groups, N / 8] and scales [groups, N]."""
 
     marks = (".qweight",)

@@ -9,11 +9,11 @@ from quire.quant.encoded import Encoded
 from quire.weights.quantized.bitsandbytes import BitsAndBytes
 from quire.weights.quantized.compressed_tensors import CompressedTensors
 from quire.weights.quantized.gptq import Awq, Gptq
-from quire.weights.quantized.reader import MARKS, Get, Header, Reader
+from quire.weights.quantized.reader import MARKS, Get, Header, QuantizedReader
 
 WEIGHT = ".weight"
 
-READERS: dict[str, type[Reader]] = {
+READERS: dict[str, type[QuantizedReader]] = {
     reader.method: reader for reader in (CompressedTensors, Awq, Gptq, BitsAndBytes)
 }
 
@@ -24,7 +24,7 @@ class QuantizedWeights:
 
     encodings: Mapping[str, Encoded]  # by the weight's name; shapes without content
     owned: frozenset[str]  # tensors that encoded weights are made of
-    _reader: Reader | None
+    _reader: QuantizedReader | None
 
     @classmethod
     def of(cls, config: Mapping[str, Any], headers: Mapping[str, Header], get: Get) -> "QuantizedWeights":
@@ -40,7 +40,7 @@ class QuantizedWeights:
         return self._reader.read(name.removesuffix(WEIGHT), get)
 
 
-def _open_reader(config: Mapping[str, Any], headers: Mapping[str, Header]) -> Reader | None:
+def _open_reader(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantizedReader | None:
     """None for weights that are not quantized; ModelError for a method that is not known, by name."""
     quantization = config.get("quantization_config")
     if not quantization:

@@ -1,4 +1,4 @@
-"""Reader: the weights of a quantized checkpoint, found by the names and shapes of its tensors."""
+"""QuantizedReader: the weights of a quantized checkpoint, found by the names and shapes of its tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ class Header:
     shape: tuple[int, ...]
 
 
-class Reader(ABC):
+class QuantizedReader(ABC):
     """The quantized weights of one checkpoint. ModelError if config and tensors contradict each other."""
 
     method: str  # config.json's quant_method
