@@ -123,7 +123,8 @@ def test_tokenizer_config_json_travels_whatever_it_holds(folder: Path, value: An
     path.write_text(json.dumps({"model_max_length": value, "bos_token": value, "chat_template": value}))
     source = FolderSource(folder)
     files = tokenizer_files(EngineConfig.of().model, source)
-    encode(Described(files.text, dict(files.config), dict(source.tokenizer_config())))
+    sent = encode(Described(files.text, dict(files.config), dict(source.tokenizer_config())))
+    assert b"model_max_length" in sent
     path.unlink()
 
 
