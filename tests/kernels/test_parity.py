@@ -45,7 +45,8 @@ Kernel = tuple[ModuleType, ModuleType]
 
 
 def test_every_operation_has_a_parity_test() -> None:
-    assert _tested == set(registry.operations())
+    elsewhere = {"encoded_linear"}  # test_encoded_linear.py: its reference is the schemes' decoding
+    assert _tested | elsewhere == set(registry.operations())
 
 
 @_parametrize("int8_linear")

@@ -39,7 +39,6 @@ class CodeBook(Scheme):
 
     def __init__(self, code: str, block: int = BLOCK, nested: bool = True) -> None:
         self.code, self.block, self.nested = code, block, nested
-        self.operation = f"{code}_linear"
 
     @property
     def name(self) -> str:

@@ -3,16 +3,16 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels import choose
-from quire.kernels.registry import operations
 from quire.quant.encoded import Encoded, Plain, Scheme, join
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.full import FullMatrix
+from quire.quant.packed import Packed, pack
 from quire.quant.schemes import from_parameters, parameter_names
 
 
@@ -22,7 +22,7 @@ class Segment:
 
     first_row: int
     encoded: Encoded
-    kernel: ModuleType | None  # None: tiles of rows are decoded and multiplied
+    product: Any  # by the rows as a kernel packs them; None: tiles of rows are decoded and multiplied
 
     @property
     def last_row(self) -> int:
@@ -30,8 +30,8 @@ class Segment:
 
 
 class EncodedMatrix(Matrix):
-    """Holds segments of encoded rows. Without a kernel for a scheme, tiles of rows are decoded one after the other,
-    so that a product needs a bounded amount of memory beside the stored bytes.
+    """Holds segments of encoded rows, packed for the device's kernel. Without a kernel for a scheme, tiles of rows are
+    decoded one after the other, so that a product needs a bounded amount of memory beside the stored bytes.
     """
 
     def __init__(
@@ -64,9 +64,11 @@ class EncodedMatrix(Matrix):
             self._join()
 
     def _segment(self, first_row: int, encoded: Encoded) -> Segment:
-        operation = encoded.scheme.operation
-        kernel = choose(operation, self._format.device) if operation in operations() else None
-        return Segment(first_row, encoded, kernel)
+        scheme = encoded.scheme
+        product = None
+        if isinstance(scheme, Packed) and encoded.device.type != "meta":
+            product = scheme.kernel.Product(scheme.inner.name, encoded.parts, encoded.shape)
+        return Segment(first_row, encoded, product)
 
     def _join(self) -> None:
         """Neighbours of one scheme become one segment: a product is one call where that is possible."""
@@ -76,7 +78,11 @@ class EncodedMatrix(Matrix):
                 runs[-1].append(segment)
             else:
                 runs.append([segment])
-        self._segments = [self._segment(run[0].first_row, join([s.encoded for s in run])) for run in runs]
+        device, dtype = self._format.device, self._format.activation_dtype
+        self._segments = [
+            self._segment(run[0].first_row, pack(join([s.encoded for s in run]), device, dtype))
+            for run in runs
+        ]
 
     @property
     def encoded(self) -> tuple[Encoded, ...]:
@@ -84,24 +90,42 @@ class EncodedMatrix(Matrix):
         return tuple(segment.encoded for segment in self._segments)
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        y = self._product(x, x.dtype)
-        if bias is not None:
-            y += bias
-        return y if residual is None else y.add_(residual)
+        return self._product(x, x.dtype, bias, residual)
 
     def logits(self, x: Tensor) -> Tensor:
         return self._product(x, torch.float32)
 
-    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product = self._segments[0].product
+        if len(self._segments) == 1 and product is not None:
+            fused: Tensor | None = product.linear_silu_mul(self._ordered(x, self._segments[0]), bias)
+            if fused is not None:
+                return fused
+        return super().linear_silu_mul(x, bias)
+
+    def _product(
+        self, x: Tensor, dtype: torch.dtype, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         assert self._segments, "a matrix must be loaded before it is used"
         y = torch.empty(x.shape[0], self.num_rows, dtype=dtype, device=x.device)
         for segment in self._segments:
-            out = y[:, segment.first_row : segment.last_row]
-            if segment.kernel is not None:
-                segment.kernel.linear(x, segment.encoded.parts, out)
-            else:
-                self._decoded_product(x, segment.encoded, out)
+            rows = slice(segment.first_row, segment.last_row)
+            out, added = y[:, rows], None if residual is None else residual[:, rows]
+            part = None if bias is None else bias[rows]
+            if segment.product is not None:
+                segment.product.linear(self._ordered(x, segment), out, part, added)
+                continue
+            self._decoded_product(x, segment.encoded, out)
+            for term in (part, added):
+                if term is not None:
+                    out += term
         return y
+
+    @staticmethod
+    def _ordered(x: Tensor, segment: Segment) -> Tensor:
+        """x by columns as they are stored."""
+        order = segment.encoded.column_order
+        return x if order is None else x[:, order]
 
     def _decoded_product(self, x: Tensor, encoded: Encoded, out: Tensor) -> None:
         if isinstance(encoded.scheme, Plain):
@@ -120,8 +144,9 @@ class EncodedMatrix(Matrix):
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         segments = from_parameters(state, (self.num_rows, self.num_columns))
+        device, dtype = self._format.device, self._format.activation_dtype
         self._segments = [
-            self._segment(first_row, encoded.to(self._format.device))
+            self._segment(first_row, pack(encoded.to(device), device, dtype))
             for first_row, encoded in segments.items()
         ]
 
