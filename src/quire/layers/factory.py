@@ -109,6 +109,7 @@ class LayerFactory:
             compact,
             first_row,
             self.number_format.keeps_table,
+            self.number_format.table_scheme,
         )
 
     def output_head(self, vocab_size: int, width: int, tied_to: TokenEmbedding | None = None) -> OutputHead:

@@ -12,7 +12,8 @@ from quire.kernels import choose
 from quire.quant.encoded import Encoded, Plain, Scheme, join
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.full import FullMatrix
-from quire.quant.packed import Packed, pack
+from quire.quant.packed import OPERATION, Packed, pack
+from quire.quant.scaled import Scaled
 from quire.quant.schemes import from_parameters, parameter_names
 
 
@@ -78,9 +79,8 @@ class EncodedMatrix(Matrix):
                 runs[-1].append(segment)
             else:
                 runs.append([segment])
-        device, dtype = self._format.device, self._format.activation_dtype
         self._segments = [
-            self._segment(run[0].first_row, pack(join([s.encoded for s in run]), device, dtype))
+            self._segment(run[0].first_row, self._format.packed(join([s.encoded for s in run])))
             for run in runs
         ]
 
@@ -102,6 +102,16 @@ class EncodedMatrix(Matrix):
             if fused is not None:
                 return fused
         return super().linear_silu_mul(x, bias)
+
+    @property
+    def fuses_norm(self) -> bool:  # type: ignore[override]
+        return hasattr(self._segments[0].product, "normed") and len(self._segments) == 1
+
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
+        if self._segments[0].encoded.column_order is not None:
+            return None
+        fused: Tensor | None = self._segments[0].product.normed(x, norm_weight, eps, silu_mul)
+        return fused
 
     def _product(
         self, x: Tensor, dtype: torch.dtype, bias: Tensor | None = None, residual: Tensor | None = None
@@ -144,9 +154,8 @@ class EncodedMatrix(Matrix):
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         segments = from_parameters(state, (self.num_rows, self.num_columns))
-        device, dtype = self._format.device, self._format.activation_dtype
         self._segments = [
-            self._segment(first_row, pack(encoded.to(device), device, dtype))
+            self._segment(first_row, self._format.packed(encoded.to(self._format.device)))
             for first_row, encoded in segments.items()
         ]
 
@@ -161,10 +170,14 @@ class EncodedFormat(NumberFormat):
         self.device = device
 
     def on(self, device: torch.device) -> "EncodedFormat":
-        """The same format on another device."""
+        """The same format with its tensors on another device, packed for its own."""
         other = copy.copy(self)
         other.device = device
         return other
+
+    def packed(self, encoded: Encoded) -> Encoded:
+        """The rows as the device's kernel reads them."""
+        return pack(encoded, self._device, self.activation_dtype)
 
     def scheme(self, num_columns: int) -> Scheme | None:
         """For rows that come as floats; None: they stay precise."""
@@ -193,6 +206,9 @@ class Checkpoint(EncodedFormat):
         return self.matrix(num_rows, num_columns)
 
 
+INT8 = Scaled("int8")
+
+
 class LowBit(EncodedFormat):
     """Quantizes at load. `schemes`: what is tried for rows of floats, the first that fits their length."""
 
@@ -210,6 +226,16 @@ class LowBit(EncodedFormat):
 
     def keeps(self, scheme: Scheme) -> bool:
         return isinstance(scheme, self._kinds)
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
+        """int8 per channel where that is fast: a head is large, and eight bits change logits little."""
+        if choose(OPERATION, self._device).serves(INT8.name, num_rows, num_columns, self.activation_dtype):
+            return EncodedMatrix(num_rows, num_columns, self, INT8)
+        return super().head(num_rows, num_columns)
+
+    @property
+    def table_scheme(self) -> Scheme | None:
+        return INT8 if self._device.type == "cuda" else None
 
     def scheme(self, num_columns: int) -> Scheme | None:
         return next((scheme for scheme in self._schemes if scheme.fits(num_columns)), None)

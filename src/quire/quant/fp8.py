@@ -14,13 +14,18 @@ ALIGNED = 16  # rows and columns of a GEMM are multiples of this
 
 
 class Fp8Matrix(Matrix):
-    """float8 (e4m3) weights; GEMMs by the tensor cores' float8 path."""
+    """float8 (e4m3) weights; GEMMs by the tensor cores' float8 path. One token's activations are not rounded: its
+    products are bound by the weights' bytes.
+    """
+
+    fuses_norm = True
 
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(num_rows, num_columns, choose("activation", device))
         self._dtype = dtype
         self._device = device
         self._rows = choose("fp8_rows", device)
+        self._narrow = choose("narrow_linear", device)
         self._weight: Tensor | None = None  # [num_rows, num_columns] float8_e4m3fn
         self._scales = torch.empty(0)  # [1, num_rows] float32
 
@@ -36,12 +41,24 @@ class Fp8Matrix(Matrix):
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         assert self._weight is not None, "a matrix must be loaded before it is used"
+        if self._is_narrow(x):
+            return self._narrow.linear(x, self._weight, bias, residual, scales=self._scales)
         quantized, scales = self._rows.quantize(x)
         y = torch._scaled_mm(
             quantized, self._weight.t(), scale_a=scales, scale_b=self._scales, bias=bias,
             out_dtype=torch.bfloat16, use_fast_accum=True,
         ).to(self._dtype)  # fmt: skip
         return y if residual is None else y.add_(residual)
+
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
+        if not self._is_narrow(x):
+            return None
+        kernel = self._narrow.linear_silu_mul if silu_mul else self._narrow.linear
+        fused: Tensor = kernel(x, self._weight, norm_weight=norm_weight, eps=eps, scales=self._scales)
+        return fused
+
+    def _is_narrow(self, x: Tensor) -> bool:
+        return self._narrow.SERVES and x.shape[0] == 1
 
     def state(self) -> dict[str, Tensor]:
         assert self._weight is not None, "a matrix must be loaded before it is kept"

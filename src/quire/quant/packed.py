@@ -34,18 +34,13 @@ class Packed(Scheme):
 
     def layout(self, num_rows: int, num_columns: int) -> dict[str, Part]:
         packed = self.kernel.layout(self.inner.name, num_rows, num_columns)
-        parts = {
-            name: Part(shape, (dtype,), rows=self.kernel.ROWS) for name, (shape, dtype) in packed.items()
-        }
+        parts = {name: Part(*sizes, rows=self.kernel.ROWS) for name, sizes in packed.items()}
         inner = self.inner.layout(num_rows, num_columns)
         return parts | {COLUMNS: inner[COLUMNS]} if COLUMNS in inner else parts
 
     def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
-        return self.inner.decode(self._unpacked(parts, shape), shape)
-
-    def _unpacked(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-        unpacked = dict(self.kernel.unpack(self.inner.name, parts, shape))
-        return unpacked | {COLUMNS: parts[COLUMNS]} if COLUMNS in parts else unpacked
+        decoded: Tensor = self.kernel.decode(self.inner.name, parts, shape)
+        return decoded
 
 
 def pack(encoded: Encoded, device: torch.device, dtype: torch.dtype) -> Encoded:
