@@ -26,16 +26,44 @@ class Kernel:
     def __init__(self, function: c_void_p, shared_bytes: int) -> None:
         self.function = function
         self._shared_bytes = shared_bytes
-        if shared_bytes:
-            _check(_driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, c_int(shared_bytes)))
+        self._allowed = 0
+        self._at_once: dict[tuple[int, int], int] = {}
+        self._allow(shared_bytes)
 
-    def __call__(self, grid: Sequence[int], num_threads: int, *arguments: ctypes.Structure) -> None:
-        """Enqueues the kernel on the current stream."""
+    def blocks_at_once(self, num_threads: int, shared_bytes: int) -> int:
+        """Of one multiprocessor."""
+        key = (num_threads, shared_bytes)
+        if key not in self._at_once:
+            self._allow(shared_bytes)
+            count = c_int()
+            _check(
+                _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                    byref(count), self.function, c_int(num_threads), c_size_t(shared_bytes)
+                )
+            )
+            self._at_once[key] = count.value
+        return self._at_once[key]
+
+    def _allow(self, shared_bytes: int) -> None:
+        """Blocks may have this much dynamic shared memory."""
+        if shared_bytes > self._allowed:
+            _check(_driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, c_int(shared_bytes)))
+            self._allowed = shared_bytes
+
+    def __call__(
+        self,
+        grid: Sequence[int],
+        num_threads: int,
+        *arguments: ctypes.Structure,
+        shared_bytes: int | None = None,
+    ) -> None:
+        """Enqueues the kernel on the current stream. `shared_bytes`: if not what it was made with."""
         grid_x, grid_y, grid_z = (*grid, 1, 1)[:3]
         parameters = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch.cuda.current_stream().cuda_stream
+        shared = self._shared_bytes if shared_bytes is None else shared_bytes
         config = _LaunchConfig(
-            grid_x, grid_y, grid_z, num_threads, 1, 1, self._shared_bytes, stream, ctypes.addressof(_EARLY), 1
+            grid_x, grid_y, grid_z, num_threads, 1, 1, shared, stream, ctypes.addressof(_EARLY), 1
         )
         _check(_driver().cuLaunchKernelEx(byref(config), self.function, parameters, None))
 
@@ -72,17 +100,6 @@ class Module:
         function = c_void_p()
         _check(_driver().cuModuleGetFunction(byref(function), self._module, c_char_p(name.encode())))
         return Kernel(function, shared_bytes)
-
-    def occupied(self, name: str, shared_bytes: int, num_threads: int) -> tuple[Kernel, int]:
-        """The kernel, and how many of its blocks run at once on one multiprocessor."""
-        kernel = self.kernel(name, shared_bytes)
-        count = c_int()
-        _check(
-            _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                byref(count), kernel.function, c_int(num_threads), c_size_t(shared_bytes)
-            )
-        )
-        return kernel, count.value
 
 
 def available() -> bool:

@@ -24,12 +24,14 @@ from quire.kernels.encoded_linear.formats import BOOK, CHUNK, ROWS, TILE, Format
 LAYOUT = "cuda1"
 PACKING = ROWS * CHUNK
 DTYPES = (torch.float16, torch.bfloat16)
-FEW = 8  # tokens up to which a block walks along whole rows, and up to which a norm is fused
+FEW = 8  # tokens up to which a block walks along whole rows
 FEW_INTEGERS = 16  # the same for int4 without minimums, which takes the fewest instructions
 TOKEN_TILES = (32, 64, 128, 256)  # of the kernel for many tokens
 STAGES = {32: 6, 64: 6, 128: 6, 256: 5}
 MANY = 512  # tokens beyond which a decoded weight and cuBLAS are faster
-RING_BYTES = 40960  # of a block for few tokens, about
+THREADS = 256  # of a block for few tokens
+FEW_VARIANTS = ((1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (1, 1, True), (1, 2, True))
+RING_BYTES = 40960  # of a block and tile of rows for few tokens, about
 SPLIT_BYTES = 12  # of partial sums that take as long as one row and column of a chunk's products; measured
 
 pack, decode = formats.pack, formats.decode
@@ -97,8 +99,8 @@ class Product:
         return self._gated(x, bias, None, 0.0) if self._gates(x) else None
 
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
-        """RMS norm of x and GEMM in one kernel; None for more than a few tokens."""
-        if x.shape[0] > FEW or (silu_mul and not self._gates(x)):
+        """RMS norm of one token and GEMM in one kernel; None for more."""
+        if x.shape[0] > 1 or (silu_mul and not self._gates(x)):
             return None
         if silu_mul:
             return self._gated(x, None, norm_weight, eps)
@@ -187,6 +189,14 @@ def _by_four(rows: int, *tensors: Tensor | None) -> bool:
     )
 
 
+def fp8_rows(weight: Tensor, scales: Tensor) -> Product | None:
+    """Products of up to FEW tokens by float8 rows as they are [rows, columns], with one float32 scale each."""
+    shape = (weight.shape[0], weight.shape[1])
+    if not serves(formats.ROWS_OF_FLOAT8, *shape, torch.bfloat16):
+        return None
+    return Product(formats.ROWS_OF_FLOAT8, {"packed": weight, "scales": scales}, shape)
+
+
 def best_splits(blocks: int, chunks: int, tile: int, processors: int) -> int:
     """Parts that the columns are cut into: fewer rounds of blocks against sums that are written and read again."""
 
@@ -203,7 +213,7 @@ class Kernels:
 
     few_tokens: dict[
         tuple[int, int, bool], tuple[nvrtc.Kernel, int]
-    ]  # by tiles of tokens, of rows; with a norm
+    ]  # by tiles of tokens and rows, norm: and bytes
     expand: nvrtc.Kernel
     permute: nvrtc.Kernel
     reduce: nvrtc.Kernel
@@ -212,41 +222,36 @@ class Kernels:
 
     def few(self, tiles: int, arguments: Arguments, row_tiles: int) -> None:
         """Few tokens: as many blocks as run at once, which take tiles in turn."""
-        kernel, per_processor = self.few_tokens[-(-arguments.tokens // 8), row_tiles, bool(arguments.norm)]
-        kernel((min(tiles, per_processor * self.num_processors),), 256, arguments)
+        kernel, shared_bytes = self.few_tokens[-(-arguments.tokens // 8), row_tiles, bool(arguments.norm)]
+        if arguments.norm:
+            shared_bytes += arguments.x_chunks * CHUNK * 2
+        blocks = kernel.blocks_at_once(THREADS, shared_bytes) * self.num_processors
+        kernel((min(tiles, blocks),), THREADS, arguments, shared_bytes=shared_bytes)
 
 
 @cache
 def kernels_of(kind: Format, scales: torch.dtype, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Compiles them, or takes them from the disk: a second or two the first time."""
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    hopper = torch.cuda.get_device_capability(device)[0] == 9 and kind.code != formats.FLOAT8_ROWS
     module = nvrtc.Module(source(kind, scales, dtype, hopper), ())
     raw_words = kind.raw_words(scales)
     sets = 1 if not kind.group or kind.group > CHUNK else 2
     pair = 8 * 32 * (2 * kind.words + sets * raw_words) * 4  # of two chunks
     table = 256 * 32 * 4 if kind.code == BOOK else 0
     few = {}
-    for tokens, rows, norm in (
-        (1, 1, False),
-        (2, 1, False),
-        (1, 2, False),
-        (2, 2, False),
-        (1, 1, True),
-        (1, 2, True),
-    ):
+    for tokens, rows, norm in FEW_VARIANTS:
         name = f"few_{tokens}{'_gated' if rows == 2 else ''}{'_norm' if norm else ''}"
-        few[tokens, rows, norm] = module.occupied(
-            name, RING_BYTES // (pair * rows) * pair * rows + table, 256
-        )
+        ring = RING_BYTES // pair // (2 if tokens * rows == 4 else 1) * pair * rows
+        few[tokens, rows, norm] = (module.kernel(name), ring + table)
     many = {
         tile: module.kernel(
             f"many_{tile}", STAGES[tile] * (tile * 128 + 8 * 128 * kind.words + 8 * 32 * raw_words) + table
         )
         for tile in (TOKEN_TILES if hopper else ())
     }
-    plain = {name: module.kernel(name) for name in ("expand", "permute", "reduce")}
+    helpers = {name: module.kernel(name) for name in ("expand", "permute", "reduce")}
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Kernels(few, **plain, many=many, num_processors=processors)
+    return Kernels(few, **helpers, many=many, num_processors=processors)
 
 
 def source(kind: Format, scales: torch.dtype, dtype: torch.dtype, hopper: bool) -> str:

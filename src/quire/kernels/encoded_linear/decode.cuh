@@ -8,7 +8,8 @@
 //
 // The including program defines
 //   HALF     1: float16, 0: bfloat16
-//   CODE     4, 5, 6: bits of an unsigned integer; 8: int8; 40: a code book of 16 entries; 80: float8 e4m3
+//   CODE     4, 5, 6: bits of an unsigned integer; 8: int8; 40: a code book of 16 entries; 80: float8 e4m3;
+//            81: float8 that is not packed: rows of bytes, where column = 16 * t + 4 * step + 2 * h + e
 //   ZERO     subtracted from an unsigned integer
 //   GROUPS   groups of a tile's columns: 1, 2, 4; 0: one scale per row
 //   WIDTH    tiles that a group is wide
@@ -22,7 +23,7 @@ typedef unsigned char u8;
 typedef long long i64;
 
 constexpr int kTileColumns = 64;
-constexpr int kWords = CODE == 40 ? 4 : CODE == 80 ? 8 : CODE;  // of 32 bits per lane and tile
+constexpr int kWords = CODE == 40 ? 4 : CODE >= 80 ? 8 : CODE;  // of 32 bits per lane and tile
 constexpr bool kBy16 = GROUPS == 4;
 constexpr u32 kOnes = HALF ? 0x3c003c00u : 0x3f803f80u;  // a pair of 1.0
 
@@ -135,6 +136,7 @@ __device__ inline void operand(const u32* w, const u32* high, const u32* table, 
     for (int i = 0; i < 4; ++i) {
         if (CODE == 8) a[i] = signed_bytes(w[2 * step + i / 2], i % 2 * 2);
         else if (CODE == 80) a[i] = float8_pair(w[2 * step + i / 2], i % 2 * 2);
+        else if (CODE == 81) a[i] = float8_pair(w[i % 2 * 4 + step], i / 2 * 2);
         else if (CODE == 40) a[i] = table[((w[step] >> (8 * i)) & 255u) * 32];
         else {
             a[i] = masked(w[step] >> (4 * i), 0x000f000fu);
@@ -293,6 +295,6 @@ __device__ inline void store_four(const Args& p, i64 token, int row, float4 four
 // What one scale per row multiplies, when a row's sum is whole.
 __device__ inline float row_scale(const Args& p, int row) {
     if (GROUPS != 0) return 1.0f;
-    const int at = row / 16 * 16 + row % 8 * 2 + row / 8 % 2;  // tiles follow one another in a block
+    const int at = CODE == 81 ? row : row / 16 * 16 + row % 8 * 2 + row / 8 % 2;  // tiles follow one another in a block
     return kPer == 2 ? ((const float*)p.scales)[at] : scale_of(((const u16*)p.scales)[at]);
 }

@@ -4,7 +4,7 @@
 // tensor cores with x as operand B, and adds its sums to the other warps' in a fixed order.
 
 constexpr int kFewWarps = 8;
-constexpr int kRingBytes = 40960;  // of a block, about
+constexpr int kRingBytes = 40960;  // of a block and tile, about
 
 __device__ inline void mma(float* d, const u32* a, u32 b0, u32 b1) {
 #if HALF
@@ -23,17 +23,24 @@ __device__ inline void mma(float* d, const u32* a, u32 b0, u32 b1) {
 // Columns of a chunk that this lane multiplies: words 2 * step and 2 * step + 1 are operand B of a step.
 __device__ inline void load_x(const u16* x, int chunk, int t, u32* words) {
     const u16* from = x + chunk * kTileColumns;
-    if (kBy16) {
+    if (CODE == 81) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32* w = words + 4 * half;
+            asm volatile("ld.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(from + 16 * t + 8 * half));
+        }
+    } else if (kBy16) {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-            asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+            asm volatile("ld.v2.u32 {%0, %1}, [%2];"
                          : "=r"(words[2 * step]), "=r"(words[2 * step + 1]) : "l"(from + 16 * step + 4 * t));
         }
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32* w = words + 4 * half;
-            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+            asm volatile("ld.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(from + 32 * half + 8 * t));
         }
     }
@@ -102,10 +109,11 @@ template <int NT, int MT, bool kNorm>
 __device__ inline void few_rows(const Args& p) {
     constexpr bool kRaw = kInteger && NT == 1;       // for more tokens a subtraction is cheaper than sums of x
     constexpr int kSlot = 32 * kPairWords * 4;       // bytes of a warp's two tiles
-    constexpr int kRing = kRingBytes / (kFewWarps * kSlot * MT);
+    constexpr int kRing = kRingBytes / (kFewWarps * kSlot) / (NT * MT == 4 ? 2 : 1);  // more blocks are worth more there
     extern __shared__ __align__(1024) u8 memory[];
     __shared__ float sums[2][kFewWarps][MT][NT * 128];
-    __shared__ float squares[2][kFewWarps][8];
+    __shared__ float squares[kFewWarps];
+    constexpr int kTableBytes = CODE == 40 ? 256 * 32 * 4 : 0;
 #if CODE == 40
     u32* const whole_table = (u32*)(memory + kRing * MT * kFewWarps * kSlot);
     fill_table(whole_table);
@@ -129,7 +137,8 @@ __device__ inline void few_rows(const Args& p) {
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
             const int place = place_of(p, next_tile + m * p.up_tile, 2 * warp);
-            words[m] = p.packed + (i64)place * 32 * kMain + lane * 4;
+            if (CODE == 81) words[m] = p.packed + ((i64)(next_tile + m * p.up_tile) * 16 + row) * p.chunks * 16 + warp * 32 + t * 4;
+            else words[m] = p.packed + (i64)place * 32 * kMain + lane * 4;
             if (kHigh) high_words[m] = p.high + ((i64)place * 32 + lane) * kHigh;
             if (kScaleWords) scales[m] = raw_scale(p, place, row, 0);
             if (kMinWords) minimums[m] = raw_scale(p, place, row, kScaleWords);
@@ -141,8 +150,15 @@ __device__ inline void few_rows(const Args& p) {
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 const u32 to = ring_address + next_slot + m * kSlot;
-                copy_words(words[m], high_words[m], lane, to);
-                copy_words(words[m] + 8 * 32 * kMain, high_words[m] + 8 * 32 * kHigh, lane, to + kWords * 128);
+                if (CODE == 81) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {  // two rows of two chunks
+                        copy_16(to + (i * 32 + lane) * 16, words[m] + (i64)(i % 2) * 8 * p.chunks * 16 + i / 2 * 16);
+                    }
+                } else {
+                    copy_words(words[m], high_words[m], lane, to);
+                    copy_words(words[m] + 8 * 32 * kMain, high_words[m] + 8 * 32 * kHigh, lane, to + kWords * 128);
+                }
 #pragma unroll
                 for (int set = 0; set < kSets; ++set) {
                     const u32 at = to + ((2 * kWords + set * kSetWords) * 32 + lane) * 4;
@@ -156,7 +172,7 @@ __device__ inline void few_rows(const Args& p) {
                                minimums[m] + (SUPER ? 0 : set * 64 * kMinWords) + minimum_in_block(0, 0, i));
                     }
                 }
-                words[m] += kStep * 8 * 32 * kMain;
+                words[m] += CODE == 81 ? kStep * 16 : kStep * 8 * 32 * kMain;
                 if (kHigh) high_words[m] += kStep * 8 * 32 * kHigh;
                 if (kScaleWords) scales[m] += kScaleStep;
                 if (kMinWords) minimums[m] += kMinStep;
@@ -182,10 +198,28 @@ __device__ inline void few_rows(const Args& p) {
         const int token = n * 8 + row < p.tokens ? n * 8 + row : p.tokens - 1;
         x[n] = p.x + token * p.x_stride;
     }
+    float factor = 1.0f;
+    if (kNorm) {  // one token: x times the norm's gain goes to shared memory, the divisor to the end
+        u32* const gained = (u32*)(memory + kRing * MT * kFewWarps * kSlot + kTableBytes);
+        float square = 0.0f;
+        for (int i = threadIdx.x; i < p.x_chunks * kTileColumns / 2; i += kFewWarps * 32) {
+            const u32 pair = ((const u32*)p.x)[i], gain = ((const u32*)p.norm)[i];
+            const float low = first_of(pair), up = second_of(pair);
+            square += low * low + up * up;
+            gained[i] = pair_of(low * first_of(gain), up * second_of(gain));
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
+        if (lane == 0) squares[warp] = square;
+        __syncthreads();
+        square = 0.0f;
+        for (int v = 0; v < kFewWarps; ++v) square += squares[v];
+        factor = rsqrtf(square / (float)(p.x_chunks * kTileColumns) + p.eps);
+        x[0] = (const u16*)gained;
+    }
     int slot = 0, turn = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
         float y[MT][NT][4] = {};
-        float square = 0.0f;
         for (int chunk = 2 * warp; chunk < p.chunks; chunk += 2 * kFewWarps) {
             u32 values[NT][16];
             const int second = chunk + 1 < p.x_chunks ? chunk + 1 : chunk;  // behind the last, weights are zero
@@ -193,17 +227,6 @@ __device__ inline void few_rows(const Args& p) {
             for (int n = 0; n < NT; ++n) {
                 load_x(x[n], chunk, t, values[n]);
                 load_x(x[n], second, t, values[n] + 8);
-            }
-            if (kNorm) {
-                u32 gain[16];
-                load_x(p.norm, chunk, t, gain);
-                load_x(p.norm, second, t, gain + 8);
-#pragma unroll
-                for (int k = 0; k < 16; ++k) {
-                    const float low = first_of(values[0][k]), up = second_of(values[0][k]);
-                    if (k < 8 || second > chunk) square += low * low + up * up;
-                    values[0][k] = pair_of(low * first_of(gain[k]), up * second_of(gain[k]));
-                }
             }
             float x_sums[kPairGroups][NT][4];
             if (kRaw || MINS) sum_x<NT>(values, x_sums);
@@ -226,21 +249,11 @@ __device__ inline void few_rows(const Args& p) {
             for (int n = 0; n < NT; ++n)
                 for (int i = 0; i < 4; ++i)
                     sums[turn][warp][m][(8 * n + 2 * t + i % 2) * 16 + row + i / 2 * 8] = y[m][n][i];
-        if (kNorm) {
-            square += __shfl_xor_sync(~0u, square, 1);
-            square += __shfl_xor_sync(~0u, square, 2);
-            if (t == 0) squares[turn][warp][row] = square;
-        }
         __syncthreads();
         for (int i = threadIdx.x; i < NT * 128; i += kFewWarps * 32) {
             const int token = i / 16, channel = tile * 16 + i % 16;
             if (token >= p.tokens || channel >= p.rows / MT) continue;
-            float total[MT] = {}, factor = 1.0f;
-            if (kNorm) {
-                float all = 0.0f;
-                for (int v = 0; v < kFewWarps; ++v) all += squares[turn][v][token];
-                factor = rsqrtf(all / (float)(p.x_chunks * kTileColumns) + p.eps);
-            }
+            float total[MT] = {};
             for (int m = 0; m < MT; ++m) {
                 for (int v = 0; v < kFewWarps; ++v) total[m] += sums[turn][v][m][i];
                 total[m] *= factor * row_scale(p, channel + m * p.up_tile * 16);

@@ -16,7 +16,8 @@ TILE = 16
 CHUNK = 64  # columns of a tile
 LANES = 32
 PIECE = 4096  # rows that are packed at a time
-INTEGER, BYTES, BOOK, FLOAT8 = 4, 8, 40, 80  # `code`: also 5 and 6 bits
+INTEGER, BYTES, BOOK, FLOAT8, FLOAT8_ROWS = 4, 8, 40, 80, 81  # `code`: also 5 and 6 bits
+ROWS_OF_FLOAT8 = "fp8-rows"  # what FLOAT8_ROWS is called: a weight that is not packed
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Format:
     @property
     def words(self) -> int:
         """32-bit words per lane and tile."""
-        return {BOOK: 4, FLOAT8: 8}.get(self.code, self.code)
+        return {BOOK: 4, FLOAT8: 8, FLOAT8_ROWS: 8}.get(self.code, self.code)
 
     def raw_words(self, scales: torch.dtype) -> int:
         """32-bit words of scales and minimums per lane and tile."""
@@ -50,6 +51,8 @@ class Format:
 
     @property
     def column_multiple(self) -> int:
+        if self.code == FLOAT8_ROWS:
+            return 2 * CHUNK
         return 256 if self.superblocks else max(CHUNK, self.group)
 
     @property
@@ -74,6 +77,8 @@ def parse(scheme: str) -> Format | None:
     if found and _divides(int(found[2] or 0)):
         code = BYTES if found[1] == "int8" else FLOAT8
         return Format(code, int(found[2] or 0), scales=(torch.float32,))
+    if scheme == ROWS_OF_FLOAT8:
+        return Format(FLOAT8_ROWS, 0, scales=(torch.float32,))
     return GGUF.get(scheme)
 
 

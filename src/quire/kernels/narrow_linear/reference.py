@@ -14,10 +14,9 @@ def linear(
     residual: Tensor | None = None,  # [1, N], added; may be overwritten
     norm_weight: Tensor | None = None,  # [K]
     eps: float = 0.0,
-    scales: Tensor | None = None,  # [N] float32, of the weight's rows
 ) -> Tensor:  # [1, N]
-    """x @ weight.T (× scales) (+ bias) (+ residual); sums in float32."""
-    y = _product(x, weight, norm_weight, eps, scales)
+    """x @ weight.T (+ bias) (+ residual); sums in float32."""
+    y = F.linear(_normed(x, norm_weight, eps), weight.float())
     if bias is not None:
         y = y + bias.float()
     if residual is not None:
@@ -30,18 +29,10 @@ def linear_silu_mul(
     weight: Tensor,  # [2 N, K], gate then up
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    scales: Tensor | None = None,  # [2 N]
 ) -> Tensor:  # [1, N]
     """silu(gate) * up."""
-    gate, up = _product(x, weight, norm_weight, eps, scales).chunk(2, dim=-1)
+    gate, up = F.linear(_normed(x, norm_weight, eps), weight.float()).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
-
-
-def _product(
-    x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, scales: Tensor | None
-) -> Tensor:
-    y = F.linear(_normed(x, norm_weight, eps), weight.float())
-    return y if scales is None else y * scales
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
