@@ -223,10 +223,34 @@ class VectorFormat:
     width: int
     normalize: bool  # vectors have length one
     pooling: str = "mean"
+    labels: tuple[str, ...] = ()  # of a classifier, whose vectors are its classes' scores
+    predicts_masked: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)  # what a text begins with, by name of the prompt
+    default_prompt: str | None = None  # its name
 
     def __str__(self) -> str:
+        if self.labels:
+            more = ", …" if self.width > 4 else ""
+            return f"scores of {self.width} classes: {', '.join(self.labels[:4])}{more}"
         length = ", of length one" if self.normalize else ""
-        return f"{self.width} numbers, {self.pooling} of the tokens{length}"
+        masked = "; predicts masked tokens" if self.predicts_masked else ""
+        return f"{self.width} numbers, {self.pooling} of the tokens{length}{masked}"
+
+    @property
+    def kind(self) -> str:
+        """What the model does, in words."""
+        return "classifies texts" if self.labels else "makes embeddings"
+
+    @property
+    def paths(self) -> str:
+        """The endpoints that serve it."""
+        if len(self.labels) > 1:
+            return "/v1/classify"
+        if self.labels:
+            return "/v1/classify, /v1/score or /v1/rerank"
+        return "/v1/embeddings, /v1/score or /v1/rerank" + (
+            " or /v1/fill-mask" if self.predicts_masked else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
