@@ -125,11 +125,14 @@ def hidden_states(encoder: Encoder, token_ids: list[list[int]]) -> list[Tensor]:
 def test_a_ragged_batch_gives_the_hidden_states_of_transformers(variant: str, tmp_path: Path) -> None:
     reference = saved(tmp_path, VARIANTS[variant])
     reference = getattr(reference, "bert", reference.base_model)
-    found = hidden_states(loaded(tmp_path), texts())
+    encoder = loaded(tmp_path)
+    found = hidden_states(encoder, texts())
     for one, token_ids in zip(found, texts(), strict=True):
         with torch.inference_mode():
             right = reference(torch.tensor([token_ids])).last_hidden_state[0]
         torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-4)
+        (alone,) = hidden_states(encoder, [token_ids])
+        torch.testing.assert_close(alone, right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", CLASSIFIERS)

@@ -216,6 +216,9 @@ class StartStats:
     seconds: float = gauge("engine_start_seconds", "How long the engine took to start.")
 
 
+SCORE_PATHS = ("/v1/score", "/v1/rerank")
+
+
 @dataclass(frozen=True, slots=True)
 class VectorFormat:
     """The vectors of an encoder."""
@@ -231,7 +234,8 @@ class VectorFormat:
     def __str__(self) -> str:
         if self.labels:
             more = ", …" if self.width > 4 else ""
-            return f"scores of {self.width} classes: {', '.join(self.labels[:4])}{more}"
+            classes = "classes" if self.width > 1 else "class"
+            return f"scores of {self.width} {classes}: {', '.join(self.labels[:4])}{more}"
         length = ", of length one" if self.normalize else ""
         masked = "; predicts masked tokens" if self.predicts_masked else ""
         return f"{self.width} numbers, {self.pooling} of the tokens{length}{masked}"
@@ -239,18 +243,14 @@ class VectorFormat:
     @property
     def kind(self) -> str:
         """What the model does, in words."""
-        return "classifies texts" if self.labels else "makes embeddings"
+        return "makes class scores" if self.labels else "makes embeddings"
 
     @property
-    def paths(self) -> str:
+    def paths(self) -> tuple[str, ...]:
         """The endpoints that serve it."""
-        if len(self.labels) > 1:
-            return "/v1/classify"
         if self.labels:
-            return "/v1/classify, /v1/score or /v1/rerank"
-        return "/v1/embeddings, /v1/score or /v1/rerank" + (
-            " or /v1/fill-mask" if self.predicts_masked else ""
-        )
+            return ("/v1/classify", *(SCORE_PATHS if len(self.labels) == 1 else ()))
+        return ("/v1/embeddings", *SCORE_PATHS, *(("/v1/fill-mask",) if self.predicts_masked else ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ class EncoderEngine(EngineCore[Pooled]):
                 f"request id {request_id!r} is already being served: use another", "request_id"
             )
         self.limits.check_texts(request)
-        texts = _waiting_texts(request)
+        texts = _waiting_texts(request, self.limits.vocab_size)
         self._bounds.check_requests(len(self._waiting), 1)
         self._bounds.check_tokens(self.num_waiting_tokens, num_tokens)
         self._waiting[request_id] = texts
@@ -221,7 +221,7 @@ class EncoderEngine(EngineCore[Pooled]):
         ]
 
 
-def _waiting_texts(request: EmbedRequest) -> deque[WaitingText]:
+def _waiting_texts(request: EmbedRequest, vocab_size: int) -> deque[WaitingText]:
     """The texts with what belongs to each. Raises InvalidRequest where that does not fit them."""
     lengths = [len(text) for text in request.texts]
     seconds = request.second_starts or lengths
@@ -232,6 +232,8 @@ def _waiting_texts(request: EmbedRequest) -> deque[WaitingText]:
             "positions: give one for each text",
             "input",
         )
+    if not 0 <= request.top_k <= vocab_size:
+        raise InvalidRequest(f"top_k={request.top_k} is outside 1 to {vocab_size}: change it", "top_k")
     for length, positions in zip(lengths, masked, strict=True):
         if request.top_k and not positions:
             raise InvalidRequest("a text has no masked token to predict: put one in", "input")

@@ -68,19 +68,19 @@ class LayerFactory:
     def linear(self, num_rows: int, num_columns: int, bias: bool = False) -> Linear:
         """A projection from num_columns to num_rows; fused ones are the sum of their rows."""
         matrix = self.number_format.matrix(num_rows, num_columns)
-        vector = self.vector(num_rows) if bias else None
+        vector = self._vector(num_rows) if bias else None
         return Linear(matrix, vector, self.kernel("activation").silu_mul)
 
     def precise_linear(self, num_rows: int, num_columns: int, bias: bool = False) -> Linear:
         """A small projection that is not quantized, such as a classifier's."""
         matrix = FullPrecision(self.dtype, self.device).matrix(num_rows, num_columns)
-        return Linear(matrix, self.vector(num_rows) if bias else None, self.kernel("activation").silu_mul)
+        return Linear(matrix, self._vector(num_rows) if bias else None, self.kernel("activation").silu_mul)
 
     def rms_norm(self, width: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.kernel("norm"), self.vector(width, 1.0), eps)
+        return RMSNorm(self.kernel("norm"), self._vector(width, 1.0), eps)
 
     def layer_norm(self, width: int, eps: float, affine: bool = True) -> LayerNorm:
-        return LayerNorm(self.kernel("norm"), self.vector(width, 1.0), self.vector(width), eps, affine)
+        return LayerNorm(self.kernel("norm"), self._vector(width, 1.0), self._vector(width), eps, affine)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """x [T, width] -> [T, width], by its name in config.json; an unknown one is refused."""
@@ -162,5 +162,9 @@ class LayerFactory:
         kernels = self.kernel("rotary"), self.kernel("attention")
         return FullAttention(*kernels, num_heads, head_dim, head_dim**-0.5, reach, cos_sin)
 
-    def vector(self, size: int, fill: float = 0.0) -> Vector:
+    def bias(self, size: int) -> Vector:
+        """A bias on its own, loaded apart from its matrix."""
+        return self._vector(size)
+
+    def _vector(self, size: int, fill: float = 0.0) -> Vector:
         return Vector(size, self.dtype, self.device, fill)

@@ -103,7 +103,7 @@ class MaskHead(EncoderHead):
         self._table, self._table_name = table, table_name
         tied_to = table if config.hf.get("tie_word_embeddings", True) else None
         self.output = factory.output_head(config.vocab_size, config.hidden_size, tied_to)
-        self._bias = factory.vector(config.vocab_size) if names.bias else None
+        self._bias = factory.bias(config.vocab_size) if names.bias else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [L, width] -> logits [L, vocab] float32."""

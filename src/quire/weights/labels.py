@@ -49,9 +49,10 @@ def score_activation(hf: Mapping[str, Any]) -> str:
                 f"{', '.join(_ACTIVATIONS)}"
             )
         return _ACTIVATIONS[kind]
+    by_number = "sigmoid" if len(read_labels(hf)) == 1 else "softmax"
     problem = hf.get("problem_type")
     if problem is not None and problem not in _PROBLEMS:
         raise ModelError(
             f"config.json has problem_type={problem!r}, which is not known: choose one of {', '.join(_PROBLEMS)}"
         )
-    return _PROBLEMS.get(str(problem)) or ("sigmoid" if len(read_labels(hf)) == 1 else "softmax")
+    return _PROBLEMS.get(str(problem)) or by_number
