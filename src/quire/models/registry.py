@@ -57,8 +57,8 @@ def describe(hf: Mapping[str, Any], task: Task = "generate") -> ModelConfig:
         raise ModelError(f"{asked} is no encoder that is known here: Quire's encoders are {known}")
     if not ENCODERS.isdisjoint(names) or not _DECODERS.keys().isdisjoint(names):
         raise ModelError(
-            f"{asked} is an encoder, which makes embeddings and generates nothing: use quire.Embedder or "
-            "/v1/embeddings"
+            f"{asked} is an encoder, which takes whole texts and generates none: use quire.Embedder, or quire serve "
+            "with /v1/embeddings, /v1/classify or /v1/fill-mask"
         )
     raise ModelError(f"architecture {asked} is not known: Quire serves {known}")
 
