@@ -246,6 +246,21 @@ def test_full_attention_agrees(kernel: Kernel, heads: int, kv_heads: int, head_d
     actual = native.full_attention(q, k, v, starts, head_dim**-0.5)
     expected = reference.full_attention(q, k, v, starts, head_dim**-0.5)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+    for reach in (1, 5, 64, 300, 2000):  # tokens on each side
+        actual = native.full_attention(q, k, v, starts, head_dim**-0.5, reach=reach)
+        expected = reference.full_attention(q, k, v, starts, head_dim**-0.5, reach=reach)
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@_parametrize("rotary", ("cpu",))
+def test_rotation_without_a_store_agrees(kernel: Kernel) -> None:
+    native, reference = kernel
+    qkv, positions = torch.randn(9, 3, 4, 24), torch.arange(9, dtype=torch.int32).flip(0)
+    cos_sin = torch.randn(12, 16)  # a part of each head
+    expected = qkv.clone()
+    for rows, module in ((qkv, native), (expected, reference)):
+        module.rotate(rows[:, :2].flatten(1, 2), cos_sin, positions)
+    torch.testing.assert_close(qkv, expected, rtol=2e-6, atol=2e-6)
 
 
 @_parametrize("activation")

@@ -163,16 +163,15 @@ def _add_names(group: FlagGroup) -> None:
 def _add_embeddings(group: FlagGroup) -> None:
     group.add_argument(
         "--embedding-model",
+        "--encoder-model",
         action=Collect,
         metavar="MODEL",
-        help="also serve this embedding model: builtin, a folder or a hub id (repeatable; default: the built-in one, "
-        "started by the first request for it)",
+        help="also serve this embedding model, classifier or reranker: builtin, a folder or a hub id (repeatable; "
+        "default: the built-in one, started by the first request for it)",
     )
     cut = "cut texts that are longer than the embedding model takes (default: refuse them)"
     group.add_argument("--embedding-truncate", action="store_true", default=None, help=cut)
-    group.add_argument(
-        "--no-embeddings", action="store_true", help="no /v1/embeddings beside a generating model"
-    )
+    group.add_argument("--no-embeddings", action="store_true", help="no encoders beside a generating model")
 
 
 def _add_limits(group: FlagGroup) -> None:

@@ -47,17 +47,23 @@ class Embed(_Message, frozen=True):
     request_id: str
     token_ids: bytes  # see pack_ints
     lengths: list[int]
+    second_starts: tuple[int, ...] = ()
+    masked: tuple[tuple[int, ...], ...] = ()
+    top_k: int = 0
 
     @classmethod
     def of(cls, request: EmbedRequest) -> "Embed":
         """OverflowError for a token id that int32 cannot hold."""
         token_ids = [token_id for text in request.texts for token_id in text]
-        return cls(request.request_id, pack_ints(token_ids), [len(text) for text in request.texts])
+        masked = tuple(map(tuple, request.masked))
+        lengths, seconds = [len(text) for text in request.texts], tuple(request.second_starts)
+        return cls(request.request_id, pack_ints(token_ids), lengths, seconds, masked, request.top_k)
 
     def unpacked(self) -> EmbedRequest:
         token_ids = unpack_ints(self.token_ids)
         ends = accumulate(self.lengths, initial=0)
-        return EmbedRequest(self.request_id, [token_ids[start:end] for start, end in pairwise(ends)])
+        texts = [token_ids[start:end] for start, end in pairwise(ends)]
+        return EmbedRequest(self.request_id, texts, self.second_starts, self.masked, self.top_k)
 
 
 class Abort(_Message, frozen=True):

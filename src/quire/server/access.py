@@ -314,7 +314,8 @@ ADMIN_PATHS = frozenset(
     }
 )
 _WITHOUT_VERSION = re.compile(
-    r"/(chat/completions|completions|embeddings|models|responses|conversations|messages)(/|$)"
+    r"/(chat/completions|completions|embeddings|classify|score|rerank|fill-mask|models|responses|conversations|messages)"
+    r"(/|$)"
 )
 
 

@@ -147,6 +147,10 @@ class PromptMaker:
             raise InvalidRequest("prompt is an empty list: send at least one prompt", "prompt")
         return await self._prepared(prompts, add_special_tokens is not False, must_fit)
 
+    async def run(self, make: Callable[[], T], num_characters: int) -> T:
+        """The result of `make`, which works on texts of this length; see TextThreads."""
+        return await self._threads.run(make, num_characters)
+
     async def ready_to_sample(self, sampling: SamplingParams) -> SamplingParams:
         """With the token ids of its bad words."""
         size = sum(map(len, sampling.bad_words))

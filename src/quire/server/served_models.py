@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quire.core.config import EngineConfig, ModelOptions, Task
-from quire.core.errors import QuireError
+from quire.core.errors import InvalidRequest, QuireError
 from quire.core.request import QueueBounds
+from quire.core.stats import VectorFormat
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.observe.logs import get_logger
@@ -71,6 +72,16 @@ class ServedModel:
         """What the engine's last start decided."""
         assert self.client.ready is not None
         return self.client.ready
+
+    @property
+    def vectors(self) -> VectorFormat:
+        """What an encoder makes, once it is started."""
+        assert self.ready.vectors is not None
+        return self.ready.vectors
+
+    def serves(self, path: str) -> bool:
+        """Whether an endpoint of encoders may have it. Only the built-in one is asked before it is started."""
+        return path in (self.vectors if self.is_started else VectorFormat(0, True)).paths
 
     async def start(self) -> None:
         """Returns when it can serve; concurrent calls wait for the same start. A failed start may be repeated."""
@@ -138,24 +149,38 @@ class ServedModels:
         """Whether an encoder has this name."""
         return any(name in model.names for model in self.encoders)
 
-    def encoder(self, name: str | None) -> ServedModel:
-        """The encoder that a request names; the first, if it names none."""
+    def encoder(self, name: str | None, path: str = "/v1/embeddings") -> ServedModel:
+        """The encoder that a request names; if it names none, the first that `path` takes, a classifier if there is
+        one."""
         if not self._settings.embeddings and self.main.task != "embed":
             raise ApiError(403, "embeddings are off: start the server without --no-embeddings")
+        starting = [model for model in self.encoders if not model.is_started and model not in self._lazy]
+        fitting = [model for model in self.encoders if model.serves(path)] or starting
+        if name is None and fitting:
+            return next((model for model in fitting if model.is_started and model.vectors.labels), fitting[0])
         for model in self.encoders:
-            if name is None or name in model.names:
+            if name in model.names:
                 return model
+        missing = (
+            f"the embedding model {name!r} does not exist" if name is not None else f"no model serves {path}"
+        )
         raise ApiError(
             404,
-            f"the embedding model {name!r} does not exist: this server has "
-            f"{', '.join(model.names[0] for model in self.encoders)}; --embedding-model adds one",
+            f"{missing}: this server has {self.listed()}; --embedding-model adds one",
             param="model",
             code="model_not_found",
         )
 
-    async def started_encoder(self, name: str | None) -> ServedModel:
+    def listed(self) -> str:
+        """The encoders with their endpoints, for an error."""
+        return ", ".join(
+            f"{model.names[0]} ({', '.join(model.vectors.paths)})" if model.is_started else model.names[0]
+            for model in self.encoders
+        )
+
+    async def started_encoder(self, name: str | None, path: str = "/v1/embeddings") -> ServedModel:
         """As `encoder`, started if need be."""
-        model = self.encoder(name)
+        model = self.encoder(name, path)
         if not model.is_started:
             if model in self._lazy:
                 log.info("first request for %s: starting an embedding engine", model.names[0])
@@ -167,6 +192,13 @@ class ServedModels:
                 ) from None
             for line in model.ready.lines:
                 log.info("%s", line)
+        if not model.serves(path):
+            paths = ", ".join(model.vectors.paths)
+            raise InvalidRequest(
+                f"{model.names[0]} {model.vectors.kind} and is served at {paths}, not at {path}: this server has "
+                f"{self.listed()}; --embedding-model adds a model",
+                "model",
+            )
         return model
 
     async def start(self) -> None:

@@ -9,6 +9,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, ContextExceeded, EngineDead, InvalidRequest, QueueFull
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
+from quire.core.stats import VectorFormat
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.server.access import RequestContext, context_of
@@ -77,7 +78,7 @@ class Service:
         if main.task != "generate":
             raise ApiError(
                 400,
-                f"this server has only {main.names[0]}, which makes embeddings and no text: use /v1/embeddings",
+                f"this server has only {main.names[0]}, which {_use(main)}",
                 param="model",
             )
         return main.client
@@ -119,7 +120,7 @@ class Service:
         model, name = self.model, self.known_name(name)
         if name is not None and name not in model.names and not self.client.adapters.knows(name):
             if self.models.knows(name):
-                raise InvalidRequest(f"{name} makes embeddings and no text: use /v1/embeddings", "model")
+                raise InvalidRequest(f"{name} {_use(self.models.encoder(name))}", "model")
             raise ApiError(
                 404,
                 f"the model {name!r} does not exist: this server has {', '.join(self.names)}; --model-alias adds "
@@ -138,16 +139,16 @@ class Service:
         """What an answer calls the model that a request named: the first of its names, or the adapter's."""
         return self.adapter_named(name) or self.model.names[0]
 
-    async def encoder_named(self, name: str | None) -> ServedModel:
-        """The embedding model that a request names, started if need be."""
+    async def encoder_named(self, name: str | None, path: str) -> ServedModel:
+        """The encoder that a request of `path` names, started if need be."""
         name, main = self.known_name(name), self.models.main
         if main.task == "generate" and name in main.names:
             raise InvalidRequest(
-                f"{name} generates text and makes no embeddings: name an embedding model, such as "
-                f"{self.models.encoder(None).names[0]}",
+                f"{name} generates text and is not served at {path}: name a model that is, such as "
+                f"{self.models.encoder(None, path).names[0]}",
                 "model",
             )
-        return await self.models.started_encoder(name)
+        return await self.models.started_encoder(name, path)
 
     @property
     def is_ready(self) -> bool:
@@ -249,6 +250,11 @@ class Service:
             return as_api_error(refusal, (engine or self.client).admission.retry_seconds())
         self.metrics.refused("engine_down")
         return Unavailable(str(refusal), "engine_down")
+
+
+def _use(encoder: ServedModel) -> str:
+    vectors = encoder.vectors if encoder.is_started else VectorFormat(0, True)
+    return f"{vectors.kind} and no text: use {', '.join(vectors.paths)}"
 
 
 def _check_limits(ready: Ready, requests: list[Request], what: str) -> None:

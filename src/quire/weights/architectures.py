@@ -75,11 +75,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, 8192, rope_theta=1e5, tie_word_embeddings=True),
 }
 
-# Architectures that turn a text into one vector. models/registry.py has a file for each.
+# Architectures that take whole texts: for a vector, classes, or masked tokens. models/registry.py has a file for each.
+_KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 ENCODERS = frozenset(
     f"{family}{kind}"
-    for family in ("Bert", "DistilBert", "Roberta", "XLMRoberta")
-    for kind in ("Model", "ForMaskedLM")
+    for family in ("Bert", "DistilBert", "ModernBert", "Roberta", "XLMRoberta")
+    for kind in _KINDS
 )
 
 
@@ -97,7 +98,11 @@ def task_of(model: str | None, revision: str | None = None) -> Task:
         if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
             return "generate"
         folder = snapshot_folder(model, revision=revision, with_weights=False)
-    return "generate" if ENCODERS.isdisjoint(_architectures(folder / "config.json")) else "embed"
+    if (folder / "modules.json").exists():  # of sentence-transformers, whose models may be decoders
+        return "embed"
+    names = _architectures(folder / "config.json")
+    embeds = any(name.endswith(_KINDS) and not name.endswith("LMHeadModel") for name in names)
+    return "embed" if embeds else "generate"
 
 
 def _architectures(path: Path) -> list[Any]:

@@ -26,6 +26,15 @@ def rotate_and_store(
     v_pages[blocks, offsets] = heads[:, num_heads + num_kv_heads :].to(v_pages.dtype)
 
 
+def rotate(
+    heads: Tensor,  # [T, H, D], dense in the last two dimensions
+    cos_sin: Tensor,  # [P, rotary_dim] fp32, cosines | sines
+    positions: Tensor,  # [T] int32
+) -> None:
+    """Rotates heads in place, as rotate_and_store does, and stores nothing."""
+    _rotate(heads, cos_sin[positions.long()])
+
+
 def _rotate(heads: Tensor, cos_sin: Tensor) -> None:
     half = cos_sin.shape[1] // 2
     cosine = cos_sin[:, None, :half]

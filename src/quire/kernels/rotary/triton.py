@@ -6,6 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.rotary.reference import rotate
+
+__all__ = ["rotate", "rotate_and_store"]
+
 
 @triton.jit
 def _rotate_kernel(
