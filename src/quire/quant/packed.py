@@ -34,7 +34,7 @@ class Packed(Scheme):
 
     def layout(self, num_rows: int, num_columns: int) -> dict[str, Part]:
         packed = self.kernel.layout(self.inner.name, num_rows, num_columns)
-        parts = {name: Part(*sizes, rows=self.kernel.ROWS) for name, sizes in packed.items()}
+        parts = {name: Part(shape, dtypes, rows=self.kernel.ROWS) for name, (shape, dtypes) in packed.items()}
         inner = self.inner.layout(num_rows, num_columns)
         return parts | {COLUMNS: inner[COLUMNS]} if COLUMNS in inner else parts
 

@@ -34,7 +34,7 @@ FEW_VARIANTS = ((1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (1, 
 RING_BYTES = 40960  # of a block and tile of rows for few tokens, about
 SPLIT_BYTES = 12  # of partial sums that take as long as one row and column of a chunk's products; measured
 
-pack, decode = formats.pack, formats.decode
+layout, pack, decode = formats.layout, formats.pack, formats.decode
 
 
 def serves(scheme: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> bool:
@@ -49,13 +49,7 @@ def serves(scheme: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> 
     )
 
 
-def layout(
-    scheme: str, num_rows: int, num_columns: int
-) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
-    return formats.layout(scheme, num_rows, num_columns)
-
-
-class Arguments(ctypes.Structure):
+class KernelArguments(ctypes.Structure):
     """`Args` of decode.cuh."""
 
     _fields_ = (
@@ -165,13 +159,13 @@ class Product:
         residual: Tensor | None,
         norm: Tensor | None = None,
         eps: float = 0.0,
-    ) -> Arguments:
+    ) -> KernelArguments:
         assert self._format is not None
         assert x.stride(1) == 1, "columns must be contiguous"
         rows, columns = self._shape
         pointers = (self._parts.get(name) for name in ("packed", "high", "scales", "mins"))
         tensors = (*pointers, x, out, bias, residual, norm, None)
-        return Arguments(
+        return KernelArguments(
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
             x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),
             x.shape[0], rows, formats.num_chunks(columns), columns // CHUNK, 1, rows // 2 // TILE,
@@ -220,7 +214,7 @@ class Kernels:
     many: dict[int, nvrtc.Kernel]
     num_processors: int
 
-    def few(self, tiles: int, arguments: Arguments, row_tiles: int) -> None:
+    def few(self, tiles: int, arguments: KernelArguments, row_tiles: int) -> None:
         """Few tokens: as many blocks as run at once, which take tiles in turn."""
         kernel, shared_bytes = self.few_tokens[-(-arguments.tokens // 8), row_tiles, bool(arguments.norm)]
         if arguments.norm:
@@ -257,7 +251,7 @@ def kernels_of(kind: Format, scales: torch.dtype, dtype: torch.dtype, device: to
 def source(kind: Format, scales: torch.dtype, dtype: torch.dtype, hopper: bool) -> str:
     """The program of one format: the headers of this folder behind their definitions."""
     scale = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}.get(scales, 0)
-    names = {
+    names: dict[str, int | str] = {
         "HALF": int(dtype is torch.float16), "CODE": kind.code, "ZERO": kind.zero, "GROUPS": kind.groups,
         "WIDTH": max(1, kind.group // CHUNK),
         "MINS": int(kind.mins), "SUPER": int(kind.superblocks), "SCALE": scale,

@@ -20,6 +20,9 @@ INTEGER, BYTES, BOOK, FLOAT8, FLOAT8_ROWS = 4, 8, 40, 80, 81  # `code`: also 5 a
 ROWS_OF_FLOAT8 = "fp8-rows"  # what FLOAT8_ROWS is called: a weight that is not packed
 
 
+Layout = dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]  # shapes and possible types
+
+
 @dataclass(frozen=True)
 class Format:
     """As decode.cuh defines it."""
@@ -64,19 +67,19 @@ class Format:
 @cache
 def parse(scheme: str) -> Format | None:
     """The format of a scheme by its name; None: there is no product for it."""
-    found = re.fullmatch(r"int4-g(\d+)(z?)p?", scheme)
-    if found and _divides(int(found[1])):
+    name = re.fullmatch(r"int4-g(\d+)(z?)p?", scheme)
+    if name and _divides(int(name[1])):
         kinds = (torch.float16, torch.bfloat16, torch.float32)
-        zeros = bool(found[2])
-        return Format(INTEGER, int(found[1]), zero=0 if zeros else 8, mins=zeros, scales=kinds)
-    found = re.fullmatch(r"(nf4|fp4|fp4bnb)-b(\d+)(n?)", scheme)
-    if found and _divides(int(found[2])):
-        kind = torch.float16 if found[3] else torch.float32
-        return Format(BOOK, int(found[2]), codes=CODES[found[1]], scales=(kind,))
-    found = re.fullmatch(r"(int8|fp8)-(?:channel|\d+x(\d+))", scheme)
-    if found and _divides(int(found[2] or 0)):
-        code = BYTES if found[1] == "int8" else FLOAT8
-        return Format(code, int(found[2] or 0), scales=(torch.float32,))
+        zeros = bool(name[2])
+        return Format(INTEGER, int(name[1]), zero=0 if zeros else 8, mins=zeros, scales=kinds)
+    name = re.fullmatch(r"(nf4|fp4|fp4bnb)-b(\d+)(n?)", scheme)
+    if name and _divides(int(name[2])):
+        kind = torch.float16 if name[3] else torch.float32
+        return Format(BOOK, int(name[2]), codes=CODES[name[1]], scales=(kind,))
+    name = re.fullmatch(r"(int8|fp8)-(?:channel|\d+x(\d+))", scheme)
+    if name and _divides(int(name[2] or 0)):
+        code = BYTES if name[1] == "int8" else FLOAT8
+        return Format(code, int(name[2] or 0), scales=(torch.float32,))
     if scheme == ROWS_OF_FLOAT8:
         return Format(FLOAT8_ROWS, 0, scales=(torch.float32,))
     return GGUF.get(scheme)
@@ -96,15 +99,13 @@ GGUF = {
 }
 
 
-def layout(
-    scheme: str, num_rows: int, num_columns: int
-) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+def layout(scheme: str, num_rows: int, num_columns: int) -> Layout:
     """Packed tensors: shapes and possible types."""
     kind = parse(scheme)
     assert kind is not None
     blocks, chunks = -(-num_rows // ROWS), num_chunks(num_columns)
     high = kind.code - 4 if kind.code in (5, 6) else 0
-    parts = {"packed": ((blocks, chunks, 8, LANES * (kind.words - high) * 4), (torch.uint8,))}
+    parts: Layout = {"packed": ((blocks, chunks, 8, LANES * (kind.words - high) * 4), (torch.uint8,))}
     if high:
         parts["high"] = ((blocks, chunks, 8, LANES * high * 4), (torch.uint8,))
     if kind.superblocks:
@@ -135,8 +136,8 @@ def pack(scheme: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> di
             q = torch.nn.functional.pad(q.view(torch.uint8), (0, CHUNK))
             if kind.group:
                 extra = CHUNK // kind.group
-                scales, mins = (None if part is None else _longer(part, extra) for part in (scales, mins))
-            assert scales is not None
+                scales = _longer(scales, extra)
+                mins = None if mins is None else _longer(mins, extra)
         codes_packed = _pack_codes(kind, _padded(q))
         piece = {name: _by_blocks(part) for name, part in codes_packed.items()}
         piece["scales"] = _pack_scales(kind, _padded(scales))
