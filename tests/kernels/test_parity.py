@@ -128,6 +128,10 @@ def test_norms_agree(kernel: Kernel, tokens: int, width: int) -> None:
         actual = getattr(native, name)(x, one, weight, *extra, 1e-5)
         close(actual, getattr(reference, name)(x, two, weight, *extra, 1e-5), rtol=1e-5, atol=1e-5)
         assert torch.equal(one, two)
+    one = torch.randn(tokens, width)
+    two = one.clone()
+    assert native.rms_norm_onto(x, one, weight, 1e-5) is one
+    close(one, reference.rms_norm_onto(x, two, weight, 1e-5), rtol=2e-6, atol=1e-6)
 
 
 @_parametrize("norm")
@@ -215,6 +219,22 @@ def test_attention_agrees_over_several_segments(kernel: Kernel, window: int) -> 
 
 
 @_parametrize("attention", ("cpu",))
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize(("soft_cap", "sloped"), [(3.0, False), (0.0, True), (50.0, True)])
+def test_attention_with_capped_scores_and_slopes_agrees(
+    kernel: Kernel, window: int, soft_cap: float, sloped: bool
+) -> None:
+    native, reference = kernel
+    case = random_case(Shape(6, 2, 24), [600, 70, 5, 130, 64, 7], [1, 1, 5, 40, 3, 7])
+    case = replace(case, scale=1.5)
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.01, 0.7, 0.0]) if sloped else None
+    actual = native.paged_attention(*case.arguments(window), soft_cap=soft_cap, slopes=slopes)
+    expected = reference.paged_attention(*case.arguments(window), soft_cap=soft_cap, slopes=slopes)
+    torch.testing.assert_close(actual, expected, rtol=5e-5, atol=5e-5)
+    assert (actual - reference.paged_attention(*case.arguments(window))).abs().max() > 0.1
+
+
+@_parametrize("attention", ("cpu",))
 def test_attention_passes_over_rows_without_queries(kernel: Kernel) -> None:
     """As padding leaves them: first, between the others and last."""
     native, reference = kernel
@@ -271,6 +291,7 @@ def test_embedding_rows_are_exact(kernel: Kernel, dtype: torch.dtype, id_dtype: 
     rows = native.gather(table, token_ids)
     assert torch.equal(rows, reference.gather(table, token_ids))
     assert torch.equal(rows[[0, 3, 69]], torch.stack([table[token_ids[0]].float(), *torch.zeros(2, 41)]))
+    assert torch.equal(native.gather(table, token_ids, scale=3.7), rows * 3.7)
 
 
 @_parametrize("pages")

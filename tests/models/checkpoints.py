@@ -77,6 +77,58 @@ def gpt2(**changes: Any) -> transformers.PreTrainedConfig:
     return transformers.GPT2Config(**{**basic, **changes})
 
 
+PHI3_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.0, 2.5, 4.0, 7.0],
+}
+
+
+def phi3(**changes: Any) -> transformers.PreTrainedConfig:
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.Phi3Config(**{**LLAMA, **ends, **changes})
+
+
+def longrope(original: int, **parameters: Any) -> transformers.PreTrainedConfig:
+    rope = {**PHI3_ROPE, "original_max_position_embeddings": original, **parameters}
+    return phi3(rope_parameters=rope, original_max_position_embeddings=original)
+
+
+def granite(**changes: Any) -> transformers.PreTrainedConfig:
+    scales = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4}
+    return transformers.GraniteConfig(**{**LLAMA, **scales, "logits_scaling": 3.0, **changes})
+
+
+def olmo2(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.Olmo2Config(**{**LLAMA, **changes})
+
+
+def smollm3(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.SmolLM3Config(**{**LLAMA, "pad_token_id": 0, "no_rope_layer_interval": 2, **changes})
+
+
+def gemma(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.GemmaConfig(**{**LLAMA, "head_dim": 16, **changes})
+
+
+def gemma2(**changes: Any) -> transformers.PreTrainedConfig:
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}
+    return transformers.Gemma2Config(
+        **{**LLAMA, "head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 8, **caps, **changes}
+    )
+
+
+def gemma3(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20, "sliding_window_pattern": 3}
+    return transformers.Gemma3TextConfig(**{**LLAMA, **basic, **changes})
+
+
+def gemma3_ropes(**parameters: Any) -> transformers.PreTrainedConfig:
+    local = {"rope_type": "default", "rope_theta": 30.0}
+    return gemma3(rope_parameters={"full_attention": parameters, "sliding_attention": local})
+
+
 VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "llama": llama,
     "llama-one-layer": lambda: llama(num_hidden_layers=1),
@@ -103,6 +155,39 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "qwen3": qwen3,
     "qwen3-with-biases-and-window": lambda: qwen3(
         attention_bias=True, use_sliding_window=True, sliding_window=6, max_window_layers=2
+    ),
+    "phi3": phi3,
+    "phi3-window-multi-query": lambda: phi3(sliding_window=6, num_key_value_heads=1),
+    "phi3-longrope-short": lambda: longrope(64),
+    "phi3-partial-tied": lambda: phi3(
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "mistral-small": lambda: mistral(head_dim=12, sliding_window=None),
+    "granite": granite,
+    "granite-tied-with-biases": lambda: granite(
+        tie_word_embeddings=True, attention_bias=True, mlp_bias=True, num_key_value_heads=1
+    ),
+    "olmo2": olmo2,
+    "olmo2-without-groups-with-biases": lambda: olmo2(
+        num_key_value_heads=6, attention_bias=True, tie_word_embeddings=True
+    ),
+    "smollm3": smollm3,
+    "smollm3-window-untied": lambda: smollm3(
+        use_sliding_window=True, sliding_window=5, tie_word_embeddings=False, no_rope_layers=[0, 1, 0]
+    ),
+    "gemma": gemma,
+    "gemma-multi-query-wide": lambda: gemma(num_key_value_heads=1, head_dim=256, initializer_range=0.15),
+    "gemma2": gemma2,
+    "gemma2-without-caps-untied": lambda: gemma2(
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
+        num_key_value_heads=6,
+    ),
+    "gemma3": gemma3,
+    "gemma3-wide-linear": lambda: gemma3_ropes(rope_type="linear", rope_theta=500.0, factor=8.0),
+    "gemma3-untied-256": lambda: gemma3(
+        head_dim=256, tie_word_embeddings=False, num_key_value_heads=1, initializer_range=0.15
     ),
     "opt": opt,
     "opt-350m": lambda: opt(word_embed_proj_dim=32, do_layer_norm_before=False),

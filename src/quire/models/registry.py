@@ -7,16 +7,14 @@ from typing import Any
 from quire.core.config import ModelConfig, Task
 from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
+from quire.models.llama_variants import ARCHITECTURES as LLAMA_FAMILY
 from quire.weights.architectures import ENCODERS
 
 # Each file has describe(architecture, hf) -> ModelConfig and build(config, factory) -> DecoderModel, or Encoder.
 _FILES = {
     "GPT2LMHeadModel": "gpt2",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
     "OPTForCausalLM": "opt",
-    "Qwen2ForCausalLM": "llama",
-    "Qwen3ForCausalLM": "llama",
+    **dict.fromkeys(LLAMA_FAMILY, "llama"),
     **dict.fromkeys(ENCODERS, "bert"),
 }
 

@@ -41,6 +41,7 @@ const NamedOperation operations[] = {
     {"paged_attention", paged_attention},
     {"peaks", peaks},
     {"rms_norm", rms_norm},
+    {"rms_norm_onto", rms_norm_onto},
     {"rotate_and_store", rotate_and_store},
     {"sample_filtered", sample_filtered},
     {"silu_mul", silu_mul},
