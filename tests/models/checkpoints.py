@@ -129,6 +129,38 @@ def gemma3_ropes(**parameters: Any) -> transformers.PreTrainedConfig:
     return gemma3(rope_parameters={"full_attention": parameters, "sliding_attention": local})
 
 
+GPT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def starcoder2(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.Starcoder2Config(
+        **{**GPT, "intermediate_size": 80, "num_key_value_heads": 2, **changes}
+    )
+
+
+def neox(**changes: Any) -> transformers.PreTrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    return transformers.GPTNeoXConfig(**{**GPT, "intermediate_size": 80, "rope_parameters": rope, **changes})
+
+
+def falcon(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.FalconConfig(**{**GPT, **changes})
+
+
+def bloom(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {**GPT, "n_layer": 3, "n_head": 4, **changes}
+    return transformers.BloomConfig(**{k: v for k, v in basic.items() if not k.startswith("num_")})
+
+
 VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "llama": llama,
     "llama-one-layer": lambda: llama(num_hidden_layers=1),
@@ -189,6 +221,24 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "gemma3-untied-256": lambda: gemma3(
         head_dim=256, tie_word_embeddings=False, num_key_value_heads=1, initializer_range=0.15
     ),
+    "starcoder2": starcoder2,
+    "starcoder2-window-multi-query-plain": lambda: starcoder2(
+        sliding_window=6, num_key_value_heads=1, use_bias=False, tie_word_embeddings=False
+    ),
+    "neox": neox,
+    "neox-one-after-another-tied": lambda: neox(
+        use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast", tie_word_embeddings=True
+    ),
+    "falcon-7b": falcon,
+    "falcon-40b": lambda: falcon(
+        new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=72, tie_word_embeddings=False
+    ),
+    "falcon-11b": lambda: falcon(
+        new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, bias=True
+    ),
+    "falcon-rw": lambda: falcon(alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "bloom": bloom,
+    "bloom-six-heads-untied": lambda: bloom(n_head=6, tie_word_embeddings=False),
     "opt": opt,
     "opt-350m": lambda: opt(word_embed_proj_dim=32, do_layer_norm_before=False),
     "opt-gelu-untied": lambda: opt(activation_function="gelu", tie_word_embeddings=False),

@@ -1,4 +1,4 @@
-"""The Llama family: Llama, Mistral, Qwen, Phi-3, Granite, OLMo 2, SmolLM, Gemma. A LlamaVariant holds the differences."""
+"""The Llama family, from Llama itself to Gemma. A LlamaVariant holds the differences."""
 
 from collections.abc import Mapping
 from typing import Any

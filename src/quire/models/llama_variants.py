@@ -38,7 +38,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     QWEN3: {"head_dim": 128},
     SMOLLM3: {"rope_theta": 2e6, "tie_word_embeddings": True},
 }
-ARCHITECTURES = (GEMMA, GEMMA2, GEMMA3, GRANITE, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
-"""Architectures by name: the config.json of published ones, and which are encoders. No weights, no torch.
+"""Architectures by name: those that are served, and the config.json of published ones. No weights, no torch.
 
 The published ones are for `--load-format dummy` and `--device simulated`, where only a model's shape matters.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +77,51 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, 8192, rope_theta=1e5, tie_word_embeddings=True),
 }
 
-# Architectures that turn a text into one vector. models/registry.py has a file for each.
-ENCODERS = frozenset(
-    f"{family}{kind}"
-    for family in ("Bert", "DistilBert", "Roberta", "XLMRoberta")
-    for kind in ("Model", "ForMaskedLM")
-)
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One that is served, by its name in config.json."""
+
+    file: str  # in models/
+    models: str  # published ones, for people
+    gguf: str = ""  # its name in GGUF files; empty: these are not read
+    windows: bool = False  # sliding windows of attention, where config.json has any
+    task: Task = "generate"
+
+
+_ENCODER = Architecture("bert", "sentence embeddings", task="embed")
+KNOWN: Mapping[str, Architecture] = {
+    "BloomForCausalLM": Architecture("gpt_variants", "BLOOM, BLOOMZ", "bloom"),
+    "FalconForCausalLM": Architecture("gpt_variants", "Falcon 7B, 40B, 11B, RW", "falcon"),
+    "GPT2LMHeadModel": Architecture("gpt2", "GPT-2", "gpt2"),
+    "GPTNeoXForCausalLM": Architecture("gpt_variants", "GPT-NeoX, Pythia", "gptneox"),
+    "GemmaForCausalLM": Architecture("llama", "Gemma 1", "gemma"),
+    "Gemma2ForCausalLM": Architecture("llama", "Gemma 2", "gemma2", windows=True),
+    "Gemma3ForCausalLM": Architecture("llama", "Gemma 3 270M and 1B", "gemma3", windows=True),
+    "GraniteForCausalLM": Architecture("llama", "Granite 3", "granite"),
+    "LlamaForCausalLM": Architecture("llama", "Llama 1, 2 and 3, SmolLM 1 and 2, Yi, Falcon 3", "llama"),
+    "MistralForCausalLM": Architecture("llama", "Mistral 7B, Nemo, Small", "llama", windows=True),
+    "OPTForCausalLM": Architecture("opt", "OPT"),
+    "Olmo2ForCausalLM": Architecture("llama", "OLMo 2", "olmo2"),
+    "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4", "phi3", windows=True),
+    "Qwen2ForCausalLM": Architecture("llama", "Qwen 2 and 2.5, QwQ", "qwen2", windows=True),
+    "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", "qwen3", windows=True),
+    "SmolLM3ForCausalLM": Architecture("llama", "SmolLM3", "smollm3", windows=True),
+    "Starcoder2ForCausalLM": Architecture("gpt_variants", "StarCoder2", "starcoder2", windows=True),
+    **{
+        f"{family}{kind}": _ENCODER
+        for family in ("Bert", "DistilBert", "Roberta", "XLMRoberta")
+        for kind in ("Model", "ForMaskedLM")
+    },
+}
+# Architectures that turn a text into one vector.
+ENCODERS = frozenset(name for name, known in KNOWN.items() if known.task == "embed")
+
+# Architectures with images whose text part is one that is served: its config is `text_config`, of this model_type.
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM"),
+    "Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
+}
 
 
 def task_of(model: str | None, revision: str | None = None) -> Task:
