@@ -87,9 +87,9 @@ class Attention:
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, self.head_dim)
         if q_norm is not None and k_norm is not None:
-            first_value = (num_heads + num_kv_heads) * self.head_dim
-            q_norm.heads(qkv[:, : num_heads * self.head_dim])
-            k_norm.heads(qkv[:, num_heads * self.head_dim : first_value])
+            query, key = num_heads * self.head_dim, num_kv_heads * self.head_dim
+            q_norm.heads(qkv[:, :query].unflatten(1, (-1, q_norm.weight.shape[0])))
+            k_norm.heads(qkv[:, query : query + key].unflatten(1, (-1, k_norm.weight.shape[0])))
         k_pages, v_pages = pool.layer(self.index)
         self.rotary.rotate_and_store(
             qkv,

@@ -33,9 +33,8 @@ class RMSNorm:
         return self._kernel.rms_norm_onto(x, residual, self._weight.value, self.eps)
 
     def heads(self, x: Tensor) -> None:
-        """Normalises every head of x [T, heads * width] in place; x may be a strided view."""
-        width = self._weight.value.shape[0]
-        self._kernel.head_rms_norm(x.unflatten(1, (-1, width)), self._weight.value, self.eps)
+        """Normalises every head of x [T, heads, width] in place; x may be a strided view."""
+        self._kernel.head_rms_norm(x, self._weight.value, self.eps)
 
     def loader(self) -> Loader:
         return self._weight.loader()
