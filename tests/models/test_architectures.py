@@ -38,7 +38,7 @@ def test_a_mixed_batch_over_pages_gives_the_logits_of_transformers(variant: str,
             torch.testing.assert_close(logits, right, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt-350m", "gpt2"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "qwen2-moe", "opt-350m", "gpt2"])
 def test_bfloat16_stays_near_transformers_in_bfloat16(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +71,10 @@ def test_bfloat16_logits_stay_within_five_percent_of_float32(
         assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("variant", ["llama-tied", "llama-gelu", "llama-gelu-tanh", "qwen2", "opt", "gpt2"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama-tied", "llama-gelu", "llama-gelu-tanh", "qwen2", "qwen2-moe", "olmoe", "opt", "gpt2"],
+)
 def test_int8_stays_near_full_precision(variant: str, tmp_path: Path, empty_cache: Path) -> None:
     save(tmp_path / "model", VARIANTS[variant]())
     texts = prompts(23, 9)
@@ -83,8 +86,12 @@ def test_int8_stays_near_full_precision(variant: str, tmp_path: Path, empty_cach
 
 @only_native
 @pytest.mark.parametrize(
-    "variant", ["llama", "llama-gelu-tanh", "mistral-window", "qwen3", "opt-350m", "gpt2"]
-)
+    "variant",
+    [
+        "llama", "llama-gelu-tanh", "mistral-window", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe-window", "olmoe",
+        "opt-350m", "gpt2",
+    ],
+)  # fmt: skip
 def test_int8_gives_the_same_bits_alone_and_in_any_batch(
     variant: str, tmp_path: Path, empty_cache: Path
 ) -> None:

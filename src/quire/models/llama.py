@@ -122,8 +122,8 @@ class LlamaLayer(Composite):
     ):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         eps = number(config.hf, "rms_norm_eps", 1e-6)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self._query_rows, self._key_rows, self._inner = heads * head_dim, kv_heads * head_dim, inner
+        hidden = config.hidden_size
+        self._query_rows, self._key_rows = heads * head_dim, kv_heads * head_dim
         self.input_norm = factory.rms_norm(hidden, eps)
         self.qkv = factory.linear(self._query_rows + 2 * self._key_rows, hidden, variant.qkv_bias)
         self.attention = factory.attention(
@@ -131,11 +131,15 @@ class LlamaLayer(Composite):
         )
         self.output = factory.linear(hidden, self._query_rows, variant.output_bias)
         self.post_norm = factory.rms_norm(hidden, eps)
-        self.gate_up = factory.linear(2 * inner, hidden, variant.mlp_bias)
-        self.down = factory.linear(hidden, inner, variant.mlp_bias)
+        self._make_feed_forward(config, variant, factory)
         self.q_norm = factory.rms_norm(head_dim, eps) if variant.head_norm else None
         self.k_norm = factory.rms_norm(head_dim, eps) if variant.head_norm else None
         self._gelu_gate = factory.gelu_gate(_gate_name(config.hf))  # None: silu
+
+    def _make_feed_forward(self, config: ModelConfig, variant: LlamaVariant, factory: LayerFactory) -> None:
+        self._inner = config.intermediate_size
+        self.gate_up = factory.linear(2 * self._inner, config.hidden_size, variant.mlp_bias)
+        self.down = factory.linear(config.hidden_size, self._inner, variant.mlp_bias)
 
     def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
         """hidden [T, hidden] -> attention's result before its output projection [T, heads * head_dim]."""
@@ -152,8 +156,8 @@ class LlamaLayer(Composite):
         return self.down(gated, hidden, lora)
 
     def loaders(self, prefix: str) -> dict[str, Loader]:
-        query, key, inner = self._query_rows, self._key_rows, self._inner
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        query, key = self._query_rows, self._key_rows
+        attention = f"{prefix}self_attn."
         loaders = {
             f"{prefix}input_layernorm.weight": self.input_norm.loader(),
             f"{prefix}post_attention_layernorm.weight": self.post_norm.loader(),
@@ -163,35 +167,45 @@ class LlamaLayer(Composite):
             (f"{attention}k_proj", self.qkv, query, key),
             (f"{attention}v_proj", self.qkv, query + key, key),
             (f"{attention}o_proj", self.output, 0, None),
-            (f"{mlp}gate_proj", self.gate_up, 0, inner),
-            (f"{mlp}up_proj", self.gate_up, inner, inner),
-            (f"{mlp}down_proj", self.down, 0, None),
         )
         for name, linear, first_row, num_rows in parts:
             loaders |= linear.loaders(name, first_row, num_rows)
         if self.q_norm is not None and self.k_norm is not None:
             loaders[f"{attention}q_norm.weight"] = self.q_norm.loader()
             loaders[f"{attention}k_norm.weight"] = self.k_norm.loader()
-        return loaders
+        return loaders | self._feed_forward_loaders(prefix)
+
+    def _feed_forward_loaders(self, prefix: str) -> dict[str, Loader]:
+        mlp, inner = f"{prefix}mlp.", self._inner
+        return {
+            **self.gate_up.loaders(f"{mlp}gate_proj", 0, inner),
+            **self.gate_up.loaders(f"{mlp}up_proj", inner, inner),
+            **self.down.loaders(f"{mlp}down_proj"),
+        }
 
 
 class Llama(LayerStack):
     """Every operation of the forward pass is one kernel; between them are only views."""
 
-    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
+    def __init__(
+        self, config: ModelConfig, factory: LayerFactory, variant: LlamaVariant | None = None
+    ) -> None:
         self.config = config
         self.recordable = factory.recordable
         self._select = factory.row_selection()
-        variant = _variant(config)
+        variant = variant or _variant(config)
         cos_sin = factory.rotary(config.hf, config.head_dim, config.max_position)
         self.embedding = factory.embedding(config.vocab_size, config.hidden_size)
         self.blocks: list[LlamaLayer] = [
-            LlamaLayer(config, variant, factory, i, cos_sin) for i in range(config.num_layers)
+            self._layer(variant, factory, i, cos_sin) for i in range(config.num_layers)
         ]
         self.stack: list[Layer] = [*self.blocks]
         self.norm = factory.rms_norm(config.hidden_size, number(config.hf, "rms_norm_eps", 1e-6))
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = factory.output_head(config.vocab_size, config.hidden_size, tied_to)
+
+    def _layer(self, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor) -> LlamaLayer:
+        return LlamaLayer(self.config, variant, factory, index, cos_sin)
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
         hidden = self.embedding(batch.token_ids, batch.lora)

@@ -14,9 +14,13 @@ _FILES = {
     "GPT2LMHeadModel": "gpt2",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "mixture",
     "OPTForCausalLM": "opt",
+    "OlmoeForCausalLM": "mixture",
     "Qwen2ForCausalLM": "llama",
+    "Qwen2MoeForCausalLM": "mixture",
     "Qwen3ForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "mixture",
     **dict.fromkeys(ENCODERS, "bert"),
 }
 
