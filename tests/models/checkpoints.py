@@ -50,6 +50,30 @@ def qwen3(**changes: Any) -> transformers.PreTrainedConfig:
     return transformers.Qwen3Config(**{**LLAMA, "head_dim": 16, **changes})
 
 
+MIXTURE = {**LLAMA, "num_experts_per_tok": 2, "norm_topk_prob": False}
+
+
+def mixtral(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.MixtralConfig(
+        **{**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2, **changes}
+    )
+
+
+def qwen2_moe(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {"num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    return transformers.Qwen2MoeConfig(**{**MIXTURE, **basic, **changes})
+
+
+def qwen3_moe(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16}
+    return transformers.Qwen3MoeConfig(**{**MIXTURE, **basic, **changes})
+
+
+def olmoe(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {"num_experts": 8, "intermediate_size": 32, "eos_token_id": 2}
+    return transformers.OlmoeConfig(**{**MIXTURE, **basic, **changes})
+
+
 def opt(**changes: Any) -> transformers.PreTrainedConfig:
     basic = {
         "vocab_size": VOCAB,
@@ -239,6 +263,27 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "falcon-rw": lambda: falcon(alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "bloom": bloom,
     "bloom-six-heads-untied": lambda: bloom(n_head=6, tie_word_embeddings=False),
+    "mixtral": mixtral,
+    "mixtral-one-expert-tied": lambda: mixtral(num_experts_per_tok=1, tie_word_embeddings=True),
+    "mixtral-window-without-groups": lambda: mixtral(
+        sliding_window=7, num_key_value_heads=6, num_experts_per_tok=4
+    ),
+    "qwen2-moe": qwen2_moe,
+    "qwen2-moe-dense-layers": lambda: qwen2_moe(
+        decoder_sparse_step=2, norm_topk_prob=True, qkv_bias=False, num_experts_per_tok=4
+    ),
+    "qwen2-moe-window": lambda: qwen2_moe(use_sliding_window=True, sliding_window=5, mlp_only_layers=[1]),
+    "qwen3-moe": lambda: qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-mixed": lambda: qwen3_moe(
+        num_experts_per_tok=4, attention_bias=True, mlp_only_layers=[0], tie_word_embeddings=True
+    ),
+    "qwen3-moe-window": lambda: qwen3_moe(
+        use_sliding_window=True, sliding_window=6, num_experts_per_tok=1, moe_intermediate_size=20
+    ),
+    "olmoe": olmoe,
+    "olmoe-clipped-four": lambda: olmoe(
+        num_experts_per_tok=4, norm_topk_prob=True, clip_qkv=0.8, attention_bias=True
+    ),
     "opt": opt,
     "opt-350m": lambda: opt(word_embed_proj_dim=32, do_layer_norm_before=False),
     "opt-gelu-untied": lambda: opt(activation_function="gelu", tie_word_embeddings=False),

@@ -49,7 +49,7 @@ def test_a_mixed_batch_over_pages_gives_the_logits_of_transformers(variant: str,
             torch.testing.assert_close(logits, right, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt-350m", "gpt2"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "qwen2-moe", "opt-350m", "gpt2"])
 def test_bfloat16_stays_near_transformers_in_bfloat16(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +84,7 @@ def test_bfloat16_logits_stay_within_five_percent_of_float32(
 
 @pytest.mark.parametrize("variant", [
     "llama-tied", "llama-gelu", "llama-gelu-tanh", "qwen2", "opt", "gpt2", "phi3", "granite", "olmo2", "smollm3",
-    "gemma2", "gemma3", "starcoder2", "neox", "falcon-40b", "bloom",
+    "gemma2", "gemma3", "qwen2-moe", "olmoe", "starcoder2", "neox", "falcon-40b", "bloom",
 ])  # fmt: skip
 def test_int8_stays_near_full_precision(variant: str, tmp_path: Path, empty_cache: Path) -> None:
     save(tmp_path / "model", VARIANTS[variant]())
@@ -99,19 +99,10 @@ def test_int8_stays_near_full_precision(variant: str, tmp_path: Path, empty_cach
 @pytest.mark.parametrize(
     "variant",
     [
-        "llama",
-        "llama-gelu-tanh",
-        "mistral-window",
-        "qwen3",
-        "opt-350m",
-        "gpt2",
-        "granite",
-        "olmo2",
-        "gemma2",
-        "gemma3",
-    ]
-    + ["falcon-40b", "falcon-rw", "bloom"],
-)
+        "llama", "llama-gelu-tanh", "mistral-window", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe-window", "olmoe",
+        "opt-350m", "gpt2", "granite", "olmo2", "gemma2", "gemma3", "falcon-40b", "falcon-rw", "bloom",
+    ],
+)  # fmt: skip
 def test_int8_gives_the_same_bits_alone_and_in_any_batch(
     variant: str, tmp_path: Path, empty_cache: Path
 ) -> None:
@@ -144,7 +135,7 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> Non
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("Olmo3ForCausalLM", "the nearest is Olmo2ForCausalLM;"),
+        ("GraniteSpeechForCausalLM", "the nearest is GraniteForCausalLM;"),
         ("MllamaForConditionalGeneration", r"cross-attention: take a Llama 3\.1 or 3\.2 text model"),
         ("RWKV", "none is near;"),
     ],

@@ -135,8 +135,14 @@ class Composite:
     """A part of a model that is made of layers: every attribute with parameters is one, under its own name."""
 
     def layers(self) -> dict[str, Stateful]:
-        """Sublayers with parameters, by name."""
-        return {name: layer for name, layer in vars(self).items() if isinstance(layer, Stateful)}
+        """Sublayers with parameters, by name; those of a part that is made of layers itself below the part's name."""
+        found: dict[str, Stateful] = {}
+        for name, layer in vars(self).items():
+            if isinstance(layer, Composite):
+                found |= {f"{name}.{inner}": part for inner, part in layer.layers().items()}
+            elif isinstance(layer, Stateful):
+                found[name] = layer
+        return found
 
 
 class LayerStack(Composite):

@@ -214,7 +214,7 @@ class GptVariant(GptDecoder):
         fused = [(names.qkv[0], block.qkv, 0, None)]
         if len(names.qkv) == 3:
             rows = ((0, query), (query, key), (query + key, key))
-            fused = [(name, block.qkv, *place) for name, place in zip(names.qkv, rows, strict=True)]
+            fused = [(name, block.qkv, *span) for name, span in zip(names.qkv, rows, strict=True)]
         single = ((names.output, block.output), (names.up, block.up), (names.down, block.down))
         for name, linear, first_row, num_rows in (*fused, *((*part, 0, None) for part in single)):
             loaders |= linear.loaders(f"{prefix}{name}", first_row, num_rows)

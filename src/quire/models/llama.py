@@ -80,8 +80,8 @@ class LlamaLayer(Composite):
         cos_sin: Tensor | None,
     ):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self._query_rows, self._key_rows, self._inner = heads * head_dim, kv_heads * head_dim, inner
+        hidden = config.hidden_size
+        self._query_rows, self._key_rows = heads * head_dim, kv_heads * head_dim
         self._fused = variant.fused
         self.input_norm = _norm(factory, config, variant) if variant.norms_before else None
         self.qkv = factory.linear(self._query_rows + 2 * self._key_rows, hidden, variant.qkv_bias)
@@ -91,8 +91,7 @@ class LlamaLayer(Composite):
         self.output = factory.linear(hidden, self._query_rows, variant.output_bias)
         self.output_norm = _norm(factory, config, variant) if variant.norms_after else None
         self.post_norm = _norm(factory, config, variant) if variant.norms_before else None
-        self.gate_up = factory.linear(2 * inner, hidden, variant.mlp_bias)
-        self.down = factory.linear(hidden, inner, variant.mlp_bias)
+        self._make_feed_forward(config, variant, factory)
         self.down_norm = _norm(factory, config, variant) if variant.norms_after else None
         self.q_norm, self.k_norm = (
             factory.rms_norm(rows if variant.row_norm else head_dim, variant.eps, offset=variant.norm_offset)
@@ -101,6 +100,11 @@ class LlamaLayer(Composite):
             for rows in (self._query_rows, self._key_rows)
         )
         self._gelu_gate = factory.gelu_gate(_gate_name(config.hf))  # None: silu
+
+    def _make_feed_forward(self, config: ModelConfig, variant: LlamaVariant, factory: LayerFactory) -> None:
+        self._inner = config.intermediate_size
+        self.gate_up = factory.linear(2 * self._inner, config.hidden_size, variant.mlp_bias)
+        self.down = factory.linear(config.hidden_size, self._inner, variant.mlp_bias)
 
     def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
         """hidden [T, hidden] -> attention's result before its output projection [T, heads * head_dim]."""
@@ -117,8 +121,8 @@ class LlamaLayer(Composite):
         return _added(self.down, self.down_norm, gated, hidden, lora)
 
     def loaders(self, prefix: str) -> dict[str, Loader]:
-        query, key, inner = self._query_rows, self._key_rows, self._inner
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        query, key = self._query_rows, self._key_rows
+        attention = f"{prefix}self_attn."
         sandwiched = self.post_norm is not None and self.output_norm is not None
         norms = {
             f"{prefix}input_layernorm": self.input_norm,
@@ -134,17 +138,21 @@ class LlamaLayer(Composite):
             (f"{attention}q_proj", self.qkv, 0, query),
             (f"{attention}k_proj", self.qkv, query, key),
             (f"{attention}v_proj", self.qkv, query + key, key),
-            (f"{mlp}gate_proj", self.gate_up, 0, inner),
-            (f"{mlp}up_proj", self.gate_up, inner, inner),
         )
-        together = (
-            (f"{attention}qkv_proj", self.qkv, 0, None),
-            (f"{mlp}gate_up_proj", self.gate_up, 0, None),
-        )
-        single = ((f"{attention}o_proj", self.output, 0, None), (f"{mlp}down_proj", self.down, 0, None))
-        for name, linear, first_row, num_rows in (*(together if self._fused else apart), *single):
+        together = ((f"{attention}qkv_proj", self.qkv, 0, None),)
+        for name, linear, first_row, num_rows in together if self._fused else apart:
             loaders |= linear.loaders(name, first_row, num_rows)
-        return loaders
+        loaders |= self.output.loaders(f"{attention}o_proj")
+        return loaders | self._feed_forward_loaders(prefix)
+
+    def _feed_forward_loaders(self, prefix: str) -> dict[str, Loader]:
+        mlp, inner = f"{prefix}mlp.", self._inner
+        if self._fused:
+            gate_up = self.gate_up.loaders(f"{mlp}gate_up_proj")
+        else:
+            gate_up = self.gate_up.loaders(f"{mlp}gate_proj", 0, inner)
+            gate_up |= self.gate_up.loaders(f"{mlp}up_proj", inner, inner)
+        return gate_up | self.down.loaders(f"{mlp}down_proj")
 
 
 def _norm(factory: LayerFactory, config: ModelConfig, variant: LlamaVariant, scale: float = 1.0) -> RMSNorm:
@@ -172,23 +180,30 @@ def _rotary_tables(config: ModelConfig, variant: LlamaVariant, factory: LayerFac
 class Llama(LayerStack):
     """Every operation of the forward pass is one kernel; between them are only views."""
 
-    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
+    def __init__(
+        self, config: ModelConfig, factory: LayerFactory, variant: LlamaVariant | None = None
+    ) -> None:
         self.config = config
-        self.recordable = factory.recordable and not variant_of(config).logits_cap  # torch caps logits
         self._select = factory.row_selection()
-        variant = variant_of(config)
+        variant = variant or variant_of(config)
         self._logits_cap = variant.logits_cap
+        self.recordable = factory.recordable and not variant.logits_cap  # torch caps logits
         tables = _rotary_tables(config, variant, factory)
         self.embedding = factory.embedding(
             config.vocab_size, config.hidden_size, scale=variant.embedding_scale / variant.residual_scale
         )
         self.blocks: list[LlamaLayer] = [
-            LlamaLayer(config, variant, factory, i, table) for i, table in enumerate(tables)
+            self._layer(variant, factory, i, table) for i, table in enumerate(tables)
         ]
         self.stack: list[Layer] = [*self.blocks]
         self.norm = _norm(factory, config, variant, variant.logits_scale)
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = factory.output_head(config.vocab_size, config.hidden_size, tied_to)
+
+    def _layer(
+        self, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor | None
+    ) -> LlamaLayer:
+        return LlamaLayer(self.config, variant, factory, index, cos_sin)
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
         hidden = self.embedding(batch.token_ids, batch.lora)

@@ -1,4 +1,4 @@
-"""Architectures by name: those that are served, and the config.json of published ones. No weights, no torch.
+"""Architectures by name: what is served, and the config.json of published ones. No weights, no torch.
 
 The published ones are for `--load-format dummy` and `--device simulated`, where only a model's shape matters.
 """
@@ -88,6 +88,11 @@ class Architecture:
     windows: bool = False  # sliding windows of attention, where config.json has any
     task: Task = "generate"
 
+    @property
+    def lora(self) -> bool:
+        """Adapters add to every matrix of a decoder."""
+        return self.task == "generate"
+
 
 _ENCODER = Architecture("bert", "sentence embeddings", task="embed")
 KNOWN: Mapping[str, Architecture] = {
@@ -101,11 +106,15 @@ KNOWN: Mapping[str, Architecture] = {
     "GraniteForCausalLM": Architecture("llama", "Granite 3", "granite"),
     "LlamaForCausalLM": Architecture("llama", "Llama 1, 2 and 3, SmolLM 1 and 2, Yi, Falcon 3", "llama"),
     "MistralForCausalLM": Architecture("llama", "Mistral 7B, Nemo, Small", "llama", windows=True),
+    "MixtralForCausalLM": Architecture("mixture", "Mixtral", windows=True),
     "OPTForCausalLM": Architecture("opt", "OPT"),
     "Olmo2ForCausalLM": Architecture("llama", "OLMo 2", "olmo2"),
+    "OlmoeForCausalLM": Architecture("mixture", "OLMoE"),
     "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4", "phi3", windows=True),
     "Qwen2ForCausalLM": Architecture("llama", "Qwen 2 and 2.5, QwQ", "qwen2", windows=True),
     "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", "qwen3", windows=True),
+    "Qwen2MoeForCausalLM": Architecture("mixture", "Qwen1.5-MoE, Qwen2-MoE", windows=True),
+    "Qwen3MoeForCausalLM": Architecture("mixture", "Qwen3-30B-A3B, Qwen3-235B-A22B", windows=True),
     "SmolLM3ForCausalLM": Architecture("llama", "SmolLM3", "smollm3", windows=True),
     "Starcoder2ForCausalLM": Architecture("gpt_variants", "StarCoder2", "starcoder2", windows=True),
     **{
