@@ -31,7 +31,7 @@ CONFIGS = {
     "llama-tied": llama(num_hidden_layers=6, tie_word_embeddings=True),
     "llama-wide": llama(num_hidden_layers=5, hidden_size=192, intermediate_size=128),
     "qwen3": qwen3(num_hidden_layers=5),
-    "qwen2-moe": qwen2_moe(num_hidden_layers=4),
+    "qwen2-moe": qwen2_moe(num_hidden_layers=5),
     "opt": opt(num_hidden_layers=6),
     "gpt2": gpt2(n_layer=5),
 }

@@ -69,7 +69,7 @@ class ExpertWeights:
         return self.num_parameters - self.num_parameters * self.top_k // self.num_experts
 
     def share(self, num_tokens: int) -> float:
-        """Of a layer's experts, those that some token goes through: expected, if all are equally likely."""
+        """Of a layer's experts, what some token goes through: expected, if all are equally likely."""
         return 1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens
 
 

@@ -91,7 +91,7 @@ def _layer(match: re.Match[str]) -> str:
     return f"model.layers.{int(match[1])}."
 
 
-class Keys(Protocol):
+class GgufKeys(Protocol):
     """Metadata below one architecture's prefix."""
 
     file: GgufFile
@@ -100,7 +100,7 @@ class Keys(Protocol):
     def number(self, key: str, default: Any = None) -> Any: ...
 
 
-def gguf_mixture(keys: Keys, architecture: str, renormalize: bool) -> dict[str, Any]:
+def gguf_mixture(keys: GgufKeys, architecture: str, renormalize: bool) -> dict[str, Any]:
     """config.json's values of the experts. Sizes are the tensors': files name them in several ways, or not at all.
 
     `renormalize`: what the architecture does where the metadata says nothing.

@@ -359,10 +359,10 @@ def experts_agree(device: str) -> tuple[Answers, Answers]:
         x, shared, residual = (torch.randn(tokens, hidden, **like) for _ in range(3))
         routing = fast.choose(torch.randn(tokens, num_experts + 1, device=device), num_experts, 8, True)
         for invariant in (False, True):
-            found = fast.experts(x, gate_up, down, routing, residual.clone(), shared, invariant).float()
+            result = fast.experts(x, gate_up, down, routing, residual.clone(), shared, invariant).float()
             wide = (t.float() for t in (x, gate_up, down))
             right = moe_reference.experts(*wide, routing, residual.float(), shared.float())
-            error = float((found - right).norm() / right.norm())
+            error = float((result - right).norm() / right.norm())
             if not error <= EXPERTS_ERROR:
                 raise RuntimeError(
                     f"{tokens} tokens: {error:.2%} from float32, and {EXPERTS_ERROR:.0%} are allowed"

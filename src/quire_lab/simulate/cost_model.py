@@ -67,7 +67,7 @@ class ModelNumbers:
     expert_share: float = 0.0  # of a layer's experts, what one token goes through
 
     def bytes_read(self, num_tokens: int) -> float:
-        """Weights that a step reads: of the experts those that some token goes through, if all are equally likely."""
+        """Weights that a step reads: expected experts of its tokens, if all are equally likely."""
         more = 1.0 - (1.0 - self.expert_share) ** num_tokens - self.expert_share
         return self.read_bytes + more * self.expert_bytes if self.expert_bytes else self.read_bytes
 
