@@ -165,6 +165,7 @@ class Mixture(Llama):
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
         self._sparse = sparse_layers(config)
+        self.mixture = mixture_shape(config) if self._sparse else None  # of every sparse layer
         super().__init__(config, factory, _variant(config))
         mixtures = [block.mixture for block in self.blocks if isinstance(block, MixtureLayer)]
         clips = config.hf.get("clip_qkv") is not None  # by torch, which a tape cannot record

@@ -62,6 +62,24 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
+_MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "opt-125m": _opt(768, 12, 12),
     "opt-1.3b": _opt(2048, 24, 32),
@@ -74,6 +92,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-1b": _llama(2048, 8192, 16, 32, 8, 128256, 8192, rope_theta=5e5, tie_word_embeddings=True),
     "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_theta=5e5),
     "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192, rope_theta=5e5),
+    "mixtral-8x7b": _llama(4096, 14336, 32, 32, 8, 32000, 32768, rope_theta=1e6, **_MIXTRAL),
+    "qwen3-30b-a3b": _llama(2048, 6144, 48, 32, 4, 151936, 40960, rope_theta=1e6, **_QWEN3_MOE),
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, 8192, rope_theta=1e5, tie_word_embeddings=True),
 }
 
@@ -106,15 +126,17 @@ KNOWN: Mapping[str, Architecture] = {
     "GraniteForCausalLM": Architecture("llama", "Granite 3", "granite"),
     "LlamaForCausalLM": Architecture("llama", "Llama 1, 2 and 3, SmolLM 1 and 2, Yi, Falcon 3", "llama"),
     "MistralForCausalLM": Architecture("llama", "Mistral 7B, Nemo, Small", "llama", windows=True),
-    "MixtralForCausalLM": Architecture("mixture", "Mixtral", windows=True),
+    "MixtralForCausalLM": Architecture("mixture", "Mixtral", "llama", windows=True),
     "OPTForCausalLM": Architecture("opt", "OPT"),
     "Olmo2ForCausalLM": Architecture("llama", "OLMo 2", "olmo2"),
-    "OlmoeForCausalLM": Architecture("mixture", "OLMoE"),
+    "OlmoeForCausalLM": Architecture("mixture", "OLMoE", "olmoe"),
     "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4", "phi3", windows=True),
     "Qwen2ForCausalLM": Architecture("llama", "Qwen 2 and 2.5, QwQ", "qwen2", windows=True),
     "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", "qwen3", windows=True),
-    "Qwen2MoeForCausalLM": Architecture("mixture", "Qwen1.5-MoE, Qwen2-MoE", windows=True),
-    "Qwen3MoeForCausalLM": Architecture("mixture", "Qwen3-30B-A3B, Qwen3-235B-A22B", windows=True),
+    "Qwen2MoeForCausalLM": Architecture("mixture", "Qwen1.5-MoE, Qwen2-MoE", "qwen2moe", windows=True),
+    "Qwen3MoeForCausalLM": Architecture(
+        "mixture", "Qwen3-30B-A3B, Qwen3-235B-A22B", "qwen3moe", windows=True
+    ),
     "SmolLM3ForCausalLM": Architecture("llama", "SmolLM3", "smollm3", windows=True),
     "Starcoder2ForCausalLM": Architecture("gpt_variants", "StarCoder2", "starcoder2", windows=True),
     **{

@@ -17,6 +17,7 @@ from quire.kernels.native import default_num_threads
 from quire.quant.encoded import Encoded, Weight
 from quire.quant.gguf_blocks import KINDS, GgufBlocks
 from quire.weights.cache import tokenizers_folder
+from quire.weights.experts import MIXTRAL, OLMOE, gguf_mixture, split_gguf
 from quire.weights.gguf_decoders import (
     DECODERS,
     DERIVED,
@@ -104,10 +105,12 @@ class GgufSource:
         return config
 
     def _named_tensors(self) -> dict[str, TensorInfo]:
-        named = {}
+        named: dict[str, TensorInfo] = {}
         for info in self._file.tensors.values():
-            name = hugging_face_name(self.architecture, info.name, self.config)
-            if name is not None:
+            experts = split_gguf(self.config, info)
+            if experts is not None:
+                named |= experts
+            elif (name := hugging_face_name(self.architecture, info.name, self.config)) is not None:
                 named[name] = info
         return named
 
@@ -248,8 +251,6 @@ class _Keys:
 
 def _decoder(keys: _Keys) -> dict[str, Any]:
     """What most decoders have in common."""
-    if keys.get("expert_count"):
-        raise keys.error(f"{keys.get('expert_count')} experts per layer: mixtures are not supported")
     hidden, heads = keys.number("embedding_length"), keys.number("attention.head_count")
     head_dim = keys.number("attention.key_length", hidden // heads if heads else 0)
     rotated = keys.number("rope.dimension_count", head_dim)
@@ -276,12 +277,18 @@ def _decoder(keys: _Keys) -> dict[str, Any]:
 
 
 def _family(keys: _Keys) -> dict[str, Any]:
+    if keys.get("expert_count"):
+        raise keys.error(f"{keys.get('expert_count')} experts per layer: not known of {keys.architecture}")
     architecture, model_type, other = DECODERS[keys.architecture]
     basic = _decoder(keys)
     return {"architectures": [architecture], "model_type": model_type, **basic, **other(keys, basic)}
 
 
 def _llama(keys: _Keys) -> dict[str, Any]:
+    if keys.get("expert_count"):
+        window = keys.get("attention.sliding_window")
+        mixture = {**_decoder(keys), **gguf_mixture(keys, MIXTRAL, True)}
+        return {"model_type": "mixtral", **mixture, "sliding_window": window or None}
     # only Mistral has one among the models that call themselves llama
     window = keys.get("attention.sliding_window")
     name = "Mistral" if window else "Llama"
@@ -308,6 +315,33 @@ def _qwen3(keys: _Keys) -> dict[str, Any]:
     }
 
 
+def _qwen2moe(keys: _Keys) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2_moe",
+        **_decoder(keys),
+        **gguf_mixture(keys, "Qwen2MoeForCausalLM", False),
+        "qkv_bias": keys.has("attn_q.bias"),
+    }
+
+
+def _qwen3moe(keys: _Keys) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        **_decoder(keys),
+        **gguf_mixture(keys, "Qwen3MoeForCausalLM", True),
+        "attention_bias": keys.has("attn_q.bias"),
+    }
+
+
+def _olmoe(keys: _Keys) -> dict[str, Any]:
+    return {
+        "model_type": "olmoe",
+        **_decoder(keys),
+        **gguf_mixture(keys, OLMOE, False),
+        "clip_qkv": keys.get("attention.clamp_kqv"),
+    }
+
+
 def _gpt2(keys: _Keys) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -326,6 +360,9 @@ _BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "olmoe": _olmoe,
     "gpt2": _gpt2,
 }
 ARCHITECTURES = frozenset((*_BUILDERS, *DECODERS))
