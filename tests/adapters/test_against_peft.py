@@ -31,7 +31,7 @@ CASES = {
     "granite": {"target_modules": [*LLAMA, "lm_head", "embed_tokens"], "r": 8},
     "olmo2": {"target_modules": LLAMA, "r": 8},
     "smollm3": {"target_modules": LLAMA, "r": 8},
-    "gemma": {"target_modules": [*LLAMA, "embed_tokens"], "r": 8},
+    "gemma": {"target_modules": LLAMA, "r": 8},
     "gemma2": {"target_modules": LLAMA, "r": 8},
     "gemma3": {"target_modules": LLAMA, "r": 8},
     "starcoder2": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"], "r": 8},

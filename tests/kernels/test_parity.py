@@ -218,7 +218,7 @@ def test_attention_agrees_over_several_segments(kernel: Kernel, window: int) -> 
     )
 
 
-@_parametrize("attention", ("cpu",))
+@_parametrize("attention")
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("soft_cap", "sloped"), [(3.0, False), (0.0, True), (50.0, True)])
 def test_attention_with_capped_scores_and_slopes_agrees(

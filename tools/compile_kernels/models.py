@@ -54,6 +54,13 @@ MODELS: dict[str, dict[str, Any]] = {
         2048, 5632, 16, 16, 151936, architectures=["Qwen2MoeForCausalLM"], num_experts=60, num_experts_per_tok=4,
         moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
     ),  # a shared expert, and numbers that are no power of two
+    "gemma-2-2b": _llama(
+        2304, 9216, 8, 4, 256000, architectures=["Gemma2ForCausalLM"], head_dim=256, sliding_window=4096
+    ),  # capped scores, norms onto the residual, scaled embeddings
+    "bloom-560m": {
+        "architectures": ["BloomForCausalLM"], "hidden_size": 1024, "n_layer": 1, "n_head": 16, "vocab_size": 250880,
+        "seq_length": 2048,
+    },  # slopes
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 1, "n_head": 12, "n_positions": 1024,
         "vocab_size": 50257, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
