@@ -39,7 +39,8 @@ class AttentionPlans:
                 lens.shape[0],
                 window=window,
                 num_tokens=self.num_tokens,
-                block_tables=self.block_tables,
+                # rows that read pages together have one position, which slopes cannot have
+                block_tables=None if whole else self.block_tables,
             )
         return self._plans[window, whole]
 

@@ -8,6 +8,7 @@ from typing import Any
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
+from quire.layers.linear import Linear
 from quire.layers.parameters import Loader
 from quire.layers.rope import position_limit
 from quire.models.gpt_decoder import GptConfig, GptDecoder, describe_gpt
@@ -211,7 +212,7 @@ class GptVariant(GptDecoder):
         if block.mlp_norm is not None:
             loaders |= block.mlp_norm.loaders(f"{prefix}{names.mlp_norm}")
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        fused = [(names.qkv[0], block.qkv, 0, None)]
+        fused: list[tuple[str, Linear, int, int | None]] = [(names.qkv[0], block.qkv, 0, None)]
         if len(names.qkv) == 3:
             rows = ((0, query), (query, key), (query + key, key))
             fused = [(name, block.qkv, *span) for name, span in zip(names.qkv, rows, strict=True)]

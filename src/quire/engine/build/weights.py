@@ -153,8 +153,8 @@ def check_trees(
         return
     if target.architecture == "BloomForCausalLM" or target.hf.get("alibi"):
         raise ConfigError(
-            "speculative_config: tree_width above 1 has no kernel for ALiBi, which this model has: leave out tree_width, "
-            "or add deterministic"
+            "speculative_config: tree_width above 1 has no kernel for ALiBi, which this model has: leave out "
+            "tree_width, or add deterministic"
         )
     window = target.hf.get("sliding_window") or 0
     if 0 < window < MAX_NODES:
