@@ -11,7 +11,7 @@ from torch import Tensor
 Config = dict[str, Any]
 
 
-class Keys(Protocol):
+class Metadata(Protocol):
     """The metadata below an architecture's prefix, and the file's small tensors."""
 
     architecture: str
@@ -27,7 +27,7 @@ def partial_rotation(rotated: int, head_dim: int) -> float:
     return 1.0 if rotated >= head_dim else math.nextafter(rotated / head_dim, 1.0)
 
 
-def _phi3(keys: Keys, basic: Config) -> Config:
+def _phi3(keys: Metadata, basic: Config) -> Config:
     original = keys.number("rope.scaling.original_context_length", basic["max_position_embeddings"])
     config = {"original_max_position_embeddings": original}
     if window := keys.get("attention.sliding_window"):
@@ -41,7 +41,7 @@ def _phi3(keys: Keys, basic: Config) -> Config:
     return config
 
 
-def _granite(keys: Keys, basic: Config) -> Config:
+def _granite(keys: Metadata, basic: Config) -> Config:
     return {
         "attention_bias": keys.has("attn_q.bias"),
         "mlp_bias": keys.has("ffn_up.bias"),
@@ -52,15 +52,15 @@ def _granite(keys: Keys, basic: Config) -> Config:
     }
 
 
-def _biased(keys: Keys, basic: Config) -> Config:
+def _biased(keys: Metadata, basic: Config) -> Config:
     return {"attention_bias": keys.has("attn_q.bias"), "mlp_bias": keys.has("ffn_up.bias")}
 
 
-def _gemma(keys: Keys, basic: Config) -> Config:
+def _gemma(keys: Metadata, basic: Config) -> Config:
     return {"hidden_act": "gelu_pytorch_tanh"}
 
 
-def _gemma2(keys: Keys, basic: Config) -> Config:
+def _gemma2(keys: Metadata, basic: Config) -> Config:
     """The files do not say by what scores are divided: the largest models have another value than the head's size."""
     largest = {"gemma2": 46, "gemma3": 62}[keys.architecture]  # layers of the 27B models
     by_hidden = basic["num_hidden_layers"] == largest
@@ -78,7 +78,7 @@ def _gemma2(keys: Keys, basic: Config) -> Config:
     }
 
 
-def _gemma3(keys: Keys, basic: Config) -> Config:
+def _gemma3(keys: Metadata, basic: Config) -> Config:
     pattern = keys.get("attention.sliding_window_pattern")
     config = {**_gemma2(keys, basic), "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0)}
     if isinstance(pattern, int) and not isinstance(pattern, bool):
@@ -88,7 +88,7 @@ def _gemma3(keys: Keys, basic: Config) -> Config:
     return config
 
 
-def _starcoder2(keys: Keys, basic: Config) -> Config:
+def _starcoder2(keys: Metadata, basic: Config) -> Config:
     return {
         "norm_epsilon": basic["rms_norm_eps"],
         "use_bias": keys.has("attn_q.bias"),
@@ -97,7 +97,7 @@ def _starcoder2(keys: Keys, basic: Config) -> Config:
     }
 
 
-def _neox(keys: Keys, basic: Config) -> Config:
+def _neox(keys: Metadata, basic: Config) -> Config:
     return {
         "layer_norm_eps": basic["rms_norm_eps"],
         "use_parallel_residual": bool(keys.get("use_parallel_residual")),
@@ -106,7 +106,7 @@ def _neox(keys: Keys, basic: Config) -> Config:
     }
 
 
-def _falcon(keys: Keys, basic: Config) -> Config:
+def _falcon(keys: Metadata, basic: Config) -> Config:
     kv_heads = basic["num_key_value_heads"]
     return {
         "layer_norm_epsilon": basic["rms_norm_eps"],
@@ -119,7 +119,7 @@ def _falcon(keys: Keys, basic: Config) -> Config:
     }
 
 
-def _bloom(keys: Keys, basic: Config) -> Config:
+def _bloom(keys: Metadata, basic: Config) -> Config:
     return {
         "layer_norm_epsilon": basic["rms_norm_eps"],
         "n_inner": basic["intermediate_size"],
@@ -128,7 +128,7 @@ def _bloom(keys: Keys, basic: Config) -> Config:
 
 
 # By GGUF's name: the architecture, its model_type, and what its config.json has beside the usual sizes.
-DECODERS: dict[str, tuple[str, str, Callable[[Keys, Config], Config]]] = {
+DECODERS: dict[str, tuple[str, str, Callable[[Metadata, Config], Config]]] = {
     "bloom": ("BloomForCausalLM", "bloom", _bloom),
     "falcon": ("FalconForCausalLM", "falcon", _falcon),
     "gemma": ("GemmaForCausalLM", "gemma", _gemma),
