@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from tools import words_gate
+from tools import models_page, words_gate
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "quire"
@@ -71,3 +71,8 @@ def test_pages_are_in_plain_words(page):
         first_of_earlier = page.read_text().partition("## Earlier names")[0].count("\n")
         lines = [line for line in lines if int(line.split(":")[1]) < first_of_earlier]
     assert lines == []
+
+
+def test_the_page_of_models_is_what_the_table_of_architectures_gives():
+    """`PYTHONPATH=src python tools/models_page.py` writes it."""
+    assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page()

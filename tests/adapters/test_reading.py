@@ -87,6 +87,8 @@ def test_wrong_shapes_foreign_modules_and_nan_are_refused():
         read({**good, name: torch.ones(4, 47)})
     with pytest.raises(AdapterError, match=r"layers\.9.*does not have"):
         read({key.replace("layers.1", "layers.9"): tensor for key, tensor in good.items()})
+    with pytest.raises(AdapterError, match=r"mlp\.experts\.3\.up_proj, which belongs to the experts"):
+        read({key.replace("self_attn.q", "mlp.experts.3.up"): tensor for key, tensor in good.items()})
     with pytest.raises(AdapterError, match=r"not finite in A of model\.layers\.0\.self_attn\.q_proj"):
         read({**good, name: torch.full((4, 48), float("nan"))})
     with pytest.raises(AdapterError, match="no pair"):

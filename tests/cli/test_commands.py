@@ -5,6 +5,7 @@ import json
 import pytest
 
 from quire.bench.capacity import GPUS, find_gpu
+from quire.weights.architectures import KNOWN, TEXT_PARTS
 from quire.weights.builtin import BUILTIN_NAME
 
 
@@ -24,6 +25,20 @@ def test_models_lists_what_lies_in_the_cache(run, empty_cache):
     found = json.loads(run("models", "--json").out)
     assert found["cache"] == str(empty_cache)
     assert found["models"][0]["num_bytes"] == 5000
+
+
+def test_models_lists_every_architecture_with_its_features(run):
+    text = run("models", "--known").out
+    found = json.loads(run("models", "--known", "--json").out)
+    assert [item["architecture"] for item in found["architectures"]] == list(KNOWN)
+    assert all(name in text for name in (*KNOWN, *TEXT_PARTS))
+    gemma = next(item for item in found["architectures"] if item["architecture"] == "Gemma3ForCausalLM")
+    assert (gemma["gguf"], gemma["windows"], gemma["lora"], gemma["task"]) == (
+        "gemma3",
+        True,
+        True,
+        "generate",
+    )
 
 
 def test_env_says_what_a_bug_report_needs(run):

@@ -219,6 +219,10 @@ def test_trees_are_refused_where_a_gpu_would_get_them_wrong(folder: Path) -> Non
     with pytest.raises(ConfigError, match="this model's window is 32"):
         check_trees(trees, narrow, on_gpu, deterministic=False)
     check_trees(trees, narrow, on_gpu, deterministic=True)
+    sloped = replace(built.model, architecture="BloomForCausalLM")
+    with pytest.raises(ConfigError, match="tree_width above 1 has no kernel for ALiBi"):
+        check_trees(trees, sloped, on_gpu, deterministic=False)
+    check_trees(trees, sloped, on_gpu, deterministic=True)
 
 
 def test_a_full_batch_drafts_nothing(folder: Path) -> None:

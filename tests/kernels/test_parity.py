@@ -129,6 +129,10 @@ def test_norms_agree(kernel: Kernel, tokens: int, width: int) -> None:
         actual = getattr(native, name)(x, one, weight, *extra, 1e-5)
         close(actual, getattr(reference, name)(x, two, weight, *extra, 1e-5), rtol=1e-5, atol=1e-5)
         assert torch.equal(one, two)
+    one = torch.randn(tokens, width)
+    two = one.clone()
+    assert native.rms_norm_onto(x, one, weight, 1e-5) is one
+    close(one, reference.rms_norm_onto(x, two, weight, 1e-5), rtol=2e-6, atol=1e-6)
 
 
 @_parametrize("norm")
@@ -215,6 +219,22 @@ def test_attention_agrees_over_several_segments(kernel: Kernel, window: int) -> 
     )
 
 
+@_parametrize("attention")
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize(("soft_cap", "sloped"), [(3.0, False), (0.0, True), (50.0, True)])
+def test_attention_with_capped_scores_and_slopes_agrees(
+    kernel: Kernel, window: int, soft_cap: float, sloped: bool
+) -> None:
+    native, reference = kernel
+    case = random_case(Shape(6, 2, 24), [600, 70, 5, 130, 64, 7], [1, 1, 5, 40, 3, 7])
+    case = replace(case, scale=1.5)
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.01, 0.7, 0.0]) if sloped else None
+    actual = native.paged_attention(*case.arguments(window), soft_cap=soft_cap, slopes=slopes)
+    expected = reference.paged_attention(*case.arguments(window), soft_cap=soft_cap, slopes=slopes)
+    torch.testing.assert_close(actual, expected, rtol=5e-5, atol=5e-5)
+    assert (actual - reference.paged_attention(*case.arguments(window))).abs().max() > 0.1
+
+
 @_parametrize("attention", ("cpu",))
 def test_attention_passes_over_rows_without_queries(kernel: Kernel) -> None:
     """As padding leaves them: first, between the others and last."""
@@ -287,6 +307,7 @@ def test_embedding_rows_are_exact(kernel: Kernel, dtype: torch.dtype, id_dtype: 
     rows = native.gather(table, token_ids)
     assert torch.equal(rows, reference.gather(table, token_ids))
     assert torch.equal(rows[[0, 3, 69]], torch.stack([table[token_ids[0]].float(), *torch.zeros(2, 41)]))
+    assert torch.equal(native.gather(table, token_ids, scale=3.7), rows * 3.7)
 
 
 @_parametrize("pages")
@@ -420,6 +441,55 @@ def test_invariant_products_agree_and_rows_do_not_depend_on_their_number(kernel:
     for module in kernel:
         whole = module.linear(x, weight)
         assert torch.equal(module.linear(x[65:66], weight), whole[65:66])
+
+
+@_parametrize("moe")
+@pytest.mark.parametrize(("experts", "top_k", "renormalize"), [(4, 1, True), (5, 2, False), (60, 8, True)])
+def test_routers_choose_alike(kernel: Kernel, experts: int, top_k: int, renormalize: bool) -> None:
+    fast, reference = kernel
+    x, weight = torch.randn(9, 70), torch.randn(experts + 1, 70) * 0.2
+    logits = reference.logits(x, weight)
+    if hasattr(fast, "logits"):
+        torch.testing.assert_close(fast.logits(x, weight), logits, rtol=1e-5, atol=1e-5)
+    logits[3] = 0.5  # ties go to the lowest id
+    for width in (experts, experts + 1):
+        actual = fast.choose(logits[:, :width].contiguous(), experts, top_k, renormalize)
+        expected = reference.choose(logits[:, :width], experts, top_k, renormalize)
+        assert torch.equal(actual.experts, expected.experts)
+        assert actual.experts[3].tolist() == list(range(top_k))
+        torch.testing.assert_close(actual.weights, expected.weights, rtol=1e-5, atol=1e-6)
+        assert (actual.gates is None) == (expected.gates is None) == (width == experts)
+        if expected.gates is not None:
+            torch.testing.assert_close(actual.gates, expected.gates, rtol=1e-5, atol=1e-6)
+    broken = fast.choose(torch.full((2, experts), float("nan")), experts, top_k, renormalize)
+    assert ((broken.experts >= 0) & (broken.experts < experts)).all()
+
+
+@_parametrize("moe")
+@pytest.mark.parametrize("tokens", [0, 1, 3, 40, 150])
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_agree_with_every_expert_run_on_every_token(
+    kernel: Kernel, tokens: int, shared: bool
+) -> None:
+    experts, top_k, hidden, inner = 6, 2, 72, 40
+    x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
+    gate_up, down = torch.randn(experts, 2 * inner, hidden) * 0.1, torch.randn(experts, hidden, inner) * 0.1
+    gate_up[4], down[4] = float("nan"), float("nan")  # read for no token
+    logits = torch.randn(tokens, experts + shared)
+    logits[:, 4] = -100.0
+    beside = torch.randn(tokens, hidden) if shared else None
+    _, reference = kernel
+    routing = reference.choose(logits, experts, top_k, True)
+    gate, up = torch.einsum("th,efh->etf", x, gate_up.nan_to_num()).chunk(2, dim=-1)
+    every = torch.einsum("etf,ehf->eth", torch.nn.functional.silu(gate) * up, down.nan_to_num())
+    weights = torch.zeros(tokens, experts).scatter(1, routing.experts.long(), routing.weights)
+    expected = residual + torch.einsum("te,eth->th", weights, every)
+    if beside is not None:
+        expected += routing.gates[:, None] * beside
+    for module in kernel:
+        for invariant in (False, True):
+            actual = module.experts(x, gate_up, down, routing, residual.clone(), beside, invariant)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @_parametrize("fp8_rows")

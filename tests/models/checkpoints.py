@@ -50,6 +50,30 @@ def qwen3(**changes: Any) -> transformers.PreTrainedConfig:
     return transformers.Qwen3Config(**{**LLAMA, "head_dim": 16, **changes})
 
 
+MIXTURE = {**LLAMA, "num_experts_per_tok": 2, "norm_topk_prob": False}
+
+
+def mixtral(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.MixtralConfig(
+        **{**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2, **changes}
+    )
+
+
+def qwen2_moe(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {"num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    return transformers.Qwen2MoeConfig(**{**MIXTURE, **basic, **changes})
+
+
+def qwen3_moe(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16}
+    return transformers.Qwen3MoeConfig(**{**MIXTURE, **basic, **changes})
+
+
+def olmoe(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {"num_experts": 8, "intermediate_size": 32, "eos_token_id": 2}
+    return transformers.OlmoeConfig(**{**MIXTURE, **basic, **changes})
+
+
 def opt(**changes: Any) -> transformers.PreTrainedConfig:
     basic = {
         "vocab_size": VOCAB,
@@ -75,6 +99,90 @@ def gpt2(**changes: Any) -> transformers.PreTrainedConfig:
         "eos_token_id": 2,
     }
     return transformers.GPT2Config(**{**basic, **changes})
+
+
+PHI3_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.0, 2.5, 4.0, 7.0],
+}
+
+
+def phi3(**changes: Any) -> transformers.PreTrainedConfig:
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.Phi3Config(**{**LLAMA, **ends, **changes})
+
+
+def longrope(original: int, **parameters: Any) -> transformers.PreTrainedConfig:
+    rope = {**PHI3_ROPE, "original_max_position_embeddings": original, **parameters}
+    return phi3(rope_parameters=rope, original_max_position_embeddings=original)
+
+
+def granite(**changes: Any) -> transformers.PreTrainedConfig:
+    scales = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4}
+    return transformers.GraniteConfig(**{**LLAMA, **scales, "logits_scaling": 3.0, **changes})
+
+
+def olmo2(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.Olmo2Config(**{**LLAMA, **changes})
+
+
+def smollm3(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.SmolLM3Config(**{**LLAMA, "pad_token_id": 0, "no_rope_layer_interval": 2, **changes})
+
+
+def gemma(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.GemmaConfig(**{**LLAMA, "head_dim": 16, **changes})
+
+
+def gemma2(**changes: Any) -> transformers.PreTrainedConfig:
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}
+    return transformers.Gemma2Config(
+        **{**LLAMA, "head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 8, **caps, **changes}
+    )
+
+
+def gemma3(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20, "sliding_window_pattern": 3}
+    return transformers.Gemma3TextConfig(**{**LLAMA, **basic, **changes})
+
+
+def gemma3_ropes(**parameters: Any) -> transformers.PreTrainedConfig:
+    local = {"rope_type": "default", "rope_theta": 30.0}
+    return gemma3(rope_parameters={"full_attention": parameters, "sliding_attention": local})
+
+
+GPT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def starcoder2(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.Starcoder2Config(
+        **{**GPT, "intermediate_size": 80, "num_key_value_heads": 2, **changes}
+    )
+
+
+def neox(**changes: Any) -> transformers.PreTrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    return transformers.GPTNeoXConfig(**{**GPT, "intermediate_size": 80, "rope_parameters": rope, **changes})
+
+
+def falcon(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.FalconConfig(**{**GPT, **changes})
+
+
+def bloom(**changes: Any) -> transformers.PreTrainedConfig:
+    basic = {**GPT, "n_layer": 3, "n_head": 4, **changes}
+    return transformers.BloomConfig(**{k: v for k, v in basic.items() if not k.startswith("num_")})
 
 
 VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
@@ -103,6 +211,78 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "qwen3": qwen3,
     "qwen3-with-biases-and-window": lambda: qwen3(
         attention_bias=True, use_sliding_window=True, sliding_window=6, max_window_layers=2
+    ),
+    "phi3": phi3,
+    "phi3-window-multi-query": lambda: phi3(sliding_window=6, num_key_value_heads=1),
+    "phi3-longrope-short": lambda: longrope(64),
+    "phi3-partial-tied": lambda: phi3(
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "mistral-small": lambda: mistral(head_dim=12, sliding_window=None),
+    "granite": granite,
+    "granite-tied-with-biases": lambda: granite(
+        tie_word_embeddings=True, attention_bias=True, mlp_bias=True, num_key_value_heads=1
+    ),
+    "olmo2": olmo2,
+    "olmo2-without-groups-with-biases": lambda: olmo2(
+        num_key_value_heads=6, attention_bias=True, tie_word_embeddings=True
+    ),
+    "smollm3": smollm3,
+    "smollm3-window-untied": lambda: smollm3(
+        use_sliding_window=True, sliding_window=5, tie_word_embeddings=False, no_rope_layers=[0, 1, 0]
+    ),
+    "gemma": gemma,
+    "gemma-multi-query-wide": lambda: gemma(num_key_value_heads=1, head_dim=256, initializer_range=0.15),
+    "gemma2": gemma2,
+    "gemma2-without-caps-untied": lambda: gemma2(
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
+        num_key_value_heads=6,
+    ),
+    "gemma3": gemma3,
+    "gemma3-wide-linear": lambda: gemma3_ropes(rope_type="linear", rope_theta=500.0, factor=8.0),
+    "gemma3-untied-256": lambda: gemma3(
+        head_dim=256, tie_word_embeddings=False, num_key_value_heads=1, initializer_range=0.15
+    ),
+    "starcoder2": starcoder2,
+    "starcoder2-window-multi-query-plain": lambda: starcoder2(
+        sliding_window=6, num_key_value_heads=1, use_bias=False, tie_word_embeddings=False
+    ),
+    "neox": neox,
+    "neox-one-after-another-tied": lambda: neox(
+        use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast", tie_word_embeddings=True
+    ),
+    "falcon-7b": falcon,
+    "falcon-40b": lambda: falcon(
+        new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=72, tie_word_embeddings=False
+    ),
+    "falcon-11b": lambda: falcon(
+        new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, bias=True
+    ),
+    "falcon-rw": lambda: falcon(alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "bloom": bloom,
+    "bloom-six-heads-untied": lambda: bloom(n_head=6, tie_word_embeddings=False),
+    "mixtral": mixtral,
+    "mixtral-one-expert-tied": lambda: mixtral(num_experts_per_tok=1, tie_word_embeddings=True),
+    "mixtral-window-without-groups": lambda: mixtral(
+        sliding_window=7, num_key_value_heads=6, num_experts_per_tok=4
+    ),
+    "qwen2-moe": qwen2_moe,
+    "qwen2-moe-dense-layers": lambda: qwen2_moe(
+        decoder_sparse_step=2, norm_topk_prob=True, qkv_bias=False, num_experts_per_tok=4
+    ),
+    "qwen2-moe-window": lambda: qwen2_moe(use_sliding_window=True, sliding_window=5, mlp_only_layers=[1]),
+    "qwen3-moe": lambda: qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-mixed": lambda: qwen3_moe(
+        num_experts_per_tok=4, attention_bias=True, mlp_only_layers=[0], tie_word_embeddings=True
+    ),
+    "qwen3-moe-window": lambda: qwen3_moe(
+        use_sliding_window=True, sliding_window=6, num_experts_per_tok=1, moe_intermediate_size=20
+    ),
+    "olmoe": olmoe,
+    "olmoe-clipped-four": lambda: olmoe(
+        num_experts_per_tok=4, norm_topk_prob=True, clip_qkv=0.8, attention_bias=True
     ),
     "opt": opt,
     "opt-350m": lambda: opt(word_embed_proj_dim=32, do_layer_norm_before=False),

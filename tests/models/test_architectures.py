@@ -1,20 +1,31 @@
 """Every architecture and variant gives transformers' logits, over pages, in ragged batches."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
-from quire.core.errors import ModelError
+from quire.core.errors import ModelError, WeightsError
 from quire.layers.factory import LayerFactory
 from quire.models.loading import load
 from quire.models.model import DecoderModel
 from quire.models.registry import architectures, describe
 from quire.weights.folder import FolderSource
-from tests.models.checkpoints import LLAMA3_ROPE, VARIANTS, llama, opt, prompts, reference_logits, save
+from tests.models.checkpoints import (
+    LLAMA3_ROPE,
+    VARIANTS,
+    llama,
+    longrope,
+    opt,
+    prompts,
+    reference_logits,
+    save,
+)
 from tests.models.paging import Pages, only_native, run_chunked
 
 
@@ -38,7 +49,7 @@ def test_a_mixed_batch_over_pages_gives_the_logits_of_transformers(variant: str,
             torch.testing.assert_close(logits, right, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt-350m", "gpt2"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "qwen2-moe", "opt-350m", "gpt2"])
 def test_bfloat16_stays_near_transformers_in_bfloat16(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +82,10 @@ def test_bfloat16_logits_stay_within_five_percent_of_float32(
         assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("variant", ["llama-tied", "llama-gelu", "llama-gelu-tanh", "qwen2", "opt", "gpt2"])
+@pytest.mark.parametrize("variant", [
+    "llama-tied", "llama-gelu", "llama-gelu-tanh", "qwen2", "opt", "gpt2", "phi3", "granite", "olmo2", "smollm3",
+    "gemma2", "gemma3", "qwen2-moe", "olmoe", "starcoder2", "neox", "falcon-40b", "bloom",
+])  # fmt: skip
 def test_int8_stays_near_full_precision(variant: str, tmp_path: Path, empty_cache: Path) -> None:
     save(tmp_path / "model", VARIANTS[variant]())
     texts = prompts(23, 9)
@@ -83,8 +97,12 @@ def test_int8_stays_near_full_precision(variant: str, tmp_path: Path, empty_cach
 
 @only_native
 @pytest.mark.parametrize(
-    "variant", ["llama", "llama-gelu-tanh", "mistral-window", "qwen3", "opt-350m", "gpt2"]
-)
+    "variant",
+    [
+        "llama", "llama-gelu-tanh", "mistral-window", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe-window", "olmoe",
+        "opt-350m", "gpt2", "granite", "olmo2", "gemma2", "gemma3", "falcon-40b", "falcon-rw", "bloom",
+    ],
+)  # fmt: skip
 def test_int8_gives_the_same_bits_alone_and_in_any_batch(
     variant: str, tmp_path: Path, empty_cache: Path
 ) -> None:
@@ -109,9 +127,103 @@ def test_only_the_wanted_rows_come_back(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> None:
-    with pytest.raises(ModelError, match=r"BloomForCausalLM is not known.*LlamaForCausalLM") as caught:
-        describe({"architectures": ["BloomForCausalLM"]})
+    with pytest.raises(ModelError, match=r"MambaForCausalLM is not known.*LlamaForCausalLM") as caught:
+        describe({"architectures": ["MambaForCausalLM"]})
     assert all(name in str(caught.value) for name in architectures())
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("GraniteSpeechForCausalLM", "the nearest is GraniteForCausalLM;"),
+        ("MllamaForConditionalGeneration", r"cross-attention: take a Llama 3\.1 or 3\.2 text model"),
+        ("RWKV", "none is near;"),
+    ],
+)
+def test_an_unknown_architecture_is_told_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ModelError, match=rf"architecture {name} is not known: .*{nearest}"):
+        describe({"architectures": [name]})
+
+
+def in_a_multimodal_folder(folder: Path, outer: str) -> None:
+    """Rewrites a text model as its part of a checkpoint that also has an encoder of images."""
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("architectures")
+    ends = {name: config.pop(name, None) for name in ("eos_token_id", "bos_token_id")}
+    whole = {"architectures": [outer], "vision_config": {"hidden_size": 7}, "text_config": config, **ends}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(folder / "model.safetensors")
+    spelled = {re.sub("^model", "model.language_model", name): tensor for name, tensor in tensors.items()}
+    vision = {"model.vision_tower.encoder.layers.0.self_attn.q_proj.weight": torch.zeros(3, 3)}
+    save_file({**spelled, **vision}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("variant", "outer"),
+    [
+        ("gemma3", "Gemma3ForConditionalGeneration"),
+        ("mistral-small", "Mistral3ForConditionalGeneration"),
+    ],
+)
+def test_the_text_part_of_a_multimodal_checkpoint_is_the_text_model(
+    variant: str, outer: str, tmp_path: Path
+) -> None:
+    reference = save(tmp_path, VARIANTS[variant]())
+    in_a_multimodal_folder(tmp_path, outer)
+    (text,) = prompts(20)
+    (found,) = run_chunked(load_folder(tmp_path), [text], [7], 4)
+    torch.testing.assert_close(found, reference_logits(reference, text), rtol=1e-4, atol=1e-4)
+
+
+def test_another_text_part_is_refused() -> None:
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {"model_type": "ministral3"},
+    }
+    with pytest.raises(ModelError, match="text_config of 'ministral3': only that of a mistral model"):
+        describe(config)
+
+
+def test_gemma3_needs_only_what_its_multimodal_checkpoints_write() -> None:
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = describe({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.max_position) == (262208, 131072)
+    assert config.tie_word_embeddings
+
+
+def test_longrope_takes_its_long_factors_where_longer_sequences_are_served(tmp_path: Path) -> None:
+    reference = save(tmp_path, longrope(8))
+    (text,) = prompts(30)
+    (found,) = run_chunked(load_folder(tmp_path), [text], [7], 4)
+    torch.testing.assert_close(found, reference_logits(reference, text), rtol=1e-4, atol=1e-4)
+    source = FolderSource(tmp_path)
+    short = load(source, LayerFactory.of(describe(source.config), quantization="none", max_position=8))
+    (found,) = run_chunked(short, [text[:8]], [3], 4)
+    torch.testing.assert_close(found, reference_logits(reference, text[:8]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": False}, r"layers\.0\.self_attn\.k_proj\.bias has no place.*no bias"),
+        ({"num_hidden_layers": 2}, r"tensor model\.layers\.2\.\S+ has no place.*fewer layers"),
+        ({"num_hidden_layers": 4}, r"missing from the weights: model\.layers\.3\.input_layernorm\.weight"),
+        (
+            {"intermediate_size": 81},
+            r"tensor model\.layers\.0\.mlp\.down_proj\.weight .*\[48, 80\].*\[48, 81\]",
+        ),
+    ],
+)
+def test_the_first_tensor_that_does_not_fit_the_config_is_named(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    save(tmp_path, llama(attention_bias=True))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(WeightsError, match=message):
+        load_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from quire.quant.encoded import Encoded, Weight
 from quire.quant.int4 import Int4
 from quire.weights.folder import FolderSource
 from tests.layers.late_copies import PromptCopies
-from tests.models.checkpoints import gpt2, llama, opt, prompts, qwen3, save
+from tests.models.checkpoints import gpt2, llama, opt, prompts, qwen2_moe, qwen3, save
 from tests.models.paging import run_chunked
 from tests.models.test_loading import Untouchable
 
@@ -31,6 +31,7 @@ CONFIGS = {
     "llama-tied": llama(num_hidden_layers=6, tie_word_embeddings=True),
     "llama-wide": llama(num_hidden_layers=5, hidden_size=192, intermediate_size=128),
     "qwen3": qwen3(num_hidden_layers=5),
+    "qwen2-moe": qwen2_moe(num_hidden_layers=5),
     "opt": opt(num_hidden_layers=6),
     "gpt2": gpt2(n_layer=5),
 }
@@ -65,6 +66,8 @@ def streamed_from_disk(source: FolderSource, folder: Path, memory: int, quantiza
         ("llama-wide", "nf4"),
         ("llama-wide", "llm-int8"),
         ("qwen3", "int8"),
+        ("qwen2-moe", "none"),
+        ("qwen2-moe", "int8"),
         ("opt", "none"),
         ("gpt2", "int8"),
     ],
@@ -90,7 +93,7 @@ def test_layers_from_disk_give_the_same_numbers_however_many_are_kept(
             assert found.streaming.kept_bytes + found.streaming.buffer_bytes == memory
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-moe", "opt"])
 @pytest.mark.parametrize("memory", [None, 3, 0], ids=["pinned", "one pinned", "disk"])
 def test_layers_from_pinned_memory_give_the_same_numbers(
     name: str, memory: int | None, tmp_path: Path
@@ -274,3 +277,11 @@ def test_layers_that_are_stored_in_different_ways_are_refused_in_one_line(tmp_pa
     layer, outside = bytes_of(load(source, factory_of(source)))
     with pytest.raises(ConfigError, match=r"stored in different ways.*quantization='none'"):
         streamed_from_disk(source, tmp_path / "layers", outside + 3 * layer, "checkpoint")
+
+
+def test_dense_layers_among_those_with_experts_are_refused_in_one_line(tmp_path: Path) -> None:
+    save(tmp_path / "model", qwen2_moe(num_hidden_layers=4, mlp_only_layers=[2]))
+    source = FolderSource(tmp_path / "model")
+    layer, outside = bytes_of(load(source, factory_of(source)))
+    with pytest.raises(ConfigError, match=r"some have experts and others none.*leave out the offload"):
+        streamed_from_disk(source, tmp_path / "layers", outside + 3 * layer)

@@ -17,8 +17,11 @@ from tests.models.paging import Pages, only_native
 @only_native
 @pytest.mark.parametrize(
     "variant",
-    ["llama-tied", "llama-with-biases", "llama-gelu", "llama-gelu-tanh", "mistral-window", "qwen2", "qwen3"],
-)
+    [
+        "llama-tied", "llama-with-biases", "llama-gelu", "llama-gelu-tanh", "mistral-window", "qwen2", "qwen3",
+        "phi3", "granite", "olmo2", "smollm3", "gemma3", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe",
+    ],
+)  # fmt: skip
 def test_a_replayed_step_gives_the_bits_of_an_eager_one(
     variant: str, tmp_path: Path, empty_cache: Path
 ) -> None:

@@ -41,20 +41,38 @@ PIECE = st.builds(
 )
 TEXT = st.lists(st.one_of(st.text(LETTER, max_size=12), PIECE, st.text("ab ")), max_size=6).map("".join)
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*@|"
+SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# As the tokenizer.json of these families has them.
+SPLITS = {
+    "bloom": r" ?[^(\s|[.,!?…。，、।۔،])]+",
+    "tekken": CASED.replace("@", "") + r"\p{N}" + SLASHED,
+    "gpt-4o": CASED.replace("@", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"\p{N}{1,3}" + SLASHED,
+}
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def byte_level(pre: str) -> Tokenizer:
     """A tokenizer as the family named by `pre` publishes it, trained on a few lines."""
-    inner = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    inner = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "gpt-2":
         inner.pre_tokenizer = plain
     elif pre == "smollm":
         inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
+    elif pre == "falcon":
+        words = (
+            pre_tokenizers.Punctuation("contiguous"),
+            plain,
+            pre_tokenizers.Digits(individual_digits=False),
+        )
+        three = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+        inner.pre_tokenizer = pre_tokenizers.Sequence([*words, three])
     else:
-        digits = r"\p{N}{1,3}" if pre == "llama-bpe" else r"\p{N}"
-        split = pre_tokenizers.Split(Regex(LETTERS + digits + REST), "isolated")
+        digits = r"\p{N}" if pre == "qwen2" else r"\p{N}{1,3}"
+        pattern = SPLITS.get(pre, LETTERS + digits + REST)
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
         inner.pre_tokenizer = pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
@@ -67,7 +85,7 @@ def byte_level(pre: str) -> Tokenizer:
         vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
     inner.train_from_iterator(CORPUS, trainer)
-    if pre == "llama-bpe":
+    if pre in ("llama-bpe", "tekken"):
         inner.post_processor = processors.TemplateProcessing(
             single="<|im|> $A", pair="<|im|> $A <|im|> $B", special_tokens=[("<|im|>", 1)]
         )
@@ -99,7 +117,9 @@ def pair(pre: str) -> tuple[Tokenizer, Tokenizer]:
     return PAIRS[pre]
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "dbrx", "falcon", "bloom", "tekken", "gpt-4o"]
+)
 @given(text=TEXT)
 def test_byte_level_tokenizers_agree(pre: str, text: str) -> None:
     theirs, ours = pair(pre)
@@ -149,6 +169,48 @@ def test_sentence_piece_tokenizers_agree(pieces: tuple[Tokenizer, Tokenizer], te
     assert ours.decode(ids) == theirs.decode(ids)
 
 
+@pytest.fixture(scope="module")
+def unigrams() -> tuple[Tokenizer, Tokenizer]:
+    """As T5's tokenizer.json has it; the table that folds characters is left out."""
+    theirs = Tokenizer(models.Unigram())
+    theirs.normalizer = normalizers.Sequence(
+        [normalizers.Strip(left=False, right=True), normalizers.Replace(Regex(" {2,}"), "▁")]
+    )
+    theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    theirs.decoder = decoders.Metaspace(prepend_scheme="always")
+    special = ["<pad>", "</s>", "<unk>"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    theirs.train_from_iterator(CORPUS, trainer)
+    theirs.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    document = json.loads(theirs.to_str())
+    # GGUF keeps float32, in which equal cuts may differ in the last bit
+    vocabulary = [[token, float(np.float32(score))] for token, score in document["model"]["vocab"]]
+    document["model"]["vocab"] = vocabulary
+    theirs = Tokenizer.from_str(json.dumps(document))
+    facts = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": [token for token, _ in vocabulary],
+        "tokenizer.ggml.scores": np.array([score for _, score in vocabulary], np.float32),
+        "tokenizer.ggml.token_type": np.array([3, 3, 2, *[1] * (len(vocabulary) - 3)], np.int32),
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 2,
+        "tokenizer.ggml.add_eos_token": True,
+    }
+    return theirs, Tokenizer.from_str(tokenizer_text(facts))
+
+
+@given(text=TEXT)
+def test_unigram_tokenizers_agree(unigrams: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    theirs, ours = unigrams
+    ids = theirs.encode(text).ids
+    assert ours.encode(text).ids == ids
+    assert ours.decode(ids) == theirs.decode(ids)
+
+
 def test_tokens_that_users_added_are_not_special() -> None:
     facts = metadata(byte_level("gpt-2"), model="gpt2")
     facts["tokenizer.ggml.token_type"][300] = 4
@@ -166,7 +228,7 @@ def test_start_and_end_tokens_are_added_where_the_file_asks() -> None:
     ("change", "said"),
     [
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer 'rwkv' cannot be built here"),
-        ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken' is not known here"),
+        ({"tokenizer.ggml.pre": "viking"}, "pre-tokenizer 'viking' is not known here"),
         ({"tokenizer.ggml.model": "llama"}, "no score per token"),
     ],
 )

@@ -46,6 +46,21 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "qwen2-0.5b": _llama(896, 4864, 14, 2, 151936, architectures=["Qwen2ForCausalLM"]),  # biases
     "qwen3-8b": _llama(4096, 12288, 32, 8, 151936, architectures=["Qwen3ForCausalLM"], head_dim=128),  # head norms
+    "qwen3-30b-a3b": _llama(
+        2048, 6144, 32, 4, 151936, architectures=["Qwen3MoeForCausalLM"], head_dim=128, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+    ),  # experts
+    "qwen1.5-moe": _llama(
+        2048, 5632, 16, 16, 151936, architectures=["Qwen2MoeForCausalLM"], num_experts=60, num_experts_per_tok=4,
+        moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+    ),  # a shared expert, and numbers that are no power of two
+    "gemma-2-2b": _llama(
+        2304, 9216, 8, 4, 256000, architectures=["Gemma2ForCausalLM"], head_dim=256, sliding_window=4096
+    ),  # capped scores, norms onto the residual, scaled embeddings
+    "bloom-560m": {
+        "architectures": ["BloomForCausalLM"], "hidden_size": 1024, "n_layer": 1, "n_head": 16, "vocab_size": 250880,
+        "seq_length": 2048,
+    },  # slopes
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 1, "n_head": 12, "n_positions": 1024,
         "vocab_size": 50257, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
@@ -110,6 +125,10 @@ SETTINGS = (
     Setting("mistral-7b", deterministic=True, trees=True),
     Setting("qwen2-0.5b"),
     Setting("qwen3-8b"),
+    Setting("qwen3-30b-a3b"),
+    Setting("qwen3-30b-a3b", deterministic=True),
+    Setting("qwen1.5-moe"),
+    Setting("qwen1.5-moe", "float32"),
     Setting("gpt2", "float16"),
     Setting("gpt2", deterministic=True),
     Setting("opt-6.7b", "float16"),

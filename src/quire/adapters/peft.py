@@ -190,6 +190,11 @@ class Reader:
         self, name: str, settings: LoraSettings, module: str, pair: Mapping[str, TensorEntry]
     ) -> Matrices:
         index = self.sites.find(module)
+        if index is None and ".experts" in module:
+            raise AdapterError(
+                f"adapter {name!r} targets {module}, which belongs to the experts of a mixture: adapters can add to "
+                "attention projections and shared experts only"
+            )
         if index is None:
             raise AdapterError(
                 f"adapter {name!r} targets {module}, which this model does not have: it was made for another "

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 # Checkpoints of the bare model lack the outer module's name, and some add one more.
-PREFIXES = ("model.decoder.", "model.", "decoder.", "transformer.", "")
+PREFIXES = (
+    *("model.decoder.", "model.", "decoder.", "transformer.", "gpt_neox.", ""),
+    *("model.language_model.", "language_model.model.", "language_model."),  # beside an encoder of images
+)
 
 
 @dataclass(frozen=True, slots=True)

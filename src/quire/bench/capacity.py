@@ -174,7 +174,7 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
 def floor_of(capacity: Capacity, device: Device, context: int, num_sequences: int) -> Floor:
     """The lower bound of a decode step with `num_sequences` sequences of `context` tokens each."""
     model, weights = capacity.model, capacity.weights
-    read = weights.read_bytes + num_sequences * context * capacity.kv_bytes_per_token
+    read = weights.bytes_read(num_sequences) + num_sequences * context * capacity.kv_bytes_per_token
     attention = 4 * context * model.num_layers * model.num_heads * model.head_dim
     operations = num_sequences * (2 * weights.read_parameters + attention)
     reading = read / device.read_rate

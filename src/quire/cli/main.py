@@ -32,7 +32,7 @@ COMMANDS = {
     "run-batch": Command("quire.cli.run_batch", "run a file of requests in OpenAI's batch format"),
     "plan": Command("quire.cli.plan", "estimate memory, sequences, speed and cost of a model on a device"),
     "tune": Command("quire.cli.tune", "measure attention tile sizes on this GPU, once, and cache the best"),
-    "models": Command("quire.cli.models", "list the cached models with size and path"),
+    "models": Command("quire.cli.models", "list the cached models, or the architectures that are served"),
     "env": Command("quire.cli.env", "show versions, hardware and settings for a bug report"),
 }
 

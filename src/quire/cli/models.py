@@ -1,4 +1,4 @@
-"""`quire models`: lists the cached models with size and path."""
+"""`quire models`: lists the cached models with size and path, or the architectures that are served."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from quire.bench.table import aligned, in_bytes
 from quire.cli.parser import Parser
+from quire.weights.architectures import KNOWN, TEXT_PARTS, Architecture
 from quire.weights.builtin import BUILTIN, BUILTIN_NAME
 from quire.weights.cache import CachedItem, cache_folder, list_cached
 
@@ -18,10 +19,15 @@ KINDS = {
 
 
 def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--known", action="store_true", help="list the architectures that are served, and what each can do"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.known:
+        return _known(arguments.json)
     items = list_cached()
     if arguments.json:
         listing = {"cache": cache_folder(), "models": [asdict(item) for item in items]}
@@ -42,6 +48,29 @@ def run(arguments: argparse.Namespace) -> int:
             f"the built-in model, {BUILTIN_NAME}, is fetched ({in_bytes(BUILTIN.num_bytes)}) when it is first used"
         )
     return 0
+
+
+def _known(as_json: bool) -> int:
+    if as_json:
+        listing = [
+            {"architecture": name, **asdict(known), "lora": known.lora} for name, known in KNOWN.items()
+        ]
+        texts = {name: architecture for name, (_, architecture) in TEXT_PARTS.items()}
+        print(json.dumps({"architectures": listing, "text_parts": texts}, indent=2))
+        return 0
+    print(aligned([list(COLUMNS), *([name, *features(known)] for name, known in KNOWN.items())]))
+    print("\nof models that also read images, the text part alone:")
+    print(aligned([[name, "as", architecture] for name, (_, architecture) in TEXT_PARTS.items()]))
+    return 0
+
+
+COLUMNS = ("architecture", "models", "task", "LoRA", "quantization", "GGUF", "windows")
+
+
+def features(known: Architecture) -> list[str]:
+    """What stands behind the name, one entry per column."""
+    lora, windows = ("yes" if on else "no" for on in (known.lora, known.windows))
+    return [known.models, known.task, lora, "yes", known.gguf or "no", windows]
 
 
 def _name(item: CachedItem) -> str:

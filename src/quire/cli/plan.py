@@ -27,8 +27,10 @@ from quire.cli.parser import Parser
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.models.weight_shape import WeightShape
 
 USUAL_CONTEXT = 2048
+EXAMPLE = 64  # tokens of a step, to show how many experts it reads
 BATCHES = (1, 8, 32, 128, 256, 512, 1024)
 _NOT_PLANNED = (
     *("tokenizer", "chat_template", "served_model_name", "seed", "enforce_eager", "steps_in_flight"),
@@ -128,6 +130,22 @@ def _floors(arguments: argparse.Namespace, capacity: Capacity, device: Device, c
     return [floor_of(capacity, device, context, count) for count in wanted if count > 0]
 
 
+def _parameters(weights: WeightShape) -> str:
+    total = f"{weights.num_parameters / 1e6:,.0f} M parameters"
+    if weights.experts is None:
+        return total
+    active, experts = weights.active_parameters / 1e6, weights.experts
+    return f"{total}, {active:,.0f} M active ({experts.top_k} of {experts.num_experts} experts per token)"
+
+
+def _read(weights: WeightShape) -> str:
+    if weights.experts is None:
+        return in_bytes(weights.read_bytes)
+    return (
+        f"{in_bytes(weights.read_bytes)} for one token, {in_bytes(weights.bytes_read(EXAMPLE))} for {EXAMPLE}"
+    )
+
+
 def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor], price: float | None) -> str:
     weights, pool = capacity.weights, capacity.pool
     fits = capacity.sequences_of(context)
@@ -135,10 +153,10 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
     lines = [
         [
             "model",
-            f"{capacity.model_name}: {weights.num_parameters / 1e6:,.0f} M parameters, {capacity.format_name}",
+            f"{capacity.model_name}: {_parameters(weights)}, {capacity.format_name}",
         ],
         ["device", f"{device.name} ({device.source})"],
-        ["weights", f"{in_bytes(weights.num_bytes)}, of which a step reads {in_bytes(weights.read_bytes)}"],
+        ["weights", f"{in_bytes(weights.num_bytes)}, of which a step reads {_read(weights)}"],
         *([" ", group.in_words] for group in weights.groups),
         ["kv cache", f"{in_bytes(capacity.kv_bytes_per_token)} a token in {capacity.kv_dtype}"],
         [

@@ -25,6 +25,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "linear": (("cublas", "cuda"),),
     "lora": (("cpu", "cpu"), ("triton", "cuda")),
     "lora_pack": (("cpu", "cpu"), ("host", "cuda"), ("triton", "cuda")),
+    "moe": (("cpu", "cpu"), ("triton", "cuda")),
     "narrow_linear": (("triton", "cuda"),),
     "norm": (("cpu", "cpu"), ("triton", "cuda")),
     "pages": (("cpu", "cpu"), ("triton", "cuda")),

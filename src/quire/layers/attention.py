@@ -69,6 +69,8 @@ class Attention:
     scale: float
     window: int = 0  # 0: none; else a query sees its last `window` positions, itself included
     cos_sin: Tensor | None = None  # [positions, rotary_dim] float32; None: no rotation
+    soft_cap: float = 0.0  # 0: none; else scores become soft_cap * tanh(score / soft_cap)
+    slopes: Tensor | None = None  # [heads] float32: a score gains slope * position of its key (ALiBi)
 
     def __call__(
         self,
@@ -78,12 +80,16 @@ class Attention:
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
     ) -> Tensor:
-        """[T, heads * head_dim]; with norms, every head of q and k is normalised before it is rotated."""
+        """[T, heads * head_dim]; with norms, q and k are normalised before they are rotated.
+
+        A norm as wide as a head takes every head alone, one as wide as all of q or k takes them together.
+        """
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, self.head_dim)
         if q_norm is not None and k_norm is not None:
-            q_norm.heads(heads[:, :num_heads])
-            k_norm.heads(heads[:, num_heads : num_heads + num_kv_heads])
+            query, key = num_heads * self.head_dim, num_kv_heads * self.head_dim
+            q_norm.heads(qkv[:, :query].unflatten(1, (-1, q_norm.weight.shape[0])))
+            k_norm.heads(qkv[:, query : query + key].unflatten(1, (-1, k_norm.weight.shape[0])))
         k_pages, v_pages = pool.layer(self.index)
         self.rotary.rotate_and_store(
             qkv,
@@ -105,9 +111,14 @@ class Attention:
         trees = () if batch.trees is None else (batch.trees.starts, batch.trees.ancestors)
         if batch.plans is None:
             masks = (None, *trees) if trees else ()
-            return self.attention.paged_attention(queries, *where, self.scale, self.window, *masks)
+            return self.attention.paged_attention(
+                queries, *where, self.scale, self.window, *masks, soft_cap=self.soft_cap, slopes=self.slopes
+            )
         out = queries.new_empty(queries.shape[0], self.num_heads * self.head_dim)
-        fresh = () if self.window else batch.fresh
+        whole = bool(
+            self.window or self.soft_cap or self.slopes is not None
+        )  # every row needs the paged kernel
+        fresh = () if whole else batch.fresh
         if fresh:
             spans = [(span.first, span.last, span.padded) for span in fresh]
             out = contiguous_attention(heads, self.num_heads, spans, self.scale, out)
@@ -119,7 +130,9 @@ class Attention:
                 self.window,
                 out,
                 *((*trees, batch.positions) if trees else ()),
-                plan=batch.plans.of(self.window),
+                plan=batch.plans.of(self.window, whole),
                 max_query_len=batch.max_query_len,
+                soft_cap=self.soft_cap,
+                slopes=self.slopes,
             )
         return out

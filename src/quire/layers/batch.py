@@ -19,7 +19,7 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class AttentionPlans:
-    """How attention divides one batch's work: one plan per sliding window, made on first use, shared by all layers."""
+    """How attention divides one batch's work: a plan per sliding window, made on first use, shared by all layers."""
 
     planner: Any  # the kernel's
     query_starts: Tensor  # [R + 1] int32
@@ -27,21 +27,22 @@ class AttentionPlans:
     paged_lens: Tensor  # [R] int32, zero for rows whose attention needs no pages
     num_tokens: int
     block_tables: Tensor  # [R, max_blocks] int32
-    _plans: dict[int, Any] = field(default_factory=dict)
+    _plans: dict[tuple[int, bool], Any] = field(default_factory=dict)
 
-    def of(self, window: int) -> Any:
-        """The plan for this window. Fresh rows are left out only without a window."""
-        if window not in self._plans:
-            lens = self.context_lens if window else self.paged_lens
-            self._plans[window] = self.planner.plan(
+    def of(self, window: int, whole: bool) -> Any:
+        """The plan for this window, of all rows (`whole`) or without the fresh ones."""
+        if (window, whole) not in self._plans:
+            lens = self.context_lens if whole else self.paged_lens
+            self._plans[window, whole] = self.planner.plan(
                 self.query_starts,
                 lens,
                 lens.shape[0],
                 window=window,
                 num_tokens=self.num_tokens,
-                block_tables=self.block_tables,
+                # rows that read pages together have one position, which slopes cannot have
+                block_tables=None if whole else self.block_tables,
             )
-        return self._plans[window]
+        return self._plans[window, whole]
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,11 @@ class LayerFactory:
         matrix = FullPrecision(self.dtype, self.device).matrix(num_rows, num_columns)
         return Linear(matrix, self._vector(num_rows) if bias else None, self.kernel("activation").silu_mul)
 
-    def rms_norm(self, width: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.kernel("norm"), self._vector(width, 1.0), eps)
+    def rms_norm(self, width: int, eps: float, scale: float = 1.0, offset: float = 0.0) -> RMSNorm:
+        """Weights are those of the checkpoint times `scale` plus `offset`: then in float32, for small weights."""
+        dtype = self.dtype if offset == 0.0 else torch.float32
+        weight = Vector(width, dtype, self.device, 1.0, scale, offset)
+        return RMSNorm(self.kernel("norm"), weight, eps)
 
     def layer_norm(self, width: int, eps: float, affine: bool = True) -> LayerNorm:
         return LayerNorm(self.kernel("norm"), self._vector(width, 1.0), self._vector(width), eps, affine)
@@ -103,8 +106,11 @@ class LayerFactory:
             return None
         return partial(self.kernel("activation").gelu_mul, approximate="tanh" if name in _TANH else "none")
 
-    def embedding(self, num_rows: int, width: int, first_row: int = 0) -> TokenEmbedding:
-        """A table read by row; `first_row` rows of the checkpoint's table come before it and are left out."""
+    def embedding(self, num_rows: int, width: int, first_row: int = 0, scale: float = 1.0) -> TokenEmbedding:
+        """A table read by row; `first_row` rows of the checkpoint's table come before it and are left out.
+
+        Rows are multiplied by `scale` when read: a tied head has the table as it is.
+        """
         compact = self.number_format.compact_tables
         return TokenEmbedding(
             self.kernel("embedding"),
@@ -116,6 +122,7 @@ class LayerFactory:
             first_row,
             self.number_format.keeps_table,
             self.number_format.table_scheme,
+            scale,
         )
 
     def output_head(self, vocab_size: int, width: int, tied_to: TokenEmbedding | None = None) -> OutputHead:
@@ -141,8 +148,10 @@ class LayerFactory:
         scale: float | None = None,
         window: int = 0,
         cos_sin: Tensor | None = None,
+        soft_cap: float = 0.0,
+        slopes: Tensor | None = None,
     ) -> Attention:
-        """Attention of layer `index`; the scale is 1 / sqrt(head_dim) by default."""
+        """Attention of layer `index`; the scale is 1 / sqrt(head_dim) by default. The rest as Attention has it."""
         return Attention(
             self.kernel("rotary"),
             self.kernel("attention"),
@@ -153,6 +162,8 @@ class LayerFactory:
             head_dim**-0.5 if scale is None else scale,
             window,
             cos_sin,
+            soft_cap,
+            slopes,
         )
 
     def full_attention(

@@ -31,14 +31,18 @@ class TokenEmbedding(Adaptable):
         first_row: int = 0,
         keeps: Callable[[Scheme], bool] = lambda scheme: False,
         scheme: Scheme | None = None,
+        scale: float = 1.0,
     ) -> None:
-        """`keeps`: whether encoded rows of a scheme stay encoded, to be decoded as they are read. `scheme`: what rows
-        that come as floats are encoded in.
+        """`keeps`: whether encoded rows of a scheme stay encoded, to be decoded as they are read.
+
+        `scheme`: what rows that come as floats are encoded in. `scale`: of the rows with their adapters, when they
+        are read.
         """
         super().__init__()
         self._kernel = kernel
         self._keeps = keeps
         self._scheme = scheme
+        self._scale = scale
         self._encoded: Encoded | None = None  # in place of a table
         self._shape = (num_rows, width)
         self._dtype = dtype
@@ -54,15 +58,18 @@ class TokenEmbedding(Adaptable):
 
     def __call__(self, ids: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """ids [T] int32 or int64 -> [T, width], plus the rows' adapters."""
+        group = None if lora is None else self._adapted(lora)
+        scale = self._scale if group is None else 1.0
         if self._encoded is None:
-            rows = self._kernel.gather(self._table, ids, dtype=self._dtype)
+            rows = self._kernel.gather(self._table, ids, dtype=self._dtype, scale=scale)
         else:
             rows = self._encoded.gather(ids).to(self._dtype)
-        group = None if lora is None else self._adapted(lora)
+            rows = rows if scale == 1.0 else rows.mul_(scale)
         if group is None or lora is None:
             return rows
         num_ids = self._first_row + self._shape[0]
-        return group.add_embedded(ids, rows, lora, num_ids, self._first_row)
+        rows = group.add_embedded(ids, rows, lora, num_ids, self._first_row)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def loader(self) -> Loader:
         num_rows, width = self._first_row + self._shape[0], self._shape[1]
@@ -156,13 +163,17 @@ class Linear(Adaptable):
             return self(x, lora=lora).relu_()
         return self._matrix.linear_relu(x, self._bias.value if self._bias else None)
 
-    def normed(self, x: Tensor, norm: RMSNorm, lora: LoraBatch | None = None) -> Tensor:
+    def normed(self, x: Tensor, norm: RMSNorm | None, lora: LoraBatch | None = None) -> Tensor:
         """self(norm(x))."""
+        if norm is None:
+            return self(x, lora=lora)
         fused = self._fused(x, norm, lora, silu_mul=False)
         return self(norm(x), lora=lora) if fused is None else fused
 
-    def normed_silu_mul(self, x: Tensor, norm: RMSNorm, lora: LoraBatch | None = None) -> Tensor:
+    def normed_silu_mul(self, x: Tensor, norm: RMSNorm | None, lora: LoraBatch | None = None) -> Tensor:
         """self.silu_mul(norm(x))."""
+        if norm is None:
+            return self.silu_mul(x, lora)
         fused = self._fused(x, norm, lora, silu_mul=True)
         return self.silu_mul(norm(x), lora) if fused is None else fused
 

@@ -28,6 +28,10 @@ class RMSNorm:
         """residual += x in place; the norm of the sum."""
         return self._kernel.add_rms_norm(x, residual, self._weight.value, self.eps)
 
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual += the norm of x, in place; returns residual."""
+        return self._kernel.rms_norm_onto(x, residual, self._weight.value, self.eps)
+
     def heads(self, x: Tensor) -> None:
         """Normalises every head of x [T, heads, width] in place; x may be a strided view."""
         self._kernel.head_rms_norm(x, self._weight.value, self.eps)

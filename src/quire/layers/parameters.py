@@ -70,9 +70,21 @@ def check_finite(tensor: Tensor) -> None:
 
 
 class Vector:
-    """A small parameter in full precision, such as a norm's weight or a bias; loaded from any float type."""
+    """A small parameter in full precision, such as a norm's weight or a bias; loaded from any float type.
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, fill: float = 0.0) -> None:
+    Kept as the checkpoint's numbers times `scale` plus `offset`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: float = 0.0,
+        scale: float = 1.0,
+        offset: float = 0.0,
+    ) -> None:
+        self._scale, self._offset = scale, offset
         self.value = torch.full((size,), fill, dtype=dtype, device=device)  # [size]
 
     def loader(self, first: int = 0, size: int | None = None) -> Loader:
@@ -82,6 +94,8 @@ class Vector:
         def take(weight: Weight) -> None:
             tensor = floats(weight)
             check_finite(tensor)
+            if (self._scale, self._offset) != (1.0, 0.0):
+                tensor = tensor.float() * self._scale + self._offset
             self.value[first : first + count].copy_(tensor)
 
         return Loader((count,), take)
@@ -121,8 +135,14 @@ class Composite:
     """A part of a model that is made of layers: every attribute with parameters is one, under its own name."""
 
     def layers(self) -> dict[str, Stateful]:
-        """Sublayers with parameters, by name."""
-        return {name: layer for name, layer in vars(self).items() if isinstance(layer, Stateful)}
+        """Sublayers with parameters, by name; those of a part that is made of layers itself below the part's name."""
+        found: dict[str, Stateful] = {}
+        for name, layer in vars(self).items():
+            if isinstance(layer, Composite):
+                found |= {f"{name}.{inner}": part for inner, part in layer.layers().items()}
+            elif isinstance(layer, Stateful):
+                found[name] = layer
+        return found
 
 
 class LayerStack(Composite):

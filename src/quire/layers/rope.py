@@ -29,6 +29,8 @@ def rope_parameters(hf: Parameters) -> dict[str, Any]:
         raise ModelError(f"config.json has rope settings {given!r}, which must be an object: correct them")
     parameters = dict(given)
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type == "su":  # longrope's first name
+        rope_type = "longrope"
     if not isinstance(rope_type, str) or rope_type not in _FREQUENCIES:
         known = ", ".join(sorted(_FREQUENCIES))
         raise ModelError(f"rope type {rope_type!r} in config.json is not known: choose one of {known}")
@@ -68,6 +70,7 @@ def position_limit(hf: Parameters) -> int:
 def rotary_table(hf: Parameters, head_dim: int, num_positions: int) -> Tensor:
     """[num_positions, rotary_dim] fp32: a row holds the position's cosines, then its sines."""
     parameters = rope_parameters(hf)
+    parameters["num_positions"] = num_positions
     rotary_dim = int(head_dim * parameters["partial_rotary_factor"])
     if rotary_dim < 2:
         raise ModelError(
@@ -76,7 +79,7 @@ def rotary_table(hf: Parameters, head_dim: int, num_positions: int) -> Tensor:
         )
     try:
         frequencies, attention_factor = _FREQUENCIES[parameters["rope_type"]](parameters, rotary_dim)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
             f"rope type {parameters['rope_type']!r} in config.json misses or misspells a setting: {error}"
         ) from error
@@ -142,6 +145,27 @@ def _yarn(parameters: Parameters, rotary_dim: int) -> tuple[Tensor, float]:
     return frequencies, _yarn_attention_factor(parameters, factor)
 
 
+def _longrope(parameters: Parameters, rotary_dim: int) -> tuple[Tensor, float]:
+    """Divisors per frequency: `short_factor` where all positions lie in the trained length, else `long_factor`.
+
+    Which of them is decided once, by the longest sequence that is served: keys in the cache are rotated already.
+    """
+    original = parameters["original_max_position_embeddings"]
+    name = "long_factor" if parameters["num_positions"] > original else "short_factor"
+    factors = parameters[name]
+    if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
+        given = len(factors) if isinstance(factors, list) else factors
+        raise ModelError(f"config.json has {name} of {given}: {rotary_dim // 2} numbers are needed")
+    divisors = torch.tensor(factors, dtype=torch.float32)
+    if not bool((divisors > 0).all()) or not bool(divisors.isfinite().all()):
+        raise ModelError(f"config.json has {name}={factors!r}: all must be numbers above 0")
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        factor = parameters.get("factor") or parameters["max_position_embeddings"] / original
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return _inverse(parameters["rope_theta"], rotary_dim) / divisors, float(attention_factor)
+
+
 def _yarn_attention_factor(parameters: Parameters, factor: float) -> float:
     given = parameters.get("attention_factor")
     if given is not None:
@@ -161,5 +185,6 @@ _FREQUENCIES: dict[str, Callable[[Parameters, int], tuple[Tensor, float]]] = {
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
+    "longrope": _longrope,
     "yarn": _yarn,
 }

@@ -63,8 +63,9 @@ class LayerLayout:
         """Copies a layer's tensors into a piece, from and to any device. ConfigError if they are not of this layout."""
         if LayerLayout.of(state) != self:
             raise ConfigError(
-                "layers of this model are stored in different ways and cannot take turns in one buffer: leave out the "
-                "offload of weights, or choose quantization='none' or 'int4', which store all layers alike"
+                "layers of this model are stored in different ways, or some have experts and others none: they cannot "
+                "take turns in one buffer: leave out the offload of weights, or, if only their number formats differ, "
+                "choose quantization='none' or 'int4'"
             )
         for name, view in self.views(piece).items():
             view.copy_(state[name])

@@ -48,13 +48,15 @@ class Gpt2(GptDecoder):
     def loaders(self) -> dict[str, Loader]:
         prefix = "transformer."
         loaders = self.head.loaders(self.tokens, f"{prefix}wte.weight", "lm_head.weight")
-        loaders[f"{prefix}wpe.weight"] = self.positions.loader()
+        if self.positions is not None:
+            loaders[f"{prefix}wpe.weight"] = self.positions.loader()
         if self.norm is not None:
             loaders |= self.norm.loaders(f"{prefix}ln_f")
         for i, block in enumerate(self.blocks):
             layer = f"{prefix}h.{i}."
             loaders |= block.attention_norm.loaders(f"{layer}ln_1")
-            loaders |= block.mlp_norm.loaders(f"{layer}ln_2")
+            if block.mlp_norm is not None:
+                loaders |= block.mlp_norm.loaders(f"{layer}ln_2")
             parts = (
                 ("attn.c_attn", block.qkv),
                 ("attn.c_proj", block.output),

@@ -1,12 +1,14 @@
-"""GptDecoder, shared by OPT and GPT-2: layer norms, biases, learned positions. Their files own the names."""
+"""GptDecoder: layer norms, and a feed-forward of two matrices. The files of its architectures own the names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.core.config import ModelConfig
+from quire.core.errors import ModelError
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
@@ -30,6 +32,17 @@ class GptConfig:
     final_norm: bool = True
     embedding_width: int | None = None  # other than the hidden size: projected in and out
     skipped_positions: int = 0  # rows of the checkpoint's position table before position 0
+    attention_bias: bool | None = None  # of attention's projections, where they differ from the others
+    positions: bool = True  # learned ones are added to embeddings
+    rope: Mapping[str, Any] | None = None  # settings of the rotation of q and k
+    slopes: tuple[float, ...] = ()  # per head, of ALiBi
+    window: int = 0
+    embedding_norm: bool = False
+    parallel: bool = False  # attention and feed-forward take the same hidden states
+    shared_norm: bool = False  # and the same norm of them
+    grouped: bool = (
+        False  # the fused projection has the queries of a KV head, its key, its value, then the next
+    )
 
 
 def describe_gpt(
@@ -41,15 +54,19 @@ def describe_gpt(
     num_layers: int,
     intermediate_size: int,
     max_position: int,
+    num_kv_heads: int | None = None,
 ) -> ModelConfig:
     """The ModelConfig of such a decoder, from the values that have other names in each config.json."""
+    num_kv_heads = num_kv_heads or num_heads
+    if num_heads % num_kv_heads != 0:
+        raise ModelError(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     return ModelConfig(
         architecture=architecture,
         vocab_size=positive(hf, "vocab_size"),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_size({}, hidden_size, num_heads),
         intermediate_size=intermediate_size,
         max_position=max_position,
@@ -64,16 +81,31 @@ def describe_gpt(
 class GptLayer(Composite):
     """qkv → attention → output, up → activation → down, a norm before or after each; sums are fused."""
 
-    def __init__(self, config: ModelConfig, kind: GptConfig, factory: LayerFactory, index: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: GptConfig,
+        factory: LayerFactory,
+        index: int,
+        cos_sin: Tensor | None,
+        slopes: Tensor | None,
+    ) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        self._norm_first = kind.norm_first
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        attention_bias = kind.bias if kind.attention_bias is None else kind.attention_bias
+        self._norm_first, self._parallel = kind.norm_first, kind.parallel
+        # with one KV head that order is the usual one
+        self._groups = (kv_heads, heads // kv_heads) if kind.grouped and kv_heads > 1 else None
         self.attention_norm = factory.layer_norm(hidden, kind.eps, kind.affine)
-        self.qkv = factory.linear(3 * hidden, hidden, kind.bias)
+        self.qkv = factory.linear((heads + 2 * kv_heads) * head_dim, hidden, attention_bias)
+        scale, window = kind.scales[index], kind.window
         self.attention = factory.attention(
-            index, config.num_heads, config.num_heads, config.head_dim, kind.scales[index]
+            index, heads, kv_heads, head_dim, scale, window, cos_sin, slopes=slopes
         )
-        self.output = factory.linear(hidden, hidden, kind.bias)
-        self.mlp_norm = factory.layer_norm(hidden, kind.eps, kind.affine)
+        self.output = factory.linear(hidden, heads * head_dim, attention_bias)
+        self.mlp_norm: LayerNorm | None = None  # attention's is taken
+        if not kind.shared_norm:
+            self.mlp_norm = factory.layer_norm(hidden, kind.eps, kind.affine)
         self.up = factory.linear(inner, hidden, kind.bias)
         # relu is part of the GEMM's epilogue
         self.activation = None if kind.activation == "relu" else factory.activation(kind.activation)
@@ -82,7 +114,8 @@ class GptLayer(Composite):
     def attend(self, hidden: Tensor, update: Tensor | None, batch: Batch, pool: Pool) -> Tensor:
         """The output projection's input [T, hidden]. `update` is added to hidden [T, hidden] first."""
         x = _normed(self.attention_norm, hidden, update) if self._norm_first else hidden
-        return self.attention(self.qkv(x, lora=batch.lora), batch, pool)
+        qkv = self.qkv(x, lora=batch.lora)
+        return self.attention(qkv if self._groups is None else _apart(qkv, *self._groups), batch, pool)
 
     def finish(
         self, attended: Tensor, hidden: Tensor, lora: LoraBatch | None
@@ -91,13 +124,28 @@ class GptLayer(Composite):
 
         The next norm adds the update, in one kernel.
         """
+        mlp_norm = self.mlp_norm or self.attention_norm
+        if self._parallel:
+            inner = self._inner(mlp_norm(hidden), lora)
+            return self.down(inner, self.output(attended, hidden, lora), lora), None
         output = self.output(attended, lora=lora)
-        x = (self.mlp_norm if self._norm_first else self.attention_norm).add(output, hidden)
-        inner = self.activation(self.up(x, lora=lora)) if self.activation else self.up.relu(x, lora)
-        update = self.down(inner, lora=lora)
+        x = (mlp_norm if self._norm_first else self.attention_norm).add(output, hidden)
+        update = self.down(self._inner(x, lora), lora=lora)
         if self._norm_first:
             return hidden, update
-        return self.mlp_norm.add(update, x), None
+        return mlp_norm.add(update, x), None
+
+    def _inner(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        return self.activation(self.up(x, lora=lora)) if self.activation else self.up.relu(x, lora)
+
+
+def _apart(qkv: Tensor, num_kv_heads: int, group: int) -> Tensor:
+    """[T, rows] of groups (queries, key, value) -> all queries, all keys, all values. Weights stay in the checkpoint's
+    order, which adapters share."""
+    heads = qkv.unflatten(1, (num_kv_heads, group + 2, -1))
+    return torch.cat(
+        (heads[:, :, :group].flatten(1), heads[:, :, group].flatten(1), heads[:, :, -1].flatten(1)), 1
+    )
 
 
 def _normed(norm: LayerNorm, hidden: Tensor, update: Tensor | None) -> Tensor:
@@ -116,10 +164,22 @@ class GptDecoder(LayerStack):
         hidden = config.hidden_size
         width = kind.embedding_width or hidden
         self.tokens = factory.embedding(config.vocab_size, width)
-        self.positions = factory.embedding(config.max_position, hidden, kind.skipped_positions)
+        self.positions = None
+        if kind.positions:
+            self.positions = factory.embedding(config.max_position, hidden, kind.skipped_positions)
         self.project_in = factory.linear(hidden, width) if width != hidden else None
         self.project_out = factory.linear(width, hidden) if width != hidden else None
-        self.blocks: list[GptLayer] = [GptLayer(config, kind, factory, i) for i in range(config.num_layers)]
+        self.embedding_norm: LayerNorm | None = None
+        if kind.embedding_norm:
+            self.embedding_norm = factory.layer_norm(hidden, kind.eps)
+        cos_sin, slopes = None, None
+        if kind.rope is not None:
+            cos_sin = factory.rotary(kind.rope, config.head_dim, config.max_position)
+        if kind.slopes:
+            slopes = torch.tensor(kind.slopes, dtype=torch.float32, device=factory.device)
+        self.blocks: list[GptLayer] = [
+            GptLayer(config, kind, factory, i, cos_sin, slopes) for i in range(config.num_layers)
+        ]
         self.stack: list[Layer] = [*self.blocks]
         self.norm: LayerNorm | None = None
         if kind.final_norm:
@@ -131,7 +191,10 @@ class GptDecoder(LayerStack):
         hidden = self.tokens(batch.token_ids, batch.lora)
         if self.project_in is not None:
             hidden = self.project_in(hidden, lora=batch.lora)
-        hidden = hidden + self.positions(batch.positions, batch.lora)
+        if self.positions is not None:
+            hidden = hidden + self.positions(batch.positions, batch.lora)
+        if self.embedding_norm is not None:
+            hidden = self.embedding_norm(hidden)
         update: Tensor | None = None
         for layer in self.stack[:-1]:
             hidden, update = layer.finish(layer.attend(hidden, update, batch, pool), hidden, batch.lora)

@@ -1,5 +1,6 @@
 """load: a source of tensors to a model that can run, through the cache of converted weights where that is faster."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,21 @@ logger = get_logger(__name__)
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
 
 # Checkpoints of the bare model lack the outer module's name, and some add one more.
-PREFIXES = ("model.decoder.", "model.", "decoder.", "transformer.", "bert.", "roberta.", "distilbert.", "")
+PREFIXES = (
+    *(
+        "model.decoder.",
+        "model.",
+        "decoder.",
+        "transformer.",
+        "gpt_neox.",
+        "bert.",
+        "roberta.",
+        "distilbert.",
+        "",
+    ),
+    *("model.language_model.", "language_model.model.", "language_model."),  # beside an encoder of images
+)
+_LAYER = re.compile(r"\.\d+\.")
 NAMED = 4  # tensors that an error names
 
 
@@ -123,6 +138,7 @@ def _stream(
     for done, (name, tensor) in enumerate(tensors, start=1):
         spelling = _find(name, loaders)
         if spelling is None:
+            _check_unused(name, loaders)
             logger.debug("tensor %s is not used", name)
         else:
             _take(name, tensor, loaders[spelling])
@@ -142,6 +158,20 @@ def _take(name: str, tensor: Weight, loader: Loader) -> None:
         loader(tensor)
     except WeightsError as error:
         raise WeightsError(f"tensor {name} cannot be loaded: {error}") from error
+
+
+def _check_unused(name: str, loaders: Mapping[str, Loader]) -> None:
+    """Buffers and other parts of a checkpoint may stay unused; what belongs to a layer that is loaded may not."""
+    stem, _, suffix = name.rpartition(".")
+    if suffix == "bias" and _find(f"{stem}.weight", loaders) is not None:
+        raise WeightsError(
+            f"tensor {name} has no place: by config.json this layer has no bias. Check that it belongs to the weights"
+        )
+    if suffix in ("weight", "bias") and _find(_LAYER.sub(".0.", name, count=1), loaders) is not None:
+        raise WeightsError(
+            f"tensor {name} has no place: by config.json the model has fewer layers. Check that it belongs to the "
+            "weights"
+        )
 
 
 def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:

@@ -54,7 +54,8 @@ class Opt(GptDecoder):
     def loaders(self) -> dict[str, Loader]:
         prefix = "model.decoder."
         loaders = self.head.loaders(self.tokens, f"{prefix}embed_tokens.weight", "lm_head.weight")
-        loaders[f"{prefix}embed_positions.weight"] = self.positions.loader()
+        if self.positions is not None:
+            loaders[f"{prefix}embed_positions.weight"] = self.positions.loader()
         if self.norm is not None:
             loaders |= self.norm.loaders(f"{prefix}final_layer_norm")
         if self.project_in is not None and self.project_out is not None:
@@ -67,7 +68,8 @@ class Opt(GptDecoder):
     def _layer_loaders(self, prefix: str, index: int) -> dict[str, Loader]:
         block, hidden = self.blocks[index], self.config.hidden_size
         loaders = block.attention_norm.loaders(f"{prefix}self_attn_layer_norm")
-        loaders |= block.mlp_norm.loaders(f"{prefix}final_layer_norm")
+        if block.mlp_norm is not None:
+            loaders |= block.mlp_norm.loaders(f"{prefix}final_layer_norm")
         parts = (
             ("self_attn.q_proj", block.qkv, 0, hidden),
             ("self_attn.k_proj", block.qkv, hidden, hidden),

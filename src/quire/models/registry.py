@@ -1,4 +1,4 @@
-"""Which file serves which architecture. Files are imported when they are needed."""
+"""From a config.json to the file in this room that serves its architecture. Files are imported when they are needed."""
 
 import difflib
 import importlib
@@ -11,17 +11,22 @@ from typing import Any
 from quire.core.config import ModelConfig, Task
 from quire.core.errors import ModelError
 from quire.layers.factory import LayerFactory
-from quire.weights.architectures import ENCODERS
+from quire.weights.architectures import ENCODERS, KNOWN, TEXT_PARTS
 
 # Each file has describe(architecture, hf) -> ModelConfig and build(config, factory) -> DecoderModel, or Encoder.
-_FILES = {
-    "GPT2LMHeadModel": "gpt2",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "OPTForCausalLM": "opt",
-    "Qwen2ForCausalLM": "llama",
-    "Qwen3ForCausalLM": "llama",
-    **{name: "modernbert" if name.startswith("ModernBert") else "bert" for name in ENCODERS},
+
+# What is nearest to architectures that people ask for, where names do not tell.
+_INSTEAD = {
+    "MllamaForConditionalGeneration": "its text layers read images through cross-attention: take a Llama 3.1 or 3.2 "
+    "text model (LlamaForCausalLM)",
+    "Llama4ForConditionalGeneration": "take a Llama 3.x text model (LlamaForCausalLM)",
+    "PhiForCausalLM": "take Phi-3 or Phi-4 (Phi3ForCausalLM)",
+    "Phi4MMForCausalLM": "take Phi-4 or Phi-4-mini (Phi3ForCausalLM)",
+    "GraniteMoeForCausalLM": "take a dense Granite 3 (GraniteForCausalLM)",
+    "Olmo3ForCausalLM": "take OLMo 2 (Olmo2ForCausalLM)",
+    "Gemma3nForConditionalGeneration": "take Gemma 3 (Gemma3ForCausalLM)",
+    "Qwen2VLForConditionalGeneration": "take a Qwen 2 text model (Qwen2ForCausalLM)",
+    "Qwen2_5_VLForConditionalGeneration": "take a Qwen 2.5 text model (Qwen2ForCausalLM)",
 }
 
 
@@ -31,36 +36,58 @@ def _bare(name: str) -> str:
 
 
 # Decoders that embed, by their names without the head: causal_encoder.py pools their hidden states.
-_DECODERS = {_bare(name): name for name in _FILES if _bare(name) != name}
+_DECODERS = {
+    _bare(name): name for name, known in KNOWN.items() if known.task == "generate" and _bare(name) != name
+}
 
 
 def architectures(task: Task = "generate") -> tuple[str, ...]:
     """Every architecture that is served for `task`."""
     if task == "embed":
         return tuple(sorted({*ENCODERS, *_DECODERS}))
-    return tuple(sorted(_FILES.keys() - ENCODERS))
+    return tuple(sorted(name for name, known in KNOWN.items() if known.task == task))
 
 
 def describe(hf: Mapping[str, Any], task: Task = "generate") -> ModelConfig:
     """The hyperparameters in a config.json. Refuses an architecture that cannot do `task`, and lists the known ones."""
     names = _names(hf)
     for name in [_bare(name) for name in names] if task == "embed" else names:
+        if name in TEXT_PARTS and task == "generate":
+            name, hf = _text_part(name, hf)
         if name in architectures(task):
             decoder = _DECODERS.get(name, name)
             config: ModelConfig = _module(decoder).describe(decoder, hf)
             return replace(config, architecture=name)
     asked = ", ".join(names) or f"model_type {hf.get('model_type')!r} without architectures"
-    known = ", ".join(architectures(task))
-    if near := difflib.get_close_matches(_bare(asked) if task == "embed" else asked, architectures(task), 1):
-        known += f"; the nearest is {near[0]}"
     if task == "embed":
+        known = ", ".join(architectures(task))
+        if near := difflib.get_close_matches(_bare(asked), architectures(task), 1):
+            known += f"; the nearest is {near[0]}"
         raise ModelError(f"{asked} is no encoder that is known here: Quire's encoders are {known}")
     if not ENCODERS.isdisjoint(names) or not _DECODERS.keys().isdisjoint(names):
         raise ModelError(
             f"{asked} is an encoder, which takes whole texts and generates none: use quire.Embedder, or quire serve "
             "with /v1/embeddings, /v1/classify or /v1/fill-mask"
         )
-    raise ModelError(f"architecture {asked} is not known: Quire serves {known}")
+    raise _unknown(asked)
+
+
+def _unknown(asked: str) -> ModelError:
+    known = architectures()
+    close = difflib.get_close_matches(asked, known, 1)
+    nearest = _INSTEAD.get(asked) or (f"the nearest is {close[0]}" if close else "none is near")
+    return ModelError(f"architecture {asked} is not known: {nearest}; Quire serves {', '.join(known)}")
+
+
+def _text_part(name: str, hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The decoder inside a model that also reads images, and its config; without images it is a model of its own."""
+    kind, architecture = TEXT_PARTS[name]
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", kind) != kind:
+        given = text.get("model_type") if isinstance(text, Mapping) else text
+        raise ModelError(f"{name} has a text_config of {given!r}: only that of a {kind} model is known")
+    outer = {key: value for key, value in hf.items() if key not in ("text_config", "vision_config")}
+    return architecture, {**outer, **{key: value for key, value in text.items() if value is not None}}
 
 
 def _names(hf: Mapping[str, Any]) -> list[str]:
@@ -82,8 +109,6 @@ def build(config: ModelConfig, factory: LayerFactory) -> Any:
 
 
 def _module(architecture: str) -> Any:
-    if architecture not in _FILES:
-        raise ModelError(
-            f"architecture {architecture} is not known: Quire serves {', '.join(architectures())}"
-        )
-    return importlib.import_module(f"quire.models.{_FILES[architecture]}")
+    if architecture not in KNOWN:
+        raise _unknown(architecture)
+    return importlib.import_module(f"quire.models.{KNOWN[architecture].file}")

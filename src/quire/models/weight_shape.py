@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.layers.factory import LayerFactory
+from quire.layers.parameters import Loader
 from quire.models import registry
 from quire.models.model import DecoderModel
 from quire.quant.encoded import Encoded, Scheme
@@ -24,7 +25,9 @@ from quire.quant.schemes import MAIN, named
 META = torch.device("meta")
 CPU = torch.device("cpu")
 ENCODED = "embedding/0:"  # how parameters name a token table that stays encoded
-_BLOCK = re.compile(r"^layers\.\d+\.")  # how models name the layers of their blocks
+# how models name the layers of their blocks, and the experts of a layer
+_BLOCK = re.compile(r"^layers\.\d+\.|(?<=experts\.)\d+\.")
+EXPERTS = ".experts."
 NO_ENCODINGS: Mapping[str, Encoded] = {}
 
 
@@ -33,8 +36,41 @@ class WeightShape:
     groups: "tuple[WeightGroup, ...]"
     num_parameters: int
     num_bytes: int  # all that the engine keeps
-    read_bytes: int  # what one step reads: embeddings are only gathered, unless the head shares them
-    read_parameters: int
+    read_bytes: (
+        int  # what a step of one token reads: embeddings are only gathered, unless the head shares them
+    )
+    read_parameters: int  # what one token is multiplied with
+    experts: "ExpertWeights | None" = None  # of a mixture
+
+    @property
+    def active_parameters(self) -> int:
+        """Without the experts that a token does not go through."""
+        return self.num_parameters - (self.experts.idle_parameters if self.experts is not None else 0)
+
+    def bytes_read(self, num_tokens: int) -> int:
+        """What a step of `num_tokens` reads: the more tokens, the more experts, if each is as likely as the others."""
+        if self.experts is None:
+            return self.read_bytes
+        one, some = self.experts.share(1), self.experts.share(num_tokens)
+        return self.read_bytes + round((some - one) * self.experts.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """All experts of a mixture's layers."""
+
+    num_experts: int  # of a layer
+    top_k: int  # that a token goes through
+    num_parameters: int
+    num_bytes: int
+
+    @property
+    def idle_parameters(self) -> int:
+        return self.num_parameters - self.num_parameters * self.top_k // self.num_experts
+
+    def share(self, num_tokens: int) -> float:
+        """Of a layer's experts, what some token goes through: expected, if all are equally likely."""
+        return 1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens
 
 
 def weight_shape(
@@ -45,12 +81,33 @@ def weight_shape(
     loaders, parameters = built.loaders(), built.parameters()
     num_parameters = sum(math.prod(loader.shape) for loader in loaders.values())
     gathered = _gathered(parameters, model, shares_head=not number_format.compact_tables)
+    experts = _experts(built, loaders, parameters)
+    read_bytes = sum(_bytes(tensor) for name, tensor in parameters.items() if name not in gathered)
+    read_parameters = num_parameters - _gathered_once(parameters, gathered, model)
+    if experts is not None:
+        read_bytes -= round((1 - experts.share(1)) * experts.num_bytes)
+        read_parameters -= experts.idle_parameters
     return WeightShape(
         groups=weight_groups(parameters),
         num_parameters=num_parameters,
         num_bytes=sum(_bytes(tensor) for tensor in parameters.values()),
-        read_bytes=sum(_bytes(tensor) for name, tensor in parameters.items() if name not in gathered),
-        read_parameters=num_parameters - _gathered_once(parameters, gathered, model),
+        read_bytes=read_bytes,
+        read_parameters=read_parameters,
+        experts=experts,
+    )
+
+
+def _experts(
+    built: DecoderModel, loaders: Mapping[str, Loader], parameters: Mapping[str, Tensor]
+) -> ExpertWeights | None:
+    shape = getattr(built, "mixture", None)
+    if shape is None:
+        return None
+    return ExpertWeights(
+        shape.num_experts,
+        shape.top_k,
+        sum(math.prod(loader.shape) for name, loader in loaders.items() if EXPERTS in name),
+        sum(_bytes(tensor) for name, tensor in parameters.items() if EXPERTS in name),
     )
 
 

@@ -1,9 +1,11 @@
-"""Architectures by name: the config.json of published ones, and which are encoders. No weights, no torch.
+"""Architectures by name: what is served, and the config.json of published ones. No weights, no torch.
 
 The published ones are for `--load-format dummy` and `--device simulated`, where only a model's shape matters.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,24 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
+_MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "opt-125m": _opt(768, 12, 12),
     "opt-1.3b": _opt(2048, 24, 32),
@@ -72,16 +92,70 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-1b": _llama(2048, 8192, 16, 32, 8, 128256, 8192, rope_theta=5e5, tie_word_embeddings=True),
     "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_theta=5e5),
     "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192, rope_theta=5e5),
+    "mixtral-8x7b": _llama(4096, 14336, 32, 32, 8, 32000, 32768, rope_theta=1e6, **_MIXTRAL),
+    "qwen3-30b-a3b": _llama(2048, 6144, 48, 32, 4, 151936, 40960, rope_theta=1e6, **_QWEN3_MOE),
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, 8192, rope_theta=1e5, tie_word_embeddings=True),
 }
 
-# Architectures that take whole texts: for a vector, classes, or masked tokens. models/registry.py has a file for each.
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One that is served, by its name in config.json."""
+
+    file: str  # in models/
+    models: str  # published ones, for people
+    gguf: str = ""  # its name in GGUF files; empty: these are not read
+    windows: bool = False  # sliding windows of attention, where config.json has any
+    task: Task = "generate"
+
+    @property
+    def lora(self) -> bool:
+        """Adapters add to every matrix of a decoder."""
+        return self.task == "generate"
+
+
+# Encoders take whole texts: for a vector, masked tokens, or classes.
 _KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification")
-ENCODERS = frozenset(
-    f"{family}{kind}"
+_ENCODERS = {
+    f"{family}{kind}": Architecture(
+        "modernbert" if family == "ModernBert" else "bert", "embeddings, masked words, classes", task="embed"
+    )
     for family in ("Bert", "DistilBert", "ModernBert", "Roberta", "XLMRoberta")
     for kind in _KINDS
-)
+}
+KNOWN: Mapping[str, Architecture] = {
+    "BloomForCausalLM": Architecture("gpt_variants", "BLOOM, BLOOMZ", "bloom"),
+    "FalconForCausalLM": Architecture("gpt_variants", "Falcon 7B, 40B, 11B, RW", "falcon"),
+    "GPT2LMHeadModel": Architecture("gpt2", "GPT-2", "gpt2"),
+    "GPTNeoXForCausalLM": Architecture("gpt_variants", "GPT-NeoX, Pythia", "gptneox"),
+    "GemmaForCausalLM": Architecture("llama", "Gemma 1", "gemma"),
+    "Gemma2ForCausalLM": Architecture("llama", "Gemma 2", "gemma2", windows=True),
+    "Gemma3ForCausalLM": Architecture("llama", "Gemma 3 270M and 1B", "gemma3", windows=True),
+    "GraniteForCausalLM": Architecture("llama", "Granite 3", "granite"),
+    "LlamaForCausalLM": Architecture("llama", "Llama 1, 2 and 3, SmolLM 1 and 2, Yi, Falcon 3", "llama"),
+    "MistralForCausalLM": Architecture("llama", "Mistral 7B, Nemo, Small", "llama", windows=True),
+    "MixtralForCausalLM": Architecture("mixture", "Mixtral", "llama", windows=True),
+    "OPTForCausalLM": Architecture("opt", "OPT"),
+    "Olmo2ForCausalLM": Architecture("llama", "OLMo 2", "olmo2"),
+    "OlmoeForCausalLM": Architecture("mixture", "OLMoE", "olmoe"),
+    "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4", "phi3", windows=True),
+    "Qwen2ForCausalLM": Architecture("llama", "Qwen 2 and 2.5, QwQ", "qwen2", windows=True),
+    "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", "qwen3", windows=True),
+    "Qwen2MoeForCausalLM": Architecture("mixture", "Qwen1.5-MoE, Qwen2-MoE", "qwen2moe", windows=True),
+    "Qwen3MoeForCausalLM": Architecture(
+        "mixture", "Qwen3-30B-A3B, Qwen3-235B-A22B", "qwen3moe", windows=True
+    ),
+    "SmolLM3ForCausalLM": Architecture("llama", "SmolLM3", "smollm3", windows=True),
+    "Starcoder2ForCausalLM": Architecture("gpt_variants", "StarCoder2", "starcoder2", windows=True),
+    **_ENCODERS,
+}
+ENCODERS = frozenset(_ENCODERS)
+
+# Architectures with images whose text part is one that is served: its config is `text_config`, of this model_type.
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM"),
+    "Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
+}
 
 
 def task_of(model: str | None, revision: str | None = None) -> Task:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.core.errors import ModelError, WeightsError
 from quire.quant.encoded import Encoded, Weight
+from quire.weights.experts import num_pieces, split
 from quire.weights.quantized.open import QuantizedWeights
 from quire.weights.quantized.reader import Header
 from quire.weights.text_files import damaged, read_json, read_text
@@ -57,7 +58,8 @@ class FolderSource:
             if entry["dtype"] in _FLOATS and name not in self._quantized.owned
         }
         self.encodings: Mapping[str, Encoded] = self._quantized.encodings
-        self.num_tensors = len(self._floats) + len(self.encodings)
+        pieces = sum(num_pieces(name, entries[name]["shape"]) for name in self._floats)
+        self.num_tensors = pieces + len(self.encodings)
         kept = self._floats | self._quantized.owned
         self.num_bytes = sum(
             entry["data_offsets"][1] - entry["data_offsets"][0]
@@ -84,7 +86,7 @@ class FolderSource:
             for name in shard.entries:
                 if name in self._floats:
                     tensor = self._get(name)
-                    yield name, tensor if tensor.dtype in _KEPT else tensor.float()
+                    yield from split(self.config, name, tensor if tensor.dtype in _KEPT else tensor.float())
         for name in self.encodings:
             try:
                 weight = self._quantized.read(name, self._get)

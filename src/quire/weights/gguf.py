@@ -17,6 +17,17 @@ from quire.kernels.native import default_num_threads
 from quire.quant.encoded import Encoded, Weight
 from quire.quant.gguf_blocks import KINDS, GgufBlocks
 from quire.weights.cache import tokenizers_folder
+from quire.weights.experts import MIXTRAL, OLMOE, gguf_mixture, split_gguf
+from quire.weights.gguf_decoders import (
+    DECODERS,
+    DERIVED,
+    PAIRED,
+    PREFIXES,
+    TOPS,
+    block_names,
+    family_layout,
+    partial_rotation,
+)
 from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of, token_id_of
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
 from quire.weights.gguf_tokenizer import tokenizer_text
@@ -94,10 +105,12 @@ class GgufSource:
         return config
 
     def _named_tensors(self) -> dict[str, TensorInfo]:
-        named = {}
+        named: dict[str, TensorInfo] = {}
         for info in self._file.tensors.values():
-            name = hugging_face_name(self.architecture, info.name)
-            if name is not None:
+            experts = split_gguf(self.config, info)
+            if experts is not None:
+                named |= experts
+            elif (name := hugging_face_name(self.architecture, info.name, self.config)) is not None:
                 named[name] = info
         return named
 
@@ -163,8 +176,8 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     """config.json's content; raises ModelError for an architecture or a variant that is not known here."""
     metadata = file.metadata
     architecture = str(metadata.get("general.architecture"))
-    if architecture not in _BUILDERS:
-        known = ", ".join(sorted(_BUILDERS))
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
         raise ModelError(
             f"{file.path}: GGUF architecture {architecture!r} is not known here: known are {known}"
         )
@@ -173,7 +186,8 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: one of {metadata['split.count']} parts of a split GGUF: "
             "join them first with `llama-gguf-split --merge`"
         )
-    config = _BUILDERS[architecture](_Keys(file, architecture))
+    keys = _Keys(file, architecture)
+    config = _BUILDERS[architecture](keys) if architecture in _BUILDERS else _family(keys)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path}: no tensor 'token_embd.weight': this is not a whole language model")
@@ -222,18 +236,27 @@ class _Keys:
     def has(self, suffix: str) -> bool:
         return f"blk.0.{suffix}" in self.file.tensors
 
+    def floats(self, name: str) -> np.ndarray | None:
+        """A small tensor of float32, None where the file has none of this name."""
+        tensor = self.file.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.type_name != "F32":
+            raise self.error(f"{name} is {tensor.type_name}, not F32: convert the model again")
+        return np.frombuffer(self.file.buffer, np.float32, tensor.num_bytes // 4, tensor.start)
+
     def error(self, problem: str) -> ModelError:
         return ModelError(f"{self.file.path}: {problem}")
 
 
 def _decoder(keys: _Keys) -> dict[str, Any]:
-    """What llama, qwen2 and qwen3 have in common."""
-    if keys.get("expert_count"):
-        raise keys.error(f"{keys.get('expert_count')} experts per layer: mixtures are not supported")
+    """What most decoders have in common."""
     hidden, heads = keys.number("embedding_length"), keys.number("attention.head_count")
     head_dim = keys.number("attention.key_length", hidden // heads if heads else 0)
+    rotated = keys.number("rope.dimension_count", head_dim)
+    partial = keys.architecture in DECODERS and rotated < head_dim
     for key in ("rope.dimension_count", "attention.value_length"):
-        if keys.number(key, head_dim) != head_dim:
+        if keys.number(key, head_dim) != head_dim and not (partial and key.startswith("rope")):
             raise keys.error(f"{keys.architecture}.{key}={keys.get(key)} differs from the head's {head_dim}")
     return {
         "hidden_size": hidden,
@@ -243,14 +266,29 @@ def _decoder(keys: _Keys) -> dict[str, Any]:
         "num_key_value_heads": keys.number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": keys.number("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.number(
+            "attention.layer_norm_rms_epsilon", keys.get("attention.layer_norm_epsilon")
+        ),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(keys, head_dim),
         "hidden_act": "silu",
+        **({"partial_rotary_factor": partial_rotation(rotated, head_dim)} if partial else {}),
     }
 
 
+def _family(keys: _Keys) -> dict[str, Any]:
+    if keys.get("expert_count"):
+        raise keys.error(f"{keys.get('expert_count')} experts per layer: not known of {keys.architecture}")
+    architecture, model_type, other = DECODERS[keys.architecture]
+    basic = _decoder(keys)
+    return {"architectures": [architecture], "model_type": model_type, **basic, **other(keys, basic)}
+
+
 def _llama(keys: _Keys) -> dict[str, Any]:
+    if keys.get("expert_count"):
+        window = keys.get("attention.sliding_window")
+        mixture = {**_decoder(keys), **gguf_mixture(keys, MIXTRAL, True)}
+        return {"model_type": "mixtral", **mixture, "sliding_window": window or None}
     # only Mistral has one among the models that call themselves llama
     window = keys.get("attention.sliding_window")
     name = "Mistral" if window else "Llama"
@@ -277,6 +315,33 @@ def _qwen3(keys: _Keys) -> dict[str, Any]:
     }
 
 
+def _qwen2moe(keys: _Keys) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2_moe",
+        **_decoder(keys),
+        **gguf_mixture(keys, "Qwen2MoeForCausalLM", False),
+        "qkv_bias": keys.has("attn_q.bias"),
+    }
+
+
+def _qwen3moe(keys: _Keys) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        **_decoder(keys),
+        **gguf_mixture(keys, "Qwen3MoeForCausalLM", True),
+        "attention_bias": keys.has("attn_q.bias"),
+    }
+
+
+def _olmoe(keys: _Keys) -> dict[str, Any]:
+    return {
+        "model_type": "olmoe",
+        **_decoder(keys),
+        **gguf_mixture(keys, OLMOE, False),
+        "clip_qkv": keys.get("attention.clamp_kqv"),
+    }
+
+
 def _gpt2(keys: _Keys) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -295,8 +360,12 @@ _BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "olmoe": _olmoe,
     "gpt2": _gpt2,
 }
+ARCHITECTURES = frozenset((*_BUILDERS, *DECODERS))
 
 
 def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
@@ -326,10 +395,8 @@ def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
 
 def _llama3_scaling(keys: _Keys, head_dim: int) -> dict[str, Any]:
     """Llama 3's scaling from `rope_freqs.weight`, which holds only its effect: a divisor per frequency."""
-    file, tensor = keys.file, keys.file.tensors["rope_freqs.weight"]
-    if tensor.type_name != "F32":
-        raise keys.error(f"rope_freqs.weight is {tensor.type_name}, not F32: convert the model again")
-    divisors = np.frombuffer(file.buffer, np.float32, tensor.num_bytes // 4, tensor.start)
+    divisors = keys.floats("rope_freqs.weight")
+    assert divisors is not None
     scaling = {
         "rope_type": "llama3",
         "factor": float(round(float(divisors.max()), 3)),
@@ -388,13 +455,15 @@ _GPT2_BLOCK = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
-_DERIVED = ("rope_freqs", "attn_rot_embd")  # follow from the config; no checkpoint has them
+_DERIVED = ("rope_freqs", "attn_rot_embd", *DERIVED)  # follow from the config; no checkpoint has them
 
 
-def hugging_face_name(architecture: str, name: str) -> str | None:
+def hugging_face_name(architecture: str, name: str, config: Mapping[str, Any]) -> str | None:
     """The canonical name; None for a tensor that no checkpoint has; ModelError for an unknown one."""
     stem, _, suffix = name.rpartition(".")
-    top, block, prefix = _LLAMA_TOP, _LLAMA_BLOCK, "model.layers"
+    top = TOPS.get(architecture, _LLAMA_TOP)
+    block = {**_LLAMA_BLOCK, **block_names(architecture, config)}
+    prefix = PREFIXES.get(architecture, "model.layers")
     if architecture == "gpt2":
         top, block, prefix = _GPT2_TOP, _GPT2_BLOCK, "transformer.h"
     if stem.split(".")[-1] in _DERIVED:
@@ -413,7 +482,7 @@ def hugging_face_name(architecture: str, name: str) -> str | None:
 def hugging_face_layout(architecture: str, config: Mapping[str, Any], name: str, tensor: Tensor) -> Tensor:
     """Undoes what the conversion to GGUF did to a tensor's rows; `name` is GGUF's."""
     part = name.removeprefix("blk.").partition(".")[2].rpartition(".")[0]
-    if architecture == "llama" and part in ("attn_q", "attn_k"):
+    if architecture in PAIRED and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         return _halves_from_pairs(tensor, heads)
     if (
@@ -422,7 +491,7 @@ def hugging_face_layout(architecture: str, config: Mapping[str, Any], name: str,
         and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
     ):
         return tensor.t()  # a GPT-2 checkpoint keeps these as [in, out]
-    return tensor
+    return family_layout(architecture, config, part, name, tensor)
 
 
 def _halves_from_pairs(tensor: Tensor, num_heads: int) -> Tensor:

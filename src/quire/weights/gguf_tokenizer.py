@@ -1,8 +1,9 @@
-"""tokenizer.json from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+"""tokenizer.json from GGUF metadata: byte-level BPE ("gpt2"), SentencePiece BPE ("llama") and unigram ("t5").
 
 It lives in `weights` and not in `text`, because every Source promises a tokenizer.json.
 """
 
+import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from quire.core.errors import ModelError
 from quire.weights.gguf_file import token_id_of
 
-VERSION = 1  # part of the cache key: raise it when the same metadata gives another text
+VERSION = 2  # part of the cache key: raise it when the same metadata gives another text
 
 # tokenizer.ggml.token_type, the same as in a SentencePiece model
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -31,11 +32,20 @@ class _Split:
     compose: bool = False  # Unicode NFC first
     whole_words: bool = False  # a word that is a token needs no merges
     starts_with_bos: bool = False  # where the file does not say
+    thousands: bool = False  # punctuation apart first, and three digits apart last
 
 
 _PLAIN = _Split()
 _DIGITS = _Split(single_digits=True)
 _LLAMA3 = _Split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", whole_words=True, starts_with_bos=True)
+_DBRX = _Split(_LLAMA3.pattern)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE, _SLASHED = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (f"{_BEFORE}{_UPPER}*{_LOWER}+", f"{_BEFORE}{_UPPER}+{_LOWER}*")
+_TEKKEN = _Split(rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_SLASHED}", whole_words=True, starts_with_bos=True)
+_GPT4O = _Split(rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SLASHED}")
+_BLOOM = _Split(r" ?[^(\s|[.,!?…。，、।۔،])]+")
+_FALCON = _Split(thousands=True)
 _QWEN2 = _Split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", compose=True)
 
 _SPLITS = {
@@ -43,6 +53,14 @@ _SPLITS = {
     "gpt-2": _PLAIN,
     "phi-2": _PLAIN,
     "olmo": _PLAIN,
+    "mpt": _PLAIN,
+    "bloom": _BLOOM,
+    "falcon": _FALCON,
+    "falcon3": _LLAMA3,
+    "dbrx": _DBRX,
+    "smaug-bpe": _DBRX,
+    "gpt-4o": _GPT4O,
+    "tekken": _TEKKEN,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
@@ -63,9 +81,11 @@ def tokenizer_text(metadata: Mapping[str, Any]) -> str:
         parts = _byte_level(metadata, tokens)
     elif kind == "llama":
         parts = _sentence_piece(metadata, tokens, types)
+    elif kind == "t5":
+        parts = _unigram(metadata, tokens, types)
     else:
         raise ModelError(
-            f"GGUF tokenizer {kind!r} cannot be built here, only 'gpt2' and 'llama': "
+            f"GGUF tokenizer {kind!r} cannot be built here, only 'gpt2', 'llama' and 't5': "
             "give a folder or hub id that has its tokenizer.json with --tokenizer"
         )
     document = {
@@ -117,12 +137,15 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
         )
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     steps: list[dict[str, Any]] = []
+    if split.thousands:
+        steps.append({"type": "Punctuation", "behavior": "Contiguous"})
     if split.single_digits:
         steps.append({"type": "Digits", "individual_digits": True})
     if split.pattern is not None:
-        pattern = {"Regex": split.pattern}
-        steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
+        steps.append(_isolated(split.pattern))
     steps.append({**byte_level, "use_regex": split.pattern is None})
+    if split.thousands:
+        steps += [{"type": "Digits", "individual_digits": False}, _isolated("[0-9][0-9][0-9]")]
     return {
         "normalizer": {"type": "NFC"} if split.compose else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -137,6 +160,10 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
     }
 
 
+def _isolated(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
 _MODEL = {
     "type": "BPE",
     "dropout": None,
@@ -149,10 +176,46 @@ _MODEL = {
 }
 
 
-def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+def _scores(metadata: Mapping[str, Any], num_tokens: int) -> Any:
     scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise ModelError("GGUF tokenizer 'llama' has no score per token: convert the model again")
+    if scores is None or len(scores) != num_tokens:
+        kind = metadata.get("tokenizer.ggml.model")
+        raise ModelError(f"GGUF tokenizer {kind!r} has no score per token: convert the model again")
+    return scores
+
+
+def _unigram(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """SentencePiece's unigram model: the most probable cut of a text into pieces."""
+    scores = _scores(metadata, len(tokens))
+    unknown = token_id_of(metadata, "unknown")
+    if unknown is None and UNKNOWN in types:
+        unknown = types.index(UNKNOWN)
+    normalizers: list[dict[str, Any]] = []
+    folding = metadata.get("tokenizer.ggml.precompiled_charsmap")
+    if folding is not None and len(folding):
+        table = base64.b64encode(bytes(int(byte) & 0xFF for byte in folding)).decode()
+        normalizers.append({"type": "Precompiled", "precompiled_charsmap": table})
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", True):
+        normalizers.append({"type": "Strip", "strip_left": False, "strip_right": True})
+        normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": _SPACE})
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always" if prefixed else "never"}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": {**spaces, "split": True},
+        "post_processor": _post_processor(metadata, tokens, False),
+        "decoder": {**spaces, "split": True},
+        "model": {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "vocab": [[token, float(score)] for token, score in zip(tokens, scores, strict=True)],
+            "byte_fallback": BYTE in types,
+        },
+    }
+
+
+def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    scores = _scores(metadata, len(tokens))
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     unknown = token_id_of(metadata, "unknown") or 0
     to_piece = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]

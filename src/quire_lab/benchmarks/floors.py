@@ -26,10 +26,13 @@ BYTES = 2  # of a weight and of an element of KV
 class Counted:
     """What a shape reads and multiplies."""
 
-    layers: int  # elements of the layers' matrices
+    layers: int  # elements of the layers' matrices, without experts
     head: int  # elements of the output head
     kv: int  # elements of keys and values per token
     scores: int  # multiplications per query and position, keys and values together
+    expert: int = 0  # elements of one expert of every layer
+    num_experts: int = 1
+    top_k: int = 0  # experts that a token goes through
 
     @classmethod
     def of(cls, shape: dict[str, Any]) -> "Counted":
@@ -37,28 +40,41 @@ class Counted:
         kv_heads = shape.get("num_key_value_heads", heads)
         head_dim = shape.get("head_dim", hidden // heads)
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        wide = (
-            2 * hidden * shape["ffn_dim"] if "ffn_dim" in shape else 3 * hidden * shape["intermediate_size"]
-        )
-        layers = shape["num_hidden_layers"]
+        layers, num_experts = shape["num_hidden_layers"], shape.get("num_experts", 0)
+        if num_experts:
+            wide = hidden * num_experts  # the router
+        elif "ffn_dim" in shape:
+            wide = 2 * hidden * shape["ffn_dim"]
+        else:
+            wide = 3 * hidden * shape["intermediate_size"]
         return cls(
             layers * (attention + wide),
             hidden * shape["vocab_size"],
             2 * layers * kv_heads * head_dim,
             2 * layers * heads * head_dim,
+            3 * layers * hidden * shape["moe_intermediate_size"] if num_experts else 0,
+            num_experts or 1,
+            shape["num_experts_per_tok"] if num_experts else 0,
         )
+
+    def num_read_experts(self, num_tokens: int) -> float:
+        """Experts of a layer that some token goes through, if all are equally likely."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
 
 
 def prompt_seconds(counted: Counted, prompts: list[int]) -> float:
     """Every token through the layers and causal attention, the last one of each through the head."""
-    products = sum(counted.layers * n + counted.head + counted.scores * n * (n + 1) // 2 for n in prompts)
+    layers = counted.layers + counted.expert * counted.top_k
+    products = sum(layers * n + counted.head + counted.scores * n * (n + 1) // 2 for n in prompts)
     return 2 * products / FLOPS
 
 
 def decode_seconds(counted: Counted, contexts: list[int]) -> float:
     """One token of each request. The weights are read once; a context is read, and its scores are computed beside."""
     weights = counted.layers + counted.head
-    products = max(BYTES * weights / BYTES_PER_SECOND, 2 * weights * len(contexts) / FLOPS)
+    read = weights + counted.expert * counted.num_read_experts(len(contexts))
+    multiplied = weights + counted.expert * counted.top_k
+    products = max(BYTES * read / BYTES_PER_SECOND, 2 * multiplied * len(contexts) / FLOPS)
     return products + BYTES * counted.kv * sum(contexts) / BYTES_PER_SECOND
 
 
@@ -102,7 +118,7 @@ def main() -> None:
         ours = measured.get((row["shape"], row["case"]))
         share = f"  measured {ours[kind]:10,.0f}, {ours[kind] / row[kind]:4.0%}" if ours else ""
         step = f"{row['ms_per_step']:7.3f} ms/step" if row["ms_per_step"] else " " * 15
-        print(f"{row['shape']:9} {row['case']:9} {row[kind]:10,.0f} tok/s {step}{share}")
+        print(f"{row['shape']:13} {row['case']:9} {row[kind]:10,.0f} tok/s {step}{share}")
     if options.output:
         facts = {"bytes_per_second": BYTES_PER_SECOND, "flops": FLOPS}
         Path(options.output).write_text(

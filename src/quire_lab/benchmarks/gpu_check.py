@@ -1,7 +1,7 @@
 """Whether a GPU gives the CPU's tokens, feature by feature: `python -m quire_lab.benchmarks.gpu_check [--output FILE]`.
 
 Tiny random models in float32, so that a different order of sums changes no token; every line is one way to run the same
-requests (greedy, drawn with a seed, several samples). Four lines are of another kind: a card that is full, how often
+requests (greedy, drawn with a seed, several samples). Some lines are of another kind: a card that is full, how often
 the host waits for the device in a step (two of them), and how far bfloat16's logits are from float32's. Run it on every
 new chip and after every change of a kernel. With `--device cpu` the script checks itself. The exit status is the number
 of lines that differ.
@@ -28,6 +28,8 @@ import torch
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
 from quire.core.request import Request
+from quire.kernels import choose
+from quire.kernels.moe import reference as moe_reference
 
 # How often the host waits for the device in a step: what torch says of its own operations, and events and streams.
 
@@ -92,6 +94,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 RANKS = (1, 8, 17, 64)
 SLACKS = (0, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)  # bytes left on a card that is full
+EXPERTS_ERROR = 0.01  # of the sum of experts, shared expert and residual in bfloat16
 BF16_ERROR = 0.05  # of a position's logits, |bf16 - fp32| / |fp32|, where weights amplify nothing
 
 Answers = list[list[list[int]]]  # request, sample, token
@@ -100,7 +103,14 @@ Check = Callable[[], tuple[Answers, Answers]]  # what was found, what is right
 
 def save_model(name: str, folder: str, scale: float = 0.2) -> None:
     """`scale`: of the weights. A large one makes logits differ, and errors grow from layer to layer."""
-    from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        OPTConfig,
+        OPTForCausalLM,
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+    )
 
     torch.manual_seed(0)
     size: dict[str, Any] = {
@@ -113,6 +123,12 @@ def save_model(name: str, folder: str, scale: float = 0.2) -> None:
             bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(folder)
+    elif name == "mixture":
+        mixture = Qwen2MoeConfig(
+            **size, num_key_value_heads=2, initializer_range=scale, num_experts=12, num_experts_per_tok=3,
+            moe_intermediate_size=128, shared_expert_intermediate_size=256, eos_token_id=2,
+        )  # fmt: skip
+        Qwen2MoeForCausalLM(mixture).save_pretrained(folder)
     else:
         config = OPTConfig(**size, ffn_dim=512, word_embed_proj_dim=256, init_std=scale)
         OPTForCausalLM(config).save_pretrained(folder)
@@ -283,7 +299,8 @@ def save_adapter(folder: Path, rank: int) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
-def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Check]:
+def checks(checker: Checker, model: str, device: str) -> dict[str, Check]:
+    is_llama = model == "llama"
     with plain_kernels(device):
         wanted = checker.answers("cpu")
         beams = checker.beams("cpu")
@@ -313,6 +330,8 @@ def checks(checker: Checker, is_llama: bool, device: str) -> dict[str, Check]:
         logprobs=2, presence_penalty=0.5, repetition_penalty=1.1, min_tokens=4, logit_bias={11: 2.0}, top_k=40
     )
     all_checks[f"bf16 logits within {BF16_ERROR:.0%} of fp32's"] = checker.half_precision
+    if model == "mixture":
+        all_checks["experts by a GEMV and by a grouped GEMM"] = lambda: experts_agree(device)
     if device == "cuda" and is_llama:
         all_checks["CUDA_VISIBLE_DEVICES by UUID"] = seen_by_uuid
     return all_checks
@@ -325,6 +344,30 @@ def plain_kernels(device: str) -> Iterator[None]:
         os.environ["QUIRE_KERNELS"] = "reference"
     yield
     os.environ.pop("QUIRE_KERNELS", None)
+
+
+def experts_agree(device: str) -> tuple[Answers, Answers]:
+    """The experts of a Qwen3-30B-A3B layer in bfloat16 against the reference in float32, for few and many tokens."""
+    torch.manual_seed(0)
+    fast: Any = choose("moe", device)
+    on_gpu = device == "cuda"
+    like: dict[str, Any] = {"dtype": torch.bfloat16 if on_gpu else torch.float32, "device": device}
+    num_experts, hidden, inner = (128, 2048, 768) if on_gpu else (16, 64, 32)
+    gate_up = torch.randn(num_experts, 2 * inner, hidden, **like) * 0.02
+    down = torch.randn(num_experts, hidden, inner, **like) * 0.02
+    for tokens in (1, 3, 64, 700, 4096):
+        x, shared, residual = (torch.randn(tokens, hidden, **like) for _ in range(3))
+        routing = fast.choose(torch.randn(tokens, num_experts + 1, device=device), num_experts, 8, True)
+        for invariant in (False, True):
+            result = fast.experts(x, gate_up, down, routing, residual.clone(), shared, invariant).float()
+            wide = (t.float() for t in (x, gate_up, down))
+            right = moe_reference.experts(*wide, routing, residual.float(), shared.float())
+            error = float((result - right).norm() / right.norm())
+            if not error <= EXPERTS_ERROR:
+                raise RuntimeError(
+                    f"{tokens} tokens: {error:.2%} from float32, and {EXPERTS_ERROR:.0%} are allowed"
+                )
+    return [], []
 
 
 def seen_by_uuid() -> tuple[Answers, Answers]:
@@ -365,7 +408,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--models", default="llama,opt")
+    parser.add_argument("--models", default="llama,opt,mixture")
     parser.add_argument("--only", help="the name of one line")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
@@ -376,7 +419,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_model(model, folder)
             checker = Checker(model, folder, options.device)
-            for name, check in checks(checker, model == "llama", options.device).items():
+            for name, check in checks(checker, model, options.device).items():
                 if options.only in (None, name):
                     rows.append({"model": model, "check": name, **run(check)})
                     print(json.dumps(rows[-1]), flush=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.request import Request
-from quire_lab.benchmarks import workloads
+from quire_lab.benchmarks import floors, workloads
 
 WARM_UP = 8  # output tokens
 
@@ -160,6 +160,7 @@ def _run_case(llm: Any, shape: str, case: str, profile: str | None) -> dict[str,
         "case": case,
         "out_tok_s": num_output / seconds,
         "ms_per_step": 1e3 * seconds / longest if kind.startswith("fixed") else 1e3 * seconds / num_steps,
+        "floor_ms_per_step": floors.floor(shape, case)["ms_per_step"],
         "prompt_tok_s": sum(prompt for prompt, _ in sizes) / seconds,
         "seconds": seconds,
         "num_steps": num_steps,
@@ -204,10 +205,17 @@ def _profile(llm: Any, prompts: list[list[int]], samplings: list[Any], path: Pat
         engine.step()
 
 
+def _floor(row: dict[str, Any]) -> str:
+    """Of steps of equal size: `floors` says what is counted, of a mixture the experts that are chosen."""
+    floor = row.get("floor_ms_per_step")
+    return f"(floor {floor:.3f}) " if floor and row["case"].startswith("b") else ""
+
+
 def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print(
             f"{row['shape']:9} {row['case']:9} {row['out_tok_s']:10,.0f} tok/s {row['ms_per_step']:8.3f} ms/step "
+            f"{_floor(row)}"
             f"{row['prompt_tok_s']:9,.0f} prompt tok/s  start {row['start_s']:5.1f} s  "
             f"plan {row['schedule_ms']:.3f} commit {row['commit_ms']:.3f} ms, {row['num_preemptions']} preempted",
             flush=True,

@@ -31,6 +31,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "rope_theta": 100000.0,
         "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b": _LLAMA | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151936, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     "opt13b": {
         "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 5120, "ffn_dim": 20480,
         "num_hidden_layers": 40, "num_attention_heads": 40, "vocab_size": 50272,
@@ -54,6 +61,7 @@ ROWS = {  # the comparisons that are recorded
     "llama8b": ("b1", "b64", "b256", "sharegpt", "prefill"),
     "llama1b": ("b1", "b64", "b256", "sharegpt", "alpaca"),
     "smol135m": ("b1", "b64", "b256", "sharegpt", "alpaca"),
+    "qwen3-30b-a3b": ("b1", "b64"),
     "opt13b": ("b1", "b64", "sharegpt", "alpaca"),
 }
 

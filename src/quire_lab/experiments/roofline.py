@@ -36,7 +36,7 @@ class Machine:
     def step_floor(self, weights: WeightShape, num_sequences: int) -> tuple[float, float]:
         """Seconds that a step needs at least: to read the weights, and to multiply with them."""
         operations = 2 * weights.read_parameters * num_sequences
-        return weights.read_bytes / self.read_rate, operations / self.compute_rate
+        return weights.bytes_read(num_sequences) / self.read_rate, operations / self.compute_rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,8 @@ def _costs(
         kv_bytes_per_token=layout.bytes_per_token,
         block_bytes=layout.block_bytes,
         activation_bytes=precision.format.activation_dtype.itemsize,
+        expert_bytes=weights.experts.num_bytes if weights.experts else 0,
+        expert_share=weights.experts.share(1) if weights.experts else 0.0,
     )
 
 

@@ -57,12 +57,19 @@ class ModelNumbers:
     hidden_size: int
     vocab_size: int
     attention_width: int  # heads × head_dim
-    read_bytes: int  # weights that one step reads
+    read_bytes: int  # weights that a step of one token reads
     dense_parameters: int  # multiplied for every token
     head_parameters: int  # multiplied for every sampled token
     kv_bytes_per_token: int
     block_bytes: int
     activation_bytes: int  # of one number
+    expert_bytes: int = 0  # of all experts of a mixture
+    expert_share: float = 0.0  # of a layer's experts, what one token goes through
+
+    def bytes_read(self, num_tokens: int) -> float:
+        """Weights that a step reads: expected experts of its tokens, if all are equally likely."""
+        more = 1.0 - (1.0 - self.expert_share) ** num_tokens - self.expert_share
+        return self.read_bytes + more * self.expert_bytes if self.expert_bytes else self.read_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,7 @@ def ideal_terms(rates: Rates, model: ModelNumbers, counts: StepCounts, ranks: in
         model.num_layers,
         counts.num_rows,
         counts.num_starts,
-        model.read_bytes * read,
+        model.bytes_read(counts.num_tokens) * read,
         products * compute,
         kv * read,
         2.0 * counts.attended * model.num_layers * model.attention_width * compute,

@@ -22,11 +22,14 @@ def paged_attention(
     out: Tensor | None = None,
     tree_starts: Tensor | None = None,  # [T] int32 and
     ancestors: Tensor | None = None,  # [T] int64, see the reference
+    *,
+    soft_cap: float = 0.0,  # as in the reference, and
+    slopes: Tensor | None = None,  # [Hq] float32
 ) -> Tensor:  # [T, Hq * D]
     """Causal attention of every request's queries, the last of its context, over its pages."""
     tokens, heads, head_dim = q.shape
     out = native.empty(tokens, heads * head_dim) if out is None else out
-    native.check_floats(q, out)
+    native.check_floats(q, out, slopes)
     native.check_indices(torch.int32, query_starts, context_lens, tree_starts)
     native.check_indices(torch.int64, ancestors)
     if block_tables.dtype is not torch.int32 or block_tables.stride(-1) != 1:
@@ -41,9 +44,9 @@ def paged_attention(
             query_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0],
             block_tables.data_ptr(), block_tables.stride(0),
             native.real(scale), window, out.data_ptr(), out.stride(0),
-            native.address(tree_starts), native.address(ancestors),
+            native.address(tree_starts), native.address(ancestors), native.real(soft_cap), native.address(slopes),
         ),
-        (q, k_pages, v_pages, query_starts, context_lens, block_tables, out, tree_starts, ancestors),
+        (q, k_pages, v_pages, query_starts, context_lens, block_tables, out, tree_starts, ancestors, slopes),
     )  # fmt: skip
     return out
 

@@ -130,8 +130,8 @@ inline void narrow_values(const State* states, const float* probabilities, const
 // kRows queries, at `positions`, over positions [start, end) of one segment. `following` are the keys that the thread
 // will read after these.
 template <int kRows, class Element>
-inline void narrow_rows(const AttentionProblem& p, const Where& table, int64_t kv_head, const float* queries,
-                        const int64_t* positions, const State* states, int64_t start, int64_t end,
+inline void narrow_rows(const AttentionProblem& p, const Where& table, int64_t kv_head, int64_t first_row,
+                        const float* queries, const int64_t* positions, const State* states, int64_t start, int64_t end,
                         const TileRows<Element>& following) {
     const int64_t padded_dim = p.padded_dim();
     alignas(64) float scores[kRows * kTilePositions];
@@ -145,6 +145,7 @@ inline void narrow_rows(const AttentionProblem& p, const Where& table, int64_t k
         narrow_scores<kRows>(queries, padded_dim, p.head_dim, keys, values, scores);
         for (int row = 0; row < kRows; ++row) {
             const int64_t last = positions[row] + 1 < tile_end ? positions[row] + 1 : tile_end;
+            adjust_scores(p, scores + row * kTilePositions, kv_head, first_row + row, positions[row], tile);
             absorb_scores(states[row], scores + row * kTilePositions, p.first_seen(positions[row]) - tile,
                           last - tile, padded_dim);
         }
@@ -167,10 +168,10 @@ inline void narrow_segment(const AttentionProblem& p, const Where& table, int64_
         const float* q = queries + row * p.padded_dim();
         const int64_t* at = positions + row;
         switch (num_rows - row) {
-            case 1: narrow_rows<1, Element>(p, table, kv_head, q, at, states + row, start, end, following); break;
-            case 2: narrow_rows<2, Element>(p, table, kv_head, q, at, states + row, start, end, following); break;
-            case 3: narrow_rows<3, Element>(p, table, kv_head, q, at, states + row, start, end, following); break;
-            default: narrow_rows<4, Element>(p, table, kv_head, q, at, states + row, start, end, following); break;
+            case 1: narrow_rows<1, Element>(p, table, kv_head, row, q, at, states + row, start, end, following); break;
+            case 2: narrow_rows<2, Element>(p, table, kv_head, row, q, at, states + row, start, end, following); break;
+            case 3: narrow_rows<3, Element>(p, table, kv_head, row, q, at, states + row, start, end, following); break;
+            default: narrow_rows<4, Element>(p, table, kv_head, row, q, at, states + row, start, end, following); break;
         }
     }
 }

@@ -18,6 +18,9 @@ def paged_attention(
     out: Tensor | None = None,
     tree_starts: Tensor | None = None,  # [T] int32; -1: the query's request has no token tree in this step
     ancestors: Tensor | None = None,  # [T] int64; bit n: the query sees the tree's node n
+    *,
+    soft_cap: float = 0.0,  # 0: none; else scores become soft_cap * tanh(score / soft_cap)
+    slopes: Tensor | None = None,  # [Hq] float32: a score loses slope * distance of its key (ALiBi)
 ) -> Tensor:  # [T, Hq * D]
     """Causal attention of every request's queries, the last of its context, over its pages.
 
@@ -36,11 +39,12 @@ def paged_attention(
         k = _gather(k_pages, block_tables[row], context_len)
         v = _gather(v_pages, block_tables[row], context_len)
         if tree_starts is None or ancestors is None or (start := int(tree_starts[first])) < 0:
-            result[first:last] = _attend(q[first:last], k, v, context_len, scale, window)
+            result[first:last] = _attend(q[first:last], k, v, context_len, scale, window, soft_cap, slopes)
             continue
         for query in range(first, last):
             path = _path(start, int(ancestors[query]))
-            result[query] = _attend(q[query : query + 1], k[path], v[path], len(path), scale, window)[0]
+            seen = (k[path], v[path], len(path))
+            result[query] = _attend(q[query : query + 1], *seen, scale, window, soft_cap, slopes)[0]
     flat = result.view(num_tokens, num_heads * head_dim)
     return flat if out is None else out.copy_(flat)
 
@@ -81,22 +85,46 @@ def _gather(pages: Tensor, block_table: Tensor, context_len: int) -> Tensor:
     return gathered.reshape(num_blocks * block_size, *pages.shape[2:])[:context_len].float()
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, context_len: int, scale: float, window: int) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context_len: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    slopes: Tensor | None,
+) -> Tensor:
     num_queries = len(q)
     key_positions = torch.arange(context_len, device=q.device)
     query_positions = key_positions[context_len - num_queries :]
     hidden = key_positions[None, :] > query_positions[:, None]
     if window > 0:
         hidden |= key_positions[None, :] <= query_positions[:, None] - window
-    return _attend_all(q, k, v, scale, hidden)
+    bias = None
+    if slopes is not None:
+        bias = slopes[:, None, None] * (key_positions[None, :] - query_positions[:, None])
+    return _attend_all(q, k, v, scale, hidden, soft_cap, bias)
 
 
-def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None = None) -> Tensor:
-    """hidden [queries, keys]: pairs that do not count."""
+def _attend_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    hidden: Tensor | None = None,
+    soft_cap: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """hidden [queries, keys]: pairs that do not count; bias [heads, queries, keys] is added to scores."""
     group = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(group, dim=1).float()
     v = v.repeat_interleave(group, dim=1).float()
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).to(q.dtype)

@@ -52,6 +52,8 @@ struct AttentionProblem {
     int64_t out_stride;
     const int32_t* tree_starts;  // per query, -1: none; null: there are no trees
     const int64_t* ancestors;    // per query
+    float soft_cap;              // of scores, 0: none
+    const float* slopes;         // per head, null: none
 
     // Of a request whose first query this is: the place where its tree begins, -1 if it has none.
     int64_t tree_start(int64_t token) const { return tree_starts == nullptr ? -1 : tree_starts[token]; }
@@ -101,6 +103,25 @@ inline void write_result(State state, float* out, int64_t head_dim) {
     const Floats inverse = broadcast(total > 0.0f ? 1.0f / total : 0.0f);
     for (int64_t i = 0; i < head_dim; i += kLanes) {
         store_part(out + i, multiply(load(state.values() + i), inverse), head_dim - i);
+    }
+}
+
+// Caps the 64 scores that a query at `position` has of a tile, and adds its head's slope times a key's distance, for
+// models that have these. Scores are in base 2.
+inline void adjust_scores(const AttentionProblem& p, float* scores, int64_t kv_head, int64_t row, int64_t position,
+                          int64_t tile) {
+    if (p.soft_cap > 0.0f) {
+        const Floats one = broadcast(1.0f), two = broadcast(2.0f), limit = broadcast(126.0f);
+        for (int64_t i = 0; i < kTilePositions; i += kLanes) {
+            // tanh(y) = 1 - 2 / (1 + e^2y)
+            const Floats power = minimum(multiply(load(scores + i), broadcast(2.0f / p.soft_cap)), limit);
+            const Floats tanh = subtract(one, divide(two, add(one, exponential_of_two(power))));
+            store(scores + i, multiply(tanh, broadcast(p.soft_cap * kLog2E)));
+        }
+    }
+    if (p.slopes != nullptr) {
+        const float slope = p.slopes[kv_head * p.group() + row % p.group()] * kLog2E;
+        for (int64_t i = 0; i < kTilePositions; ++i) scores[i] += slope * static_cast<float>(tile + i - position);
     }
 }
 

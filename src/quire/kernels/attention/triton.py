@@ -42,6 +42,8 @@ def paged_attention(
     ancestors: Tensor | None = None,  # [T] int64, see the reference; with them
     positions: Tensor | None = None,  # [T] int32, of the queries in their sequences
     *,
+    soft_cap: float = 0.0,  # as in the reference, and
+    slopes: Tensor | None = None,  # [Hq] float32
     plan: AttentionPlan | None = None,  # of these rows and this window; made here if None
     max_query_len: int | None = None,  # 1: every row has one query at most, and no prompt kernel is launched
     deterministic: bool = False,  # for a plan made here
@@ -70,7 +72,8 @@ def paged_attention(
             f"the plan was made for window {plan.window}, this layer has {window}: make one for each"
         )
     # Scores are taken in base 2: that is what the hardware has.
-    arguments = (q, k_pages, v_pages, block_tables, plan, scale * k_scale * math.log2(math.e), v_scale, out)
+    base_2 = scale * k_scale * math.log2(math.e)
+    arguments = (q, k_pages, v_pages, block_tables, plan, base_2, v_scale, out, soft_cap, slopes)
     (fixed_decode if plan.chunk else decode)(*arguments)
     if tree_starts is not None and ancestors is not None and positions is not None:
         (fixed_tree if plan.chunk else tree_prompt)(*arguments, tree_starts, ancestors, positions)

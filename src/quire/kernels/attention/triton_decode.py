@@ -11,6 +11,7 @@ from quire.kernels.attention.triton_tile import (
     load_tile,
     merge,
     page_ids,
+    row_slopes_of,
     slot_offsets,
     visible_keys,
 )
@@ -21,7 +22,7 @@ USUAL_HEAD = 128  # wider heads hold fewer at once, to fit the registers
 
 def decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor,
+    scale: float, v_scale: float, out: Tensor, soft_cap: float, slopes: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with one query; leaves other rows of `out` alone."""
     num_heads, head_dim = q.shape[1:]
@@ -29,12 +30,12 @@ def decode(
     tuning = plan.tuning
     _decode_kernel[(plan.num_decode_programs * num_kv_heads,)](
         q, k_pages, v_pages, plan.decode_items, plan.totals, block_tables, out,
-        plan.row_slots, plan.partial_acc, plan.partial_max, plan.counters, scale, v_scale,
+        plan.row_slots, plan.partial_acc, plan.partial_max, plan.counters, slopes, scale, v_scale,
         *q.stride()[:2], *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=query_rows(group), GROUP_PADDED=padded_power(group),
         HEAD_DIM=head_dim, BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
         TILE=tuning.decode_tile, WINDOW=plan.window, FUSED=tuning.fused_reduction,
-        SUMS=_sums_at_once(group, head_dim),
+        SUMS=_sums_at_once(group, head_dim), CAP=soft_cap, SLOPED=slopes is not None,
         num_warps=tuning.decode_warps, num_stages=tuning.decode_stages, maxnreg=tuning.decode_registers,
     )  # fmt: skip
     if not tuning.fused_reduction:
@@ -89,11 +90,11 @@ def _merged_sums(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _decode_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, row_slots, partial_acc, partial_max, counters, scale, v_scale,
-    stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
+    q, k_pages, v_pages, items, totals, tables, out, row_slots, partial_acc, partial_max, counters, slopes, scale,
+    v_scale, stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, FUSED: tl.constexpr, SUMS: tl.constexpr,
+    WINDOW: tl.constexpr, FUSED: tl.constexpr, SUMS: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     # Heads of one piece are neighbours: they read the same pages at the same time.
     index = tl.program_id(0) // KV_HEADS
@@ -121,6 +122,7 @@ def _decode_kernel(
     k_head = k_pages + kv_head * stride_head
     v_head = v_pages + kv_head * stride_head
     positions = tl.full([GROUP_ROWS], 0, tl.int32) + position
+    row_slopes = row_slopes_of(slopes, heads, used, SLOPED)
 
     top = tl.full([GROUP_ROWS], NEGATIVE_INFINITY, tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
@@ -133,7 +135,9 @@ def _decode_kernel(
         # One tile ahead, so that loads of K and V never wait for the table.
         ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
         visible = visible_keys(positions, start, end, WINDOW, TILE)
-        acc, top, total = attend_tile(q_tile, k, v, visible, acc, top, total, scale, True)
+        acc, top, total = attend_tile(
+            q_tile, k, v, visible, acc, top, total, scale, row_slopes, positions, start, True, CAP, SLOPED
+        )
 
     if piece < 0:
         whole = acc / tl.where(total > 0, total, 1.0)[:, None] * v_scale

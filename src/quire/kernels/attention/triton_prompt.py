@@ -19,6 +19,7 @@ from quire.kernels.attention.triton_tile import (
     load_tile,
     merge,
     page_ids,
+    row_slopes_of,
     slot_offsets,
     visible_keys,
 )
@@ -26,30 +27,32 @@ from quire.kernels.attention.triton_tile import (
 
 def prompt(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor,
+    scale: float, v_scale: float, out: Tensor, soft_cap: float, slopes: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
     launch_tiles(
         _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out,
-        (plan.partial_acc, plan.partial_max), CHUNK=plan.chunk,
+        (plan.partial_acc, plan.partial_max, slopes), CHUNK=plan.chunk, CAP=soft_cap, SLOPED=slopes is not None,
     )  # fmt: skip
 
 
 def fixed_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor,
+    scale: float, v_scale: float, out: Tensor, soft_cap: float, slopes: Tensor | None,
 ) -> None:  # fmt: skip
     """`decode` with a deterministic plan: the kernel of prompts, then sums in order."""
     launch_tiles(
         _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out,
-        (plan.partial_acc, plan.partial_max), decodes=True, CHUNK=plan.chunk,
+        (plan.partial_acc, plan.partial_max, slopes), decodes=True,
+        CHUNK=plan.chunk, CAP=soft_cap, SLOPED=slopes is not None,
     )  # fmt: skip
     reduce_pieces(plan, q.shape[1], q.shape[2], v_scale, out)
 
 
 def launch_tiles(
     kernel: Any, q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, own: tuple[Tensor, ...], decodes: bool = False, **constants: int,
+    scale: float, v_scale: float, out: Tensor, own: tuple[Tensor | None, ...], decodes: bool = False,
+    **constants: float,
 ) -> None:  # fmt: skip
     """Over the plan's rows with several queries, or its `decodes`; `own` follow the output among the arguments."""
     num_heads, head_dim = q.shape[1:]
@@ -71,10 +74,10 @@ def launch_tiles(
 
 @triton.jit
 def _attend_range(
-    q, k_head, v_head, table, positions, begin, end, acc, top, total, scale,
+    q, k_head, v_head, table, positions, begin, end, acc, top, total, scale, slopes,
     stride_block, stride_slot,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys begin .. end; without masks `end - begin` must be whole tiles seen by all."""
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
@@ -87,17 +90,19 @@ def _attend_range(
             visible = visible_keys(positions, start, end, WINDOW, TILE)
         else:
             visible = True
-        acc, top, total = attend_tile(q, k, v, visible, acc, top, total, scale, MASKED)
+        acc, top, total = attend_tile(
+            q, k, v, visible, acc, top, total, scale, slopes, positions, start, MASKED, CAP, SLOPED
+        )
     return acc, top, total
 
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _prompt_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, partial_acc, partial_max, scale, v_scale,
+    q, k_pages, v_pages, items, totals, tables, out, partial_acc, partial_max, slopes, scale, v_scale,
     stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     num_work = tl.load(totals) * KV_HEADS
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
@@ -119,6 +124,7 @@ def _prompt_kernel(
             0.0,
         )
         positions = position + query
+        row_slopes = row_slopes_of(slopes, heads, query < count, SLOPED)
         table = tables + row.to(tl.int64) * stride_table
         k_head = k_pages + kv_head * stride_head
         v_head = v_pages + kv_head * stride_head
@@ -132,9 +138,9 @@ def _prompt_kernel(
                     q_tile, k_head, v_head, table, positions,
                     tl.maximum(chunk * CHUNK, begin), tl.minimum(chunk * CHUNK + CHUNK, end),
                     tl.zeros([ROWS, BLOCK_D], tl.float32), tl.full([ROWS], NEGATIVE_INFINITY, tl.float32),
-                    tl.zeros([ROWS], tl.float32), scale,
+                    tl.zeros([ROWS], tl.float32), scale, row_slopes,
                     stride_block, stride_slot,
-                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True,
+                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True, CAP, SLOPED,
                 )  # fmt: skip
                 acc, top, total = merge(acc, top, total, chunk_acc, chunk_top, chunk_total)
         else:
@@ -144,13 +150,13 @@ def _prompt_kernel(
                 open_end = (position + 1) // TILE * TILE
                 acc, top, total = _attend_range(
                     q_tile, k_head, v_head, table, positions, begin, open_end, acc, top, total, scale,
-                    stride_block, stride_slot,
-                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False,
+                    row_slopes, stride_block, stride_slot,
+                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False, CAP, SLOPED,
                 )  # fmt: skip
             acc, top, total = _attend_range(
                 q_tile, k_head, v_head, table, positions, open_end, end, acc, top, total, scale,
-                stride_block, stride_slot,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True,
+                row_slopes, stride_block, stride_slot,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True, CAP, SLOPED,
             )  # fmt: skip
 
         if first_slot < 0:

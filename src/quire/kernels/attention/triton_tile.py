@@ -7,6 +7,7 @@ import triton.language as tl
 
 # A file's constants reach a kernel as constexpr only.
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+LOG2_E = tl.constexpr(1.44269504088896)
 # Triton's interpreter multiplies the bits of bfloat16 as if they were integers: there, it multiplies in fp32.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -70,9 +71,36 @@ def matmul(a, b, acc):
 
 
 @triton.jit
-def attend_tile(q, k, v, visible, acc, top, total, scale, MASKED: tl.constexpr):
+def row_slopes_of(slopes, heads, used, SLOPED: tl.constexpr):
+    """The slope of each row's head; zeros where the model has none."""
+    if SLOPED:
+        return tl.load(slopes + heads, used, 0.0)
+    else:
+        return heads * 0.0
+
+
+@triton.jit
+def adjusted(scores, slopes, positions, start, CAP: tl.constexpr, SLOPED: tl.constexpr, TILE: tl.constexpr):
+    """Scores [rows, TILE] in base 2, capped, and with each row's slope times the distance of a key."""
+    if CAP > 0:
+        # tanh(y) = 1 - 2 / (1 + e^2y)
+        scores = CAP * LOG2_E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP))))
+    if SLOPED:
+        distances = (start + tl.arange(0, TILE))[None, :] - positions[:, None]
+        scores += slopes[:, None] * LOG2_E * distances.to(tl.float32)
+    return scores
+
+
+@triton.jit
+def attend_tile(
+    q, k, v, visible, acc, top, total, scale, slopes, positions, start,
+    MASKED: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
+):  # fmt: skip
     """One step of online softmax in base 2. A fully masked tile leaves a row's bits as they were."""
     scores = matmul(q, tl.trans(k.to(q.dtype)), None)
+    if CAP > 0 or SLOPED:
+        scores = adjusted(scores * scale, slopes, positions, start, CAP, SLOPED, k.shape[0])
+        scale = 1.0
     if MASKED:
         scores = tl.where(visible, scores * scale, NEGATIVE_INFINITY)
         new_top = tl.maximum(top, tl.max(scores, 1))

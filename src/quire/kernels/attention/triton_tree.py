@@ -21,6 +21,7 @@ from quire.kernels.attention.triton_tile import (
     load_tile,
     merge,
     page_ids,
+    row_slopes_of,
     slot_offsets,
     visible_keys,
 )
@@ -30,15 +31,19 @@ SHORTEST_WINDOW = 64  # a node sees all of its ancestors: no window may end amon
 
 def tree_prompt(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
+    scale: float, v_scale: float, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
     if 0 < plan.window < SHORTEST_WINDOW:
         raise ValueError(
             f"attention over {plan.window} positions has no trees: leave out tree_width, or add deterministic"
         )
+    if slopes is not None:
+        raise ValueError("slopes by distance have no trees: leave out tree_width, or add deterministic")
     launch_tiles(
-        _tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out, (tree_starts, ancestors, positions)
+        _tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out, (tree_starts, ancestors, positions),
+        CAP=soft_cap,
     )  # fmt: skip
 
 
@@ -60,7 +65,7 @@ def _attend_seen(
     q, k_head, v_head, table, positions, tree_starts, ancestors, begin, end, acc, top, total, scale,
     stride_block, stride_slot,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over slots begin .. end, without the ones that a query does not see."""
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
@@ -70,7 +75,9 @@ def _attend_seen(
         v = load_tile(v_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
         ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
         seen = _seen_keys(positions, tree_starts, ancestors, start, end, WINDOW, TILE)
-        acc, top, total = attend_tile(q, k, v, seen, acc, top, total, scale, True)
+        acc, top, total = attend_tile(
+            q, k, v, seen, acc, top, total, scale, 0.0, positions, start, True, CAP, False
+        )
     return acc, top, total
 
 
@@ -80,6 +87,7 @@ def _tree_kernel(
     stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     num_work = tl.load(totals) * KV_HEADS
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
@@ -120,13 +128,13 @@ def _tree_kernel(
             open_end = tl.minimum(lowest + 1, tree_start) // TILE * TILE
             acc, top, total = _attend_range(
                 q_tile, k_head, v_head, table, position, lowest * 0, open_end, acc, top, total, scale,
-                stride_block, stride_slot,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False,
+                0.0, stride_block, stride_slot,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False, CAP, False,
             )  # fmt: skip
         acc, top, total = _attend_seen(
             q_tile, k_head, v_head, table, position, starts, seen_nodes, open_end, end, acc, top, total, scale,
             stride_block, stride_slot,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, CAP,
         )  # fmt: skip
         # Rows past the last query are not stored.
         result = acc / total[:, None] * v_scale
@@ -136,13 +144,15 @@ def _tree_kernel(
 
 def fixed_tree(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
+    scale: float, v_scale: float, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
     # Tiles and warps are those of prompts: they decide bits.
     launch_tiles(
         _fixed_tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out,
-        (tree_starts, ancestors, positions), CHUNK=plan.chunk, NODES=MAX_NODES,
+        (tree_starts, ancestors, positions, slopes), CHUNK=plan.chunk, NODES=MAX_NODES,
+        CAP=soft_cap, SLOPED=slopes is not None,
     )  # fmt: skip
 
 
@@ -161,9 +171,9 @@ def _path_places(tree_start, seen, start, NODES: tl.constexpr, TILE: tl.constexp
 @triton.jit
 def _attend_paths(
     q, k_head, v_head, table, positions, query, tree_starts, ancestors, token_positions, token, count, begin, end,
-    acc, top, total, scale, stride_block, stride_slot,
+    acc, top, total, scale, slopes, stride_block, stride_slot,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, NODES: tl.constexpr,
+    WINDOW: tl.constexpr, NODES: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of each query in turn over positions begin .. end of its own path."""
     for which in range(tl.where(begin < end, count, 0)):
@@ -178,17 +188,20 @@ def _attend_paths(
             k = load_tile(k_head, offsets, start, last, HEAD_DIM, BLOCK_D, TILE, True)
             v = load_tile(v_head, offsets, start, last, HEAD_DIM, BLOCK_D, TILE, True)
             visible = visible_keys(positions, start, last, WINDOW, TILE) & (query == which)[:, None]
-            acc, top, total = attend_tile(q, k, v, visible, acc, top, total, scale, True)
+            acc, top, total = attend_tile(
+                q, k, v, visible, acc, top, total, scale, slopes, positions, start, True, CAP, SLOPED
+            )
     return acc, top, total
 
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _fixed_tree_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, tree_starts, ancestors, token_positions, scale, v_scale,
+    q, k_pages, v_pages, items, totals, tables, out, tree_starts, ancestors, token_positions, slopes, scale,
+    v_scale,
     stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, NODES: tl.constexpr,
+    CHUNK: tl.constexpr, NODES: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     num_work = tl.load(totals) * KV_HEADS
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
@@ -208,6 +221,7 @@ def _fixed_tree_kernel(
             0.0,
         )
         positions = tl.load(token_positions + tokens, query < count, tl.load(token_positions + token))
+        row_slopes = row_slopes_of(slopes, heads, query < count, SLOPED)
         begin, end = tl.min(positions, 0) * 0, tl.max(positions, 0) + 1
         if WINDOW > 0:
             begin = tl.maximum(tl.min(positions, 0) - WINDOW + 1, 0) // TILE * TILE
@@ -226,15 +240,15 @@ def _fixed_tree_kernel(
             chunk_acc, chunk_top, chunk_total = _attend_range(
                 q_tile, k_head, v_head, table, positions, first, tl.minimum(last, shared_end),
                 tl.zeros([ROWS, BLOCK_D], tl.float32), tl.full([ROWS], NEGATIVE_INFINITY, tl.float32),
-                tl.zeros([ROWS], tl.float32), scale,
+                tl.zeros([ROWS], tl.float32), scale, row_slopes,
                 stride_block, stride_slot,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True, CAP, SLOPED,
             )  # fmt: skip
             chunk_acc, chunk_top, chunk_total = _attend_paths(
                 q_tile, k_head, v_head, table, positions, query, tree_starts, ancestors, token_positions,
                 token, count, tl.maximum(first, shared_end), last,
-                chunk_acc, chunk_top, chunk_total, scale, stride_block, stride_slot,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, NODES,
+                chunk_acc, chunk_top, chunk_total, scale, row_slopes, stride_block, stride_slot,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, NODES, CAP, SLOPED,
             )  # fmt: skip
             acc, top, total = merge(acc, top, total, chunk_acc, chunk_top, chunk_total)
 

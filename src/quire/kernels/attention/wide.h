@@ -135,6 +135,7 @@ inline void wide_segment(const AttentionProblem& p, const int32_t* table, int64_
             for (int i = 0; i < kWideRows; ++i) {
                 const int64_t position = positions[row + i];
                 const int64_t last = position + 1 < tile_end ? position + 1 : tile_end;
+                adjust_scores(p, scores + i * kTilePositions, kv_head, row + i, position, tile);
                 absorb_scores(states[row + i], scores + i * kTilePositions, p.first_seen(position) - tile,
                               last - tile, padded_dim);
             }

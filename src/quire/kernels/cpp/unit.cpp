@@ -12,6 +12,7 @@
 #include "../int8_linear/cpu.cpp"
 #include "../lora/cpu.cpp"
 #include "../lora_pack/cpu.cpp"
+#include "../moe/cpu.cpp"
 #include "../norm/cpu.cpp"
 #include "../pages/cpu.cpp"
 #include "../rotary/cpu.cpp"
@@ -25,6 +26,8 @@ const NamedOperation operations[] = {
     {"add_layer_norm", add_layer_norm},
     {"add_rms_norm", add_rms_norm},
     {"argmax", argmax},
+    {"choose_experts", choose_experts},
+    {"combine_experts", combine_experts},
     {"copy_blocks", copy_blocks},
     {"full_attention", full_attention},
     {"gather", gather},
@@ -32,6 +35,7 @@ const NamedOperation operations[] = {
     {"gelu_mul", gelu_mul},
     {"gelu_tanh_mul", gelu_tanh_mul},
     {"head_rms_norm", head_rms_norm},
+    {"int8_experts", int8_experts},
     {"layer_norm", layer_norm},
     {"linear", linear},
     {"linear_silu_mul", linear_silu_mul},
@@ -41,7 +45,9 @@ const NamedOperation operations[] = {
     {"paged_attention", paged_attention},
     {"peaks", peaks},
     {"rms_norm", rms_norm},
+    {"rms_norm_onto", rms_norm_onto},
     {"rotate_and_store", rotate_and_store},
+    {"router_logits", router_logits},
     {"sample_filtered", sample_filtered},
     {"silu_mul", silu_mul},
     {"token_ranks", token_ranks},

@@ -22,11 +22,15 @@ inline float mean_of_squares(const float* x, int64_t width) {
     return sum(total) / static_cast<float>(width);
 }
 
+// kOnto: the result is added to what `out` holds.
+template <bool kOnto = false>
 inline void rms_norm_row(const float* x, const float* weight, float eps, float* out, int64_t width) {
     const Floats factor = broadcast(1.0f / std::sqrt(mean_of_squares(x, width) + eps));
     for (int64_t i = 0; i < width; i += kLanes) {
         const Floats scaled = multiply(load_part(x + i, width - i), factor);
-        store_part(out + i, multiply(scaled, load_part(weight + i, width - i)), width - i);
+        Floats value = multiply(scaled, load_part(weight + i, width - i));
+        if (kOnto) value = add(load_part(out + i, width - i), value);
+        store_part(out + i, value, width - i);
     }
 }
 
@@ -58,7 +62,7 @@ inline void add_row(float* residual, const float* x, int64_t width) {
 }
 
 // Arguments: x, x stride, rows, width, weight, bias, eps, out, out stride, residual, residual stride.
-template <bool kAdd, bool kCentre>
+template <bool kAdd, bool kCentre, bool kOnto = false>
 inline void norm_rows(const int64_t* words) {
     const Arguments arguments{words};
     const float* x = arguments.pointer<const float>(0);
@@ -79,13 +83,14 @@ inline void norm_rows(const int64_t* words) {
             }
             float* target = out + row * out_stride;
             if (kCentre) layer_norm_row(source, weight, bias, eps, target, width);
-            else rms_norm_row(source, weight, eps, target, width);
+            else rms_norm_row<kOnto>(source, weight, eps, target, width);
         }
     });
 }
 
 inline void rms_norm(const int64_t* words) { norm_rows<false, false>(words); }
 inline void add_rms_norm(const int64_t* words) { norm_rows<true, false>(words); }
+inline void rms_norm_onto(const int64_t* words) { norm_rows<false, false, true>(words); }
 inline void layer_norm(const int64_t* words) { norm_rows<false, true>(words); }
 inline void add_layer_norm(const int64_t* words) { norm_rows<true, true>(words); }
 

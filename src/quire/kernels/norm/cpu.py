@@ -17,6 +17,11 @@ def add_rms_norm(
     return _norm_rows("add_rms_norm", x, residual, weight, None, eps, out)
 
 
+def rms_norm_onto(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual [T, d] += `rms_norm` of x, in place; returns residual."""
+    return _norm_rows("rms_norm_onto", x, residual, weight, None, eps, residual)
+
+
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None
 ) -> Tensor:

@@ -20,6 +20,11 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps, out)
 
 
+def rms_norm_onto(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual [T, d] += `rms_norm` of x, in place; returns residual."""
+    return residual.add_(rms_norm(x, weight, eps))
+
+
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None
 ) -> Tensor:

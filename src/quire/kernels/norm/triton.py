@@ -13,9 +13,12 @@ def _norm_kernel(
     x, residual, weight, bias, out,
     rows, x_stride, residual_stride, out_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, ONTO: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows per program. The residual is rounded to its own type before it is normalised, as in torch."""
+    """ROWS rows per program. The residual is rounded to its own type before it is normalised, as in torch.
+
+    ONTO: the rounded result is added to what `out` holds.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -34,7 +37,11 @@ def _norm_kernel(
     value = value * tl.rsqrt(variance + eps)[:, None] * scale
     if HAS_BIAS:
         value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
+    value = value.to(out.dtype.element_ty)
+    if ONTO:
+        before = tl.load(out + row * out_stride + column, mask=inside, other=0.0)
+        value = (before.to(tl.float32) + value.to(tl.float32)).to(before.dtype)
+    tl.store(out + row * out_stride + column, value, mask=inside)
 
 
 @triton.jit
@@ -74,6 +81,11 @@ def add_rms_norm(
     return _norm_rows(x, residual, weight, None, eps, out, False)
 
 
+def rms_norm_onto(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual [T, d] += `rms_norm` of x, in place; returns residual."""
+    return _norm_rows(x, None, weight, None, eps, residual, False, onto=True)
+
+
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None
 ) -> Tensor:
@@ -109,6 +121,7 @@ def _norm_rows(
     eps: float,
     out: Tensor | None,
     centred: bool,
+    onto: bool = False,
 ) -> Tensor:
     tokens, width = x.shape
     summed = x if residual is None else residual
@@ -120,7 +133,7 @@ def _norm_rows(
     _norm_kernel[(-(-tokens // rows), 1, 1)](
         x, summed, weight, weight if bias is None else bias, out,
         tokens, x.stride(0), summed.stride(0), out.stride(0), eps,
-        width, block, rows, residual is not None, bias is not None, centred,
+        width, block, rows, residual is not None, bias is not None, centred, onto,
         num_warps=warps,
     )  # fmt: skip
     return out

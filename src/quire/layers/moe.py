@@ -1,0 +1,108 @@
+"""MixtureOfExperts: a feed-forward layer in which a router sends each token through a few of many experts."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.layers.factory import LayerFactory
+from quire.layers.linear import Linear
+from quire.layers.lora import LoraBatch
+from quire.layers.parameters import Composite, Loader, Stateful
+from quire.quant.encoded import Weight
+from quire.quant.experts import DOWN, GATE_UP, make_experts
+from quire.quant.full import FullMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """Experts of one layer."""
+
+    num_experts: int
+    top_k: int  # experts that a token goes through
+    hidden: int
+    inner: int  # of an expert
+    shared_inner: int  # of the expert that every token goes through; 0: there is none
+    renormalize: bool  # weights of the chosen experts sum to 1
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureNames:
+    """What a checkpoint calls the parts of a mixture, below the layer's prefix."""
+
+    module: str  # such as "mlp."
+    gate: str = "gate_proj"  # of an expert
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class MixtureOfExperts(Composite):
+    """x + the weighted sum of its experts. The router stays in floats, its last row is the shared expert's gate."""
+
+    def __init__(self, factory: LayerFactory, shape: MixtureShape) -> None:
+        self._shape = shape
+        self._kernel = factory.kernel("moe")
+        self._logits = getattr(self._kernel, "logits", None)  # None: as any other GEMM
+        number_format, rows = factory.number_format, shape.num_experts + (shape.shared_inner > 0)
+        if self._logits is None:  # in full precision, or the experts are refused
+            self.router = number_format.matrix(rows, shape.hidden)
+        else:
+            gemm = number_format.gemm
+            self.router = FullMatrix(rows, shape.hidden, factory.dtype, factory.device, gemm)
+        self._experts = make_experts(
+            number_format, self._kernel, factory.device, shape.num_experts, shape.hidden, shape.inner
+        )
+        self.shared_gate_up: Linear | None = None
+        self.shared_down: Linear | None = None
+        if shape.shared_inner:
+            self.shared_gate_up = factory.linear(2 * shape.shared_inner, shape.hidden)
+            self.shared_down = factory.linear(shape.hidden, shape.shared_inner)
+        self.recordable = factory.recordable and self._experts.native
+
+    def __call__(self, x: Tensor, residual: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        """x [T, hidden], normalised, and residual [T, hidden] -> [T, hidden]."""
+        shape = self._shape
+        if self._logits is None:
+            logits = self.router.logits(x)
+        else:
+            logits = self._logits(x, self.router.state()["weight"])
+        routing = self._kernel.choose(logits, shape.num_experts, shape.top_k, shape.renormalize)
+        shared = None
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            shared = self.shared_down(self.shared_gate_up.silu_mul(x, lora), None, lora)
+        return self._experts(x, routing, residual, shared)
+
+    def layers(self) -> dict[str, Stateful]:
+        experts = {f"experts.{name}": matrix for name, matrix in self._experts.matrices().items()}
+        return {**super().layers(), **experts}
+
+    def loaders(self, prefix: str, names: MixtureNames) -> dict[str, Loader]:
+        """For a checkpoint with one tensor per expert and matrix. Adapters can add to the shared expert only."""
+        shape, module = self._shape, prefix + names.module
+        loaders = {
+            f"{module}gate.weight": Loader(
+                (shape.num_experts, shape.hidden), lambda rows: self.router.load(0, rows)
+            )
+        }
+        for expert in range(shape.num_experts):
+            start = f"{module}experts.{expert}."
+            loaders[f"{start}{names.gate}.weight"] = self._loader(expert, GATE_UP, 0)
+            loaders[f"{start}{names.up}.weight"] = self._loader(expert, GATE_UP, shape.inner)
+            loaders[f"{start}{names.down}.weight"] = self._loader(expert, DOWN, 0)
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            shared, inner = f"{module}shared_expert.", shape.shared_inner
+            loaders[f"{module}shared_expert_gate.weight"] = Loader(
+                (1, shape.hidden), lambda rows: self.router.load(shape.num_experts, rows)
+            )
+            loaders |= self.shared_gate_up.loaders(f"{shared}gate_proj", 0, inner)
+            loaders |= self.shared_gate_up.loaders(f"{shared}up_proj", inner, inner)
+            loaders |= self.shared_down.loaders(f"{shared}down_proj")
+        return loaders
+
+    def _loader(self, expert: int, matrix: str, first_row: int) -> Loader:
+        shape = self._shape
+        size = (shape.hidden, shape.inner) if matrix == DOWN else (shape.inner, shape.hidden)
+
+        def take(rows: Weight) -> None:
+            self._experts.load(expert, matrix, first_row, rows)
+
+        return Loader(size, take)

@@ -1,0 +1,124 @@
+"""Experts: the matrices of a mixture's experts in one number format, and their products for the tokens routed there."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ConfigError
+from quire.kernels.moe.records import Routing
+from quire.kernels.moe.reference import chosen
+from quire.quant.encoded import Weight
+from quire.quant.format import Matrix, NumberFormat
+from quire.quant.full import FullMatrix, InvariantMatrix
+from quire.quant.int8 import Int8Matrix
+
+GATE_UP, DOWN = "gate_up", "down"
+
+
+def make_experts(
+    number_format: NumberFormat, kernel: ModuleType, device: torch.device, count: int, hidden: int, inner: int
+) -> "Experts":
+    """`count` experts hidden -> inner -> hidden. In full precision they lie in one tensor; in other formats each
+    expert has its own matrices, which run on a CPU only: a loop over chosen experts would make a GPU wait for the host.
+    """
+    stacked = number_format.matrix(count * 2 * inner, hidden)
+    if isinstance(stacked, FullMatrix):
+        return StackedExperts(stacked, number_format.matrix(count * hidden, inner), kernel, count)
+    if device.type == "cuda":
+        raise ConfigError(
+            f"quantization={number_format.name.partition('-')[0]!r} has no grouped GEMM for experts on a GPU: choose "
+            "quantization='none', or run on the CPU"
+        )
+    pairs = [
+        (number_format.matrix(2 * inner, hidden), number_format.matrix(hidden, inner)) for _ in range(count)
+    ]
+    return SeparateExperts(pairs, kernel)
+
+
+class Experts(ABC):
+    """What a mixture needs of its experts. Matrices are gate, then up; and down."""
+
+    native = False  # the product is one native operation, which a tape can record
+
+    @abstractmethod
+    def __call__(self, x: Tensor, routing: Routing, residual: Tensor, shared: Tensor | None) -> Tensor:
+        """x [T, hidden] -> residual + the weighted sum of each token's experts (+ the shared expert's)."""
+
+    @abstractmethod
+    def load(self, expert: int, matrix: str, first_row: int, rows: Weight) -> None:
+        """Fills the rows of one expert's GATE_UP or DOWN matrix from `first_row` on."""
+
+    @abstractmethod
+    def matrices(self) -> Mapping[str, Matrix]:
+        """All matrices, by name."""
+
+
+class StackedExperts(Experts):
+    """Full precision: [E, 2F, H] and [E, H, F], multiplied by one kernel for all experts."""
+
+    def __init__(self, gate_up: Matrix, down: Matrix, kernel: ModuleType, count: int) -> None:
+        self._matrices = {GATE_UP: gate_up, DOWN: down}
+        self._count = count
+        self._kernel = kernel
+        self._invariant = isinstance(gate_up, InvariantMatrix)
+
+    def __call__(self, x: Tensor, routing: Routing, residual: Tensor, shared: Tensor | None) -> Tensor:
+        gate_up, down = (
+            matrix.state()["weight"].unflatten(0, (self._count, -1)) for matrix in self._matrices.values()
+        )
+        return self._kernel.experts(x, gate_up, down, routing, residual, shared, self._invariant)
+
+    def load(self, expert: int, matrix: str, first_row: int, rows: Weight) -> None:
+        stacked = self._matrices[matrix]
+        stacked.load(expert * (stacked.num_rows // self._count) + first_row, rows)
+
+    def matrices(self) -> Mapping[str, Matrix]:
+        return self._matrices
+
+
+class SeparateExperts(Experts):
+    """Two matrices per expert. In int8 one native operation runs the chosen ones, otherwise a loop on the host."""
+
+    def __init__(self, pairs: list[tuple[Matrix, Matrix]], kernel: ModuleType) -> None:
+        self._pairs = pairs
+        self._kernel = kernel
+        self._inner = pairs[0][1].num_columns
+        self.native = (
+            hasattr(kernel, "int8_experts")
+            and self._inner % 16 == 0
+            and all(type(matrix) is Int8Matrix for pair in pairs for matrix in pair)
+        )
+        self._addresses: Tensor | None = None  # [E, 6], of the matrices' tensors
+
+    def __call__(self, x: Tensor, routing: Routing, residual: Tensor, shared: Tensor | None) -> Tensor:
+        if self.native:
+            return self._kernel.int8_experts(
+                x, self._current_addresses(), self._inner, routing, residual, shared
+            )
+        results = x.new_empty(*routing.experts.shape, x.shape[1])
+        for expert, tokens, places in chosen(routing):
+            gate_up, down = self._pairs[expert]
+            results[tokens, places] = down.linear(gate_up.linear_silu_mul(x[tokens], None), None, None)
+        return self._kernel.combine(results, routing, residual, shared)
+
+    def _current_addresses(self) -> Tensor:
+        """Found at the first product: until then matrices are loaded, or take over other tensors."""
+        if self._addresses is None:
+            names = ("packed", "scales", "sums")
+            self._addresses = torch.tensor(
+                [[m.state()[name].data_ptr() for m in pair for name in names] for pair in self._pairs]
+            )
+        return self._addresses
+
+    def load(self, expert: int, matrix: str, first_row: int, rows: Weight) -> None:
+        self._pairs[expert][matrix == DOWN].load(first_row, rows)
+
+    def matrices(self) -> Mapping[str, Matrix]:
+        return {
+            f"{expert}.{name}": matrix
+            for expert, pair in enumerate(self._pairs)
+            for name, matrix in zip((GATE_UP, DOWN), pair, strict=True)
+        }

@@ -1,0 +1,209 @@
+"""Decoder families in GGUF files: hyperparameters, names of tensors and orders of rows, as Hugging Face has them."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Config = dict[str, Any]
+
+
+class Metadata(Protocol):
+    """The metadata below an architecture's prefix, and the file's small tensors."""
+
+    architecture: str
+
+    def get(self, key: str) -> Any: ...
+    def number(self, key: str, default: Any = None) -> Any: ...
+    def has(self, suffix: str) -> bool: ...
+    def floats(self, name: str) -> np.ndarray | None: ...
+
+
+def partial_rotation(rotated: int, head_dim: int) -> float:
+    """The share of a head that is rotated, such that int(head_dim * share) is `rotated` again."""
+    return 1.0 if rotated >= head_dim else math.nextafter(rotated / head_dim, 1.0)
+
+
+def _phi3(keys: Metadata, basic: Config) -> Config:
+    original = keys.number("rope.scaling.original_context_length", basic["max_position_embeddings"])
+    config = {"original_max_position_embeddings": original}
+    if window := keys.get("attention.sliding_window"):
+        config["sliding_window"] = window
+    long, short = keys.floats("rope_factors_long.weight"), keys.floats("rope_factors_short.weight")
+    if long is not None and short is not None:
+        scaling = {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
+        if keys.get("rope.scaling.attn_factor") is not None:
+            scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _granite(keys: Metadata, basic: Config) -> Config:
+    return {
+        "attention_bias": keys.has("attn_q.bias"),
+        "mlp_bias": keys.has("ffn_up.bias"),
+        "attention_multiplier": keys.number("attention.scale", basic["head_dim"] ** -0.5),
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "logits_scaling": keys.number("logit_scale", 1.0),
+    }
+
+
+def _biased(keys: Metadata, basic: Config) -> Config:
+    return {"attention_bias": keys.has("attn_q.bias"), "mlp_bias": keys.has("ffn_up.bias")}
+
+
+def _gemma(keys: Metadata, basic: Config) -> Config:
+    return {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def _gemma2(keys: Metadata, basic: Config) -> Config:
+    """The files do not say by what scores are divided: the largest models have another value than the head's size."""
+    largest = {"gemma2": 46, "gemma3": 62}[keys.architecture]  # layers of the 27B models
+    by_hidden = basic["num_hidden_layers"] == largest
+    scalar = basic["hidden_size"] / basic["num_attention_heads"] if by_hidden else basic["head_dim"]
+    if keys.get("attention.scale") is not None:
+        scalar = keys.number("attention.scale") ** -2
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": keys.number("attention.sliding_window", 0),
+        **{
+            name: None if keys.get(name) is None else keys.number(name)
+            for name in ("attn_logit_softcapping", "final_logit_softcapping")
+        },
+    }
+
+
+def _gemma3(keys: Metadata, basic: Config) -> Config:
+    pattern = keys.get("attention.sliding_window_pattern")
+    config = {**_gemma2(keys, basic), "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0)}
+    if isinstance(pattern, int) and not isinstance(pattern, bool):
+        config["sliding_window_pattern"] = pattern
+    elif pattern is not None:
+        config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
+    return config
+
+
+def _starcoder2(keys: Metadata, basic: Config) -> Config:
+    return {
+        "norm_epsilon": basic["rms_norm_eps"],
+        "use_bias": keys.has("attn_q.bias"),
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": keys.number("attention.sliding_window", 0),
+    }
+
+
+def _neox(keys: Metadata, basic: Config) -> Config:
+    return {
+        "layer_norm_eps": basic["rms_norm_eps"],
+        "use_parallel_residual": bool(keys.get("use_parallel_residual")),
+        "attention_bias": keys.has("attn_qkv.bias"),
+        "hidden_act": "gelu",
+    }
+
+
+def _falcon(keys: Metadata, basic: Config) -> Config:
+    kv_heads = basic["num_key_value_heads"]
+    return {
+        "layer_norm_epsilon": basic["rms_norm_eps"],
+        "ffn_hidden_size": basic["intermediate_size"],
+        "num_kv_heads": kv_heads,
+        "new_decoder_architecture": kv_heads != 1,
+        "num_ln_in_parallel_attn": 2 if keys.has("attn_norm_2.weight") else 1,
+        "multi_query": kv_heads == 1,
+        "bias": keys.has("attn_qkv.bias"),
+    }
+
+
+def _bloom(keys: Metadata, basic: Config) -> Config:
+    return {
+        "layer_norm_epsilon": basic["rms_norm_eps"],
+        "n_inner": basic["intermediate_size"],
+        "seq_length": basic["max_position_embeddings"],
+    }
+
+
+# By GGUF's name: the architecture, its model_type, and what its config.json has beside the usual sizes.
+DECODERS: dict[str, tuple[str, str, Callable[[Metadata, Config], Config]]] = {
+    "bloom": ("BloomForCausalLM", "bloom", _bloom),
+    "falcon": ("FalconForCausalLM", "falcon", _falcon),
+    "gemma": ("GemmaForCausalLM", "gemma", _gemma),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    "gptneox": ("GPTNeoXForCausalLM", "gpt_neox", _neox),
+    "granite": ("GraniteForCausalLM", "granite", _granite),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2", _biased),
+    "phi3": ("Phi3ForCausalLM", "phi3", _phi3),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3", _biased),
+    "starcoder2": ("Starcoder2ForCausalLM", "starcoder2", _starcoder2),
+}
+
+_MEGATRON = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_MEGATRON_MLP = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_FALCON = {**_MEGATRON, **_MEGATRON_MLP, "attn_qkv": "self_attention.query_key_value"}
+_FALCON["attn_output"] = "self_attention.dense"
+_NEOX = {
+    **_MEGATRON,
+    **_MEGATRON_MLP,
+    "attn_qkv": "attention.query_key_value",
+    "attn_output": "attention.dense",
+}
+_TRANSFORMER = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+# Names of the modules outside the layers, and of those in them, where these are not Llama's.
+TOPS: Mapping[str, Mapping[str, str]] = {
+    "bloom": {**_TRANSFORMER, "token_embd_norm": "transformer.word_embeddings_layernorm"},
+    "falcon": _TRANSFORMER,
+    "gptneox": {
+        "token_embd": "gpt_neox.embed_in",
+        "output_norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out",
+    },
+}
+BLOCKS: Mapping[str, Mapping[str, str]] = {
+    "bloom": _FALCON,
+    "falcon": _FALCON,
+    "gemma2": {**_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
+    "gemma3": {**_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
+    "gptneox": _NEOX,
+    "olmo2": _AFTER,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}
+PREFIXES = {"bloom": "transformer.h", "falcon": "transformer.h", "gptneox": "gpt_neox.layers"}
+PAIRED = ("llama", "granite", "smollm3")  # rows of q and k are ordered for rotation over neighbours
+DERIVED = ("rope_factors_long", "rope_factors_short")  # part of the config
+
+
+def block_names(architecture: str, config: Mapping[str, Any]) -> Mapping[str, str]:
+    """A Falcon with two norms has them under other names, with attention's second."""
+    if architecture == "falcon" and config.get("num_ln_in_parallel_attn") == 2:
+        return {**_FALCON, "attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
+    return BLOCKS.get(architecture, {})
+
+
+def family_layout(
+    architecture: str, config: Mapping[str, Any], part: str, name: str, tensor: Tensor
+) -> Tensor:
+    """Undoes what the conversion did to a tensor: fused projections are in groups again, norms without their one."""
+    if part == "attn_qkv" and architecture in ("bloom", "falcon", "gptneox"):
+        return _grouped(tensor, config["num_attention_heads"], config["num_key_value_heads"])
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return tensor - 1
+    return tensor
+
+
+def _grouped(tensor: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
+    """Rows of all queries, all keys, all values become groups: the queries of a KV head, its key, its value."""
+    heads = tensor.unflatten(0, (num_heads + 2 * num_kv_heads, -1))
+    queries = heads[:num_heads].unflatten(0, (num_kv_heads, -1))
+    keys, values = heads[num_heads:].unflatten(0, (2, num_kv_heads, 1)).unbind(0)
+    return torch.cat((queries, keys, values), 1).reshape(tensor.shape)

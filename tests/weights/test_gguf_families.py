@@ -1,0 +1,174 @@
+"""A GGUF file of every decoder family, written as llama.cpp's converter does, gives the model that was converted."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from quire.layers.factory import LayerFactory
+from quire.models.loading import load
+from quire.models.registry import describe
+from quire.quant.encoded import Encoded, floats
+from quire.weights.architectures import KNOWN
+from quire.weights.gguf import ARCHITECTURES, GgufSource
+from tests.models import checkpoints
+from tests.models.checkpoints import prompts, reference_logits, save
+from tests.models.paging import run_chunked
+from tests.weights.gguf_writing import permuted, write
+
+ARCH = gguf.MODEL_ARCH
+RMS = "attention.layer_norm_rms_epsilon"
+CENTRED = "attention.layer_norm_epsilon"
+FAMILIES: dict[str, tuple[gguf.MODEL_ARCH, transformers.PreTrainedConfig]] = {
+    "phi3": (ARCH.PHI3, checkpoints.phi3(sliding_window=9)),
+    "phi3-longrope": (ARCH.PHI3, checkpoints.longrope(8, attention_factor=1.25)),
+    "phi3-partial": (
+        ARCH.PHI3,
+        checkpoints.phi3(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.75}),
+    ),
+    "granite": (ARCH.GRANITE, checkpoints.granite(tie_word_embeddings=True)),
+    "olmo2": (ARCH.OLMO2, checkpoints.olmo2()),
+    "smollm3": (ARCH.SMOLLM3, checkpoints.smollm3(num_hidden_layers=5, no_rope_layer_interval=4)),
+    "gemma": (ARCH.GEMMA, checkpoints.gemma()),
+    "gemma2": (ARCH.GEMMA2, checkpoints.gemma2(query_pre_attn_scalar=12)),
+    "gemma3": (ARCH.GEMMA3, checkpoints.gemma3(query_pre_attn_scalar=16)),
+    "starcoder2": (ARCH.STARCODER2, checkpoints.starcoder2(sliding_window=9)),
+    "starcoder2-plain": (ARCH.STARCODER2, checkpoints.starcoder2(use_bias=False, tie_word_embeddings=False)),
+    "gptneox": (ARCH.GPTNEOX, checkpoints.neox()),
+    "gptneox-one-after-another": (ARCH.GPTNEOX, checkpoints.neox(use_parallel_residual=False)),
+    "falcon-7b": (ARCH.FALCON, checkpoints.falcon()),
+    "falcon-40b": (ARCH.FALCON, checkpoints.falcon(new_decoder_architecture=True, num_kv_heads=2)),
+    "bloom": (ARCH.BLOOM, checkpoints.bloom()),
+}
+
+
+def written(folder: Path, family: str, kind: gguf.GGMLQuantizationType | None = None) -> GgufSource:
+    """The checkpoint in the folder, converted."""
+    arch, config = FAMILIES[family]
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
+            continue
+        known = name if arch is not ARCH.BLOOM else name.removeprefix("transformer.")
+        new = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        assert new is not None, name
+        tensors[new] = converted(arch, config, name, tensor)
+    tensors |= rope_factors(config)
+    name = gguf.MODEL_ARCH_NAMES[arch]
+    return GgufSource(write(folder / "m.gguf", name, keys_of(arch, config), tensors, kind))
+
+
+def converted(arch: gguf.MODEL_ARCH, config: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    heads = config.num_attention_heads
+    if arch in (ARCH.GRANITE, ARCH.SMOLLM3) and (".q_proj." in name or ".k_proj." in name):
+        return permuted(tensor, heads if ".q_proj." in name else config.num_key_value_heads)
+    if arch in (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3) and name.endswith("norm.weight"):
+        return tensor + 1
+    if "query_key_value" in name:
+        kv_heads = kv_heads_of(config)
+        groups = tensor.reshape(kv_heads, heads // kv_heads + 2, -1, *tensor.shape[1:])
+        rest = tensor.shape[1:]
+        parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
+        return torch.cat([part.reshape(-1, *rest) for part in parts])
+    return tensor
+
+
+def kv_heads_of(config: Any) -> int:
+    if config.model_type == "falcon" and not config.new_decoder_architecture:
+        return 1
+    names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+    return next(count for name in names if (count := getattr(config, name, None)))
+
+
+def rope_factors(config: Any) -> dict[str, torch.Tensor]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return {}
+    return {f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"]) for kind in ("long", "short")}
+
+
+def keys_of(arch: gguf.MODEL_ARCH, config: Any) -> dict[str, Any]:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    full = rope.get("full_attention", rope)
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+    eps = next(getattr(config, name) for name in names if hasattr(config, name))
+    inner = (
+        getattr(config, "intermediate_size", None) or getattr(config, "ffn_hidden_size", None) or 4 * hidden
+    )
+    keys = {
+        "block_count": config.num_hidden_layers,
+        "context_length": getattr(config, "max_position_embeddings", 64),
+        "embedding_length": hidden,
+        "feed_forward_length": inner,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads_of(config),
+        (RMS if hasattr(config, "rms_norm_eps") else CENTRED): eps,
+        "rope.freq_base": float(full.get("rope_theta", 10000.0)),
+        "rope.dimension_count": int(head_dim * full.get("partial_rotary_factor", 1.0)),
+    }
+    if arch in (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3):
+        keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if getattr(config, "sliding_window", None):
+        keys["attention.sliding_window"] = config.sliding_window
+    if arch is ARCH.GEMMA2:
+        keys["attn_logit_softcapping"] = config.attn_logit_softcapping
+        keys["final_logit_softcapping"] = config.final_logit_softcapping
+    if arch is ARCH.GEMMA3:
+        keys["attention.sliding_window_pattern"] = 3
+        keys["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+    if arch is ARCH.GRANITE:
+        keys |= {"attention.scale": config.attention_multiplier, "logit_scale": config.logits_scaling}
+        keys |= {"embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier}
+    if arch is ARCH.GPTNEOX:
+        keys["use_parallel_residual"] = config.use_parallel_residual
+    if full.get("rope_type") == "longrope":
+        keys["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+        keys["rope.scaling.attn_factor"] = full["attention_factor"]
+    return keys
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_converted_model_is_the_model(family: str, tmp_path: Path, empty_cache: Path) -> None:
+    model = save(tmp_path / "model", FAMILIES[family][1])
+    source = written(tmp_path / "model", family)
+    expected = load_file(tmp_path / "model" / "model.safetensors")
+    for name, tensor in source.tensors():
+        torch.testing.assert_close(floats(tensor), expected[name], rtol=0, atol=1e-6, msg=name)
+    loaded = load(source, LayerFactory.of(describe(source.config), quantization="none"))
+    texts = prompts(30, 5)
+    for found, text in zip(run_chunked(loaded, texts[:1], [7], 4), texts, strict=False):
+        torch.testing.assert_close(found, reference_logits(model, text), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["granite", "gptneox", "falcon-40b", "phi3"])
+def test_blocks_of_a_reordered_matrix_keep_their_rows(
+    family: str, tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are reordered as bytes: the same floats as when the checkpoint is encoded row by row."""
+    arch, config = FAMILIES[family]
+    config = copy.deepcopy(config)
+    config.hidden_size, config.num_attention_heads = 64, 4
+    setattr(config, "ffn_hidden_size" if arch is ARCH.FALCON else "intermediate_size", 96)
+    monkeypatch.setitem(FAMILIES, family, (arch, config))
+    save(tmp_path / "model", config)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    source = written(tmp_path / "model", family, kind)
+    expected = load_file(tmp_path / "model" / "model.safetensors")
+    for name, tensor in source.tensors():
+        right = expected[name]
+        if right.dim() == 2:
+            assert isinstance(tensor, Encoded)
+            right = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(right.numpy(), kind), kind))
+        assert torch.equal(floats(tensor).float(), right), name
+
+
+def test_the_table_of_architectures_names_what_is_read_from_gguf() -> None:
+    assert {known.gguf for known in KNOWN.values() if known.gguf} == ARCHITECTURES

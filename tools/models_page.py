@@ -1,0 +1,72 @@
+"""Writes docs/models.md from the table of architectures.
+
+Usage: PYTHONPATH=src python tools/models_page.py.
+"""
+
+from pathlib import Path
+
+from quire.weights.architectures import KNOWN, TEXT_PARTS, Architecture
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+HEAD = """# Models
+
+<!-- Written by tools/models_page.py from src/quire/weights/architectures.py: change these, then run it. -->
+
+A model is served by the name in `architectures` of its config.json, from a folder or hub id with safetensors or from
+a `.gguf` file. `quire models --known` prints the tables of this page, `--json` for programs.
+"""
+NOTES = """
+## What to know
+
+- **Adapters**: every decoder takes LoRA at each of its matrices, embeddings and output head included.
+- **Number formats**: every architecture takes each format that its device has, see [Quantization](quantization.md).
+- **Windows**: attention of layers with a sliding window reads the window alone. Their KV blocks are kept until the
+  sequence ends: they are not yet freed behind the window.
+- **longrope** (Phi-3 and Phi-4-mini with long contexts) has one set of frequencies for short and one for long
+  sequences. Keys are rotated once, so the set is chosen at start, as llama.cpp and vLLM do: the short one if
+  `--max-model-len` is at most `original_max_position_embeddings`, otherwise the long one.
+- **Soft caps and ALiBi** (Gemma 2, BLOOM, Falcon-RW) are computed by the kernels over pages on CPU and GPU; long
+  prompts of these models do not take cuDNN's faster attention. Token trees (`tree_width` above 1) of models with
+  ALiBi need a CPU.
+- **GGUF** of Falcon has no ALiBi, and that of GPT-NeoX no other base of its rotation than 10,000: llama.cpp's
+  converter leaves both out.
+- An architecture that is not listed is refused by name, with the nearest one that is; Llama 3.2 Vision is among them,
+  since its text layers read images through cross-attention. A tensor that has no place in the model that config.json
+  describes, has another shape than it asks for, or is missing, is named.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    decoders = {name: known for name, known in KNOWN.items() if known.task == "generate"}
+    encoders = [f"`{name}`" for name, known in KNOWN.items() if known.task == "embed"]
+    rows = "\n".join(_row(name, known) for name, known in decoders.items())
+    texts = "\n".join(f"| `{name}` | `{text}` |" for name, (_, text) in TEXT_PARTS.items())
+    return f"""{HEAD}
+## Decoders
+
+| architecture | models | GGUF | sliding windows |
+| --- | --- | --- | --- |
+{rows}
+
+## Text parts
+
+Of a model that also reads images, the text part is served alone; its other tensors are left out.
+
+| checkpoint | served as |
+| --- | --- |
+{texts}
+
+## Encoders
+
+For `/v1/embeddings` and `quire.Embedder`: {", ".join(encoders)}.
+{NOTES}"""
+
+
+def _row(name: str, known: Architecture) -> str:
+    gguf = f"`{known.gguf}`" if known.gguf else "no"
+    return f"| `{name}` | {known.models} | {gguf} | {'yes' if known.windows else 'no'} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
