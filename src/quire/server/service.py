@@ -2,6 +2,8 @@
 
 import asyncio
 import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 
@@ -22,6 +24,9 @@ from quire.server.settings import ServerSettings
 from quire.server.stored import ObjectStore
 from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt
+
+if TYPE_CHECKING:
+    from quire.link.relayed import RelayedEngine
 
 PROMPT_FIELDS = {
     "/v1/completions": "prompt",
@@ -51,10 +56,14 @@ class Service:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, settings: ServerSettings, on_progress: OnProgress | None = None
+        cls,
+        config: EngineConfig,
+        settings: ServerSettings,
+        on_progress: OnProgress | None = None,
+        relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
     ) -> "Service":
-        """The service of the model that `config` names, for its task."""
-        return cls(ServedModels.of(config, settings, on_progress), settings)
+        """The service of the model that `config` names, for its task; `relay` as in EngineClient."""
+        return cls(ServedModels.of(config, settings, on_progress, relay), settings)
 
     async def start(self) -> None:
         """Returns when all engines can serve; raises why one cannot."""

@@ -173,8 +173,8 @@ def run_case(server: Server, case: str, options: argparse.Namespace, folder: Pat
     record = json.loads(result.read_text())
     measured = record["results"]["rounds"][0]
     cpu = {name: round(after[name] - before[name], 2) for name in before}
-    result = {"start_s": round(server.start_seconds, 1), "cpu_seconds": cpu, **measured}
-    return result | {"refusal_ms": refusals} if refusals else result
+    refused = {"refusal_ms": refusals} if refusals else {}
+    return {"start_s": round(server.start_seconds, 1), "cpu_seconds": cpu, **measured, **refused}
 
 
 def _refusals(url: str, load: "subprocess.Popen[str]") -> list[float]:
