@@ -13,6 +13,7 @@ source tree to compare with (its `src`). The model is random weights in the shap
 import argparse
 import csv
 import http.client
+import itertools
 import json
 import os
 import shlex
@@ -41,17 +42,19 @@ WITHOUT_CACHE = "--no-enable-prefix-caching"
 def main() -> None:
     options = _options()
     trees = dict(named.split("=", 1) for named in options.tree) | {"this": str(Path(__file__).parents[2])}
+    variants = dict(named.split("=", 1) for named in options.variant) or {"": ""}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = options.model
         if model is None:
             model = str(write_model(Path(folder, "model"), options.shape, options.tokenizer))
         for repeat in range(options.repeats):
-            for name, source in trees.items():
-                with serving(model, source, options.flags) as server:
+            for (name, source), (variant, flags) in itertools.product(trees.items(), variants.items()):
+                with serving(model, source, f"{options.flags} {flags}") as server:
                     for case in options.cases.split(","):
                         result = run_case(server, case, options, Path(folder))
-                        rows.append({"tree": name, "repeat": repeat, "case": case, **result})
+                        named = {"tree": name} | ({"variant": variant} if variant else {})
+                        rows.append({**named, "repeat": repeat, "case": case, **result})
                         print(_line(rows[-1]), flush=True)
                         if options.output:
                             _write(options, rows)
@@ -74,6 +77,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=400, help="of a rate's case")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between long prompts of streamsN")
     parser.add_argument("--flags", default="", help="further flags of quire serve")
+    parser.add_argument(
+        "--variant", action="append", default=[], help="NAME=FLAGS to compare with each other"
+    )
     parser.add_argument("--output", help="JSON file")
     return parser.parse_args()
 
@@ -224,7 +230,8 @@ def _line(row: dict[str, Any]) -> str:
         else ""
     )
     return (
-        f"{row['tree']:8} {row['case']:>9}: TTFT p50/p99 {at('ttft_ms', 'p50')}/{at('ttft_ms', 'p99')} ms, "
+        f"{row['tree']:8} {row.get('variant', '')} {row['case']:>9}: "
+        f"TTFT p50/p99 {at('ttft_ms', 'p50')}/{at('ttft_ms', 'p99')} ms, "
         f"TPOT p50 {at('tpot_ms', 'p50')} ms, ITL p50/p99/max {at('itl_ms', 'p50')}/{at('itl_ms', 'p99')}/"
         f"{at('itl_ms', 'max')} ms, {row.get('output_tokens_per_second', 0):,.0f} tok/s, CPU {row['cpu_seconds']}"
         + seen
