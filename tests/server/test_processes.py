@@ -1,16 +1,22 @@
 """Several HTTP processes with one engine: what one of them does, all of them know; what ends is replaced or drained."""
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from quire.core.errors import ConfigError
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError, QuireError
+from quire.server import processes
 from quire.server.settings import ServerSettings
 from tests.server.running import ADMIN_KEY, MODEL, PATIENCE, RunningServer
 from tests.server.test_adapters import write_adapter
@@ -134,6 +140,22 @@ def test_a_server_without_its_first_process_ends(start_server) -> None:
     pids = http_pids(server)
     server.process.kill()
     wait_for(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids))
+
+
+def test_a_process_that_always_ends_ends_the_server(monkeypatch) -> None:
+    """With one clear line instead of an endless series of starts."""
+    monkeypatch.setattr(processes, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "sys", SimpleNamespace(executable="/bin/false"))
+
+    async def serve() -> None:
+        with socket.socket() as listener:
+            settings = ServerSettings(api_server_count=2, max_stored_responses=0, embeddings=False)
+            kept = processes.HttpProcesses(settings, EngineConfig(), [listener], None)
+            monkeypatch.setattr(kept._relay, "start", partial(asyncio.sleep, 60))
+            await kept.serve()
+
+    with pytest.raises(QuireError, match=r"HTTP process 0 ended 5 times in a row \(code 1\)"):
+        asyncio.run(serve())
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,7 @@ class HttpProcesses:
             await self._relay.close()
 
     async def _keep_all(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for index in range(len(self._listeners)):
-                group.create_task(self._keep(index))
+        await asyncio.gather(*(self._keep(index) for index in range(len(self._listeners))))
 
     async def _keep(self, index: int) -> None:
         num_failures = 0
