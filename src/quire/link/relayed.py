@@ -12,40 +12,40 @@ import zmq.asyncio
 
 from quire.core.errors import EngineDead
 from quire.link.channel import prepare
-from quire.link.messages import Done, Message, Ready, Refused, ToEngine, Updates, encode
+from quire.link.messages import Done, LinkMessage, Ready, Refused, ToEngine, Updates, encode
 
 if TYPE_CHECKING:
     from quire.link.client import EngineClient
 
 
-class Hello(Message, frozen=True):
+class Hello(LinkMessage, frozen=True):
     """The first message of a process."""
 
 
-class Serving(Message, frozen=True):
+class Serving(LinkMessage, frozen=True):
     """The process can answer requests."""
 
 
-class Closed(Message, frozen=True):
+class Closed(LinkMessage, frozen=True):
     """No more updates of this request are wanted."""
 
     request_id: str
 
 
-class Counts(Message, frozen=True):
+class Counts(LinkMessage, frozen=True):
     """A process's metrics, see server/metrics.py. The relay passes them to the other processes and keeps the last."""
 
     process: str
     data: bytes
 
 
-class Down(Message, frozen=True):
+class Down(LinkMessage, frozen=True):
     """The engine ended, and why."""
 
     message: str
 
 
-class EngineState(Message, frozen=True):
+class EngineState(LinkMessage, frozen=True):
     """As the supervisor has it."""
 
     status: str
@@ -53,7 +53,7 @@ class EngineState(Message, frozen=True):
     num_failures: int
 
 
-class AdapterChanged(Message, frozen=True):
+class AdapterChanged(LinkMessage, frozen=True):
     """An operator loaded an adapter through any of the processes, or unloaded it (no path)."""
 
     name: str
