@@ -69,6 +69,7 @@ def create_app(service: Service) -> FastAPI:
         metrics=service.metrics,
         traces=service.traces,
         max_body_bytes=settings.max_body_bytes,
+        text_limit=service.text_limit,
         log_requests=settings.log_requests,
         keep_alive=settings.sse_keep_alive,
         root_path=settings.root_path,

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from quire.core.config import EngineConfig, ModelOptions, Task
 from quire.core.errors import InvalidRequest, QuireError
@@ -21,6 +22,9 @@ from quire.server.prompts import PromptMaker
 from quire.server.settings import ServerSettings
 from quire.weights.architectures import task_of
 from quire.weights.builtin import BUILTIN_ENCODER_NAME, BUILTIN_ENCODER_NAMES, is_builtin_encoder
+
+if TYPE_CHECKING:
+    from quire.link.relayed import RelayedEngine
 
 log = get_logger(__name__)
 OnProgress = Callable[[str, int, int], None]
@@ -50,12 +54,19 @@ class ServedModel:
         settings: ServerSettings,
         names: tuple[str, ...] = (),
         on_progress: OnProgress | None = None,
+        relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
     ) -> "ServedModel":
-        bounds = QueueBounds(settings.max_queue_requests, settings.max_queue_tokens)
-        what = "engine" if task == "generate" else "embedding engine"
-        return cls(
-            task, EngineClient(config, bounds, on_progress, settings.engine_timeout, what), settings, names
+        """`relay` as in EngineClient. Each of several HTTP processes has its share of the queue."""
+        count = settings.api_server_count
+        bounds = QueueBounds(
+            *(
+                None if most is None else -(-most // count)
+                for most in (settings.max_queue_requests, settings.max_queue_tokens)
+            )
         )
+        what = "engine" if task == "generate" else "embedding engine"
+        client = EngineClient(config, bounds, on_progress, settings.engine_timeout, what, relay)
+        return cls(task, client, settings, names)
 
     @property
     def is_started(self) -> bool:
@@ -127,13 +138,17 @@ class ServedModels:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, settings: ServerSettings, on_progress: OnProgress | None = None
+        cls,
+        config: EngineConfig,
+        settings: ServerSettings,
+        on_progress: OnProgress | None = None,
+        relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
     ) -> "ServedModels":
         """With the model that `config` names as the main one."""
         task, names = task_of(config.model.model, config.model.revision), settings.served_names
         if task == "embed":
             names = names or _known_as(config.model.model or BUILTIN_ENCODER_NAME)
-        return cls(settings, ServedModel.of(config, task, settings, names, on_progress), config)
+        return cls(settings, ServedModel.of(config, task, settings, names, on_progress, relay), config)
 
     @property
     def encoders(self) -> list[ServedModel]:
@@ -153,7 +168,9 @@ class ServedModels:
         """The encoder that a request names; if it names none, the first that `path` takes, a classifier if there is
         one."""
         if not self._settings.embeddings and self.main.task != "embed":
-            raise ApiError(403, "embeddings are off: start the server without --no-embeddings")
+            raise ApiError(
+                403, "embeddings are off: start the server without --no-embeddings and --api-server-count"
+            )
         starting = [model for model in self.encoders if not model.is_started and model not in self._lazy]
         fitting = [model for model in self.encoders if model.serves(path)] or starting
         if name is None and fitting:

@@ -2,6 +2,8 @@
 
 import asyncio
 import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 
@@ -13,6 +15,7 @@ from quire.core.stats import VectorFormat
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.server.access import RequestContext, context_of
+from quire.server.connection import TextLimit
 from quire.server.errors import ApiError, Unavailable, as_api_error, context_exceeded
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
@@ -23,6 +26,15 @@ from quire.server.stored import ObjectStore
 from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt
 
+if TYPE_CHECKING:
+    from quire.link.relayed import RelayedEngine
+
+PROMPT_FIELDS = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+}
 SICK_AFTER = (
     5  # engines that failed in a row; then /health says 503, so that an orchestrator replaces the server
 )
@@ -45,10 +57,14 @@ class Service:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, settings: ServerSettings, on_progress: OnProgress | None = None
+        cls,
+        config: EngineConfig,
+        settings: ServerSettings,
+        on_progress: OnProgress | None = None,
+        relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
     ) -> "Service":
-        """The service of the model that `config` names, for its task."""
-        return cls(ServedModels.of(config, settings, on_progress), settings)
+        """The service of the model that `config` names, for its task; `relay` as in EngineClient."""
+        return cls(ServedModels.of(config, settings, on_progress, relay), settings)
 
     async def start(self) -> None:
         """Returns when all engines can serve; raises why one cannot."""
@@ -163,6 +179,16 @@ class Service:
         return "shutting down" if self.draining else self.main.status
 
     # ------------------------------------------------------------------ generating
+
+    def text_limit(self, path: str) -> TextLimit | None:
+        """For a body that is sent to this path; None where there is no limit, or not yet."""
+        main, param = self.models.main, PROMPT_FIELDS.get(path)
+        longest = main.prompts.longest_prompt if param is not None and main.is_started else None
+        if param is None or longest is None or main.task != "generate":
+            return None
+        max_characters, num_tokens = longest
+        error = context_exceeded(num_tokens, None, main.ready.max_model_len, param)
+        return TextLimit(max_characters, error.renamed({"prompt": param}))
 
     def check_room(
         self,

@@ -131,6 +131,12 @@ class Tokenizer:
                 break
         return fewest
 
+    @property
+    def max_piece(self) -> int | None:
+        """Characters of a text that one token stands for at most; None where nothing is certain."""
+        bound = self._piece_bound
+        return None if bound is None else bound.longest
+
     @cached_property
     def _piece_bound(self) -> "_PieceBound | None":
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
