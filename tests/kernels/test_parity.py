@@ -429,10 +429,9 @@ def test_routers_choose_alike(kernel: Kernel, experts: int, top_k: int, renormal
 
 
 @_parametrize("moe")
-@pytest.mark.parametrize(
-    "tokens", [0, 1, 3, 40, 150, 220]
-)  # up to 4 by a GEMV, then one of each size of tiles
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(  # up to 4 tokens by a GEMV, then one case for each size of tiles
+    ("tokens", "shared"), [(0, False), (1, True), (3, False), (40, True), (150, False), (220, True)]
+)
 def test_experts_agree_with_every_expert_run_on_every_token(
     kernel: Kernel, tokens: int, shared: bool
 ) -> None:
