@@ -466,8 +466,9 @@ def test_routers_choose_alike(kernel: Kernel, experts: int, top_k: int, renormal
 
 
 @_parametrize("moe")
-@pytest.mark.parametrize("tokens", [0, 1, 3, 40, 150])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(  # up to 4 tokens by a GEMV, then one case for each size of tiles
+    ("tokens", "shared"), [(0, False), (1, True), (3, False), (40, True), (150, False), (220, True)]
+)
 def test_experts_agree_with_every_expert_run_on_every_token(
     kernel: Kernel, tokens: int, shared: bool
 ) -> None:
@@ -490,6 +491,18 @@ def test_experts_agree_with_every_expert_run_on_every_token(
         for invariant in (False, True):
             actual = module.experts(x, gate_up, down, routing, residual.clone(), beside, invariant)
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@_parametrize("moe")
+def test_invariant_experts_give_a_token_the_same_bits_in_any_batch(kernel: Kernel) -> None:
+    fast, reference = kernel
+    x, gate_up, down = torch.randn(70, 72), torch.randn(6, 80, 72) * 0.1, torch.randn(6, 72, 40) * 0.1
+    logits = torch.randn(70, 6)
+    whole = fast.experts(x, gate_up, down, reference.choose(logits, 6, 2, True), x.clone(), invariant=True)
+    for first, last in ((0, 1), (3, 9), (20, 60), (69, 70)):
+        routing = reference.choose(logits[first:last], 6, 2, True)
+        some = fast.experts(x[first:last], gate_up, down, routing, x[first:last].clone(), invariant=True)
+        assert torch.equal(some, whole[first:last])
 
 
 @_parametrize("fp8_rows")
