@@ -161,9 +161,11 @@ def check_settling(module: ModuleType, block_size: int, position_bytes: int) -> 
     planes, length, counts, bases = 6, 96, [1, 7, 40, 64], [0, 5, 17, 30]
     num_blocks = length // block_size
     tables = torch.randperm(len(counts) * num_blocks).view(len(counts), num_blocks).int()
-    pool = torch.randint(0, 255, (len(counts) * num_blocks, planes * block_size * position_bytes)).to(
-        torch.uint8
-    )
+    scale_planes, scales_offset = 2 * planes, planes * block_size * position_bytes
+    shape = (len(counts) * num_blocks, scales_offset + scale_planes * block_size * 2)
+    pool = torch.randint(0, 255, shape).to(torch.uint8)
+    values = pool[:, :scales_offset].unflatten(1, (planes, block_size, position_bytes))
+    scales = pool[:, scales_offset:].unflatten(1, (scale_planes, block_size, 2))
     row_tokens = torch.full((len(counts), length), -5, dtype=torch.int32)
     trees, nodes, chosen = [], torch.full((len(counts), 2, 64), -2, dtype=torch.int32), []
     for row, (count, base) in enumerate(zip(counts, bases, strict=True)):
@@ -174,12 +176,11 @@ def check_settling(module: ModuleType, block_size: int, position_bytes: int) -> 
         for at in range(-1, count):  # mostly some child of the node's
             children = [tokens[n] for n in range(count) if parents[n] == at]
             chosen.append(chooser.choice(children) if children and chooser.random() < 0.9 else 7)
-    before = pool.clone().view(-1, planes, block_size, position_bytes)
+    before = [values.clone(), scales.clone()]
     module.settle(
-        torch.tensor(chosen), torch.tensor(trees, dtype=torch.int32), nodes, row_tokens, tables, pool, block_size,
-        planes,
+        torch.tensor(chosen), torch.tensor(trees, dtype=torch.int32), nodes, row_tokens, tables,
+        [values, scales],
     )  # fmt: skip
-    after = pool.view_as(before)
     moved = 0
     for (row, base, first, count), lines in zip(trees, nodes.tolist(), strict=True):
         path = accepted_nodes(lines[0][:count], lines[1][:count], chosen[first : first + 1 + count])
@@ -188,11 +189,12 @@ def check_settling(module: ModuleType, block_size: int, position_bytes: int) -> 
         for depth, node in enumerate(path):
             moved += depth != node
             source, target = base + node, base + depth
-            there = after[tables[row, target // block_size].long(), :, target % block_size]
-            assert torch.equal(
-                there, before[tables[row, source // block_size].long(), :, source % block_size]
-            )
+            for after, whole in zip((values, scales), before, strict=True):
+                there = after[tables[row, target // block_size].long(), :, target % block_size]
+                was = whole[tables[row, source // block_size].long(), :, source % block_size]
+                assert torch.equal(there, was)
         for place in range(base):
-            block = tables[row, place // block_size].long()
-            assert torch.equal(after[block, :, place % block_size], before[block, :, place % block_size])
+            at = (tables[row, place // block_size].long(), slice(None), place % block_size)
+            assert torch.equal(values[at], before[0][at])
+            assert torch.equal(scales[at], before[1][at])
     assert moved

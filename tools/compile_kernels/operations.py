@@ -106,7 +106,7 @@ def _trees(recorder: Recorder) -> None:
         for most in (4, TOKENS_OF_TREES, MAX_NODES - 1):
             kernel.settle(
                 _longs(3 * most), ints(3, 4), ints(3, 2, most), ints(MAX_ROWS, MAX_CONTEXT), tables,
-                pool.data, layout.block_size, 2 * layout.num_layers,
+                pool.slots(),
             )  # fmt: skip
 
 
