@@ -83,7 +83,7 @@ class Scored:
         blocks = -(-count // BLOCK_SIZE)
         precision = replace(self.plan.precision, kv_dtype=kv_dtype)
         pool = Pool(block_layout(BLOCK_SIZE, self.model.config, precision), blocks + 1, device)
-        integers = {"dtype": torch.int32, "device": device}
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         batch = Batch(
             token_ids=torch.tensor(token_ids, **integers),
             positions=torch.arange(count, **integers),
