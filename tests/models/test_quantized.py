@@ -75,21 +75,32 @@ def test_a_quantized_checkpoint_can_be_served_in_another_format(
     assert error(logits_of(loaded(DATA / "awq", quantization), tokens), right) < tolerance
 
 
-def test_bits_are_reported_by_groups_of_layers(tmp_path: Path, empty_cache: Path) -> None:
-    groups = {group.scheme: group for group in weight_groups(loaded(DATA / "awq").parameters())}
-    assert groups["int4-g64z"].layers == ("qkv", "output", "gate_up", "down")
-    assert groups["int4-g64z"].bits == pytest.approx(4.375)
-    assert groups["float32"].layers == ("embedding", "head")
-    save(tmp_path, llama(hidden_size=192, intermediate_size=128))
+def test_bits_are_reported_by_parts_of_the_model(tmp_path: Path, empty_cache: Path) -> None:
+    model = loaded(DATA / "awq")
+    groups = {group.part: group for group in weight_groups(model)}
+    assert list(groups) == ["attention", "MLP", "embedding", "head", "norms and biases"]
+    assert groups["attention"].layers == ("qkv", "output")
+    assert groups["MLP"].layers == ("gate_up", "down")
+    assert groups["MLP"].scheme == "int4-g64z"
+    assert groups["MLP"].bits == pytest.approx(4.375)
+    assert [part for part, group in groups.items() if group.is_precise] == [
+        "embedding",
+        "head",
+        "norms and biases",
+    ]
+    kept = sum(tensor.nbytes for tensor in model.parameters().values())
+    assert sum(group.num_bytes for group in groups.values()) == kept
+    save(tmp_path, llama(hidden_size=192, intermediate_size=128, tie_word_embeddings=True))
     for _ in range(2):  # quantized, then mapped
-        (first, _) = weight_groups(loaded(tmp_path, "nf4").parameters())
+        first, _, table, _ = weight_groups(loaded(tmp_path, "nf4"))
         assert first.scheme == "nf4-b64n"
         assert 4.127 < first.bits < 4.25
+        assert table.part == "embedding, head"
     source = FolderSource(tmp_path)
     sized = weight_shape(
         describe(source.config), LayerFactory.of(describe(source.config), quantization="nf4").number_format
     )
-    assert sized.groups == weight_groups(loaded(tmp_path, "nf4").parameters())
+    assert sized.groups == weight_groups(loaded(tmp_path, "nf4"))
 
 
 def altered(tmp_path: Path, name: str, **config: Any) -> Path:

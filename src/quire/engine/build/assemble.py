@@ -168,7 +168,7 @@ def _report(
         where=running_on(plan.precision, plan.num_threads),
         precision=plan.precision,
         start=StartStats(plan.num_threads, weights_bytes, seconds),
-        groups=weight_groups(models.model.parameters()),
+        groups=weight_groups(models.model),
         limits=parts.limits,
         pool=pool.size,
         device_memory=pool.device_memory,
