@@ -111,6 +111,7 @@ def test_list_names_every_experiment(capsys):
     out = capsys.readouterr().out
     for name in (
         "numbers",
+        "precision",
         "kvcache",
         "roofline",
         "waste",
