@@ -97,10 +97,10 @@ def weight_groups(model: Loadable) -> tuple[WeightGroup, ...]:
             names[_BLOCK.sub("", layer)] = None
             totals[0] += num_weights
             totals[1] += num_bytes
-    found = [WeightGroup(*key, tuple(names), *totals) for key, (names, totals) in groups.items()]
+    unsorted = [WeightGroup(*key, tuple(names), *totals) for key, (names, totals) in groups.items()]
     order = [*dict.fromkeys(PARTS.values()), f"{EMBEDDING}, {HEAD}", VECTORS]
     return tuple(
-        sorted(found, key=lambda group: order.index(group.part) if group.part in order else len(order))
+        sorted(unsorted, key=lambda group: order.index(group.part) if group.part in order else len(order))
     )
 
 

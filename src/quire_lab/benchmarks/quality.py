@@ -38,8 +38,8 @@ from quire_lab.measure.quality import (
     KeptLogits,
     Quality,
     compare,
+    each_logits,
     kv_dtype_of,
-    logits_of,
     texts,
     total,
 )
@@ -98,14 +98,14 @@ def measure(
         kept.keep(index, logits)
     model = describe(source.config)
     rows = []
-    for name in ("none", *(one for one in options.formats if one != "none")):
-        found = (
+    for name in ("none", *(name for name in options.formats if name != "none")):
+        logits = (
             logits_in(source, name, sequences)
             if name != "none"
             else map(kept.__getitem__, range(len(sequences)))
         )
         num_bytes = weight_shape(model, format_named(name), source.encodings).num_bytes
-        rows.append(row(name, kept, found, sequences) | {"weights_bytes": num_bytes})
+        rows.append(row(name, kept, logits, sequences) | {"weights_bytes": num_bytes})
         print(as_table(rows[-1:]), flush=True)
     if options.no_peer:
         return rows, None
@@ -123,16 +123,15 @@ def logits_in(source: Source, name: str, sequences: Sequence[Sequence[int]]) -> 
     native.set_num_threads(threads)
     torch.set_num_threads(1 if number_format.native else threads)
     model = load(source, LayerFactory(number_format, "cpu", max_position=MAX_TOKENS))
-    for token_ids in sequences:
-        yield logits_of(model, [token_ids], kv_dtype_of(number_format))[0]
+    yield from each_logits(model, sequences, kv_dtype_of(number_format))
     torch.set_num_threads(threads)
 
 
 def row(
-    name: str, kept: KeptLogits, found: Iterator[Tensor], sequences: Sequence[Sequence[int]]
+    name: str, kept: KeptLogits, by_text: Iterator[Tensor], sequences: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     parts: list[Quality] = []
-    for index, (token_ids, logits) in enumerate(zip(sequences, found, strict=True)):
+    for index, (token_ids, logits) in enumerate(zip(sequences, by_text, strict=True)):
         parts.append(compare(kept[index], logits, token_ids))
         if sys.stderr.isatty():
             print(f"\r{name}: {index + 1} of {len(sequences)}", end="", file=sys.stderr, flush=True)

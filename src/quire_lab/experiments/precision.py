@@ -24,14 +24,14 @@ from quire_lab.measure.quality import (
     MAX_TOKENS,
     KeptLogits,
     Quality,
-    compare,
+    each_logits,
     kv_dtype_of,
-    logits_of,
+    quality_of,
     texts,
     total,
 )
 from quire_lab.report.experiment import Experiment, Finding, Setup, Table
-from quire_lab.report.figure import GREY, Picture, bar_style, error_bars, look, plain_log
+from quire_lab.report.figure import Picture, bar_style, error_bars, look, plain_log
 from quire_lab.report.interval import CONFIDENCE_WORDS, Interval, Ratio
 
 REFERENCE = "none"
@@ -39,7 +39,7 @@ CONTEXT = 16  # tokens before the decode steps that are timed
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class FormatSpeed:
     """Tokens a second."""
 
     decode: float
@@ -97,18 +97,15 @@ class _Reference:
         self.bench, self.model = bench, model
         self.kept = KeptLogits(folder)
         self.sequences, self.origin = _sequences(setup, bench)
-        self.speeds: list[Speed] = []  # of all rounds
+        self.speeds: list[FormatSpeed] = []  # of all rounds
 
     def quality(self, model: DecoderModel, kv_dtype: str) -> Quality:
-        return total(
-            compare(self.kept[i], logits_of(model, [token_ids], kv_dtype)[0], token_ids)
-            for i, token_ids in enumerate(self.sequences)
-        )
+        return total(quality_of(self.kept, each_logits(model, self.sequences, kv_dtype), self.sequences))
 
 
 def run(setup: Setup) -> Finding:
     names = _names(setup)
-    settings = {"device": "cpu", "enable_prefix_caching": False, "steps_in_flight": 0, "quantization": "auto"}
+    settings = {"device": "cpu", "enable_prefix_caching": False, "steps_in_flight": 0, "quantization": "none"}
     with (
         tempfile.TemporaryDirectory() as folder,
         opened_in(setup, format_named(REFERENCE), **settings) as (bench, model),
@@ -117,8 +114,8 @@ def run(setup: Setup) -> Finding:
         warm_up(bench)
         reference = _Reference(setup, bench, model, Path(folder))
         bar.note(f"{REFERENCE}: logits of {len(reference.sequences)} texts")
-        for index, token_ids in enumerate(reference.sequences):
-            reference.kept.keep(index, logits_of(model, [token_ids], "float32")[0])
+        for index, logits in enumerate(each_logits(model, reference.sequences, "float32")):
+            reference.kept.keep(index, logits)
         bar()
         measured: list[Measured] = []
         for name in names:
@@ -158,7 +155,9 @@ def _sequences(setup: Setup, bench: Bench) -> tuple[list[list[int]], str]:
     most = min(MAX_TOKENS, bench.built.report.limits.max_model_len)
     if bench.tokenizer is None:
         requests = bench.requests([Lengths(min(64, most), 1)] * count)
-        return [one.prompt_token_ids for one in requests], "random tokens (the model has no tokenizer)"
+        return [
+            request.prompt_token_ids for request in requests
+        ], "random tokens (the model has no tokenizer)"
     chosen, origin = texts(setup.data, count)
     return [bench.tokenizer.encode(text, add_special_tokens=False)[:most] for text in chosen], origin
 
@@ -170,7 +169,10 @@ def _measure(
     set_threads(None, precision)
     quality = reference.quality(model, kv_dtype_of(precision.format))
     error = relative_error(decoded_matrices(reference.model), decoded_matrices(model))
-    variants = {one: partial(_speed, setup, of) for one, of in ((REFERENCE, reference.bench), (name, bench))}
+    variants = {
+        REFERENCE: partial(_speed, setup, reference.bench),
+        name: partial(_speed, setup, bench),
+    }
     rounds = interleave(setup, variants, decode, f"{name} beside {REFERENCE}", share=1 / num_formats)
     reference.speeds.extend(rounds.runs[REFERENCE])
     return Measured(
@@ -185,11 +187,11 @@ def _measure(
     )
 
 
-def decode(speed: Speed) -> float:
+def decode(speed: FormatSpeed) -> float:
     return speed.decode
 
 
-def prefill(speed: Speed) -> float:
+def prefill(speed: FormatSpeed) -> float:
     return speed.prefill
 
 
@@ -201,34 +203,34 @@ def _of_reference(setup: Setup, reference: _Reference) -> Measured:
         0.0,
         reference.quality(reference.model, "float32"),
         weight_groups(reference.model),
-        Interval.of([one.decode for one in speeds]),
-        Interval.of([one.prefill for one in speeds]),
+        Interval.of([speed.decode for speed in speeds]),
+        Interval.of([speed.prefill for speed in speeds]),
         None,
         None,
     )
 
 
-def _speed(setup: Setup, bench: Bench) -> Speed:
+def _speed(setup: Setup, bench: Bench) -> FormatSpeed:
     """One sequence: a prompt, then decode steps."""
     report = bench.built.report
     set_threads(None, report.precision)
     num_tokens = max(1, min(setup.pick(16, 64, 128), report.limits.max_model_len // 2))
     steps = step_seconds(bench, 1, CONTEXT, setup.pick(2, 4, 8))
     seconds = bench.serve(bench.requests([Lengths(num_tokens, 1)])).seconds
-    return Speed(1 / statistics.median(steps), num_tokens / seconds)
+    return FormatSpeed(1 / statistics.median(steps), num_tokens / seconds)
 
 
 def _finding(
     setup: Setup, measured: list[Measured], claims: Claims, reference: _Reference, words: str, source: Source
 ) -> Finding:
-    best = min(measured[1:], key=lambda one: one.quality.mean_kl, default=measured[0])
-    least = min(measured, key=lambda one: one.num_bytes)
+    best = min(measured[1:], key=lambda row: row.quality.mean_kl, default=measured[0])
+    least = min(measured, key=lambda row: row.num_bytes)
     take_away = (
         f"Nearest to {REFERENCE}: {best.name}, mean KL {best.quality.mean_kl:.4f}, "
         f"{100 * best.quality.same_share:.1f} % equal greedy tokens. Smallest: {least.name}, "
         f"{in_bytes(least.num_bytes)} against {in_bytes(measured[0].num_bytes)}."
     )
-    encoded = sorted({str(one.scheme) for one in source.encodings.values()})
+    schemes = sorted({str(encoded.scheme) for encoded in source.encodings.values()})
     notes = [
         words.replace("float32", "every format"),
         f"quality: {reference.origin}, {sum(map(len, reference.sequences)):,} tokens; KL divergence in nats from "
@@ -238,9 +240,9 @@ def _finding(
         "question mark where the ratio is not resolved on this machine",
         *claims.notes,
     ]
-    if encoded:
+    if schemes:
         notes.append(
-            f"the checkpoint is quantized already ({', '.join(encoded)}): {REFERENCE} is its decoded form, and what "
+            f"the checkpoint is quantized already ({', '.join(schemes)}): {REFERENCE} is its decoded form, and what "
             "other formats lose is lost in addition"
         )
     picture = Picture(
@@ -251,13 +253,13 @@ def _finding(
         height=8.0,
     )
     results = {
-        "formats": {one.name: one.record() for one in measured},
+        "formats": {row.name: row.record() for row in measured},
         "claims": claims.record(),
     }
     settings = {
         "seed": setup.seed,
         "contexts": len(reference.sequences),
-        "formats": [one.name for one in measured],
+        "formats": [row.name for row in measured],
         "model": words,
     }
     tables = [_quality_table(measured), _memory_table(measured), *claims.tables()]
@@ -268,14 +270,14 @@ def _quality_table(measured: Sequence[Measured]) -> Table:
     head = ["format", "weight error", "perplexity", "mean KL", "largest KL", "equal greedy tokens"]
     rows = [
         [
-            one.name,
-            f"{one.weight_error:.4f}",
-            f"{one.quality.perplexity:.3f}",
-            f"{one.quality.mean_kl:.5f}",
-            f"{one.quality.largest_kl:.3f}",
-            f"{100 * one.quality.same_share:.1f} %",
+            row.name,
+            f"{row.weight_error:.4f}",
+            f"{row.quality.perplexity:.3f}",
+            f"{row.quality.mean_kl:.5f}",
+            f"{row.quality.largest_kl:.3f}",
+            f"{100 * row.quality.same_share:.1f} %",
         ]
-        for one in measured
+        for row in measured
     ]
     return Table("Quality", head, rows)
 
@@ -293,38 +295,38 @@ def _memory_table(measured: Sequence[Measured]) -> Table:
     ]
     rows = [
         [
-            one.name,
-            one.precise,
-            f"{one.linear_bits:.3f}",
-            in_bytes(one.num_bytes),
-            one.decode.text(1),
-            one.decode_ratio.text() if one.decode_ratio else "–",
-            one.prefill.text(0),
-            one.prefill_ratio.text() if one.prefill_ratio else "–",
+            row.name,
+            row.precise,
+            f"{row.linear_bits:.3f}",
+            in_bytes(row.num_bytes),
+            row.decode.text(1),
+            row.decode_ratio.text() if row.decode_ratio else "–",
+            row.prefill.text(0),
+            row.prefill_ratio.text() if row.prefill_ratio else "–",
         ]
-        for one in measured
+        for row in measured
     ]
     return Table("Memory and speed", head, rows, left=2)
 
 
 def _draw(figure: Any, measured: Sequence[Measured], claims: Claims) -> None:
     (kl, error), (speed, outliers) = figure.subplots(2, 2)
-    others = [one for one in measured if one.quality.mean_kl > 0]
-    for series, one in enumerate(others):
-        x, y = one.num_bytes / 1e6, one.quality.mean_kl
+    others = [row for row in measured if row.quality.mean_kl > 0]
+    for series, row in enumerate(others):
+        x, y = row.linear_bits, row.quality.mean_kl
         kl.plot([x], [y], color=look(series).color, marker=look(series).marker, linestyle="")
-        kl.annotate(one.name, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7)
+        kl.annotate(row.name, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7)
     if others:
         plain_log(kl, "y")
-    kl.axvline(measured[0].num_bytes / 1e6, color=GREY, linewidth=1, linestyle=":")
-    kl.set(title="divergence against memory", xlabel="resident MB (dotted: none)", ylabel="mean KL to none")
-    names = [one.name for one in measured]
+    kl.set(title="divergence against memory", xlabel="bits per weight", ylabel="mean KL to none")
+    kl.margins(x=0.15)
+    names = [row.name for row in measured]
     places = range(len(names))
-    error.barh(places, [one.weight_error for one in measured], **bar_style(0))
+    error.barh(places, [row.weight_error for row in measured], **bar_style(0))
     error.set_yticks(places, names)
     error.invert_yaxis()
     error.set(title="relative weight error", xlabel="‖decoded − weight‖ / ‖weight‖")
-    rates = [one.decode for one in measured]
+    rates = [row.decode for row in measured]
     speed.barh(places, [rate.median for rate in rates], xerr=error_bars(rates), capsize=2, **bar_style(2))
     speed.set_yticks(places, names)
     speed.invert_yaxis()

@@ -1,6 +1,6 @@
 """Claims made for number formats, judged by weights and logits: NF4, double quantization, LLM.int8."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,14 +26,14 @@ from quire_lab.measure.formats import (
     rounded,
 )
 from quire_lab.measure.outliers import FACTOR, NUM_CHANNELS, OutlierShare, WatchedLlmInt8, can_inject, loaded
-from quire_lab.measure.quality import KeptLogits, compare, kv_dtype_of, logits_of, total
+from quire_lab.measure.quality import KeptLogits, each_logits, kv_dtype_of, logits_of, quality_of, total
 from quire_lab.report.experiment import Check, Setup, Table
 from quire_lab.report.figure import bar_style, plain_log
 
 NORMAL, MODEL = "normal weights", "this model"
 SAVED_BITS = 0.373  # by double quantization, as QLoRA has it
-TIMES = 10.0  # plain int8 diverges at least so many times as far as the decomposition
-WITHIN = 1.5  # and the decomposition at most so many times as far as int8 without outliers
+TIMES = 10.0  # plain int8 diverges at least this many times as far as the decomposition
+WITHIN = 1.5  # and the decomposition at most this many times as far as int8 without outliers
 BATCH = 80
 INT8 = (VECTOR_WISE, "int8", "llm-int8")
 
@@ -57,10 +57,10 @@ class Claims:
 
     @property
     def checks(self) -> list[Check]:
-        found = [order_check(name, by_scheme) for name, by_scheme in self.rounded.items()]
-        found += [_asymmetric(name, by_scheme) for name, by_scheme in self.rounded.items() if name != MODEL]
-        found.append(_double(self.rounded[NORMAL]))
-        return found + (outlier_checks(self.llm_int8) if self.llm_int8 else [])
+        judged = [order_check(name, by_scheme) for name, by_scheme in self.rounded.items()]
+        judged += [_asymmetric(name, by_scheme) for name, by_scheme in self.rounded.items() if name != MODEL]
+        judged.append(_double(self.rounded[NORMAL]))
+        return judged + (outlier_checks(self.llm_int8) if self.llm_int8 else [])
 
     def tables(self) -> list[Table]:
         names = list(self.rounded)
@@ -69,24 +69,27 @@ class Claims:
              f"{self.rounded[NORMAL][scheme].bits:.3f}"]
             for scheme in FOUR_BITS
         ]  # fmt: skip
-        found = [Table("Relative weight error at blocks of 64", ["scheme", *names, "bits"], rows)]
+        tables = [Table("Relative weight error at blocks of 64", ["scheme", *names, "bits"], rows)]
         result = self.llm_int8
         if result is None:
-            return found
+            return tables
         rows = [[name, f"{result.quiet[name]:.5f}", f"{result.loud[name]:.5f}"] for name in INT8]
         loud = f"{NUM_CHANNELS} channels × {FACTOR:.0f}"
-        found.append(Table("LLM.int8: mean KL to float32", ["format", "as it is", loud], rows))
+        tables.append(Table("LLM.int8: mean KL to float32", ["format", "as it is", loud], rows))
         width = max(map(len, result.shares))
         rows = [[str(i), *map(str, shares)] for i, shares in enumerate(result.shares)]
         names = ["qkv", "output", "gate_up", "down"] if width == 4 else [f"matrix {i}" for i in range(width)]
-        found.append(Table("Share of outliers by layer, with outliers injected", ["layer", *names], rows))
-        return found
+        tables.append(Table("Share of outliers by layer, with outliers injected", ["layer", *names], rows))
+        return tables
 
     def record(self) -> dict[str, Any]:
         result = self.llm_int8
         return {
             "weights": {
-                name: {scheme: {"error": one.error, "bits": one.bits} for scheme, one in by_scheme.items()}
+                name: {
+                    scheme: {"error": weights.error, "bits": weights.bits}
+                    for scheme, weights in by_scheme.items()
+                }
                 for name, by_scheme in self.rounded.items()
             },
             "llm_int8": None
@@ -95,8 +98,8 @@ class Claims:
                 "mean_kl": dict(result.quiet),
                 "mean_kl_with_outliers": dict(result.loud),
                 "float32_with_outliers": result.exact,
-                "outlier_share_by_layer": [[one.outliers for one in shares] for shares in result.shares],
-                "fine_columns_by_layer": [[one.num_fine for one in shares] for shares in result.shares],
+                "outlier_share_by_layer": [[share.outliers for share in shares] for shares in result.shares],
+                "fine_columns_by_layer": [[share.num_fine for share in shares] for shares in result.shares],
                 "same_bits_alone_and_in_a_batch": result.same_bits,
             },
         }
@@ -137,22 +140,24 @@ def claims_of(
         weights[BUILTIN_ENCODER_NAME] = encoder
     else:
         notes.append(f"{BUILTIN_ENCODER_NAME}, whose weights are float32, is not in the cache: not judged")
-    found = {name: {scheme: rounded(scheme, few) for scheme in FOUR_BITS} for name, few in weights.items()}
+    by_weights = {
+        name: {scheme: rounded(scheme, few) for scheme in FOUR_BITS} for name, few in weights.items()
+    }
     result = None
     if can_inject(model.loaders()):
         result = measure_llm_int8(setup, source, sequences[: setup.pick(1, 4, 50)], kept)
     else:
         notes.append("LLM.int8 with outliers is measured on models of Llama's kind: this one is not")
-    return Claims(found, result, notes)
+    return Claims(by_weights, result, notes)
 
 
-def _sampled(matrices: Any, most: int) -> list[Tensor]:
+def _sampled(matrices: Iterable[Tensor], most: int) -> list[Tensor]:
     """Matrices that blocks of 64 divide, until there are `most` weights."""
     kept: list[Tensor] = []
     for matrix in matrices:
         if matrix.shape[1] % 64 == 0:
             kept.append(matrix.contiguous())
-        if sum(one.numel() for one in kept) >= most:
+        if sum(weight.numel() for weight in kept) >= most:
             break
     return kept
 
@@ -163,7 +168,9 @@ def encoder_weights(most: int) -> list[Tensor]:
         return []
     try:
         tensors = open_source(BUILTIN_ENCODER_NAME).tensors()
-        return _sampled((floats(one) for name, one in tensors if one.dim() == 2 and "layer." in name), most)
+        return _sampled(
+            (floats(weight) for name, weight in tensors if len(weight.shape) == 2 and "layer." in name), most
+        )
     except QuireError:
         return []
 
@@ -178,10 +185,7 @@ def measure_llm_int8(
         factory = LayerFactory(number_format, "cpu")
         model = loaded(source, factory, setup.seed, with_outliers)
         kv_dtype = kv_dtype_of(number_format)
-        parts = (
-            compare(kept[i], logits_of(model, [ids], kv_dtype)[0], ids) for i, ids in enumerate(sequences)
-        )
-        return total(parts).mean_kl, model
+        return total(quality_of(kept, each_logits(model, sequences, kv_dtype), sequences)).mean_kl, model
 
     quiet = {name: divergence(format_named(name), False)[0] for name in INT8}
     loud = {name: divergence(format_named(name), True)[0] for name in INT8[:2]}

@@ -89,10 +89,13 @@ def rounded(name: str, weights: Sequence[Tensor]) -> Rounded:
     """One of FOUR_BITS; matrices whose rows it does not divide must not be among the weights."""
     scheme = named("int4-g64" if name == SYMMETRIC else name)
     encoded = [
-        Encoded(scheme, scheme.encode(one, steps=7), (one.shape[0], one.shape[1]))
+        Encoded(scheme, scheme.encode(weight, steps=7), (weight.shape[0], weight.shape[1]))
         if name == SYMMETRIC and isinstance(scheme, Int4)
-        else Encoded.of(scheme, one)
-        for one in weights
+        else Encoded.of(scheme, weight)
+        for weight in weights
     ]
-    num_bytes, num_weights = sum(one.num_bytes for one in encoded), sum(one.numel() for one in weights)
-    return Rounded(relative_error(weights, (one.decode() for one in encoded)), 8 * num_bytes / num_weights)
+    num_bytes, num_weights = (
+        sum(rows.num_bytes for rows in encoded),
+        sum(weight.numel() for weight in weights),
+    )
+    return Rounded(relative_error(weights, (rows.decode() for rows in encoded)), 8 * num_bytes / num_weights)

@@ -87,7 +87,7 @@ class WatchedLlmInt8(LlmInt8):
         """Of every layer's matrices in the order they were made; the head comes last and is left out."""
         each = (len(self._matrices) - 1) // num_layers
         shares = [
-            OutlierShare(one.num_outliers / max(1, one.num_entries), len(one.fine_columns))
-            for one in self._matrices
+            OutlierShare(matrix.num_outliers / max(1, matrix.num_entries), len(matrix.fine_columns))
+            for matrix in self._matrices
         ]
         return [shares[i * each : (i + 1) * each] for i in range(num_layers)]

@@ -1,7 +1,7 @@
 """Quality of a model in some number format: its next-token distributions on texts, beside a reference's."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from quire_lab.report.data import DataFolder
 
 BLOCK_SIZE = 16
 MAX_TOKENS = 512  # of one text
+STEP_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,23 @@ def total(parts: Iterable[Quality]) -> Quality:
     )
 
 
+def quality_of(
+    kept: "KeptLogits", logits: Iterable[Tensor], sequences: Sequence[Sequence[int]]
+) -> list[Quality]:
+    """Of each text."""
+    return [
+        compare(kept[i], found, token_ids)
+        for i, (found, token_ids) in enumerate(zip(logits, sequences, strict=True))
+    ]
+
+
 def texts(data: DataFolder, count: int) -> tuple[list[str], str]:
     """`count` texts or fewer, and where they come from: XQuAD's paragraphs, spread over its articles."""
-    found = data.contexts()
-    if found:
-        spread = [found[i * len(found) // count] for i in range(min(count, len(found)))]
-        return spread, f"{len(spread)} English contexts of XQuAD"
+    contexts = data.contexts()
+    if contexts:
+        count = min(count, len(contexts))
+        spread = [contexts[i * len(contexts) // count] for i in range(count)]
+        return spread, f"{len(spread)} English context{'s' if len(spread) > 1 else ''} of XQuAD"
     return list(PASSAGES[:count]), "passages of the benchmarks (no XQuAD in the data folder)"
 
 
@@ -107,7 +119,9 @@ def logits_of(model: DecoderModel, sequences: Sequence[Sequence[int]], kv_dtype:
     )
     width = max(map(len, tables))
     batch = Batch(
-        token_ids=torch.tensor([one for ids in sequences for one in ids], dtype=torch.int32),
+        token_ids=torch.tensor(
+            [token_id for token_ids in sequences for token_id in token_ids], dtype=torch.int32
+        ),
         positions=positions.int(),
         slots=slots,
         query_starts=torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32))),
@@ -118,8 +132,19 @@ def logits_of(model: DecoderModel, sequences: Sequence[Sequence[int]], kv_dtype:
         logits_indices=torch.arange(len(positions)),
     )
     with torch.inference_mode():
-        found = model.logits(model(batch, Pool(layout, num_blocks)))
-    return list(found.split([len(ids) for ids in sequences]))
+        logits = model.logits(model(batch, Pool(layout, num_blocks)))
+    return list(logits.split([len(ids) for ids in sequences]))
+
+
+def each_logits(model: DecoderModel, sequences: Sequence[Sequence[int]], kv_dtype: str) -> Iterator[Tensor]:
+    """As `logits_of`, in steps of bounded size: weights that are decoded for every step are decoded less often."""
+    step: list[Sequence[int]] = []
+    for token_ids in sequences:
+        if step and sum(map(len, step)) + len(token_ids) > STEP_TOKENS:
+            yield from logits_of(model, step, kv_dtype)
+            step = []
+        step.append(token_ids)
+    yield from logits_of(model, step, kv_dtype)
 
 
 class KeptLogits:
