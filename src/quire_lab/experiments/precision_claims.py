@@ -181,23 +181,42 @@ def encoder_weights(most: int) -> list[Tensor]:
 def measure_llm_int8(
     setup: Setup, source: Source, sequences: Sequence[Sequence[int]], kept: KeptLogits
 ) -> LlmInt8Result:
-    def divergence(number_format: NumberFormat, with_outliers: bool) -> tuple[float, DecoderModel]:
-        factory = LayerFactory(number_format, "cpu")
-        model = loaded(source, factory, setup.seed, with_outliers)
-        kv_dtype = kv_dtype_of(number_format)
-        return total(quality_of(kept, each_logits(model, sequences, kv_dtype), sequences)).mean_kl, model
-
-    quiet = {name: divergence(format_named(name), False)[0] for name in INT8}
-    loud = {name: divergence(format_named(name), True)[0] for name in INT8[:2]}
+    cases = {
+        (name, loud): divergence(source, format_named(name), loud, sequences, kept, setup.seed)[0]
+        for name, loud in ((VECTOR_WISE, False), ("int8", False), ("llm-int8", False), (VECTOR_WISE, True),
+                           ("int8", True), ("none", True))
+    }  # fmt: skip
     watched = WatchedLlmInt8()
-    loud["llm-int8"], model = divergence(watched, True)
-    shares = watched.shares(model.config.num_layers)
-    exact, _ = divergence(format_named("none"), True)
-    short = [list(sequences[0][i % 7 : i % 7 + 3 + i % 5]) for i in range(BATCH)]
-    together = logits_of(model, short, "float32")
-    alone = [logits_of(model, [ids], "float32")[0] for ids in short[:: BATCH // 8]]
-    same = all(torch.equal(a, b) for a, b in zip(together[:: BATCH // 8], alone, strict=True))
-    return LlmInt8Result(quiet, loud, exact, shares, same)
+    cases["llm-int8", True], model = divergence(source, watched, True, sequences, kept, setup.seed)
+    return LlmInt8Result(
+        quiet={name: cases[name, False] for name in INT8},
+        loud={name: cases[name, True] for name in INT8},
+        exact=cases["none", True],
+        shares=watched.shares(model.config.num_layers),
+        same_bits=same_bits(model, sequences[0]),
+    )
+
+
+def divergence(
+    source: Source,
+    number_format: NumberFormat,
+    with_outliers: bool,
+    sequences: Sequence[Sequence[int]],
+    kept: KeptLogits,
+    seed: int = 0,
+) -> tuple[float, DecoderModel]:
+    """The mean KL divergence from the logits that are kept, and the model."""
+    model = loaded(source, LayerFactory(number_format, "cpu"), seed, with_outliers)
+    logits = each_logits(model, sequences, kv_dtype_of(number_format))
+    return total(quality_of(kept, logits, sequences)).mean_kl, model
+
+
+def same_bits(model: DecoderModel, token_ids: Sequence[int]) -> bool:
+    """Whether some rows of a batch of 80 short sequences are what they are alone."""
+    short = [list(token_ids[i % 7 : i % 7 + 3 + i % 5]) for i in range(BATCH)]
+    together = logits_of(model, short, "float32")[:: BATCH // 8]
+    alone = (logits_of(model, [ids], "float32")[0] for ids in short[:: BATCH // 8])
+    return all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
 # ---------------------------------------------------------------------- what may be said

@@ -133,7 +133,10 @@ def test_list_names_every_experiment(capsys):
         (["waste", "--time-limit", "0"], "--time-limit is 0: give more than 0 seconds"),
         (["waste", "--precision", "1"], "--precision is 1: give a number between 0 and 1"),
         (["precision", "--contexts", "0"], "--contexts is 0: give 1 or more"),
-        (["precision", "--formats", "int5"], "--formats int5: is not known, choose from none, checkpoint, int8"),
+        (
+            ["precision", "--formats", "int5"],
+            "--formats int5: is not known, choose from none, checkpoint, int8",
+        ),
         (["waste", "--data-dir", "/nowhere"], "--data-dir /nowhere: is no folder"),
         (["waste", "--output-dir", "/proc/here"], "--output-dir /proc/here: cannot be written"),
     ],
