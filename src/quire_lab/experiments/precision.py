@@ -31,7 +31,7 @@ from quire_lab.measure.quality import (
     total,
 )
 from quire_lab.report.experiment import Experiment, Finding, Setup, Table
-from quire_lab.report.figure import Picture, bar_style, error_bars, look, plain_log
+from quire_lab.report.figure import Picture, bar_style, error_bars, plain_log
 from quire_lab.report.interval import CONFIDENCE_WORDS, Interval, Ratio
 
 REFERENCE = "none"
@@ -312,14 +312,12 @@ def _memory_table(measured: Sequence[Measured]) -> Table:
 def _draw(figure: Any, measured: Sequence[Measured], claims: Claims) -> None:
     (kl, error), (speed, outliers) = figure.subplots(2, 2)
     others = [row for row in measured if row.quality.mean_kl > 0]
-    for series, row in enumerate(others):
-        x, y = row.linear_bits, row.quality.mean_kl
-        kl.plot([x], [y], color=look(series).color, marker=look(series).marker, linestyle="")
-        kl.annotate(row.name, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7)
+    kl.barh(range(len(others)), [row.quality.mean_kl for row in others], **bar_style(1))
+    kl.set_yticks(range(len(others)), [f"{row.name}, {row.linear_bits:.2f} bits" for row in others])
+    kl.invert_yaxis()
     if others:
-        plain_log(kl, "y")
-    kl.set(title="divergence against memory", xlabel="bits per weight", ylabel="mean KL to none")
-    kl.margins(x=0.15)
+        plain_log(kl, "x")
+    kl.set(title="divergence and bits per weight", xlabel="mean KL to none")
     names = [row.name for row in measured]
     places = range(len(names))
     error.barh(places, [row.weight_error for row in measured], **bar_style(0))
