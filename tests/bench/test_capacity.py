@@ -51,12 +51,18 @@ VARIANTS = {
 
 def assert_planned(config: EngineConfig, source, memory: list[int]) -> None:
     planned = plan_capacity(config, source, HERE)
-    if config.model.quantization == "none":  # the others' weights are mapped from a file, and can be dropped
+    if config.model.quantization in (
+        "none",
+        "checkpoint",
+    ):  # the others' weights are mapped from a file, and can be dropped
         memory[0] = MEMORY - planned.weights.num_bytes  # as the engine finds it, which sizes the pool last
     built = build(config)
     try:
         report = built.report
         assert planned.weights.num_bytes == pytest.approx(report.start.weights_bytes, rel=0.02)
+        assert [(one.part, one.num_bytes) for one in planned.weights.groups] == [
+            (one.part, one.num_bytes) for one in report.groups
+        ]
         assert planned.pool.num_bytes == pytest.approx(report.pool.num_bytes, rel=0.02)
         assert planned.pool.num_tokens == pytest.approx(report.pool.num_tokens, rel=0.02)
         assert (planned.max_model_len, planned.kv_dtype) == (
@@ -82,6 +88,7 @@ def test_every_architecture_is_counted_as_the_engine_keeps_it(tmp_path, variant,
     [
         {"quantization": "int8"},
         {"quantization": "none"},
+        {"quantization": "checkpoint"},
         {"quantization": "int8", "kv_cache_memory_bytes": 100 << 20, "kv_cache_dtype": "float32"},
         {"quantization": "int8", "block_size": 1, "num_blocks": 500},
         {"quantization": "int8", "kv_cache_memory_bytes": 100 << 20, "kv_cache_dtype": "int8"},

@@ -1,6 +1,8 @@
 """models, env and plan: what they say, as text and as JSON."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,19 @@ def test_plan_as_text_says_what_fits_and_why(run, tiny):
     assert "a GPU with 1.07 GB (as given)" in text
     assert "1,024 sequences of 128 (limited by max_num_seqs=1024)" in text
     assert "at best, from 100 GB/s, with 128 tokens each" in text
+
+
+def test_plan_gives_bits_by_parts_and_what_stayed_precise(run):
+    folder = str(Path(__file__).parents[1] / "data" / "quantized" / "ct-w4a16-asym")
+    here = ("plan", folder, "--device", "cpu", "--memory", "1GiB")
+    text = run(*here).out
+    assert re.search(r"MLP +int4-g128z +4\.1\d bits +\d", text)
+    assert "kept precise: embedding (float32), head (float32), norms and biases (float32)" in text
+    found = json.loads(run(*here, "--json").out)["weights"]
+    assert sum(group["num_bytes"] for group in found["groups"]) == found["num_bytes"]
+    attention = found["groups"][0]
+    assert attention["bits"] == 8 * attention["num_bytes"] / attention["num_weights"]
+    assert "nothing is quantized" in run(*here, "--quantization", "none").out
 
 
 def test_plan_without_a_bandwidth_has_no_floor(run, tiny):

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from quire.core.errors import ModelError, QuireError, WeightsError
 from quire.layers.factory import LayerFactory
-from quire.models.loading import build, feed, load
+from quire.models.loading import load
 from quire.models.model import DecoderModel
 from quire.models.registry import describe
 from quire.models.weight_shape import weight_groups, weight_shape
+from quire.quant.choice import choose_format
 from quire.quant.encoded import Encoded
-from quire.quant.format import Matrix
-from quire.quant.full import FullMatrix, FullPrecision
+from quire.quant.format import NumberFormat
 from quire.weights.folder import FolderSource
+from quire_lab.baselines.vector_wise import VectorWise
+from quire_lab.measure import outliers
 from tests.models.checkpoints import llama, prompts, save
 from tests.models.paging import run_chunked
 
@@ -75,21 +77,32 @@ def test_a_quantized_checkpoint_can_be_served_in_another_format(
     assert error(logits_of(loaded(DATA / "awq", quantization), tokens), right) < tolerance
 
 
-def test_bits_are_reported_by_groups_of_layers(tmp_path: Path, empty_cache: Path) -> None:
-    groups = {group.scheme: group for group in weight_groups(loaded(DATA / "awq").parameters())}
-    assert groups["int4-g64z"].layers == ("qkv", "output", "gate_up", "down")
-    assert groups["int4-g64z"].bits == pytest.approx(4.375)
-    assert groups["float32"].layers == ("embedding", "head")
-    save(tmp_path, llama(hidden_size=192, intermediate_size=128))
+def test_bits_are_reported_by_parts_of_the_model(tmp_path: Path, empty_cache: Path) -> None:
+    model = loaded(DATA / "awq")
+    groups = {group.part: group for group in weight_groups(model)}
+    assert list(groups) == ["attention", "MLP", "embedding", "head", "norms and biases"]
+    assert groups["attention"].layers == ("qkv", "output")
+    assert groups["MLP"].layers == ("gate_up", "down")
+    assert groups["MLP"].scheme == "int4-g64z"
+    assert groups["MLP"].bits == pytest.approx(4.375)
+    assert [part for part, group in groups.items() if group.is_precise] == [
+        "embedding",
+        "head",
+        "norms and biases",
+    ]
+    kept = sum(tensor.nbytes for tensor in model.parameters().values())
+    assert sum(group.num_bytes for group in groups.values()) == kept
+    save(tmp_path, llama(hidden_size=192, intermediate_size=128, tie_word_embeddings=True))
     for _ in range(2):  # quantized, then mapped
-        (first, _) = weight_groups(loaded(tmp_path, "nf4").parameters())
+        first, _, table, _ = weight_groups(loaded(tmp_path, "nf4"))
         assert first.scheme == "nf4-b64n"
         assert 4.127 < first.bits < 4.25
+        assert table.part == "embedding, head"
     source = FolderSource(tmp_path)
     sized = weight_shape(
         describe(source.config), LayerFactory.of(describe(source.config), quantization="nf4").number_format
     )
-    assert sized.groups == weight_groups(loaded(tmp_path, "nf4").parameters())
+    assert sized.groups == weight_groups(loaded(tmp_path, "nf4"))
 
 
 def altered(tmp_path: Path, name: str, **config: Any) -> Path:
@@ -254,70 +267,32 @@ def test_cut_blocks_and_missing_tensors_are_named(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- LLM.int8 in a model
 
-LOUD = [3, 9, 20, 41, 77, 100]  # six channels
-
-
-class VectorWise(FullMatrix):
-    """Plain int8: one scale per row of x and per output, nothing else."""
-
-    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        weight = self.state()["weight"]
-        x_scales, scales = (t.abs().amax(1, keepdim=True) / 127 for t in (x, weight))
-        y = ((x / x_scales).round() @ (weight / scales).round().T) * x_scales * scales.T
-        return y if residual is None else y + residual
-
-
-class PlainInt8(FullPrecision):
-    def matrix(self, num_rows: int, num_columns: int) -> Matrix:
-        return VectorWise(num_rows, num_columns, self.activation_dtype, torch.device("cpu"), self.gemm)
-
-    def head(self, num_rows: int, num_columns: int) -> Matrix:
-        return FullMatrix(num_rows, num_columns, self.activation_dtype, torch.device("cpu"), self.gemm)
-
-
-class Injected(FolderSource):
-    """The same function with outliers: six channels of every norm × 64, the columns behind them / 64."""
-
-    def tensors(self) -> Any:
-        for name, tensor in super().tensors():
-            changed = tensor.clone()
-            if name.endswith("layernorm.weight"):
-                changed[LOUD] *= 64
-            elif "proj" in name and "o_proj" not in name and "down_proj" not in name:
-                changed[:, LOUD] /= 64
-            yield name, changed
-
-
-def filled(source: FolderSource, factory: LayerFactory) -> DecoderModel:
-    model = build(describe(source.config), factory)
-    feed(source, model.loaders(), factory.device, None, 0)
-    return model
-
 
 def test_outliers_cost_plain_int8_ten_times_the_divergence_of_the_decomposition(tmp_path: Path) -> None:
     save(
         tmp_path, llama(hidden_size=128, intermediate_size=256, num_attention_heads=4, initializer_range=0.08)
     )
-    quiet, loud = FolderSource(tmp_path), Injected(tmp_path)
-    config = describe(quiet.config)
+    source = FolderSource(tmp_path)
     (tokens,) = prompts(40)
 
-    def divergence(source: FolderSource, factory: LayerFactory) -> float:
-        found = torch.log_softmax(logits_of(filled(source, factory), tokens), -1)
+    def divergence(number_format: NumberFormat, with_outliers: bool) -> float:
+        model = outliers.loaded(source, LayerFactory(number_format), 0, with_outliers)
+        found = torch.log_softmax(logits_of(model, tokens), -1)
         return float((right.exp() * (right - found)).sum(-1).mean())
 
-    exact, decomposed = (LayerFactory.of(config, quantization=q) for q in ("none", "llm-int8"))
-    plain = LayerFactory(PlainInt8(torch.float32, torch.device("cpu")))
-    right = torch.log_softmax(logits_of(filled(quiet, exact), tokens), -1)
-    assert divergence(loud, exact) < 1e-9
-    assert divergence(loud, plain) > 10 * divergence(loud, decomposed)
-    assert divergence(loud, decomposed) < 1.5 * divergence(quiet, plain)
+    exact, decomposed = (choose_format("cpu", quantization=name) for name in ("none", "llm-int8"))
+    right = torch.log_softmax(logits_of(outliers.loaded(source, LayerFactory(exact), 0, False), tokens), -1)
+    plain = VectorWise()
+    assert divergence(exact, True) < 1e-9
+    assert divergence(plain, True) > 10 * divergence(decomposed, True)
+    assert divergence(decomposed, True) < 1.5 * divergence(plain, False)
 
 
-def test_llm_int8_gives_the_same_bits_alone_and_in_a_batch_of_80(tmp_path: Path, empty_cache: Path) -> None:
+def test_llm_int8_gives_the_same_bits_alone_and_in_a_batch_of_80(tmp_path: Path) -> None:
     save(tmp_path / "model", llama(hidden_size=128, intermediate_size=256, num_attention_heads=4))
-    source = Injected(tmp_path / "model")
-    model = filled(source, LayerFactory.of(describe(source.config), quantization="llm-int8"))
+    source = FolderSource(tmp_path / "model")
+    decomposed = choose_format("cpu", quantization="llm-int8")
+    model = outliers.loaded(source, LayerFactory(decomposed), 0, with_outliers=True)
     texts = prompts(*(3 + i % 9 for i in range(80)))
     together = run_chunked(model, texts, [len(text) for text in texts], 4)
     for i in range(0, 80, 11):

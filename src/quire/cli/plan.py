@@ -27,7 +27,7 @@ from quire.cli.parser import Parser
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.models.weight_shape import WeightShape
+from quire.models.weight_shape import WeightGroup, WeightShape
 
 USUAL_CONTEXT = 2048
 EXAMPLE = 64  # tokens of a step, to show how many experts it reads
@@ -156,8 +156,12 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
             f"{capacity.model_name}: {_parameters(weights)}, {capacity.format_name}",
         ],
         ["device", f"{device.name} ({device.source})"],
-        ["weights", f"{in_bytes(weights.num_bytes)}, of which a step reads {_read(weights)}"],
-        *([" ", group.in_words] for group in weights.groups),
+        [
+            "weights",
+            f"{in_bytes(weights.num_bytes)}, {8 * weights.num_bytes / weights.num_parameters:.2f} bits for each "
+            f"parameter; a step reads {_read(weights)}",
+        ],
+        *([" ", line] for line in _group_lines(weights.groups)),
         ["kv cache", f"{in_bytes(capacity.kv_bytes_per_token)} a token in {pool.dtype}"],
         [
             "pool",
@@ -182,6 +186,19 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
     return f"{text}\n\nat best, from {in_bytes(device.read_rate)}/s, with {context:,} tokens each:\n{table}"
 
 
+def _group_lines(groups: tuple[WeightGroup, ...]) -> list[str]:
+    """How each part is stored, and what stayed precise."""
+    rows = [
+        [group.part, group.scheme, f"{group.bits:.2f} bits", in_bytes(group.num_bytes)] for group in groups
+    ]
+    precise = [group for group in groups if group.is_precise]
+    if len(precise) == len(groups):
+        kept = "everything, nothing is quantized"
+    else:
+        kept = ", ".join(f"{group.part} ({group.scheme})" for group in precise) or "nothing"
+    return [*aligned(rows, right=(2, 3)).splitlines(), f"kept precise: {kept}"]
+
+
 def _floor_row(floor: Floor, price: float | None) -> list[str]:
     row = [
         f"{floor.num_sequences:,}",
@@ -200,7 +217,13 @@ def _record(
         "model": capacity.model_name,
         "format": capacity.format_name,
         "device": asdict(device),
-        "weights": asdict(capacity.weights),
+        "weights": {
+            **asdict(capacity.weights),
+            "groups": [
+                {**asdict(group), "bits": group.bits, "is_precise": group.is_precise}
+                for group in capacity.weights.groups
+            ],
+        },
         "kv_bytes_per_token": capacity.kv_bytes_per_token,
         "kv_dtype": capacity.kv_dtype,
         "pool": {**asdict(pool), "num_bytes": pool.num_bytes, "num_tokens": pool.num_tokens},

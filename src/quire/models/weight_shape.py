@@ -12,7 +12,7 @@ from quire.core.config import ModelConfig
 from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
 from quire.models import registry
-from quire.models.model import DecoderModel
+from quire.models.model import DecoderModel, Loadable
 from quire.quant.encoded import Encoded, Scheme
 from quire.quant.encoded_matrix import EncodedFormat
 from quire.quant.format import Matrix, NumberFormat
@@ -20,11 +20,18 @@ from quire.quant.fp8 import Fp8, Fp8Matrix
 from quire.quant.full import FullMatrix
 from quire.quant.int8 import Int8, Int8Matrix
 from quire.quant.llm_int8 import Int8OutlierMatrix, LlmInt8
-from quire.quant.schemes import MAIN, named
+from quire.quant.schemes import FLOATS, MAIN, named
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
 ENCODED = "embedding/0:"  # how parameters name a token table that stays encoded
+EMBEDDING, HEAD, VECTORS = "embedding", "head", "norms and biases"
+PARTS = {  # what the layers that models name so belong to, in the order of reports
+    "qkv": "attention", "output": "attention", "gate_up": "MLP", "up": "MLP", "down": "MLP",
+    "mixture.experts.gate_up": "experts", "mixture.experts.down": "experts", "mixture.router": "router",
+    "embedding": EMBEDDING, "tokens": EMBEDDING, "positions": EMBEDDING, "types": EMBEDDING, "project_in": EMBEDDING,
+    "head": HEAD, "project_out": HEAD,
+}  # fmt: skip
 # how models name the layers of their blocks, and the experts of a layer
 _BLOCK = re.compile(r"^layers\.\d+\.|(?<=experts\.)\d+\.")
 EXPERTS = ".experts."
@@ -88,7 +95,7 @@ def weight_shape(
         read_bytes -= round((1 - experts.share(1)) * experts.num_bytes)
         read_parameters -= experts.idle_parameters
     return WeightShape(
-        groups=weight_groups(parameters),
+        groups=weight_groups(built),
         num_parameters=num_parameters,
         num_bytes=sum(_bytes(tensor) for tensor in parameters.values()),
         read_bytes=read_bytes,
@@ -113,38 +120,47 @@ def _experts(
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """Layers whose weights are stored in one way."""
+    """The weights of one part of a model that are stored in one way."""
 
+    part: str  # one of PARTS' values, or VECTORS
     scheme: str
     layers: tuple[str, ...]  # such as qkv, gate_up; one name for the same layer of all blocks
     num_weights: int
-    num_bytes: int  # scales included, biases not
+    num_bytes: int  # scales included
 
     @property
     def bits(self) -> float:
         return 8 * self.num_bytes / self.num_weights
 
     @property
-    def in_words(self) -> str:
-        return f"{self.scheme} ({self.bits:.2f} bits) in {', '.join(self.layers)}"
+    def is_precise(self) -> bool:
+        """Whether the weights are floats of 16 or 32 bits."""
+        return self.scheme in FLOATS
 
 
-def weight_groups(parameters: Mapping[str, Tensor]) -> tuple[WeightGroup, ...]:
-    """By the stored tensors of a loaded or sized model, largest first; norms are left out."""
-    layers: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in parameters.items():
+def weight_groups(model: Loadable) -> tuple[WeightGroup, ...]:
+    """By the stored tensors of a loaded or sized model, part by part; their bytes add up to all that is kept."""
+    layers: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for name, tensor in model.parameters().items():
         layer, _, key = name.rpartition("/")
-        if "norm" not in layer and key != "bias":
-            layers.setdefault(layer, {})[key] = tensor
-    groups: dict[str, tuple[dict[str, None], list[int]]] = {}
-    for layer, state in layers.items():
+        is_vector = "norm" in layer or key == "bias"
+        kind = _BLOCK.sub("", layer)
+        part = VECTORS if is_vector else PARTS.get(kind, kind)
+        layers.setdefault((part, name if is_vector else layer), {})[key] = tensor
+    shares_head = model.config.tie_word_embeddings and not any(part == HEAD for part, _ in layers)
+    groups: dict[tuple[str, str], tuple[dict[str, None], list[int]]] = {}
+    for (part, layer), state in layers.items():
+        part = f"{EMBEDDING}, {HEAD}" if shares_head and part == EMBEDDING else part
         for scheme, num_weights, num_bytes in _stored(state):
-            names, totals = groups.setdefault(scheme, ({}, [0, 0]))
+            names, totals = groups.setdefault((part, scheme), ({}, [0, 0]))
             names[_BLOCK.sub("", layer)] = None
             totals[0] += num_weights
             totals[1] += num_bytes
-    unsorted = [WeightGroup(scheme, tuple(names), *totals) for scheme, (names, totals) in groups.items()]
-    return tuple(sorted(unsorted, key=lambda group: -group.num_weights))
+    unsorted = [WeightGroup(*key, tuple(names), *totals) for key, (names, totals) in groups.items()]
+    order = [*dict.fromkeys(PARTS.values()), f"{EMBEDDING}, {HEAD}", VECTORS]
+    return tuple(
+        sorted(unsorted, key=lambda group: order.index(group.part) if group.part in order else len(order))
+    )
 
 
 def _stored(state: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
@@ -210,8 +226,10 @@ class _Sized(NumberFormat):
         super().__init__(real.activation_dtype, META)
         self.name = real.name
         self.compact_tables = real.compact_tables
-        self.kept_precise = real.kept_precise
         self._real = real.on(META) if isinstance(real, EncodedFormat) else real
+
+    def keeps_table(self, scheme: Scheme) -> bool:
+        return self._real.keeps_table(scheme)
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
         if isinstance(self._real, Fp8):

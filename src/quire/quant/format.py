@@ -98,7 +98,6 @@ class NumberFormat(ABC):
     native: bool = False  # GEMMs are native operations, which a tape can record
     # Embedding tables need no more than 16 bits and are not shared with the output head.
     compact_tables: bool = False
-    kept_precise: tuple[str, ...] = ()  # what stays in higher precision, for the start's report
     worth_keeping: bool = False  # converting is slow enough to cache the result
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -92,7 +92,6 @@ class Fp8(NumberFormat):
     """Linear layers in float8; small or sensitive weights stay in the activations' dtype."""
 
     name = "fp8"
-    kept_precise = ("embedding table", "output head", "norms", "biases")
 
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
         if num_rows % ALIGNED or num_columns % ALIGNED:

@@ -83,8 +83,6 @@ class Int8(NumberFormat):
     """Per-channel int8 weights, per-token int8 activations; everything between GEMMs is float32."""
 
     compact_tables = True
-    # every linear is int8, the output head too
-    kept_precise = ("embedding table", "norms", "biases")
     worth_keeping = True
 
     def __init__(self, device: torch.device) -> None:

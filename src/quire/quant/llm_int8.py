@@ -109,7 +109,6 @@ class LlmInt8(NumberFormat):
     """As int8, with outliers in 16 bits. The output head too: a float product would depend on the batch's size."""
 
     compact_tables = True
-    kept_precise = ("outliers", "embedding table", "norms", "biases")
     worth_keeping = True
 
     def __init__(self, device: torch.device) -> None:

@@ -72,6 +72,15 @@ def add_lab(parser: Parser) -> None:
     parser.add_argument(
         "--price-per-hour", type=float, default=0.1, metavar="X", help="of this machine, in $ (default: 0.10)"
     )
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        metavar="N",
+        help="texts that `precision` measures quality on (default: by --size, 1, 8 or 50)",
+    )
+    parser.add_argument(
+        "--formats", metavar="A,B", help="number formats that `precision` compares (default: all of them)"
+    )
 
 
 def lab(arguments: argparse.Namespace) -> int:
@@ -86,6 +95,8 @@ def lab(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--precision is {arguments.precision:g}: give a number between 0 and 1, such as 0.05"
         )
+    if arguments.contexts is not None and arguments.contexts < 1:
+        raise ConfigError(f"--contexts is {arguments.contexts}: give 1 or more")
     if arguments.name != "all":
         find(arguments.name)  # a name that is not known is said before anything is made
     check_matplotlib()
@@ -112,6 +123,8 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         price_per_hour=arguments.price_per_hour,
         time_limit=arguments.time_limit,
         precision=arguments.precision,
+        contexts=arguments.contexts,
+        formats=tuple(arguments.formats.split(",")) if arguments.formats else (),
     )
 
 

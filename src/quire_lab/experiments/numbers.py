@@ -1,6 +1,5 @@
 """`numbers`: the rules of thumb that every developer with LLMs should know, measured on this machine."""
 
-import json
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -79,10 +78,8 @@ def _text(setup: Setup, bench: Bench) -> Text | None:
     if bench.tokenizer is None:
         return None
     texts, source = [*PASSAGES, *QUESTIONS], "passages and questions of the benchmarks"
-    folder = setup.data.folder
-    if folder is not None and (folder / "xquad/xquad.en.json").is_file():
-        articles = json.loads((folder / "xquad/xquad.en.json").read_text(encoding="utf-8"))["data"]
-        texts = [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
+    if contexts := setup.data.contexts():
+        texts = contexts
         source = f"{len(texts)} paragraphs of encyclopedia text (XQuAD, English)"
     return Text(
         sum(len(text.split()) for text in texts),

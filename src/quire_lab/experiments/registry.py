@@ -16,6 +16,9 @@ class Listed(NamedTuple):
 # in the order of the report: what memory and batches are, then what they cost, then whole workloads
 EXPERIMENTS = {
     "numbers": Listed("quire_lab.experiments.numbers", "rules of thumb, measured on this machine"),
+    "precision": Listed(
+        "quire_lab.experiments.precision", "number formats: error, divergence, equal tokens, bytes, speed"
+    ),
     "kvcache": Listed("quire_lab.experiments.kvcache", "generating with and without a KV cache"),
     "roofline": Listed("quire_lab.experiments.roofline", "what bounds decoding: reading memory or computing"),
     "waste": Listed(

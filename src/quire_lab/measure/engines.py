@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from quire.bench.drive import Bench, BenchRequest
@@ -10,8 +11,14 @@ from quire.bench.workload import Lengths
 from quire.core.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
-from quire.engine.build import build
+from quire.engine.build import BuildPlan, build
+from quire.engine.build.assemble import assemble
+from quire.engine.build.resolve import Precision, make_plan
+from quire.engine.build.weights import LoadedModels, load_models
 from quire.engine.engine import Engine
+from quire.models.model import DecoderModel
+from quire.quant.format import NumberFormat
+from quire_lab.measure.quality import kv_dtype_of
 from quire_lab.report.experiment import Setup
 
 
@@ -21,6 +28,31 @@ def opened(setup: Setup, **changes: Any) -> Iterator[Bench]:
     built = build(EngineConfig.of(**{**setup.engine, **changes}))
     try:
         yield Bench(built, setup.seed)
+    finally:
+        built.engine.close()
+
+
+@contextmanager
+def opened_in(
+    setup: Setup, number_format: NumberFormat, **changes: Any
+) -> Iterator[tuple[Bench, DecoderModel]]:
+    """An engine whose model is in this number format, and that model. Nothing is written to the cache."""
+    number_format.worth_keeping = False
+    plan = make_plan(EngineConfig.of(**{**setup.engine, **changes}))
+    kv_dtype = (
+        kv_dtype_of(number_format) if plan.config.memory.kv_cache_dtype == "auto" else plan.precision.kv_dtype
+    )
+    plan = replace(plan, precision=Precision(plan.precision.device, number_format, kv_dtype))
+    kept: list[DecoderModel] = []
+
+    def load(plan: BuildPlan) -> LoadedModels:
+        models = load_models(plan, None)
+        kept.append(models.model)
+        return models
+
+    built = assemble(plan, load, time.perf_counter())
+    try:
+        yield Bench(built, setup.seed), kept[0]
     finally:
         built.engine.close()
 

@@ -1,5 +1,6 @@
-"""Where lengths and traces come from: files of a data folder, or stand-ins that say so."""
+"""Where lengths, traces and texts come from: files of a data folder, or stand-ins that say so."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ FILES = {
     "alpaca": "alpaca_eval_lengths.csv",
     "azure": "azure2023/AzureLLMInferenceTrace_conv.csv",
     "mooncake": "mooncake/conversation_trace.jsonl",
+    "xquad": "xquad/xquad.en.json",
 }
 USUAL_FOLDERS = ("data", "shared/data", "../shared/data")  # from the working folder
 
@@ -45,6 +47,14 @@ class DataFolder:
         if self.folder is None or not (self.folder / FILES[name]).is_file():
             return None
         return str(self.folder / FILES[name])
+
+    def contexts(self) -> list[str]:
+        """The paragraphs of XQuAD, in English; none where the folder does not have them."""
+        path = self.path("xquad")
+        if path is None:
+            return []
+        articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
+        return [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
 
     def lengths(self, name: str, count: int, seed: int) -> SampledLengths:
         """`count` requests like ShareGPT's or Alpaca's."""

@@ -47,6 +47,8 @@ class Setup:
     currency: str = "$"
     time_limit: float | None = None  # seconds for timed comparisons; None: by the size
     precision: float = 0.05  # relative half width at which a ratio is precise enough
+    contexts: int | None = None  # texts that quality is measured on; None: by the size
+    formats: tuple[str, ...] = ()  # number formats that are compared; empty: by the size
 
     @property
     def seconds(self) -> float:

@@ -1,14 +1,12 @@
 """The laboratory at its quickest size, on a model so small that it starts at once."""
 
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from quire_lab.report.data import DataFolder
 from quire_lab.report.experiment import Setup, Size
 from tests.cli.conftest import write_model
-from tests.conftest import shared_path
 
 
 class Counted:
@@ -35,11 +33,3 @@ def setup(tmp_path_factory) -> Setup:
     model = write_model(tmp_path_factory.mktemp("lab") / "tiny", max_position_embeddings=256)
     engine = {"model": str(model), "load_format": "dummy", "device": "cpu"}
     return Setup(Size.QUICK, 0, engine, DataFolder(None), Counted().opened, 1.0, time_limit=0.5)
-
-
-@pytest.fixture(scope="session")
-def real_data() -> DataFolder:
-    shared = shared_path()
-    if shared is None:
-        pytest.skip("no shared data: set QUIRE_SHARED, or put the folder `shared` beside the checkout")
-    return DataFolder(Path(shared) / "data")

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from quire.bench.workload import Lengths
+from quire.core.errors import ConfigError
 from quire_lab.experiments.batching import POLICIES, measure_timelines
 from quire_lab.experiments.prefix import Scale, chat_trace
 from quire_lab.experiments.registry import find
@@ -54,6 +55,35 @@ def test_numbers_follow_from_the_price(setup, tmp_path):
     rate = results["decode_tokens_per_second"][1]
     assert results["cost_per_million_tokens_alone"] == pytest.approx(1e6 / rate / 3600)
     assert results["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * (2 if results["bytes_per_parameter"] < 3 else 4)
+
+
+def test_precision_measures_every_format_that_is_asked_for(setup, tmp_path):
+    names = ("checkpoint", "int8", "int8 vector-wise", "nf4-b64", "nf4-b64n")
+    finding = found("precision", replace(setup, formats=names, contexts=2), tmp_path)
+    results = finding.results["formats"]
+    assert list(results) == ["none", "int8", "int8 vector-wise", "nf4-b64", "nf4-b64n"]  # nothing is encoded
+    none, nf4, double = (results[name] for name in ("none", "nf4-b64", "nf4-b64n"))
+    assert (none["weight_error"], none["mean_kl"], none["equal_greedy_tokens"]) == (0.0, 0.0, 1.0)
+    assert none["bits_per_linear_weight"] == 32
+    assert nf4["bits_per_linear_weight"] == 4.5
+    assert 4.12 < double["bits_per_linear_weight"] < 4.4
+    assert nf4["weight_error"] == pytest.approx(0.09, abs=0.01)
+    assert all(row["decode_tokens_per_second"]["median"] > 0 for row in results.values())
+    assert results["int8"]["resident_bytes"] < none["resident_bytes"]
+    for claim in ("NF4 < FP4", "saves 0.373 bits", "same bits alone and in a batch of 80"):
+        assert held(finding, claim)
+    assert len(finding.results["claims"]["llm_int8"]["outlier_share_by_layer"]) == 2
+
+
+def test_precision_refuses_what_it_cannot_compare(setup):
+    with pytest.raises(
+        ConfigError, match=r"--formats int5: is not known, choose from none, checkpoint, int8"
+    ):
+        find("precision").run(replace(setup, formats=("int5",)))
+    with pytest.raises(ConfigError, match="--formats, not --quantization"):
+        find("precision").run(replace(setup, engine={**setup.engine, "quantization": "int8"}))
+    with pytest.raises(ConfigError, match="on the CPU, not on cuda"):
+        find("precision").run(replace(setup, engine={**setup.engine, "device": "cuda"}))
 
 
 def test_blocksize_large_blocks_hold_fewer_requests(setup, tmp_path):

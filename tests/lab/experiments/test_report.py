@@ -111,6 +111,7 @@ def test_list_names_every_experiment(capsys):
     out = capsys.readouterr().out
     for name in (
         "numbers",
+        "precision",
         "kvcache",
         "roofline",
         "waste",
@@ -131,11 +132,17 @@ def test_list_names_every_experiment(capsys):
         (["waste", "--price-per-hour", "0"], "--price-per-hour is 0: give more than 0"),
         (["waste", "--time-limit", "0"], "--time-limit is 0: give more than 0 seconds"),
         (["waste", "--precision", "1"], "--precision is 1: give a number between 0 and 1"),
+        (["precision", "--contexts", "0"], "--contexts is 0: give 1 or more"),
+        (
+            ["precision", "--formats", "int5"],
+            "--formats int5: is not known, choose from none, checkpoint, int8",
+        ),
         (["waste", "--data-dir", "/nowhere"], "--data-dir /nowhere: is no folder"),
         (["waste", "--output-dir", "/proc/here"], "--output-dir /proc/here: cannot be written"),
     ],
 )
-def test_bad_input_is_one_line(words, expected, capsys):
+def test_bad_input_is_one_line(words, expected, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["bench", "lab", *words]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert expected in line

@@ -1,6 +1,7 @@
 """build: an engine from its config, in the order plan → load → wire → report."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -76,14 +77,18 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built[Engin
         simulate = laboratory.load("simulate.build", "--device simulated")
         built: Built[Engine] = simulate.build_simulated(config, started)
         return built
-    plan = make_plan(config, progress)
+    return assemble(make_plan(config, progress), partial(load_models, progress=progress), started)
+
+
+def assemble(plan: BuildPlan, load: Callable[[BuildPlan], LoadedModels], started: float) -> Built[Engine]:
+    """An engine of what a plan decided. `started`: when that began, by `time.perf_counter`."""
     warmup = start_kernel_warmup(plan)
-    models = load_models(plan, progress)
+    models = load(plan)
     pool = make_pool(plan, models, warmup)
     parts = _make_parts(plan, models, pool)
     engine = _make_engine(plan, models, pool, parts)
     try:
-        pinned = pin_prefixes(engine, config, plan.source)
+        pinned = pin_prefixes(engine, plan.config, plan.source)
     except QuireError:
         engine.close()
         raise
@@ -168,7 +173,7 @@ def _report(
         where=running_on(plan.precision, plan.num_threads),
         precision=plan.precision,
         start=StartStats(plan.num_threads, weights_bytes, seconds),
-        groups=weight_groups(models.model.parameters()),
+        groups=weight_groups(models.model),
         limits=parts.limits,
         pool=pool.size,
         device_memory=pool.device_memory,

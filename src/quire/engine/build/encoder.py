@@ -64,7 +64,7 @@ def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Bui
         where=running_on(precision, plan.num_threads),
         precision=precision,
         start=StartStats(plan.num_threads, weights_bytes, seconds),
-        groups=weight_groups(encoder.parameters()),
+        groups=weight_groups(encoder),
         limits=limits,
         vectors=VectorFormat(
             len(labels) or model.hidden_size,

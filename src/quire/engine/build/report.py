@@ -26,7 +26,9 @@ _SCHEDULES = {
 
 
 def in_groups(groups: tuple[WeightGroup, ...]) -> str:
-    return "; ".join(group.in_words for group in groups)
+    """Bits per weight of every part, and what is not quantized."""
+    parts = [f"{group.part} {group.bits:.2f} ({group.scheme})" for group in groups]
+    return f"bits per weight: {', '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,18 +124,18 @@ def describe_model(path: Path) -> dict[str, Any]:
         }
 
 
-def peer_python() -> Path:
+def peer_python(environment: Path = PEER_ENVIRONMENT, requirements: Path = PEER_REQUIREMENTS) -> Path:
     """The peers' interpreter; makes their environment first, unless it is as the requirements want it."""
-    python = PEER_ENVIRONMENT / "bin" / "python"
-    stamp = PEER_ENVIRONMENT / "installed.txt"
-    wanted = f"# {platform.python_version()}\n" + PEER_REQUIREMENTS.read_text(encoding="utf-8")
+    python = environment / "bin" / "python"
+    stamp = environment / "installed.txt"
+    wanted = f"# {platform.python_version()}\n" + requirements.read_text(encoding="utf-8")
     if python.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return python
-    name, requirements = (path.relative_to(ROOT) for path in (PEER_ENVIRONMENT, PEER_REQUIREMENTS))
-    say(f"== making {name}/ with the peers of {requirements} (once, about 100 MB to fetch)")
+    name, listed = (path.relative_to(ROOT) for path in (environment, requirements))
+    say(f"== making {name}/ with the peers of {listed} (once, about 100 MB to fetch)")
     steps = [
-        [sys.executable, "-m", "venv", "--clear", str(PEER_ENVIRONMENT)],
-        [str(python), "-m", "pip", "--no-input", "install", "--quiet", "-r", str(PEER_REQUIREMENTS)],
+        [sys.executable, "-m", "venv", "--clear", str(environment)],
+        [str(python), "-m", "pip", "--no-input", "install", "--quiet", "-r", str(requirements)],
     ]
     for step in steps:
         if subprocess.run(step, check=False).returncode:
