@@ -53,6 +53,7 @@ def tree_masks(rows: list[tuple[int, int, Ints]]) -> tuple[Tensor, Tensor, Tenso
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize(("base", "block_size", "window", "dtype"), [
     (1, 16, 0, torch.float32), (64, 16, 0, torch.float16), (505, 1, 0, torch.float32), (600, 16, 30, torch.float32),
+    (64, 16, 0, torch.int8), (505, 1, 0, torch.int8), (600, 16, 30, torch.int8),
 ])  # fmt: skip
 def test_a_node_has_the_bits_of_a_decode(
     isa: str, base: int, block_size: int, window: int, dtype: torch.dtype
@@ -68,12 +69,12 @@ def test_a_node_has_the_bits_of_a_decode(
     case = paged_case(shape, [context, 5], [len(q), 1], [keys, keys[:5]], [values, values[:5]], [q, q[:1]])
     starts, seen, _ = tree_masks([(len(q), context, parents), (1, 5, ints())])
     with instruction_set(isa):
-        found = cpu.paged_attention(*case.arguments(window), None, starts, seen)
+        found = cpu.paged_attention(*case.arguments(window), None, starts, seen, **case.scales)
         for query in (0, 1, 9, 24, 37):
             path = [*range(base), *(base + n for n in range(64) if int(seen[query]) >> n & 1)]
             alone = paged_case(shape, [len(path)], [1], [keys[path]], [values[path]], [q[query : query + 1]])
-            assert torch.equal(found[query], cpu.paged_attention(*alone.arguments(window))[0])
-    expected = reference.paged_attention(*case.arguments(window), None, starts, seen)
+            assert torch.equal(found[query], cpu.paged_attention(*alone.arguments(window), **alone.scales)[0])
+    expected = reference.paged_attention(*case.arguments(window), None, starts, seen, **case.scales)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -85,16 +86,19 @@ def _mixed_case(shape: Shape) -> tuple[PagedCase, tuple[Tensor, Tensor, Tensor]]
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window"), [
-    (6, 2, 32, 16, 0), (4, 4, 24, 1, 0), (8, 1, 64, 128, 64),
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "dtype"), [
+    (6, 2, 32, 16, 0, torch.float32), (4, 4, 24, 1, 0, torch.float32), (8, 1, 64, 128, 64, torch.float32),
+    (6, 2, 32, 16, 0, torch.int8),
 ])  # fmt: skip
-def test_triton_agrees(heads: int, kv_heads: int, head_dim: int, block_size: int, window: int) -> None:
+def test_triton_agrees(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int, dtype: torch.dtype
+) -> None:
     from quire.kernels.attention import triton
 
     torch.manual_seed(4)
-    case, (starts, seen, positions) = _mixed_case(Shape(heads, kv_heads, head_dim, block_size))
-    actual = triton.paged_attention(*case.arguments(window), None, starts, seen, positions)
-    expected = reference.paged_attention(*case.arguments(window), None, starts, seen)
+    case, (starts, seen, positions) = _mixed_case(Shape(heads, kv_heads, head_dim, block_size, dtype))
+    actual = triton.paged_attention(*case.arguments(window), None, starts, seen, positions, **case.scales)
+    expected = reference.paged_attention(*case.arguments(window), None, starts, seen, **case.scales)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -104,22 +108,22 @@ def test_triton_refuses_what_it_would_get_wrong() -> None:
 
     case, masks = _mixed_case(Shape(4, 2, 32))
     with pytest.raises(ValueError, match="attention over 30 positions has no trees"):
-        triton.paged_attention(*case.arguments(30), None, *masks)
+        triton.paged_attention(*case.arguments(30), None, *masks, **case.scales)
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "base"), [
-    (6, 2, 32, 16, 0, 59), (2, 2, 24, 1, 0, 506), (8, 1, 64, 128, 20, 700), (4, 1, 16, 16, 530, 574),
-    (3, 1, 16, 4, 0, 1),
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "base", "dtype"), [
+    (6, 2, 32, 16, 0, 59, torch.float32), (2, 2, 24, 1, 0, 506, torch.float32), (8, 1, 64, 128, 20, 700, torch.float32),
+    (4, 1, 16, 16, 530, 574, torch.float32), (3, 1, 16, 4, 0, 1, torch.float32), (6, 2, 32, 16, 0, 59, torch.int8),
 ])  # fmt: skip
 def test_with_a_deterministic_plan_a_node_has_the_bits_of_a_decode_and_of_a_chain(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int, base: int
+    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int, base: int, dtype: torch.dtype
 ) -> None:
     """The tree lies across a border of tiles (64 positions) or of chunks (512), or at the very beginning."""
     from quire.kernels.attention import triton
 
     torch.manual_seed(5)
-    shape = Shape(heads, kv_heads, head_dim, block_size)
+    shape = Shape(heads, kv_heads, head_dim, block_size, dtype)
     parents = ints([-1, 0, 1, 2, 3, 4, 5, 2, 7, 8, 9, -1, 11, 0])
     context, count = base + len(parents), 1 + len(parents)
     keys, values = torch.randn(2, context, kv_heads, head_dim)
@@ -133,8 +137,10 @@ def test_with_a_deterministic_plan_a_node_has_the_bits_of_a_decode_and_of_a_chai
         [keys, *others], [values, *others], [q, *queries],
     )  # fmt: skip
     starts, seen, positions = tree_masks(rows)
-    found = triton.paged_attention(*case.arguments(window), None, starts, seen, positions, deterministic=True)
-    expected = reference.paged_attention(*case.arguments(window), None, starts, seen)
+    found = triton.paged_attention(
+        *case.arguments(window), None, starts, seen, positions, deterministic=True, **case.scales
+    )
+    expected = reference.paged_attention(*case.arguments(window), None, starts, seen, **case.scales)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
     for leaf in (10, 12):
@@ -145,7 +151,7 @@ def test_with_a_deterministic_plan_a_node_has_the_bits_of_a_decode_and_of_a_chai
             alone = paged_case(
                 shape, [len(path)], [number], [keys[path]], [values[path]], [q[asked[-number:]]]
             )
-            plain = triton.paged_attention(*alone.arguments(window), deterministic=True)
+            plain = triton.paged_attention(*alone.arguments(window), deterministic=True, **alone.scales)
             assert torch.equal(plain, found[asked[-number:]])
 
 

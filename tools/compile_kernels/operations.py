@@ -17,7 +17,11 @@ from tools.compile_kernels.models import MAX_CONTEXT, MAX_ROWS, META, MODELS, NU
 from tools.compile_kernels.record import Recorder
 
 VOCABULARIES = sorted({int(model["vocab_size"]) for model in MODELS.values()})
-LAYOUTS = (BlockLayout(32, 16, 8, 128, "bfloat16"), BlockLayout(30, 16, 3, 64, "bfloat16"))
+LAYOUTS = (
+    BlockLayout(32, 16, 8, 128, "bfloat16"),
+    BlockLayout(30, 16, 3, 64, "bfloat16"),
+    BlockLayout(32, 16, 8, 128, "int8"),
+)
 TOKENS_OF_TREES = 16
 
 
