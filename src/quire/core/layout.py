@@ -39,6 +39,10 @@ class BlockLayout:
         return self.dtype == "int8"
 
     @property
+    def in_words(self) -> str:
+        return f"{self.dtype} with scales" if self.has_scales else self.dtype
+
+    @property
     def scales_offset(self) -> int:
         """Bytes from the start of a block to its scales."""
         return self.block_elements * DTYPE_BYTES[self.dtype]
