@@ -104,7 +104,7 @@ def test_an_int8_kv_cache_stays_near_a_full_one(tmp_path: Path) -> None:
     full = run_chunked(model, texts, [3, 34, 1], 4)
     int8 = run_chunked(model, texts, [3, 34, 1], 4, "int8")
     for one, other in zip(int8, full, strict=True):
-        assert float((one - other).norm() / other.norm()) < 0.02
+        assert float((one - other).norm() / other.norm()) < 0.05
         assert not torch.equal(one, other)
 
 

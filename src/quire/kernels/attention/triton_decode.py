@@ -132,18 +132,23 @@ def _decode_kernel(
     total = tl.zeros([GROUP_ROWS], tl.float32)
     acc = tl.zeros([GROUP_ROWS, BLOCK_D], tl.float32)
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
+    scale_offsets = slot_offsets(ids, begin, stride_scales, 1, BLOCK_SIZE, TILE)
+    k_scale, v_scale = tile_scales(k_head_scales, v_head_scales, scale_offsets, begin, end, TILE, SCALED)
     for start in range(begin, end, TILE):
         offsets = slot_offsets(ids, start, stride_block, stride_slot, BLOCK_SIZE, TILE)
-        scale_offsets = slot_offsets(ids, start, stride_scales, 1, BLOCK_SIZE, TILE)
         k = load_tile(k_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
         v = load_tile(v_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
-        k_scale, v_scale = tile_scales(k_head_scales, v_head_scales, scale_offsets, start, end, TILE, SCALED)
         # One tile ahead, so that loads of K and V never wait for the table.
         ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
         visible = visible_keys(positions, start, end, WINDOW, TILE)
         acc, top, total = attend_tile(
             q_tile, k, v, k_scale, v_scale, visible, acc, top, total, scale, True, SCALED
         )  # fmt: skip
+        # Scales are one tile ahead too, read when their blocks are known: too narrow for the compiler to do it.
+        scale_offsets = slot_offsets(ids, start + TILE, stride_scales, 1, BLOCK_SIZE, TILE)
+        k_scale, v_scale = tile_scales(
+            k_head_scales, v_head_scales, scale_offsets, start + TILE, end, TILE, SCALED
+        )
 
     if piece < 0:
         whole = acc / tl.where(total > 0, total, 1.0)[:, None]

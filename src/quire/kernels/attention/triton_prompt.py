@@ -80,12 +80,12 @@ def _attend_range(
 ):  # fmt: skip
     """Online softmax over keys begin .. end; without masks `end - begin` must be whole tiles seen by all."""
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
+    scale_offsets = slot_offsets(ids, begin, stride_scales, 1, BLOCK_SIZE, TILE)
+    k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, begin, end, TILE, SCALED)
     for start in range(begin, end, TILE):
         offsets = slot_offsets(ids, start, stride_block, stride_slot, BLOCK_SIZE, TILE)
-        scale_offsets = slot_offsets(ids, start, stride_scales, 1, BLOCK_SIZE, TILE)
         k = load_tile(k_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, MASKED)
         v = load_tile(v_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, MASKED)
-        k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start, end, TILE, SCALED)
         ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
         if MASKED:
             visible = visible_keys(positions, start, end, WINDOW, TILE)
@@ -94,6 +94,8 @@ def _attend_range(
         acc, top, total = attend_tile(
             q, k, v, k_scale, v_scale, visible, acc, top, total, scale, MASKED, SCALED
         )  # fmt: skip
+        scale_offsets = slot_offsets(ids, start + TILE, stride_scales, 1, BLOCK_SIZE, TILE)
+        k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start + TILE, end, TILE, SCALED)
     return acc, top, total
 
 

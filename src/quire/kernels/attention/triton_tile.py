@@ -67,8 +67,8 @@ def tile_scales(k_scales, v_scales, offsets, start, end, TILE: tl.constexpr, SCA
     """[TILE] each: what a tile of K and of V in int8 is multiplied by. Not read where pages have no scales."""
     if SCALED:
         inside = start + tl.arange(0, TILE) < end
-        k_scale = tl.load(k_scales + offsets, mask=inside, other=0.0).to(tl.float32)
-        return k_scale, tl.load(v_scales + offsets, mask=inside, other=0.0).to(tl.float32)
+        k_scale = tl.load(k_scales + offsets, mask=inside, other=0.0)
+        return k_scale, tl.load(v_scales + offsets, mask=inside, other=0.0)
     else:
         return tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
 
@@ -111,7 +111,7 @@ def attend_tile(
     """
     scores = matmul(q, tl.trans(as_operand(k, q)), None)
     if SCALED:
-        scores = scores * k_scale[None, :]
+        scores = scores * k_scale.to(tl.float32)[None, :]
     if MASKED:
         scores = tl.where(visible, scores * scale, NEGATIVE_INFINITY)
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -124,7 +124,7 @@ def attend_tile(
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
     if SCALED:
-        weights = weights * v_scale[None, :]
+        weights = weights * v_scale.to(tl.float32)[None, :]
     acc = matmul(weights.to(q.dtype), as_operand(v, q), acc * shrink[:, None])
     return acc, new_top, total
 

@@ -66,17 +66,19 @@ def _attend_seen(
 ):  # fmt: skip
     """Online softmax over slots begin .. end, without the ones that a query does not see."""
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
+    scale_offsets = slot_offsets(ids, begin, stride_scales, 1, BLOCK_SIZE, TILE)
+    k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, begin, end, TILE, SCALED)
     for start in range(begin, end, TILE):
         offsets = slot_offsets(ids, start, stride_block, stride_slot, BLOCK_SIZE, TILE)
-        scale_offsets = slot_offsets(ids, start, stride_scales, 1, BLOCK_SIZE, TILE)
         k = load_tile(k_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
         v = load_tile(v_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
-        k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start, end, TILE, SCALED)
         ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
         seen = _seen_keys(positions, tree_starts, ancestors, start, end, WINDOW, TILE)
         acc, top, total = attend_tile(
             q, k, v, k_scale, v_scale, seen, acc, top, total, scale, True, SCALED
         )  # fmt: skip
+        scale_offsets = slot_offsets(ids, start + TILE, stride_scales, 1, BLOCK_SIZE, TILE)
+        k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start + TILE, end, TILE, SCALED)
     return acc, top, total
 
 
