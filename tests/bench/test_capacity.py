@@ -84,6 +84,7 @@ def test_every_architecture_is_counted_as_the_engine_keeps_it(tmp_path, variant,
         {"quantization": "none"},
         {"quantization": "int8", "kv_cache_memory_bytes": 100 << 20, "kv_cache_dtype": "float32"},
         {"quantization": "int8", "block_size": 1, "num_blocks": 500},
+        {"quantization": "int8", "kv_cache_memory_bytes": 100 << 20, "kv_cache_dtype": "int8"},
     ],
 )
 def test_the_built_in_model_is_counted_as_the_engine_keeps_it(settings, memory):

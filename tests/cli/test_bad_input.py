@@ -79,6 +79,14 @@ def test_a_key_that_is_empty_does_not_leave_a_server_open(run, monkeypatch, tmp_
         (("--kv-cache-memory-bytes", "1"), "the pool cannot hold one block"),
         (("--max-model-len", "4096"), "max_model_len=4096 is more than the model's 128 positions"),
         (("--dtype", "float8"), "dtype='float8' is not known: choose one of auto, float32"),
+        (
+            ("--kv-cache-dtype", "int4"),
+            "kv_cache_dtype='int4' is not known: choose one of auto, float32, float16, bfloat16, int8, fp8",
+        ),
+        (
+            ("--kv-cache-dtype", "fp8"),
+            "kv_cache_dtype='fp8' needs a GPU: choose int8 or float16 on a CPU",
+        ),
         (("--device", "cuda"), "no GPU here"),
         (("--system", "brief"), "--system needs a chat template: add --chat"),
         (("--output", "/no/such/folder/x.jsonl"), "--output /no/such/folder/x.jsonl: cannot be written"),

@@ -89,6 +89,16 @@ def test_plan_on_this_machine_measures_it(run, tiny):
     assert found["kv_dtype"] in ("float16", "float32")
 
 
+def test_plan_counts_the_scales_of_an_int8_kv_cache(run, tiny):
+    flags = ("plan", tiny, "--memory", "8", "--context", "128", "--kv-cache-dtype")
+    assert "a token in int8 with scales" in run(*flags, "int8").out
+    int8, half = (json.loads(run(*flags, dtype, "--json").out) for dtype in ("int8", "float16"))
+    head_dim = 16
+    assert int8["kv_dtype"] == "int8"
+    ratio = half["kv_bytes_per_token"] / int8["kv_bytes_per_token"]
+    assert ratio == 2 * head_dim / (head_dim + 2)
+
+
 def test_the_table_of_gpus_says_where_it_is_from(run):
     text = run("plan", "--list-gpus").out
     for gpu in GPUS:

@@ -67,6 +67,7 @@ def test_products_are_shown_and_forgotten_too(run, empty_cache):
     [
         ([], HeadShape(2, 2, 16, "bfloat16", 2, 16)),
         (["--kv-cache-dtype", "fp8", "--block-size", "32"], HeadShape(2, 2, 16, "float8_e4m3fn", 2, 32)),
+        (["--kv-cache-dtype", "int8"], HeadShape(2, 2, 16, "int8", 2, 16)),
         (["--dtype", "float32"], HeadShape(2, 2, 16, "float32", 4, 16)),
     ],
 )

@@ -110,6 +110,20 @@ def test_in_fp32_seeded_tokens_are_drawn_from_the_distribution_of_transformers(s
         assert bool(((lower - EDGE <= drawn) & (drawn <= upper + EDGE)).all())
 
 
+@pytest.mark.timeout(600)
+def test_an_int8_kv_cache_gives_the_same_tokens_in_every_setting(prompts):
+    """Greedy and seeded, twice through one engine, so that the second time most pages come from the prefix index."""
+    few = prompts[FEW]
+    asked = [GREEDY if i % 2 else one for i, one in enumerate(seeded(len(few)))]
+    pages = {"kv_cache_dtype": "int8"}
+    wanted, _ = generate(BATCH, few * 2, asked * 2, **pages)
+    assert wanted[: len(few)] == wanted[len(few) :]
+    for setting in (SETTINGS[0], SETTINGS[2], SETTINGS[3], SETTINGS[4]):
+        outputs, num_preemptions = generate(setting, few, asked, **pages)
+        assert ("tiny" in setting.name) == (num_preemptions > 0)
+        assert outputs == wanted[: len(few)], setting.name
+
+
 def test_prefix_hits_change_no_token(prompts, int8_outputs):
     """Everything twice through one engine: the second time most of it comes from the prefix index."""
     twice = prompts[:20] * 2

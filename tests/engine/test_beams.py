@@ -108,6 +108,23 @@ def test_settings_change_no_hypothesis(checkpoint: tuple[Path, Any], name: str) 
             assert llm.engine.scheduler.stats.num_preemptions
 
 
+def test_settings_change_no_hypothesis_of_int8_pages(tmp_path: Path) -> None:
+    """Rows of int8 products have the same bits in every batch, so that rounding to pages cannot differ."""
+    save(tmp_path, VARIANTS["llama"]())
+    asked = [_beams(2, 0.0, True), _beams(4, 1.0, False), _beams(8, 2.0, "never")]
+    pairs = [(prompt, one) for prompt in PROMPTS for one in asked]
+    found = {}
+    for name, settings in SETTINGS.items():
+        with LLM(str(tmp_path), kv_cache_dtype="int8", use_tqdm=False, **settings) as llm:
+            results = llm.generate(
+                [prompt for prompt, _ in pairs], [one for _, one in pairs], use_tqdm=False
+            )  # fmt: skip
+            found[name] = [_tokens(result) for result in results]
+            llm.engine.check_integrity()
+            assert "tiny" not in name or llm.engine.scheduler.stats.num_preemptions
+    assert found == dict.fromkeys(SETTINGS, found["as usual"])
+
+
 def test_biases_and_penalties_apply_to_log_probabilities(checkpoint: tuple[Path, Any]) -> None:
     folder, model = checkpoint
     with _llm(folder) as llm:

@@ -60,11 +60,14 @@ def _answers(engine: Engine) -> tuple[list[list[int]], list[list[tuple]]]:
     return tokens, scores
 
 
-def test_trees_give_the_bits_of_plain_decoding(tmp_path: Path, as_on_a_gpu: None) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_trees_give_the_bits_of_plain_decoding(
+    tmp_path: Path, as_on_a_gpu: None, kv_cache_dtype: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 1}))
     config = EngineConfig.of(
         model=str(tmp_path), load_format="dummy", dtype="float32", device="cpu", block_size=4, deterministic=True,
-        speculative_config=TREES, max_num_seqs=16, enable_prefix_caching=False,
+        speculative_config=TREES, max_num_seqs=16, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     engine = building.build(config).engine
     assert engine.speculation is not None

@@ -98,6 +98,7 @@ def _outputs(
 
 @pytest.mark.parametrize("settings", [
     {}, {"steps_in_flight": 0}, {"max_num_batched_tokens": 8}, {"num_blocks": 40, "max_num_seqs": 6},
+    {"num_blocks": 40, "max_num_seqs": 6, "kv_cache_dtype": "int8"},
 ])  # fmt: skip
 def test_tokens_are_those_of_the_plain_runner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
@@ -109,6 +110,7 @@ def test_tokens_are_those_of_the_plain_runner(
 
 @pytest.mark.parametrize(("times", "settings"), [
     (1, {}),
+    (1, {"kv_cache_dtype": "int8"}),
     (1, {"max_num_batched_tokens": 32, "max_num_seqs": 18}),
     (1, {"steps_in_flight": 0, "max_num_batched_tokens": 64}),
     (4, {"max_num_batched_tokens": 96, "max_num_seqs": 30}),  # every row is taken: the padding has one of its own

@@ -25,9 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = SamplingParams(temperature=0.7, seed=4, max_tokens=6)
 SETTINGS = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "block_size": 4, "num_blocks": 24,
             "max_num_batched_tokens": 64, "kv_offload_gb": 0.0005}  # fmt: skip
+PAGES = {}  # the type of the KV cache, as the module's fixture sets it
 ONE_AFTER_THE_OTHER = """
 import sys
-from tests.engine.test_offload_cache import Home, prompts
+from tests.engine.test_offload_cache import PAGES, Home, prompts
+PAGES["kv_cache_dtype"] = sys.argv[3]
 with Home(sys.argv[1], kv_offload_dir=sys.argv[2]) as home:
     print("begins", flush=True)
     for number in range(10_000):
@@ -39,7 +41,7 @@ class Home:
     """An engine whose pool holds two or three prompts, and asks them one after the other."""
 
     def __init__(self, model, **settings):
-        self.built = build(EngineConfig.of(model=str(model), **{**SETTINGS, **settings}))
+        self.built = build(EngineConfig.of(model=str(model), **{**SETTINGS, **PAGES, **settings}))
         self.engine = self.built.engine
         self.count = 0
 
@@ -75,6 +77,13 @@ def files(folder):
     return [path for path in Path(folder).rglob("*") if path.is_file() and len(path.name) == 64]
 
 
+@pytest.fixture(scope="module", autouse=True, params=["float32", "int8"])
+def _pages(request):
+    PAGES["kv_cache_dtype"] = request.param
+    yield
+    PAGES.clear()
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
@@ -83,7 +92,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wanted(model):
+def wanted(model, _pages):
     with Home(model, kv_offload_gb=0.0, num_blocks=400) as home:
         return home.answer(prompts())
 
@@ -165,7 +174,7 @@ def test_files_that_vanish_are_misses(model, kept, wanted):
 def test_killed_while_it_writes_it_starts_again_with_the_same_tokens(model, tmp_path, wanted):
     folder = tmp_path / "killed"
     process = subprocess.Popen(
-        [sys.executable, "-c", ONE_AFTER_THE_OTHER, str(model), str(folder)],
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER, str(model), str(folder), PAGES["kv_cache_dtype"]],
         stdout=subprocess.PIPE,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},

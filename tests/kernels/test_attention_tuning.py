@@ -287,9 +287,10 @@ def test_luck_is_measured_again(interpreter, marked):
     assert any(line.endswith("passed over, not faster when measured again") for line in lines)
 
 
-def test_a_batch_keeps_to_its_memory():
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
+def test_a_batch_keeps_to_its_memory(kv_dtype):
     lengths = autotune.BatchLengths((4096, 4096), (1, 1))
-    heads = replace(HEADS, kv_dtype="float8_e4m3fn")
+    heads = replace(HEADS, kv_dtype=kv_dtype)
     batch = autotune.make_batch(heads, torch.float16, lengths, torch.device("cpu"), 1 << 16)
     assert batch.pool.nbytes < 1.1 * (1 << 16)
-    assert batch.pool.dtype is torch.float8_e4m3fn
+    assert batch.pool.dtype is getattr(torch, kv_dtype)

@@ -70,11 +70,11 @@ def _attend(
     values = [c[:n, kv : 2 * kv] for c, n in zip(content, lengths, strict=True)]
     q = [c[n - count : n, 2 * kv :] for c, n, count in zip(content, lengths, chunks, strict=True)]
     case = paged_case(shape, lengths, chunks, keys, values, q)
-    return list(cpu.paged_attention(*case.arguments(window)).split(chunks))
+    return list(cpu.paged_attention(*case.arguments(window), **case.scales).split(chunks))
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 @pytest.mark.parametrize("window", [0, 50, 530])
 def test_attention_does_not_depend_on_batch_chunk_or_block_size(dtype: torch.dtype, window: int) -> None:
     heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "dtype": dtype}

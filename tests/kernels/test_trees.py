@@ -53,6 +53,7 @@ def tree_masks(rows: list[tuple[int, int, Ints]]) -> tuple[Tensor, Tensor, Tenso
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize(("base", "block_size", "window", "dtype"), [
     (1, 16, 0, torch.float32), (64, 16, 0, torch.float16), (505, 1, 0, torch.float32), (600, 16, 30, torch.float32),
+    (64, 16, 0, torch.int8), (505, 1, 0, torch.int8), (600, 16, 30, torch.int8),
 ])  # fmt: skip
 def test_a_node_has_the_bits_of_a_decode(
     isa: str, base: int, block_size: int, window: int, dtype: torch.dtype
@@ -68,12 +69,12 @@ def test_a_node_has_the_bits_of_a_decode(
     case = paged_case(shape, [context, 5], [len(q), 1], [keys, keys[:5]], [values, values[:5]], [q, q[:1]])
     starts, seen, _ = tree_masks([(len(q), context, parents), (1, 5, ints())])
     with instruction_set(isa):
-        found = cpu.paged_attention(*case.arguments(window), None, starts, seen)
+        found = cpu.paged_attention(*case.arguments(window), None, starts, seen, **case.scales)
         for query in (0, 1, 9, 24, 37):
             path = [*range(base), *(base + n for n in range(64) if int(seen[query]) >> n & 1)]
             alone = paged_case(shape, [len(path)], [1], [keys[path]], [values[path]], [q[query : query + 1]])
-            assert torch.equal(found[query], cpu.paged_attention(*alone.arguments(window))[0])
-    expected = reference.paged_attention(*case.arguments(window), None, starts, seen)
+            assert torch.equal(found[query], cpu.paged_attention(*alone.arguments(window), **alone.scales)[0])
+    expected = reference.paged_attention(*case.arguments(window), None, starts, seen, **case.scales)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -85,16 +86,19 @@ def _mixed_case(shape: Shape) -> tuple[PagedCase, tuple[Tensor, Tensor, Tensor]]
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window"), [
-    (6, 2, 32, 16, 0), (4, 4, 24, 1, 0), (8, 1, 64, 128, 64),
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "dtype"), [
+    (6, 2, 32, 16, 0, torch.float32), (4, 4, 24, 1, 0, torch.float32), (8, 1, 64, 128, 64, torch.float32),
+    (6, 2, 32, 16, 0, torch.int8),
 ])  # fmt: skip
-def test_triton_agrees(heads: int, kv_heads: int, head_dim: int, block_size: int, window: int) -> None:
+def test_triton_agrees(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int, dtype: torch.dtype
+) -> None:
     from quire.kernels.attention import triton
 
     torch.manual_seed(4)
-    case, (starts, seen, positions) = _mixed_case(Shape(heads, kv_heads, head_dim, block_size))
-    actual = triton.paged_attention(*case.arguments(window), None, starts, seen, positions)
-    expected = reference.paged_attention(*case.arguments(window), None, starts, seen)
+    case, (starts, seen, positions) = _mixed_case(Shape(heads, kv_heads, head_dim, block_size, dtype))
+    actual = triton.paged_attention(*case.arguments(window), None, starts, seen, positions, **case.scales)
+    expected = reference.paged_attention(*case.arguments(window), None, starts, seen, **case.scales)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -104,22 +108,22 @@ def test_triton_refuses_what_it_would_get_wrong() -> None:
 
     case, masks = _mixed_case(Shape(4, 2, 32))
     with pytest.raises(ValueError, match="attention over 30 positions has no trees"):
-        triton.paged_attention(*case.arguments(30), None, *masks)
+        triton.paged_attention(*case.arguments(30), None, *masks, **case.scales)
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "base"), [
-    (6, 2, 32, 16, 0, 59), (2, 2, 24, 1, 0, 506), (8, 1, 64, 128, 20, 700), (4, 1, 16, 16, 530, 574),
-    (3, 1, 16, 4, 0, 1),
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "base", "dtype"), [
+    (6, 2, 32, 16, 0, 59, torch.float32), (2, 2, 24, 1, 0, 506, torch.float32), (8, 1, 64, 128, 20, 700, torch.float32),
+    (4, 1, 16, 16, 530, 574, torch.float32), (3, 1, 16, 4, 0, 1, torch.float32), (6, 2, 32, 16, 0, 59, torch.int8),
 ])  # fmt: skip
 def test_with_a_deterministic_plan_a_node_has_the_bits_of_a_decode_and_of_a_chain(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int, base: int
+    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int, base: int, dtype: torch.dtype
 ) -> None:
     """The tree lies across a border of tiles (64 positions) or of chunks (512), or at the very beginning."""
     from quire.kernels.attention import triton
 
     torch.manual_seed(5)
-    shape = Shape(heads, kv_heads, head_dim, block_size)
+    shape = Shape(heads, kv_heads, head_dim, block_size, dtype)
     parents = ints([-1, 0, 1, 2, 3, 4, 5, 2, 7, 8, 9, -1, 11, 0])
     context, count = base + len(parents), 1 + len(parents)
     keys, values = torch.randn(2, context, kv_heads, head_dim)
@@ -133,8 +137,10 @@ def test_with_a_deterministic_plan_a_node_has_the_bits_of_a_decode_and_of_a_chai
         [keys, *others], [values, *others], [q, *queries],
     )  # fmt: skip
     starts, seen, positions = tree_masks(rows)
-    found = triton.paged_attention(*case.arguments(window), None, starts, seen, positions, deterministic=True)
-    expected = reference.paged_attention(*case.arguments(window), None, starts, seen)
+    found = triton.paged_attention(
+        *case.arguments(window), None, starts, seen, positions, deterministic=True, **case.scales
+    )
+    expected = reference.paged_attention(*case.arguments(window), None, starts, seen, **case.scales)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
     for leaf in (10, 12):
@@ -145,7 +151,7 @@ def test_with_a_deterministic_plan_a_node_has_the_bits_of_a_decode_and_of_a_chai
             alone = paged_case(
                 shape, [len(path)], [number], [keys[path]], [values[path]], [q[asked[-number:]]]
             )
-            plain = triton.paged_attention(*alone.arguments(window), deterministic=True)
+            plain = triton.paged_attention(*alone.arguments(window), deterministic=True, **alone.scales)
             assert torch.equal(plain, found[asked[-number:]])
 
 
@@ -161,9 +167,11 @@ def check_settling(module: ModuleType, block_size: int, position_bytes: int) -> 
     planes, length, counts, bases = 6, 96, [1, 7, 40, 64], [0, 5, 17, 30]
     num_blocks = length // block_size
     tables = torch.randperm(len(counts) * num_blocks).view(len(counts), num_blocks).int()
-    pool = torch.randint(0, 255, (len(counts) * num_blocks, planes * block_size * position_bytes)).to(
-        torch.uint8
-    )
+    scale_planes, scales_offset = 2 * planes, planes * block_size * position_bytes
+    shape = (len(counts) * num_blocks, scales_offset + scale_planes * block_size * 2)
+    pool = torch.randint(0, 255, shape).to(torch.uint8)
+    values = pool[:, :scales_offset].unflatten(1, (planes, block_size, position_bytes))
+    scales = pool[:, scales_offset:].unflatten(1, (scale_planes, block_size, 2))
     row_tokens = torch.full((len(counts), length), -5, dtype=torch.int32)
     trees, nodes, chosen = [], torch.full((len(counts), 2, 64), -2, dtype=torch.int32), []
     for row, (count, base) in enumerate(zip(counts, bases, strict=True)):
@@ -174,12 +182,11 @@ def check_settling(module: ModuleType, block_size: int, position_bytes: int) -> 
         for at in range(-1, count):  # mostly some child of the node's
             children = [tokens[n] for n in range(count) if parents[n] == at]
             chosen.append(chooser.choice(children) if children and chooser.random() < 0.9 else 7)
-    before = pool.clone().view(-1, planes, block_size, position_bytes)
+    before = [values.clone(), scales.clone()]
     module.settle(
-        torch.tensor(chosen), torch.tensor(trees, dtype=torch.int32), nodes, row_tokens, tables, pool, block_size,
-        planes,
+        torch.tensor(chosen), torch.tensor(trees, dtype=torch.int32), nodes, row_tokens, tables,
+        [values, scales],
     )  # fmt: skip
-    after = pool.view_as(before)
     moved = 0
     for (row, base, first, count), lines in zip(trees, nodes.tolist(), strict=True):
         path = accepted_nodes(lines[0][:count], lines[1][:count], chosen[first : first + 1 + count])
@@ -188,11 +195,12 @@ def check_settling(module: ModuleType, block_size: int, position_bytes: int) -> 
         for depth, node in enumerate(path):
             moved += depth != node
             source, target = base + node, base + depth
-            there = after[tables[row, target // block_size].long(), :, target % block_size]
-            assert torch.equal(
-                there, before[tables[row, source // block_size].long(), :, source % block_size]
-            )
+            for after, whole in zip((values, scales), before, strict=True):
+                there = after[tables[row, target // block_size].long(), :, target % block_size]
+                was = whole[tables[row, source // block_size].long(), :, source % block_size]
+                assert torch.equal(there, was)
         for place in range(base):
-            block = tables[row, place // block_size].long()
-            assert torch.equal(after[block, :, place % block_size], before[block, :, place % block_size])
+            at = (tables[row, place // block_size].long(), slice(None), place % block_size)
+            assert torch.equal(values[at], before[0][at])
+            assert torch.equal(scales[at], before[1][at])
     assert moved

@@ -1,5 +1,7 @@
 """Attention in Triton beyond parity: plans, padding, fixed bits, gathered pages, and fresh prompts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,9 +68,12 @@ def test_the_longest_pieces_start_first() -> None:
     assert max(lengths[len(lengths) // 2 :]) <= max(lengths[: len(lengths) // 2])
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_one_plan_serves_many_calls_and_lengths_may_change(fused: bool) -> None:
-    case = random_case(SHAPE, [700, 90, 30], [1, 1, 4])
+@pytest.mark.parametrize(
+    ("fused", "dtype"),
+    [(True, torch.float32), (False, torch.float32), (True, torch.int8), (False, torch.int8)],
+)
+def test_one_plan_serves_many_calls_and_lengths_may_change(fused: bool, dtype: torch.dtype) -> None:
+    case = random_case(replace(SHAPE, dtype=dtype), [700, 90, 30], [1, 1, 4])
     tuning = triton.AttentionTuning(fused_reduction=fused, decode_tile=64, prompt_tile=32)
     planner = _planner(case, tuning=tuning)
     for shorter in (0, 200):
@@ -76,9 +81,9 @@ def test_one_plan_serves_many_calls_and_lengths_may_change(fused: bool) -> None:
         plan = planner.plan(case.query_starts, case.context_lens, 3)
         assert int(plan.row_slots[0, 1]) > 1  # several pieces, or nothing is reduced
         for _ in range(2):
-            actual = triton.paged_attention(*case.arguments(), plan=plan)
+            actual = triton.paged_attention(*case.arguments(), plan=plan, **case.scales)
             torch.testing.assert_close(
-                actual, reference.paged_attention(*case.arguments()), rtol=2e-5, atol=2e-5
+                actual, reference.paged_attention(*case.arguments(), **case.scales), rtol=2e-5, atol=2e-5
             )
 
 
@@ -109,9 +114,9 @@ def test_pages_that_neighbours_share_are_read_once_for_several_rows(fused: bool)
             for key in range(item[triton_plan.BEGIN], item[triton_plan.END])
         ]
         assert sorted(seen) == list(range(context))
-    expected = reference.paged_attention(*case.arguments())
+    expected = reference.paged_attention(*case.arguments(), **case.scales)
     for _ in range(2 if fused else 1):  # what is reduced at once must leave its counters as they were
-        actual = triton.paged_attention(*case.arguments(), plan=plan)
+        actual = triton.paged_attention(*case.arguments(), plan=plan, **case.scales)
         torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -119,8 +124,8 @@ def test_pages_that_neighbours_share_are_read_once_for_several_rows(fused: bool)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_wide_heads_and_large_blocks_agree(head_dim: int, block_size: int, deterministic: bool) -> None:
     case = random_case(Shape(2, 1, head_dim, block_size), [130, 40], [1, 20])
-    expected = reference.paged_attention(*case.arguments())
-    actual = triton.paged_attention(*case.arguments(), deterministic=deterministic)
+    expected = reference.paged_attention(*case.arguments(), **case.scales)
+    actual = triton.paged_attention(*case.arguments(), deterministic=deterministic, **case.scales)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -132,7 +137,7 @@ def test_padding_gets_zeros_and_rows_without_queries_nothing() -> None:
     tables = torch.cat((case.block_tables, torch.zeros_like(case.block_tables[:1])))
     out = torch.full((5, 128), 7.0)
     triton.paged_attention(case.q, case.k_pages, case.v_pages, starts, lens, tables, case.scale, out=out)
-    expected = reference.paged_attention(*case.arguments())
+    expected = reference.paged_attention(*case.arguments(), **case.scales)
     expected[1] = 0.0
     torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
 
@@ -140,14 +145,18 @@ def test_padding_gets_zeros_and_rows_without_queries_nothing() -> None:
 def test_without_prompts_only_decodes_are_written() -> None:
     case = random_case(SHAPE, [20, 33], [1, 3])
     out = torch.full((4, 128), 7.0)
-    triton.paged_attention(*case.arguments(), out=out, max_query_len=1)
-    torch.testing.assert_close(out[0], reference.paged_attention(*case.arguments())[0], rtol=2e-5, atol=2e-5)
+    triton.paged_attention(*case.arguments(), out=out, max_query_len=1, **case.scales)
+    torch.testing.assert_close(
+        out[0], reference.paged_attention(*case.arguments(), **case.scales)[0], rtol=2e-5, atol=2e-5
+    )
     assert (out[1:] == 7.0).all()
 
 
-@pytest.mark.parametrize("window", [0, 530])
-def test_deterministic_bits_do_not_depend_on_batch_chunk_or_block_size(window: int) -> None:
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+@pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (530, torch.float32), (0, torch.int8)])
+def test_deterministic_bits_do_not_depend_on_batch_chunk_or_block_size(
+    window: int, dtype: torch.dtype
+) -> None:
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": dtype}
     lengths, content = [600, 150], [torch.randn(600, 8, 16), torch.randn(150, 8, 16)]
 
     def attend(block_size: int, rows: list[int], chunks: list[int]) -> list[torch.Tensor]:
@@ -156,7 +165,9 @@ def test_deterministic_bits_do_not_depend_on_batch_chunk_or_block_size(window: i
         case = paged_case(
             Shape(**heads, block_size=block_size), [lengths[r] for r in rows], chunks, keys, values, q
         )
-        return list(triton.paged_attention(*case.arguments(window), deterministic=True).split(chunks))
+        return list(
+            triton.paged_attention(*case.arguments(window), deterministic=True, **case.scales).split(chunks)
+        )
 
     whole = attend(16, [0], [100])[0]
     for block_size, chunks in ((1, [1, 150]), (128, [33, 1])):
@@ -190,7 +201,7 @@ def test_a_plan_for_another_window_or_more_rows_is_refused() -> None:
     planner = _planner(case, max_rows=2)
     plan = planner.plan(case.query_starts, case.context_lens, 2)
     with pytest.raises(ValueError, match="window"):
-        triton.paged_attention(*case.arguments(8), plan=plan)
+        triton.paged_attention(*case.arguments(8), plan=plan, **case.scales)
     with pytest.raises(ValueError, match="max_rows"):
         planner.plan(case.query_starts, case.context_lens, 3)
     with pytest.raises(ValueError, match="max_context"):

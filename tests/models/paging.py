@@ -17,7 +17,7 @@ only_native = pytest.mark.skipif(
     choose("attention", "cpu").__name__.endswith("reference"),
     reason="native kernels promise this, torch does not",
 )
-POISON = float("nan")  # what a reused page may hold
+POISON = 255  # of bytes, what a reused page may hold: not-a-numbers, also as scales
 
 
 class Pages:
@@ -34,7 +34,7 @@ class Pages:
         self.tables = [[ids.pop() for _ in range(count)] for count in needed]
         layout = BlockLayout(config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype)
         self.pool = Pool(layout, sum(needed) + 1)
-        self.pool.data.view(getattr(torch, dtype)).fill_(POISON)
+        self.pool.data.fill_(POISON)
 
     def batch(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> Batch:
         """Each piece: (sequence, first position, its tokens); logits of every token are wanted."""

@@ -103,16 +103,27 @@ def test_int8_stays_near_full_precision(variant: str, tmp_path: Path, empty_cach
         "opt-350m", "gpt2", "granite", "olmo2", "gemma2", "gemma3", "falcon-40b", "falcon-rw", "bloom",
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_int8_gives_the_same_bits_alone_and_in_any_batch(
-    variant: str, tmp_path: Path, empty_cache: Path
+    variant: str, kv_dtype: str, tmp_path: Path, empty_cache: Path
 ) -> None:
     save(tmp_path / "model", VARIANTS[variant]())
     model = load_folder(tmp_path / "model", quantization="int8")
     texts = prompts(21, 34, 5)
-    alone = [run_chunked(model, [text], [len(text)], 16)[0] for text in texts]
+    alone = [run_chunked(model, [text], [len(text)], 16, kv_dtype)[0] for text in texts]
     for block_size, chunks in ((1, (3, 34, 1)), (4, (21, 1, 5)), (16, (1, 8, 2))):
-        for one, other in zip(run_chunked(model, texts, chunks, block_size), alone, strict=True):
+        for one, other in zip(run_chunked(model, texts, chunks, block_size, kv_dtype), alone, strict=True):
             assert torch.equal(one, other)
+
+
+def test_an_int8_kv_cache_stays_near_a_full_one(tmp_path: Path) -> None:
+    save(tmp_path, VARIANTS["llama"]())
+    model, texts = load_folder(tmp_path), prompts(21, 34, 5)
+    full = run_chunked(model, texts, [3, 34, 1], 4)
+    int8 = run_chunked(model, texts, [3, 34, 1], 4, "int8")
+    for one, other in zip(int8, full, strict=True):
+        assert float((one - other).norm() / other.norm()) < 0.05
+        assert not torch.equal(one, other)
 
 
 def test_only_the_wanted_rows_come_back(tmp_path: Path) -> None:

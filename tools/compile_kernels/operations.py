@@ -17,7 +17,11 @@ from tools.compile_kernels.models import MAX_CONTEXT, MAX_ROWS, META, MODELS, NU
 from tools.compile_kernels.record import Recorder
 
 VOCABULARIES = sorted({int(model["vocab_size"]) for model in MODELS.values()})
-LAYOUTS = (BlockLayout(32, 16, 8, 128, "bfloat16"), BlockLayout(30, 16, 3, 64, "bfloat16"))
+LAYOUTS = (
+    BlockLayout(32, 16, 8, 128, "bfloat16"),
+    BlockLayout(30, 16, 3, 64, "bfloat16"),
+    BlockLayout(32, 16, 8, 128, "int8"),
+)
 TOKENS_OF_TREES = 16
 
 
@@ -106,7 +110,7 @@ def _trees(recorder: Recorder) -> None:
         for most in (4, TOKENS_OF_TREES, MAX_NODES - 1):
             kernel.settle(
                 _longs(3 * most), ints(3, 4), ints(3, 2, most), ints(MAX_ROWS, MAX_CONTEXT), tables,
-                pool.data, layout.block_size, 2 * layout.num_layers,
+                pool.slots(),
             )  # fmt: skip
 
 

@@ -158,7 +158,7 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
         ["device", f"{device.name} ({device.source})"],
         ["weights", f"{in_bytes(weights.num_bytes)}, of which a step reads {_read(weights)}"],
         *([" ", group.in_words] for group in weights.groups),
-        ["kv cache", f"{in_bytes(capacity.kv_bytes_per_token)} a token in {capacity.kv_dtype}"],
+        ["kv cache", f"{in_bytes(capacity.kv_bytes_per_token)} a token in {pool.dtype}"],
         [
             "pool",
             f"{in_bytes(pool.num_bytes)}: {pool.num_blocks:,} blocks of {pool.block_size} tokens (set by {pool.limit})",

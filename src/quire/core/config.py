@@ -130,7 +130,9 @@ class MemoryConfig:
     )
     gpu_memory_utilization: float = setting(0.9, "fraction of GPU memory to use, weights included")
     kv_cache_dtype: str = setting(
-        "auto", "number format of the KV cache: auto, float32, float16, bfloat16 or (on a GPU) fp8"
+        "auto",
+        "number format of the KV cache: auto, float32, float16, bfloat16, int8 with a scale per token and head, or "
+        "(on a GPU) fp8",
     )
     enable_prefix_caching: bool = setting(True, "reuse KV blocks whose tokens were computed before")
     share: bool = setting(
@@ -169,7 +171,7 @@ class MemoryConfig:
             )
         at_least("num_blocks", self.num_blocks, 1)
         at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        one_of("kv_cache_dtype", self.kv_cache_dtype, (*DTYPES, "fp8"))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, (*DTYPES, "int8", "fp8"))
         one_of("reservation", self.reservation, RESERVATIONS)
         if self.reservation != "paged" and self.block_size not in (1, USUAL_BLOCK_SIZE):
             raise ConfigError(

@@ -28,6 +28,7 @@ ALIGNMENT = 64  # bytes, of an arena's buffers
 ISAS = ("amx", "avx512", "avx2", "generic")
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+PAGE_CODES = {**DTYPE_CODES, torch.int8: 3}  # of numbers in the pool
 
 
 class Recording(threading.local):
@@ -182,6 +183,21 @@ def _find(state: NativeState, name: str) -> int:
 def address(tensor: Tensor | None) -> int:
     """A tensor's address, 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def page_scales(pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None) -> tuple[int, int, int, int]:
+    """The scales of K and V pages as arguments: two addresses, two strides of both. Zeros unless pages are int8."""
+    if k_scales is None or v_scales is None:
+        if pages.dtype is torch.int8:
+            raise TypeError("pages in int8 have scales: give k_scales and v_scales")
+        return 0, 0, 0, 0
+    if (
+        k_scales.dtype is not torch.bfloat16
+        or k_scales.stride() != v_scales.stride()
+        or k_scales.stride(2) != 1
+    ):
+        raise TypeError(f"scales of pages must be bfloat16 and lie alike, not {k_scales.dtype}")
+    return k_scales.data_ptr(), v_scales.data_ptr(), k_scales.stride(0), k_scales.stride(1)
 
 
 def check_floats(*tensors: Tensor | None) -> None:

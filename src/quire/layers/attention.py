@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.core.layout import BlockLayout
+from quire.core.layout import SCALE_DTYPE, BlockLayout
 from quire.kernels import huge_pages
 from quire.kernels.attention.cudnn import contiguous_attention
 from quire.layers.batch import Batch
@@ -22,10 +22,24 @@ class Pool:
         self.num_blocks = num_blocks
         self.data = _zeros(num_blocks, layout.block_bytes, torch.device(device))  # [num_blocks, block_bytes]
         self._planes = [(self._plane(i, False), self._plane(i, True)) for i in range(layout.num_layers)]
+        self._scales = self._scale_planes() if layout.has_scales else [(None, None)] * layout.num_layers
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """A layer's K and V pages: two views [num_blocks, block_size, kv_heads, head_dim], strided by block."""
         return self._planes[index]
+
+    def scales(self, index: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Scales of a layer's K and V in int8: two views [num_blocks, kv_heads, block_size]; None in other types."""
+        return self._scales[index]
+
+    def slots(self) -> list[Tensor]:
+        """All that positions have in a block, as views [num_blocks, planes, block_size, bytes] uint8."""
+        layout = self.layout
+        values, scales = self.data[:, : layout.scales_offset], self.data[:, layout.scales_offset :]
+        shapes = [(values, 2 * layout.num_layers)]
+        if layout.has_scales:
+            shapes.append((scales, 2 * layout.num_layers * layout.num_kv_heads))
+        return [part.unflatten(1, (planes, layout.block_size, -1)) for part, planes in shapes]
 
     def elements(self, dtype: torch.dtype) -> Tensor:
         """All bytes as one vector of this type, which holds the adapters' weights."""
@@ -37,9 +51,15 @@ class Pool:
         return torch.as_strided(
             elements,
             (self.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim),
-            (layout.block_elements, layout.position_elements, layout.head_dim, 1),
+            (elements.stride(0), layout.position_elements, layout.head_dim, 1),
             layout.plane_offset(layer, value),
         )
+
+    def _scale_planes(self) -> list[tuple[Tensor, Tensor]]:
+        layout = self.layout
+        scales = self.data[:, layout.scales_offset :].view(getattr(torch, SCALE_DTYPE))
+        layers = scales.unflatten(1, (layout.num_layers, layout.num_kv_heads, 2, layout.block_size))
+        return [(layers[:, i, :, 0], layers[:, i, :, 1]) for i in range(layout.num_layers)]
 
 
 def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
@@ -91,6 +111,7 @@ class Attention:
             q_norm.heads(qkv[:, :query].unflatten(1, (-1, q_norm.weight.shape[0])))
             k_norm.heads(qkv[:, query : query + key].unflatten(1, (-1, k_norm.weight.shape[0])))
         k_pages, v_pages = pool.layer(self.index)
+        k_scales, v_scales = pool.scales(self.index)
         self.rotary.rotate_and_store(
             qkv,
             num_heads,
@@ -101,10 +122,14 @@ class Attention:
             batch.slots,
             k_pages,
             v_pages,
+            k_scales,
+            v_scales,
         )
-        return self._attend(heads, batch, k_pages, v_pages)
+        return self._attend(heads, batch, k_pages, v_pages, {"k_scales": k_scales, "v_scales": v_scales})
 
-    def _attend(self, heads: Tensor, batch: Batch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+    def _attend(
+        self, heads: Tensor, batch: Batch, k_pages: Tensor, v_pages: Tensor, scales: dict[str, Tensor | None]
+    ) -> Tensor:
         """heads [T, heads + 2 * kv_heads, head_dim], rotated."""
         queries = heads[:, : self.num_heads]
         where = (k_pages, v_pages, batch.query_starts, batch.context_lens, batch.block_tables)
@@ -112,7 +137,14 @@ class Attention:
         if batch.plans is None:
             masks = (None, *trees) if trees else ()
             return self.attention.paged_attention(
-                queries, *where, self.scale, self.window, *masks, soft_cap=self.soft_cap, slopes=self.slopes
+                queries,
+                *where,
+                self.scale,
+                self.window,
+                *masks,
+                **scales,
+                soft_cap=self.soft_cap,
+                slopes=self.slopes,
             )
         out = queries.new_empty(queries.shape[0], self.num_heads * self.head_dim)
         whole = bool(
@@ -134,5 +166,6 @@ class Attention:
                 max_query_len=batch.max_query_len,
                 soft_cap=self.soft_cap,
                 slopes=self.slopes,
+                **scales,
             )
         return out

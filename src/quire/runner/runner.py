@@ -216,9 +216,7 @@ class Runner:
             nodes.view(verified.nodes.shape),
             self._ops.row_tokens,
             self._ops.row_tables,
-            self._pool.data,
-            self._pool.layout.block_size,
-            2 * self._pool.layout.num_layers,
+            self._pool.slots(),
         )
 
     # ------------------------------------------------------------------ before requests come

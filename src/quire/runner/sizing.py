@@ -34,7 +34,9 @@ def pool_size(
             f"the pool cannot hold one block of {layout.block_bytes:,} bytes ({limit}): raise "
             "kv_cache_memory_bytes, or lower block_size"
         )
-    return PoolSize(num_blocks, layout.block_size, (num_blocks + 1) * layout.block_bytes, layout.dtype, limit)
+    return PoolSize(
+        num_blocks, layout.block_size, (num_blocks + 1) * layout.block_bytes, layout.in_words, limit
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ def warm_up_attention(
     planner = None if limits.deterministic else attention_planner(config, limits, layout, device)
     if planner is None:
         return
-    kernel, (k_pages, v_pages) = choose("attention", device), Pool(layout, 1, device).layer(0)
+    kernel, pool = choose("attention", device), Pool(layout, 1, device)
+    (k_pages, v_pages), (k_scales, v_scales) = pool.layer(0), pool.scales(0)
     max_blocks = -(-limits.max_model_len // layout.block_size)
     for num_rows in planner.range_sizes:
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
@@ -92,8 +93,9 @@ def warm_up_attention(
         out = queries.new_empty(num_rows, config.num_heads * config.head_dim)
         plan = planner.plan(starts, lens, num_rows, num_tokens=num_rows, block_tables=tables)
         kernel.paged_attention(
-            queries, k_pages, v_pages, starts, lens, tables, 1.0, 0, out, plan=plan, max_query_len=2
-        )
+            queries, k_pages, v_pages, starts, lens, tables, 1.0, 0, out,
+            plan=plan, max_query_len=2, k_scales=k_scales, v_scales=v_scales,
+        )  # fmt: skip
 
 
 def warm_up_lora(

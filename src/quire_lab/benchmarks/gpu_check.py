@@ -2,9 +2,9 @@
 
 Tiny random models in float32, so that a different order of sums changes no token; every line is one way to run the same
 requests (greedy, drawn with a seed, several samples). Some lines are of another kind: a card that is full, how often
-the host waits for the device in a step (two of them), and how far bfloat16's logits are from float32's. Run it on every
-new chip and after every change of a kernel. With `--device cpu` the script checks itself. The exit status is the number
-of lines that differ.
+the host waits for the device in a step (two of them), how far bfloat16's logits are from float32's, and attention over
+int8 pages against the reference. Run it on every new chip and after every change of a kernel. With `--device cpu` the
+script checks itself. The exit status is the number of lines that differ.
 """
 
 import argparse
@@ -27,9 +27,11 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_origin
+from quire.core.layout import BlockLayout
 from quire.core.request import Request
-from quire.kernels import choose
 from quire.kernels.moe import reference as moe_reference
+from quire.kernels.registry import REFERENCE, choose, load
+from quire.layers.attention import Pool
 
 # How often the host waits for the device in a step: what torch says of its own operations, and events and streams.
 
@@ -78,6 +80,7 @@ MODEL_LEN, VOCABULARY = 512, 1000
 NUM_PROMPTS = 12
 TREES = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "tree_width": 3, "adaptive": false}'
 CHAINS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": false}'
+SWAPPED = "a small pool, swapped"
 WAYS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "without graphs": {"enforce_eager": True},
@@ -88,7 +91,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "drafted chains": {"speculative_config": CHAINS},
     "drafted trees": {"speculative_config": TREES},
     "a small pool, computed again": {"num_blocks": 24, "preemption_mode": "recompute"},
-    "a small pool, swapped": {"num_blocks": 24, "preemption_mode": "swap", "swap_space": 0.1},
+    SWAPPED: {"num_blocks": 24, "preemption_mode": "swap", "swap_space": 0.1},
     "weights streamed from the host": {"cpu_offload_gb": 0.004},
     "deterministic": {"deterministic": True},
 }
@@ -314,15 +317,21 @@ def checks(checker: Checker, model: str, device: str) -> dict[str, Check]:
     if is_llama:
         all_checks["adapters"] = lambda: (checker.with_adapters(), adapted)
         all_checks["adapters from files"] = lambda: (checker.with_adapter_files(), adapted)
-    plain: list[Answers] = []
+    plain: dict[str, Answers] = {}
 
-    def drafts_do_not_show(config: str) -> tuple[Answers, Answers]:
-        if not plain:
-            plain.append(checker.answers(deterministic=True))
-        return checker.answers(deterministic=True, speculative_config=config), plain[0]
+    def does_not_show(kv: str, **settings: Any) -> tuple[Answers, Answers]:
+        same = {"deterministic": True, "kv_cache_dtype": kv}
+        if kv not in plain:
+            plain[kv] = checker.answers(**same)
+        return checker.answers(**same, **settings), plain[kv]
 
-    all_checks["deterministic, drafted chains"] = lambda: drafts_do_not_show(CHAINS)
-    all_checks["deterministic, drafted trees"] = lambda: drafts_do_not_show(TREES)
+    all_checks["deterministic, drafted chains"] = lambda: does_not_show("auto", speculative_config=CHAINS)
+    all_checks["deterministic, drafted trees"] = lambda: does_not_show("auto", speculative_config=TREES)
+    all_checks["int8 KV attention"] = lambda: int8_pages(torch.device(device))
+    all_checks["int8 KV, deterministic, drafted trees"] = lambda: does_not_show(
+        "int8", speculative_config=TREES
+    )
+    all_checks["int8 KV, deterministic, swapped"] = lambda: does_not_show("int8", **WAYS[SWAPPED])
     if device == "cuda":
         all_checks["memory runs out"] = lambda: checker.memory_runs_out(wanted)
     all_checks["one synchronisation per step"] = checker.waits
@@ -335,6 +344,51 @@ def checks(checker: Checker, model: str, device: str) -> dict[str, Check]:
     if device == "cuda" and is_llama:
         all_checks["CUDA_VISIBLE_DEVICES by UUID"] = seen_by_uuid
     return all_checks
+
+
+def int8_pages(device: torch.device) -> tuple[Answers, Answers]:
+    """K and V are stored as the reference stores them, and attention over these pages is near the reference's."""
+    contexts, queries, heads, kv_heads = [1300, 70, 4000, 33, 600], [1, 1, 1, 33, 200], 32, 8
+    starts = torch.tensor([0, *queries], device=device).cumsum(0).int()
+    for dtype, head_dim, most in ((torch.float32, 64, 1e-5), (torch.bfloat16, 128, 1e-2)):
+        if dtype is torch.bfloat16 and device.type == "cpu":
+            continue  # native kernels compute in float32
+        torch.manual_seed(0)
+        layout = BlockLayout(1, 16, kv_heads, head_dim, "int8")
+        qkv = torch.randn(sum(contexts), (heads + 2 * kv_heads) * head_dim).to(device, dtype)
+        counts = [-(-context // 16) for context in contexts]
+        pools = [Pool(layout, sum(counts) + 1, device) for _ in range(2)]
+        tables = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
+        for row, ids in enumerate((torch.randperm(sum(counts)) + 1).int().split(counts)):
+            tables[row, : len(ids)] = ids
+        slots = [
+            tables[row, position // 16].long() * 16 + position % 16
+            for row, context in enumerate(contexts)
+            for position in [torch.arange(context)]
+        ]
+        positions = torch.cat([torch.arange(context) for context in contexts]).int().to(device)
+        cos_sin = torch.rand(max(contexts), head_dim, device=device)
+        for pool, rotary in zip(pools, (choose("rotary", device), load("rotary", REFERENCE)), strict=True):
+            rotary.rotate_and_store(
+                qkv.clone(), heads, kv_heads, head_dim, cos_sin, positions, torch.cat(slots).to(device),
+                *pool.layer(0), *pool.scales(0),
+            )  # fmt: skip
+        others = float((pools[0].data != pools[1].data).float().mean())
+        if others > 1e-3:  # a division may round otherwise
+            raise RuntimeError(f"{others:.2%} of the stored bytes are not the reference's ({dtype})")
+        (k_pages, v_pages), (k_scales, v_scales) = pools[0].layer(0), pools[0].scales(0)
+        q = torch.randn(sum(queries), heads, head_dim).to(device, dtype) * 2
+        lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
+        where = (k_pages, v_pages, starts, lengths, tables.to(device), head_dim**-0.5)
+        scales = {"k_scales": k_scales, "v_scales": v_scales}
+        wanted = load("attention", REFERENCE).paged_attention(q.float(), *where, **scales)
+        fixed = [{}] if device.type == "cpu" else [{"deterministic": False}, {"deterministic": True}]
+        for more in fixed:
+            found = choose("attention", device).paged_attention(q, *where, **scales, **more).float()
+            error = float((found - wanted).norm() / wanted.norm())
+            if not error <= most:
+                raise RuntimeError(f"attention over int8 pages is off by {error:.1e} ({dtype}, {more})")
+    return [], []
 
 
 @contextmanager

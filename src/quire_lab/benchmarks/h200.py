@@ -45,6 +45,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--settings", default="{}", help="JSON, passed to LLM")
     parser.add_argument("--batching", help="continuous, static or dynamic: the same in --settings")
     parser.add_argument("--max-num-seqs", type=int, help="the same in --settings")
+    parser.add_argument("--kv-cache-dtype", help="the same in --settings, such as int8")
     parser.add_argument("--profile", help="folder for a trace of some steps of each case")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
@@ -87,7 +88,8 @@ def take_rows(part: Path) -> list[dict[str, Any]]:
 
 def _settings(options: argparse.Namespace) -> str:
     """With the flags that stand for a setting."""
-    named = {"batching": options.batching, "max_num_seqs": options.max_num_seqs}
+    names = ("batching", "max_num_seqs", "kv_cache_dtype")
+    named = {name: getattr(options, name) for name in names}
     given = {name: value for name, value in named.items() if value is not None}
     return json.dumps({**json.loads(options.settings), **given})
 

@@ -465,7 +465,7 @@ def _check_settling(device: str) -> bool:
     tables = torch.randperm(36, device=device).view(6, 6).int()
     for module in (reference, triton):
         mine, tokens = pool.clone(), torch.zeros(6, 96, dtype=torch.int32, device=device)
-        module.settle(full.view(-1).to(device), trees, nodes, tokens, tables, mine, 16, 8)
+        module.settle(full.view(-1).to(device), trees, nodes, tokens, tables, [mine.view(40, 8, 16, 64)])
         results.append((mine, tokens))
     assert torch.equal(results[0][1], results[1][1]), "rows differ"
     assert torch.equal(results[0][0], results[1][0]), "pages differ"

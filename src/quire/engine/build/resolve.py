@@ -96,7 +96,7 @@ def resolve_precision(config: EngineConfig, model: ModelConfig) -> Precision:
     kv_dtype = config.memory.kv_cache_dtype
     if kv_dtype == "fp8":
         if device.type == "cpu":
-            raise ConfigError("kv_cache_dtype='fp8' needs a GPU: choose float16 on a CPU")
+            raise ConfigError("kv_cache_dtype='fp8' needs a GPU: choose int8 or float16 on a CPU")
         kv_dtype = "float8_e4m3fn"
     if kv_dtype == "auto":  # half precision costs int8 nothing in quality and halves what attention reads
         activations = str(number_format.activation_dtype).removeprefix("torch.")

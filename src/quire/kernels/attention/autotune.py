@@ -129,6 +129,7 @@ class TimedBatch:
     out: Tensor  # [T, Hq * D]
     max_query_len: int
     weight: Tensor | None = None  # [width, width]; None: nothing runs between the calls
+    scales: Tensor | None = None  # [num_blocks, layers, Hkv, 2, block_size] of a pool in int8
 
     def launches(self, tuning: AttentionTuning, calls: int = 1, window: int = 0) -> Callable[[], None]:
         """A function that runs attention in `calls` layers, with a new plan every LAYERS.
@@ -148,10 +149,16 @@ class TimedBatch:
             for call in range(calls):
                 if call % LAYERS == 0:
                     plan = planner.plan(self.query_starts, self.context_lens, rows, window=window)
-                k, v = self.pool[:, call % layers, 0], self.pool[:, call % layers, 1]
+                layer, scales = call % layers, {}
+                k, v = self.pool[:, layer, 0], self.pool[:, layer, 1]
+                if self.scales is not None:
+                    scales = {
+                        "k_scales": self.scales[:, layer, :, 0],
+                        "v_scales": self.scales[:, layer, :, 1],
+                    }
                 kernels.paged_attention(
                     self.q, k, v, self.query_starts, self.context_lens, self.block_tables, head_dim**-0.5,
-                    window, self.out, plan=plan, max_query_len=self.max_query_len,
+                    window, self.out, plan=plan, max_query_len=self.max_query_len, **scales,
                 )  # fmt: skip
                 if self.weight is not None:
                     torch.mm(self.weight[:tokens], self.weight.t())
@@ -178,7 +185,11 @@ def make_batch(
     shape = (sum(counts) + 1, layers, 2, heads.block_size, heads.num_kv_heads, heads.head_dim)
     # Few dtypes can be sampled; all can be converted to.
     values = torch.empty(shape, dtype=kv_dtype if kv_dtype.itemsize > 1 else torch.float16, device=device)
-    pool = values.normal_().to(kv_dtype)
+    scales, spread = None, 1.0
+    if kv_dtype is torch.int8:
+        blocks, spread = (shape[0], layers, heads.num_kv_heads, 2, heads.block_size), 25.0
+        scales = torch.full(blocks, 1 / spread, dtype=torch.bfloat16, device=device)
+    pool = values.normal_(std=spread).to(kv_dtype)
     tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     order = torch.randperm(sum(counts), dtype=torch.int32) + 1
     for row, ids in enumerate(order.split(counts)):
@@ -193,6 +204,7 @@ def make_batch(
         out=torch.empty(num_tokens, num_heads * heads.head_dim, dtype=query_dtype, device=device),
         max_query_len=max(lengths.queries),
         weight=_gemm_weight(query_dtype, device),
+        scales=scales,
     )
 
 

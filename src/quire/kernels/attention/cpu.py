@@ -23,6 +23,8 @@ def paged_attention(
     tree_starts: Tensor | None = None,  # [T] int32 and
     ancestors: Tensor | None = None,  # [T] int64, see the reference
     *,
+    k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
+    v_scales: Tensor | None = None,
     soft_cap: float = 0.0,  # as in the reference, and
     slopes: Tensor | None = None,  # [Hq] float32
 ) -> Tensor:  # [T, Hq * D]
@@ -38,15 +40,19 @@ def paged_attention(
         "paged_attention",
         (
             q.data_ptr(), q.stride(0), q.stride(1), heads, k_pages.shape[2], head_dim,
-            native.DTYPE_CODES[k_pages.dtype], k_pages.shape[1],
+            native.PAGE_CODES[k_pages.dtype], k_pages.shape[1],
             k_pages.data_ptr(), *k_pages.stride()[:3],
             v_pages.data_ptr(), *v_pages.stride()[:3],
             query_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0],
             block_tables.data_ptr(), block_tables.stride(0),
             native.real(scale), window, out.data_ptr(), out.stride(0),
-            native.address(tree_starts), native.address(ancestors), native.real(soft_cap), native.address(slopes),
+            native.address(tree_starts), native.address(ancestors), *native.page_scales(k_pages, k_scales, v_scales),
+            native.real(soft_cap), native.address(slopes),
         ),
-        (q, k_pages, v_pages, query_starts, context_lens, block_tables, out, tree_starts, ancestors, slopes),
+        (
+            q, k_pages, v_pages, query_starts, context_lens, block_tables, out, tree_starts, ancestors, k_scales,
+            v_scales, slopes,
+        ),
     )  # fmt: skip
     return out
 

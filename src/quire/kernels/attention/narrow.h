@@ -19,30 +19,26 @@ struct TileRows {
         count = end - start;
         const int32_t* table = where.table;
         const Element* data = static_cast<const Element*>(pages.data) + kv_head * pages.head_stride;
-        if (where.tree_start >= 0 && end > where.tree_start) return find_in_tree(p, pages, where, data, start);
+        if (where.has_tree_before(end)) return find_in_tree(p, pages, where, data, start);
         int64_t logical = start / p.block_size, offset = start - logical * p.block_size;
         const Element* slot = data + table[logical] * pages.block_stride + offset * pages.slot_stride;
+        if (pages.scales != nullptr) __builtin_prefetch(pages.scales_of(table[logical], kv_head));
         for (int64_t i = 0; i < count; ++i) {
             row[i] = slot;
             slot += pages.slot_stride;
             if (++offset == p.block_size && i + 1 < count) {
                 offset = 0;
                 slot = data + table[++logical] * pages.block_stride;
+                if (pages.scales != nullptr) __builtin_prefetch(pages.scales_of(table[logical], kv_head));
             }
         }
     }
 
-    // The d-th ancestor, in order of places, stands at depth d: parents come before their children.
     void find_in_tree(const AttentionProblem& p, const PagedTensor& pages, const Where& where, const Element* data,
                       int64_t start) {
-        uint64_t left = where.ancestors;
-        for (int64_t position = where.tree_start; position < start; ++position) left &= left - 1;
+        Places places(where, start);
         for (int64_t i = 0; i < count; ++i) {
-            int64_t place = start + i;
-            if (place >= where.tree_start) {
-                place = where.tree_start + __builtin_ctzll(left);
-                left &= left - 1;
-            }
+            const int64_t place = places.next();
             row[i] = data + where.table[place / p.block_size] * pages.block_stride +
                      place % p.block_size * pages.slot_stride;
         }
@@ -136,6 +132,8 @@ inline void narrow_rows(const AttentionProblem& p, const Where& table, int64_t k
     const int64_t padded_dim = p.padded_dim();
     alignas(64) float scores[kRows * kTilePositions];
     TileRows<Element> keys, values, next;
+    TileScales scales;
+    const bool has_scales = sizeof(Element) == 1;
     const int64_t first_tile = start / kTilePositions * kTilePositions;
     const auto end_of = [&](int64_t tile) { return tile + kTilePositions < end ? tile + kTilePositions : end; };
     keys.find(p, p.k, table, kv_head, first_tile, end_of(first_tile));
@@ -143,11 +141,14 @@ inline void narrow_rows(const AttentionProblem& p, const Where& table, int64_t k
         const int64_t tile_end = end_of(tile), next_tile = tile + kTilePositions;
         values.find(p, p.v, table, kv_head, tile, tile_end);
         narrow_scores<kRows>(queries, padded_dim, p.head_dim, keys, values, scores);
+        if (has_scales) scales.read(p, table, kv_head, tile, tile_end);
         for (int row = 0; row < kRows; ++row) {
             const int64_t last = positions[row] + 1 < tile_end ? positions[row] + 1 : tile_end;
-            adjust_scores(p, scores + row * kTilePositions, kv_head, first_row + row, positions[row], tile);
+            const TileScales* given = has_scales ? &scales : nullptr;
+            const bool scaled = adjust_scores(p, scores + row * kTilePositions, kv_head, first_row + row,
+                                              positions[row], tile, given);
             absorb_scores(states[row], scores + row * kTilePositions, p.first_seen(positions[row]) - tile,
-                          last - tile, padded_dim);
+                          last - tile, padded_dim, given, scaled);
         }
         if (next_tile < end) {
             next = keys;  // a shorter last tile still needs somewhere to point

@@ -19,6 +19,8 @@ def paged_attention(
     tree_starts: Tensor | None = None,  # [T] int32; -1: the query's request has no token tree in this step
     ancestors: Tensor | None = None,  # [T] int64; bit n: the query sees the tree's node n
     *,
+    k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
+    v_scales: Tensor | None = None,
     soft_cap: float = 0.0,  # 0: none; else scores become soft_cap * tanh(score / soft_cap)
     slopes: Tensor | None = None,  # [Hq] float32: a score loses slope * distance of its key (ALiBi)
 ) -> Tensor:  # [T, Hq * D]
@@ -36,8 +38,8 @@ def paged_attention(
         first, last = starts[row], starts[row + 1]
         if first == last or context_len == 0:
             continue
-        k = _gather(k_pages, block_tables[row], context_len)
-        v = _gather(v_pages, block_tables[row], context_len)
+        k = _gather(k_pages, k_scales, block_tables[row], context_len)
+        v = _gather(v_pages, v_scales, block_tables[row], context_len)
         if tree_starts is None or ancestors is None or (start := int(tree_starts[first])) < 0:
             result[first:last] = _attend(q[first:last], k, v, context_len, scale, window, soft_cap, slopes)
             continue
@@ -73,10 +75,13 @@ def _path(tree_start: int, ancestors: int) -> list[int]:
     return [*range(tree_start), *nodes]
 
 
-def _gather(pages: Tensor, block_table: Tensor, context_len: int) -> Tensor:
+def _gather(pages: Tensor, scales: Tensor | None, block_table: Tensor, context_len: int) -> Tensor:
     block_size = pages.shape[1]
     num_blocks = -(-context_len // block_size)
-    gathered = pages[block_table[:num_blocks].long()]
+    blocks = block_table[:num_blocks].long()
+    gathered = pages[blocks]
+    if scales is not None:
+        gathered = gathered.float() * scales[blocks].transpose(1, 2).float()[..., None]
     return gathered.reshape(num_blocks * block_size, *pages.shape[2:])[:context_len].float()
 
 

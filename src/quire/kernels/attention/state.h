@@ -21,9 +21,16 @@ constexpr int kTileVectors = kTilePositions / kLanes;
 constexpr float kNothingSeen = -1e30f;  // finite, so that differences of maxima are never not-a-number
 constexpr float kLog2E = 1.44269504088896f;
 
+// Pages in int8 have a scale per slot and head: [blocks, kv heads, block size].
 struct PagedTensor {
     const void* data;
     int64_t block_stride, slot_stride, head_stride;
+    const BFloat* scales = nullptr;
+    int64_t scale_block_stride = 0, scale_head_stride = 0;
+
+    const BFloat* scales_of(int64_t block, int64_t kv_head) const {
+        return scales + block * scale_block_stride + kv_head * scale_head_stride;
+    }
 };
 
 // Where a query's positions lie: in a row's blocks, in order; those from `tree_start` on, of a query in a token tree, at
@@ -35,6 +42,27 @@ struct Where {
 
     Where(const int32_t* blocks) : table(blocks) {}
     Where(const int32_t* blocks, int64_t start, uint64_t bits) : table(blocks), tree_start(start), ancestors(bits) {}
+
+    bool has_tree_before(int64_t end) const { return tree_start >= 0 && end > tree_start; }
+};
+
+// The places of positions from `start` on, one after another.
+struct Places {
+    const Where& where;
+    int64_t position;
+    uint64_t left;
+
+    Places(const Where& path, int64_t start) : where(path), position(start), left(path.ancestors) {
+        for (int64_t before = where.tree_start; before < start; ++before) left &= left - 1;
+    }
+
+    // The d-th ancestor, in order of places, stands at depth d: parents come before their children.
+    int64_t next() {
+        if (position < where.tree_start) return position++;
+        const int64_t place = where.tree_start + __builtin_ctzll(left);
+        left &= left - 1;
+        return place;
+    }
 };
 
 struct AttentionProblem {
@@ -62,6 +90,34 @@ struct AttentionProblem {
     // The first position that the query at `position` sees.
     int64_t first_seen(int64_t position) const {
         return window > 0 && position >= window ? position - window + 1 : 0;
+    }
+};
+
+// Scales of the keys and values of a tile in int8. A score is multiplied by its key's and a probability by its value's,
+// so neither is multiplied into head_dim numbers.
+struct TileScales {
+    alignas(64) BFloat keys[kTilePositions] = {};
+    alignas(64) BFloat values[kTilePositions] = {};
+
+    void read(const AttentionProblem& p, const Where& where, int64_t kv_head, int64_t start, int64_t end) {
+        if (where.has_tree_before(end)) return read_in_tree(p, where, kv_head, start, end);
+        int64_t logical = start / p.block_size, offset = start - logical * p.block_size;
+        for (int64_t i = 0; i < end - start; offset = 0) {
+            const int64_t in_block = p.block_size - offset, left = end - start - i;
+            const int64_t count = in_block < left ? in_block : left, block = where.table[logical++];
+            std::memcpy(keys + i, p.k.scales_of(block, kv_head) + offset, static_cast<size_t>(count) * sizeof(BFloat));
+            std::memcpy(values + i, p.v.scales_of(block, kv_head) + offset, static_cast<size_t>(count) * sizeof(BFloat));
+            i += count;
+        }
+    }
+
+    void read_in_tree(const AttentionProblem& p, const Where& where, int64_t kv_head, int64_t start, int64_t end) {
+        Places places(where, start);
+        for (int64_t i = 0; i < end - start; ++i) {
+            const int64_t place = places.next(), block = where.table[place / p.block_size];
+            keys[i] = p.k.scales_of(block, kv_head)[place % p.block_size];
+            values[i] = p.v.scales_of(block, kv_head)[place % p.block_size];
+        }
     }
 };
 
@@ -107,9 +163,13 @@ inline void write_result(State state, float* out, int64_t head_dim) {
 }
 
 // Caps the 64 scores that a query at `position` has of a tile, and adds its head's slope times a key's distance, for
-// models that have these. Scores are in base 2.
-inline void adjust_scores(const AttentionProblem& p, float* scores, int64_t kv_head, int64_t row, int64_t position,
-                          int64_t tile) {
+// models that have these: then says true, and scores have their keys' scales. Scores are in base 2.
+inline bool adjust_scores(const AttentionProblem& p, float* scores, int64_t kv_head, int64_t row, int64_t position,
+                          int64_t tile, const TileScales* scales) {
+    if (p.soft_cap <= 0.0f && p.slopes == nullptr) return false;
+    for (int64_t i = 0; i < kTilePositions && scales != nullptr; i += kLanes) {
+        store(scores + i, multiply(load(scores + i), load(scales->keys + i)));
+    }
     if (p.soft_cap > 0.0f) {
         const Floats one = broadcast(1.0f), two = broadcast(2.0f), limit = broadcast(126.0f);
         for (int64_t i = 0; i < kTilePositions; i += kLanes) {
@@ -123,16 +183,19 @@ inline void adjust_scores(const AttentionProblem& p, float* scores, int64_t kv_h
         const float slope = p.slopes[kv_head * p.group() + row % p.group()] * kLog2E;
         for (int64_t i = 0; i < kTilePositions; ++i) scores[i] += slope * static_cast<float>(tile + i - position);
     }
+    return true;
 }
 
 // Takes a query's 64 scores of a tile, of which [first, last) are seen, to probabilities relative to the new maximum,
-// and rescales the state to it.
-inline void absorb_scores(State state, float* scores, int64_t first, int64_t last, int64_t padded_dim) {
+// and rescales the state to it. `scales` is null unless pages are int8; keys' may be in the scores already.
+inline void absorb_scores(State state, float* scores, int64_t first, int64_t last, int64_t padded_dim,
+                          const TileScales* scales, bool keys_scaled) {
     Floats vectors[kTileVectors];
     Floats top = broadcast(kNothingSeen);
     for (int i = 0; i < kTileVectors; ++i) {
         const int64_t low = first - i * kLanes, high = last - i * kLanes;
         vectors[i] = load(scores + i * kLanes);
+        if (scales != nullptr && !keys_scaled) vectors[i] = multiply(vectors[i], load(scales->keys + i * kLanes));
         if (low > 0 || high < kLanes) {
             vectors[i] = keep_lanes(vectors[i], static_cast<int>(low < 0 ? 0 : low > kLanes ? kLanes : low),
                                     static_cast<int>(high < 0 ? 0 : high > kLanes ? kLanes : high));
@@ -152,7 +215,8 @@ inline void absorb_scores(State state, float* scores, int64_t first, int64_t las
     for (int i = 0; i < kTileVectors; ++i) {
         const Floats probability = exponential_of_two(subtract(vectors[i], broadcast(after)));
         sums = add(sums, probability);
-        store(scores + i * kLanes, probability);
+        store(scores + i * kLanes,
+              scales == nullptr ? probability : multiply(probability, load(scales->values + i * kLanes)));
     }
     store(state.sums(), sums);
 }

@@ -13,6 +13,7 @@ from quire.kernels.attention.reference import full_attention
 from quire.kernels.attention.triton_decode import decode
 from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner, StepPlanner
 from quire.kernels.attention.triton_prompt import fixed_decode, prompt
+from quire.kernels.attention.triton_tile import PageScales
 from quire.kernels.attention.triton_tree import fixed_tree, tree_prompt
 from quire.kernels.attention.tuning import AttentionTuning
 
@@ -47,8 +48,8 @@ def paged_attention(
     plan: AttentionPlan | None = None,  # of these rows and this window; made here if None
     max_query_len: int | None = None,  # 1: every row has one query at most, and no prompt kernel is launched
     deterministic: bool = False,  # for a plan made here
-    k_scale: float = 1.0,  # what stored K and V were divided by
-    v_scale: float = 1.0,
+    k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
+    v_scales: Tensor | None = None,
 ) -> Tensor:  # [T, Hq * D]
     """Causal attention of every request's queries, the last of its context, over its pages.
 
@@ -72,14 +73,27 @@ def paged_attention(
             f"the plan was made for window {plan.window}, this layer has {window}: make one for each"
         )
     # Scores are taken in base 2: that is what the hardware has.
-    base_2 = scale * k_scale * math.log2(math.e)
-    arguments = (q, k_pages, v_pages, block_tables, plan, base_2, v_scale, out, soft_cap, slopes)
+    scales = _page_scales(k_pages, v_pages, k_scales, v_scales)
+    base_2 = scale * math.log2(math.e)
+    arguments = (q, k_pages, v_pages, block_tables, plan, base_2, scales, out, soft_cap, slopes)
     (fixed_decode if plan.chunk else decode)(*arguments)
     if tree_starts is not None and ancestors is not None and positions is not None:
         (fixed_tree if plan.chunk else tree_prompt)(*arguments, tree_starts, ancestors, positions)
     elif max_query_len is None or max_query_len > 1:
         prompt(*arguments)
     return out
+
+
+def _page_scales(
+    k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
+) -> PageScales:
+    if k_scales is None or v_scales is None:
+        if k_pages.dtype is torch.int8:
+            raise TypeError("pages in int8 have scales: give k_scales and v_scales")
+        return PageScales(k_pages, v_pages, (0, 0), exist=False)
+    if k_scales.stride() != v_scales.stride() or k_scales.stride(-1) != 1:
+        raise TypeError("scales of K and V must have the same strides and be dense within a block")
+    return PageScales(k_scales, v_scales, k_scales.stride()[:2], exist=True)
 
 
 def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, starts: Tensor, lens: Tensor) -> None:

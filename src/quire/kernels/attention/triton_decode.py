@@ -7,12 +7,14 @@ from torch import Tensor
 from quire.kernels.attention.triton_plan import AttentionPlan, padded_power, query_rows
 from quire.kernels.attention.triton_tile import (
     NEGATIVE_INFINITY,
+    PageScales,
     attend_tile,
     load_tile,
     merge,
     page_ids,
     row_slopes_of,
     slot_offsets,
+    tile_scales,
     visible_keys,
 )
 
@@ -22,7 +24,8 @@ USUAL_HEAD = 128  # wider heads hold fewer at once, to fit the registers
 
 def decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float,
+    slopes: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with one query; leaves other rows of `out` alone."""
     num_heads, head_dim = q.shape[1:]
@@ -30,16 +33,16 @@ def decode(
     tuning = plan.tuning
     _decode_kernel[(plan.num_decode_programs * num_kv_heads,)](
         q, k_pages, v_pages, plan.decode_items, plan.totals, block_tables, out,
-        plan.row_slots, plan.partial_acc, plan.partial_max, plan.counters, slopes, scale, v_scale,
-        *q.stride()[:2], *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
+        plan.row_slots, plan.partial_acc, plan.partial_max, plan.counters, slopes, scale, scales.k, scales.v,
+        *q.stride()[:2], *k_pages.stride()[:3], *scales.strides, block_tables.stride(0), out.stride(0),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=query_rows(group), GROUP_PADDED=padded_power(group),
         HEAD_DIM=head_dim, BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
-        TILE=tuning.decode_tile, WINDOW=plan.window, FUSED=tuning.fused_reduction,
+        TILE=tuning.decode_tile, WINDOW=plan.window, SCALED=scales.exist, FUSED=tuning.fused_reduction,
         SUMS=_sums_at_once(group, head_dim), CAP=soft_cap, SLOPED=slopes is not None,
         num_warps=tuning.decode_warps, num_stages=tuning.decode_stages, maxnreg=tuning.decode_registers,
     )  # fmt: skip
     if not tuning.fused_reduction:
-        reduce_pieces(plan, num_heads, head_dim, v_scale, out)
+        reduce_pieces(plan, num_heads, head_dim, out)
 
 
 def _sums_at_once(group: int, head_dim: int) -> int:
@@ -47,10 +50,10 @@ def _sums_at_once(group: int, head_dim: int) -> int:
     return max(2, SUMS_AT_ONCE // padded_power(group) // max(1, padded_power(head_dim) // USUAL_HEAD))
 
 
-def reduce_pieces(plan: AttentionPlan, num_heads: int, head_dim: int, v_scale: float, out: Tensor) -> None:
+def reduce_pieces(plan: AttentionPlan, num_heads: int, head_dim: int, out: Tensor) -> None:
     """Adds up the pieces of every row that has several; one program per row and query head."""
     _reduce_kernel[(plan.num_rows, num_heads)](
-        plan.partial_acc, plan.partial_max, plan.row_slots, out, v_scale, out.stride(0),
+        plan.partial_acc, plan.partial_max, plan.row_slots, out, out.stride(0),
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=padded_power(head_dim),
         SUMS=32, IN_ORDER=plan.chunk > 0, num_warps=4 if plan.chunk == 0 else 1,
     )  # fmt: skip
@@ -90,11 +93,14 @@ def _merged_sums(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _decode_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, row_slots, partial_acc, partial_max, counters, slopes, scale,
-    v_scale, stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
+    q, k_pages, v_pages, items, totals, tables, out, row_slots, partial_acc, partial_max, counters, slopes,
+    scale, k_scales, v_scales,
+    stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_scales, stride_scale_head,
+    stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, FUSED: tl.constexpr, SUMS: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr, FUSED: tl.constexpr, SUMS: tl.constexpr,
+    CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     # Heads of one piece are neighbours: they read the same pages at the same time.
     index = tl.program_id(0) // KV_HEADS
@@ -121,6 +127,8 @@ def _decode_kernel(
     table = tables + row.to(tl.int64) * stride_table
     k_head = k_pages + kv_head * stride_head
     v_head = v_pages + kv_head * stride_head
+    k_head_scales = k_scales + kv_head * stride_scale_head
+    v_head_scales = v_scales + kv_head * stride_scale_head
     positions = tl.full([GROUP_ROWS], 0, tl.int32) + position
     row_slopes = row_slopes_of(slopes, heads, used, SLOPED)
 
@@ -128,6 +136,8 @@ def _decode_kernel(
     total = tl.zeros([GROUP_ROWS], tl.float32)
     acc = tl.zeros([GROUP_ROWS, BLOCK_D], tl.float32)
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
+    scale_offsets = slot_offsets(ids, begin, stride_scales, 1, BLOCK_SIZE, TILE)
+    k_scale, v_scale = tile_scales(k_head_scales, v_head_scales, scale_offsets, begin, end, TILE, SCALED)
     for start in range(begin, end, TILE):
         offsets = slot_offsets(ids, start, stride_block, stride_slot, BLOCK_SIZE, TILE)
         k = load_tile(k_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
@@ -136,11 +146,17 @@ def _decode_kernel(
         ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
         visible = visible_keys(positions, start, end, WINDOW, TILE)
         acc, top, total = attend_tile(
-            q_tile, k, v, visible, acc, top, total, scale, row_slopes, positions, start, True, CAP, SLOPED
+            q_tile, k, v, k_scale, v_scale, visible, acc, top, total, scale, row_slopes, positions, start,
+            True, SCALED, CAP, SLOPED
+        )  # fmt: skip
+        # Scales are one tile ahead too, read when their blocks are known: too narrow for the compiler to do it.
+        scale_offsets = slot_offsets(ids, start + TILE, stride_scales, 1, BLOCK_SIZE, TILE)
+        k_scale, v_scale = tile_scales(
+            k_head_scales, v_head_scales, scale_offsets, start + TILE, end, TILE, SCALED
         )
 
     if piece < 0:
-        whole = acc / tl.where(total > 0, total, 1.0)[:, None] * v_scale
+        whole = acc / tl.where(total > 0, total, 1.0)[:, None]
         pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
         tl.store(pointers, whole.to(out.dtype.element_ty), real)
     else:
@@ -162,7 +178,7 @@ def _decode_kernel(
                     result = _merged_sums(
                         partial_acc, partial_max, first_slot, num_slots, few_heads, few < GROUP,
                         KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, GROUP_PADDED, SUMS,
-                    ) * v_scale  # fmt: skip
+                    )  # fmt: skip
                     out_row = out + (token + which - row).to(tl.int64) * stride_out
                     tl.store(
                         out_row + few_heads[:, None] * HEAD_DIM + columns[None, :],
@@ -173,7 +189,7 @@ def _decode_kernel(
 
 @triton.jit
 def _reduce_kernel(
-    partial_acc, partial_max, row_slots, out, v_scale, stride_out,
+    partial_acc, partial_max, row_slots, out, stride_out,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SUMS: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ):  # fmt: skip
@@ -197,12 +213,12 @@ def _reduce_kernel(
             acc, top, total = merge(
                 acc, top, total, sums, tl.load(partial_max + at * 2), tl.load(partial_max + at * 2 + 1)
             )
-        result = acc / total[:, None] * v_scale
+        result = acc / total[:, None]
     else:
         heads = head + tl.arange(0, 1)
         result = _merged_sums(
             partial_acc, partial_max, first, number, heads, heads >= 0,
             NUM_HEADS, HEAD_DIM, BLOCK_D, 1, SUMS,
-        ) * v_scale  # fmt: skip
+        )  # fmt: skip
     pointers = out + token.to(tl.int64) * stride_out + head * HEAD_DIM + columns[None, :]
     tl.store(pointers, result.to(out.dtype.element_ty), (columns < HEAD_DIM)[None, :])

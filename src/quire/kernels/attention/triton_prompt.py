@@ -15,44 +15,46 @@ from quire.kernels.attention.triton_decode import reduce_pieces
 from quire.kernels.attention.triton_plan import TOTAL_STRIDE, AttentionPlan, padded_power
 from quire.kernels.attention.triton_tile import (
     NEGATIVE_INFINITY,
+    PageScales,
     attend_tile,
     load_tile,
     merge,
     page_ids,
     row_slopes_of,
     slot_offsets,
+    tile_scales,
     visible_keys,
 )
 
 
 def prompt(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
     launch_tiles(
-        _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out,
+        _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
         (plan.partial_acc, plan.partial_max, slopes), CHUNK=plan.chunk, CAP=soft_cap, SLOPED=slopes is not None,
     )  # fmt: skip
 
 
 def fixed_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None,
 ) -> None:  # fmt: skip
     """`decode` with a deterministic plan: the kernel of prompts, then sums in order."""
     launch_tiles(
-        _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out,
+        _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
         (plan.partial_acc, plan.partial_max, slopes), decodes=True,
         CHUNK=plan.chunk, CAP=soft_cap, SLOPED=slopes is not None,
     )  # fmt: skip
-    reduce_pieces(plan, q.shape[1], q.shape[2], v_scale, out)
+    reduce_pieces(plan, q.shape[1], q.shape[2], out)
 
 
 def launch_tiles(
     kernel: Any, q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, own: tuple[Tensor | None, ...], decodes: bool = False,
-    **constants: float,
+    scale: float, scales: PageScales, out: Tensor, own: tuple[Tensor | None, ...],
+    decodes: bool = False, **constants: float,
 ) -> None:  # fmt: skip
     """Over the plan's rows with several queries, or its `decodes`; `own` follow the output among the arguments."""
     num_heads, head_dim = q.shape[1:]
@@ -63,24 +65,27 @@ def launch_tiles(
         return
     kernel[(grid,)](
         q, k_pages, v_pages, plan.decode_items if decodes else plan.prompt_items,
-        plan.totals[:1] if decodes else plan.totals[TOTAL_STRIDE:], block_tables, out, *own, scale, v_scale,
-        *q.stride()[:2], *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
+        plan.totals[:1] if decodes else plan.totals[TOTAL_STRIDE:], block_tables, out, *own, scale, scales.k, scales.v,
+        *q.stride()[:2], *k_pages.stride()[:3], *scales.strides, block_tables.stride(0), out.stride(0),
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
-        ROWS=tuning.prompt_rows, TILE=tuning.prompt_tile, WINDOW=plan.window, **constants,
+        ROWS=tuning.prompt_rows, TILE=tuning.prompt_tile, WINDOW=plan.window, SCALED=scales.exist, **constants,
         num_warps=tuning.prompt_warps, num_stages=tuning.prompt_stages,
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_range(
-    q, k_head, v_head, table, positions, begin, end, acc, top, total, scale, slopes,
-    stride_block, stride_slot,
+    q, k_head, v_head, k_scales, v_scales, table, positions, begin, end, acc, top, total, scale, slopes,
+    stride_block, stride_slot, stride_scales,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, CAP: tl.constexpr,
+    SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys begin .. end; without masks `end - begin` must be whole tiles seen by all."""
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
+    scale_offsets = slot_offsets(ids, begin, stride_scales, 1, BLOCK_SIZE, TILE)
+    k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, begin, end, TILE, SCALED)
     for start in range(begin, end, TILE):
         offsets = slot_offsets(ids, start, stride_block, stride_slot, BLOCK_SIZE, TILE)
         k = load_tile(k_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, MASKED)
@@ -91,17 +96,21 @@ def _attend_range(
         else:
             visible = True
         acc, top, total = attend_tile(
-            q, k, v, visible, acc, top, total, scale, slopes, positions, start, MASKED, CAP, SLOPED
-        )
+            q, k, v, k_scale, v_scale, visible, acc, top, total, scale, slopes, positions, start,
+            MASKED, SCALED, CAP, SLOPED
+        )  # fmt: skip
+        scale_offsets = slot_offsets(ids, start + TILE, stride_scales, 1, BLOCK_SIZE, TILE)
+        k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start + TILE, end, TILE, SCALED)
     return acc, top, total
 
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _prompt_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, partial_acc, partial_max, slopes, scale, v_scale,
-    stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
+    q, k_pages, v_pages, items, totals, tables, out, partial_acc, partial_max, slopes, scale, k_scales, v_scales,
+    stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_scales, stride_scale_head,
+    stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
     CHUNK: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     num_work = tl.load(totals) * KV_HEADS
@@ -128,6 +137,8 @@ def _prompt_kernel(
         table = tables + row.to(tl.int64) * stride_table
         k_head = k_pages + kv_head * stride_head
         v_head = v_pages + kv_head * stride_head
+        k_head_scales = k_scales + kv_head * stride_scale_head
+        v_head_scales = v_scales + kv_head * stride_scale_head
 
         top = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -135,12 +146,12 @@ def _prompt_kernel(
         if CHUNK > 0:
             for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
                 chunk_acc, chunk_top, chunk_total = _attend_range(
-                    q_tile, k_head, v_head, table, positions,
+                    q_tile, k_head, v_head, k_head_scales, v_head_scales, table, positions,
                     tl.maximum(chunk * CHUNK, begin), tl.minimum(chunk * CHUNK + CHUNK, end),
                     tl.zeros([ROWS, BLOCK_D], tl.float32), tl.full([ROWS], NEGATIVE_INFINITY, tl.float32),
                     tl.zeros([ROWS], tl.float32), scale, row_slopes,
-                    stride_block, stride_slot,
-                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True, CAP, SLOPED,
+                    stride_block, stride_slot, stride_scales,
+                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True, SCALED, CAP, SLOPED,
                 )  # fmt: skip
                 acc, top, total = merge(acc, top, total, chunk_acc, chunk_top, chunk_total)
         else:
@@ -149,19 +160,19 @@ def _prompt_kernel(
             if WINDOW == 0:
                 open_end = (position + 1) // TILE * TILE
                 acc, top, total = _attend_range(
-                    q_tile, k_head, v_head, table, positions, begin, open_end, acc, top, total, scale,
-                    row_slopes, stride_block, stride_slot,
-                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False, CAP, SLOPED,
+                    q_tile, k_head, v_head, k_head_scales, v_head_scales, table, positions, begin, open_end,
+                    acc, top, total, scale, row_slopes, stride_block, stride_slot, stride_scales,
+                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False, SCALED, CAP, SLOPED,
                 )  # fmt: skip
             acc, top, total = _attend_range(
-                q_tile, k_head, v_head, table, positions, open_end, end, acc, top, total, scale,
-                row_slopes, stride_block, stride_slot,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True, CAP, SLOPED,
+                q_tile, k_head, v_head, k_head_scales, v_head_scales, table, positions, open_end, end,
+                acc, top, total, scale, row_slopes, stride_block, stride_slot, stride_scales,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True, SCALED, CAP, SLOPED,
             )  # fmt: skip
 
         if first_slot < 0:
             # Rows past the last query may have seen nothing; they are not stored.
-            result = acc / total[:, None] * v_scale
+            result = acc / total[:, None]
             pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
             tl.store(pointers, result.to(out.dtype.element_ty), real)
         else:

@@ -1,9 +1,21 @@
 """Shared by the attention kernels: page lookup, one tile of online softmax, merging partial sums."""
 
 import os
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class PageScales(NamedTuple):
+    """Scales of pages in int8, as kernels take them."""
+
+    k: Tensor  # [num_blocks, Hkv, block_size] bfloat16; pages, and not read, where there are no scales
+    v: Tensor
+    strides: tuple[int, ...]  # of a block and of a head
+    exist: bool
+
 
 # A file's constants reach a kernel as constexpr only.
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
@@ -52,6 +64,17 @@ def load_tile(
 
 
 @triton.jit
+def tile_scales(k_scales, v_scales, offsets, start, end, TILE: tl.constexpr, SCALED: tl.constexpr):
+    """[TILE] each: what a tile of K and of V in int8 is multiplied by. Not read where pages have no scales."""
+    if SCALED:
+        inside = start + tl.arange(0, TILE) < end
+        k_scale = tl.load(k_scales + offsets, mask=inside, other=0.0)
+        return k_scale, tl.load(v_scales + offsets, mask=inside, other=0.0)
+    else:
+        return tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+
+
+@triton.jit
 def visible_keys(query_positions, start, end, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """[rows, TILE]: which keys of a tile each query may see."""
     keys = start + tl.arange(0, TILE)
@@ -68,6 +91,15 @@ def matmul(a, b, acc):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def as_operand(stored, q):
+    """A tile of pages in the type of q. The interpreter cannot convert whole numbers to bfloat16."""
+    if INTERPRETED:
+        return stored.to(tl.float32)
+    else:
+        return stored.to(q.dtype)
 
 
 @triton.jit
@@ -93,11 +125,16 @@ def adjusted(scores, slopes, positions, start, CAP: tl.constexpr, SLOPED: tl.con
 
 @triton.jit
 def attend_tile(
-    q, k, v, visible, acc, top, total, scale, slopes, positions, start,
-    MASKED: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
+    q, k, v, k_scale, v_scale, visible, acc, top, total, scale, slopes, positions, start,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
-    """One step of online softmax in base 2. A fully masked tile leaves a row's bits as they were."""
-    scores = matmul(q, tl.trans(k.to(q.dtype)), None)
+    """One step of online softmax in base 2. A fully masked tile leaves a row's bits as they were.
+
+    Scales of K multiply scores, those of V probabilities: once per key, not once per number.
+    """
+    scores = matmul(q, tl.trans(as_operand(k, q)), None)
+    if SCALED:
+        scores = scores * k_scale.to(tl.float32)[None, :]
     if CAP > 0 or SLOPED:
         scores = adjusted(scores * scale, slopes, positions, start, CAP, SLOPED, k.shape[0])
         scale = 1.0
@@ -112,7 +149,9 @@ def attend_tile(
         weights = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
-    acc = matmul(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+    if SCALED:
+        weights = weights * v_scale.to(tl.float32)[None, :]
+    acc = matmul(weights.to(q.dtype), as_operand(v, q), acc * shrink[:, None])
     return acc, new_top, total
 
 

@@ -17,12 +17,14 @@ from quire.kernels.attention.triton_plan import AttentionPlan
 from quire.kernels.attention.triton_prompt import _attend_range, launch_tiles
 from quire.kernels.attention.triton_tile import (
     NEGATIVE_INFINITY,
+    PageScales,
     attend_tile,
     load_tile,
     merge,
     page_ids,
     row_slopes_of,
     slot_offsets,
+    tile_scales,
     visible_keys,
 )
 
@@ -31,7 +33,7 @@ SHORTEST_WINDOW = 64  # a node sees all of its ancestors: no window may end amon
 
 def tree_prompt(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None,
     tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
@@ -42,7 +44,7 @@ def tree_prompt(
     if slopes is not None:
         raise ValueError("slopes by distance have no trees: leave out tree_width, or add deterministic")
     launch_tiles(
-        _tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out, (tree_starts, ancestors, positions),
+        _tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out, (tree_starts, ancestors, positions),
         CAP=soft_cap,
     )  # fmt: skip
 
@@ -62,13 +64,15 @@ def _seen_keys(positions, tree_starts, ancestors, start, end, WINDOW: tl.constex
 
 @triton.jit
 def _attend_seen(
-    q, k_head, v_head, table, positions, tree_starts, ancestors, begin, end, acc, top, total, scale,
-    stride_block, stride_slot,
+    q, k_head, v_head, k_scales, v_scales, table, positions, tree_starts, ancestors, begin, end, acc, top, total, scale,
+    stride_block, stride_slot, stride_scales,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over slots begin .. end, without the ones that a query does not see."""
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
+    scale_offsets = slot_offsets(ids, begin, stride_scales, 1, BLOCK_SIZE, TILE)
+    k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, begin, end, TILE, SCALED)
     for start in range(begin, end, TILE):
         offsets = slot_offsets(ids, start, stride_block, stride_slot, BLOCK_SIZE, TILE)
         k = load_tile(k_head, offsets, start, end, HEAD_DIM, BLOCK_D, TILE, True)
@@ -76,17 +80,21 @@ def _attend_seen(
         ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
         seen = _seen_keys(positions, tree_starts, ancestors, start, end, WINDOW, TILE)
         acc, top, total = attend_tile(
-            q, k, v, seen, acc, top, total, scale, 0.0, positions, start, True, CAP, False
-        )
+            q, k, v, k_scale, v_scale, seen, acc, top, total, scale, 0.0, positions, start,
+            True, SCALED, CAP, False
+        )  # fmt: skip
+        scale_offsets = slot_offsets(ids, start + TILE, stride_scales, 1, BLOCK_SIZE, TILE)
+        k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start + TILE, end, TILE, SCALED)
     return acc, top, total
 
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _tree_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, tree_starts, ancestors, positions, scale, v_scale,
-    stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
+    q, k_pages, v_pages, items, totals, tables, out, tree_starts, ancestors, positions, scale, k_scales, v_scales,
+    stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_scales, stride_scale_head,
+    stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
     num_work = tl.load(totals) * KV_HEADS
@@ -116,6 +124,8 @@ def _tree_kernel(
         table = tables + row.to(tl.int64) * stride_table
         k_head = k_pages + kv_head * stride_head
         v_head = v_pages + kv_head * stride_head
+        k_head_scales = k_scales + kv_head * stride_scale_head
+        v_head_scales = v_scales + kv_head * stride_scale_head
 
         top = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -127,30 +137,30 @@ def _tree_kernel(
             # Places below `open_end` are whole tiles that every query sees.
             open_end = tl.minimum(lowest + 1, tree_start) // TILE * TILE
             acc, top, total = _attend_range(
-                q_tile, k_head, v_head, table, position, lowest * 0, open_end, acc, top, total, scale,
-                0.0, stride_block, stride_slot,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False, CAP, False,
+                q_tile, k_head, v_head, k_head_scales, v_head_scales, table, position, lowest * 0, open_end,
+                acc, top, total, scale, 0.0, stride_block, stride_slot, stride_scales,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, False, SCALED, CAP, False,
             )  # fmt: skip
         acc, top, total = _attend_seen(
-            q_tile, k_head, v_head, table, position, starts, seen_nodes, open_end, end, acc, top, total, scale,
-            stride_block, stride_slot,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, CAP,
+            q_tile, k_head, v_head, k_head_scales, v_head_scales, table, position, starts, seen_nodes, open_end, end,
+            acc, top, total, scale, stride_block, stride_slot, stride_scales,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SCALED, CAP,
         )  # fmt: skip
         # Rows past the last query are not stored.
-        result = acc / total[:, None] * v_scale
+        result = acc / total[:, None]
         pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
         tl.store(pointers, result.to(out.dtype.element_ty), real)
 
 
 def fixed_tree(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, v_scale: float, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None,
     tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
     # Tiles and warps are those of prompts: they decide bits.
     launch_tiles(
-        _fixed_tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, v_scale, out,
+        _fixed_tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
         (tree_starts, ancestors, positions, slopes), CHUNK=plan.chunk, NODES=MAX_NODES,
         CAP=soft_cap, SLOPED=slopes is not None,
     )  # fmt: skip
@@ -170,10 +180,11 @@ def _path_places(tree_start, seen, start, NODES: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def _attend_paths(
-    q, k_head, v_head, table, positions, query, tree_starts, ancestors, token_positions, token, count, begin, end,
-    acc, top, total, scale, slopes, stride_block, stride_slot,
+    q, k_head, v_head, k_scales, v_scales, table, positions, query, tree_starts, ancestors, token_positions, token,
+    count, begin, end, acc, top, total, scale, slopes, stride_block, stride_slot, stride_scales,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, NODES: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
+    WINDOW: tl.constexpr, NODES: tl.constexpr, SCALED: tl.constexpr, CAP: tl.constexpr,
+    SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of each query in turn over positions begin .. end of its own path."""
     for which in range(tl.where(begin < end, count, 0)):
@@ -187,20 +198,24 @@ def _attend_paths(
             offsets = ids.to(tl.int64) * stride_block + (places % BLOCK_SIZE) * stride_slot
             k = load_tile(k_head, offsets, start, last, HEAD_DIM, BLOCK_D, TILE, True)
             v = load_tile(v_head, offsets, start, last, HEAD_DIM, BLOCK_D, TILE, True)
+            scale_offsets = ids.to(tl.int64) * stride_scales + places % BLOCK_SIZE
+            k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start, last, TILE, SCALED)
             visible = visible_keys(positions, start, last, WINDOW, TILE) & (query == which)[:, None]
             acc, top, total = attend_tile(
-                q, k, v, visible, acc, top, total, scale, slopes, positions, start, True, CAP, SLOPED
-            )
+                q, k, v, k_scale, v_scale, visible, acc, top, total, scale, slopes, positions, start,
+                True, SCALED, CAP, SLOPED
+            )  # fmt: skip
     return acc, top, total
 
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _fixed_tree_kernel(
     q, k_pages, v_pages, items, totals, tables, out, tree_starts, ancestors, token_positions, slopes, scale,
-    v_scale,
-    stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_table, stride_out,
+    k_scales, v_scales,
+    stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_scales, stride_scale_head,
+    stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
     CHUNK: tl.constexpr, NODES: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     num_work = tl.load(totals) * KV_HEADS
@@ -231,6 +246,8 @@ def _fixed_tree_kernel(
         table = tables + row.to(tl.int64) * stride_table
         k_head = k_pages + kv_head * stride_head
         v_head = v_pages + kv_head * stride_head
+        k_head_scales = k_scales + kv_head * stride_scale_head
+        v_head_scales = v_scales + kv_head * stride_scale_head
 
         top = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -238,21 +255,22 @@ def _fixed_tree_kernel(
         for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
             first, last = tl.maximum(chunk * CHUNK, begin), tl.minimum(chunk * CHUNK + CHUNK, end)
             chunk_acc, chunk_top, chunk_total = _attend_range(
-                q_tile, k_head, v_head, table, positions, first, tl.minimum(last, shared_end),
+                q_tile, k_head, v_head, k_head_scales, v_head_scales, table, positions,
+                first, tl.minimum(last, shared_end),
                 tl.zeros([ROWS, BLOCK_D], tl.float32), tl.full([ROWS], NEGATIVE_INFINITY, tl.float32),
                 tl.zeros([ROWS], tl.float32), scale, row_slopes,
-                stride_block, stride_slot,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True, CAP, SLOPED,
+                stride_block, stride_slot, stride_scales,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, True, SCALED, CAP, SLOPED,
             )  # fmt: skip
             chunk_acc, chunk_top, chunk_total = _attend_paths(
-                q_tile, k_head, v_head, table, positions, query, tree_starts, ancestors, token_positions,
-                token, count, tl.maximum(first, shared_end), last,
-                chunk_acc, chunk_top, chunk_total, scale, row_slopes, stride_block, stride_slot,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, NODES, CAP, SLOPED,
+                q_tile, k_head, v_head, k_head_scales, v_head_scales, table, positions, query, tree_starts, ancestors,
+                token_positions, token, count, tl.maximum(first, shared_end), last,
+                chunk_acc, chunk_top, chunk_total, scale, row_slopes, stride_block, stride_slot, stride_scales,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, NODES, SCALED, CAP, SLOPED,
             )  # fmt: skip
             acc, top, total = merge(acc, top, total, chunk_acc, chunk_top, chunk_total)
 
         # Rows past the last query have seen nothing; they are not stored.
-        result = acc / tl.where(total > 0, total, 1.0)[:, None] * v_scale
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
         pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
         tl.store(pointers, result.to(out.dtype.element_ty), real)

@@ -118,12 +118,15 @@ inline void wide_segment(const AttentionProblem& p, const int32_t* table, int64_
     const int64_t padded_dim = p.padded_dim();
     alignas(64) float scores[kWideRows * kTilePositions];
     TileRows<Element> rows;
+    TileScales scales;
+    const bool has_scales = sizeof(Element) == 1;
     for (int64_t tile = start / kTilePositions * kTilePositions; tile < end; tile += kTilePositions) {
         const int64_t tile_end = tile + kTilePositions < end ? tile + kTilePositions : end;
         rows.find(p, p.k, table, kv_head, tile, tile_end);
         widen_keys(rows, p.head_dim, padded_dim, wide.keys);
         rows.find(p, p.v, table, kv_head, tile, tile_end);
         widen_values(rows, p.head_dim, padded_dim, wide.values);
+        if (has_scales) scales.read(p, table, kv_head, tile, tile_end);
         for (int64_t row = 0; row < num_rows; row += kWideRows) {
             const int64_t furthest = positions[row + kWideRows - 1] + 1;
             const int64_t count = (furthest < tile_end ? furthest : tile_end) - tile;
@@ -135,9 +138,11 @@ inline void wide_segment(const AttentionProblem& p, const int32_t* table, int64_
             for (int i = 0; i < kWideRows; ++i) {
                 const int64_t position = positions[row + i];
                 const int64_t last = position + 1 < tile_end ? position + 1 : tile_end;
-                adjust_scores(p, scores + i * kTilePositions, kv_head, row + i, position, tile);
+                const TileScales* given = has_scales ? &scales : nullptr;
+                const bool scaled =
+                    adjust_scores(p, scores + i * kTilePositions, kv_head, row + i, position, tile, given);
                 absorb_scores(states[row + i], scores + i * kTilePositions, p.first_seen(position) - tile,
-                              last - tile, padded_dim);
+                              last - tile, padded_dim, given, scaled);
             }
             wide_values(states + row, scores, wide.values, padded_dim, count);
         }

@@ -44,6 +44,16 @@ inline uint32_t bits_of_float(float value) {
 namespace quire {
 namespace QUIRE_ISA {
 
+// Whole floats in [-128, 127].
+inline void store(int8_t* target, Floats a) { store_bytes(target, a, 0); }
+
+inline BFloat bfloat_of(float value) {
+    const uint32_t bits = bits_of_float(value);
+    return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+inline float float_of(BFloat value) { return float_of_bits(static_cast<uint32_t>(value.bits) << 16); }
+
 // Lanes from `count` on are zero and are not read.
 template <class Element>
 inline Floats load_part(const Element* source, int64_t count) {

@@ -6,8 +6,6 @@ from torch import Tensor
 from quire.kernels import native
 from quire.kernels.lora.records import MAX_PARTS, LoraSegments, LoraTables
 
-DTYPE_CODES = {**native.DTYPE_CODES, torch.int8: 3}
-
 
 def add(
     x: Tensor,
@@ -60,7 +58,7 @@ def _call(
         "lora_add",
         (
             *source, y.data_ptr(), y.stride(0),
-            tables.weights.data_ptr(), DTYPE_CODES[tables.weights.dtype],
+            tables.weights.data_ptr(), native.PAGE_CODES[tables.weights.dtype],
             *(tensor.data_ptr() for tensor in places), tables.ranks.shape[1], tables.tile_a.shape[2],
             *(tensor.data_ptr() for tensor in chosen), segments.slots.shape[0],
             first_site, len(bounds) - 1, *padded,

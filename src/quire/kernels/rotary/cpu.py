@@ -16,6 +16,8 @@ def rotate_and_store(
     slots: Tensor,  # [T] int64, block * block_size + offset
     k_pages: Tensor,  # [num_blocks, block_size, Hkv, D], any strides but the last
     v_pages: Tensor,
+    k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size] bfloat16, of pages in int8
+    v_scales: Tensor | None = None,
 ) -> None:
     """Rotates q and k in place ("rotate half" of the first rotary_dim), writes k and v to their slots."""
     native.check_floats(qkv, cos_sin)
@@ -27,9 +29,9 @@ def rotate_and_store(
             qkv.data_ptr(), qkv.stride(0), qkv.shape[0], num_heads, num_kv_heads, head_dim,
             native.address(cos_sin), 0 if cos_sin is None else cos_sin.shape[1],
             positions.data_ptr(), slots.data_ptr(),
-            native.DTYPE_CODES[k_pages.dtype], k_pages.shape[1],
+            native.PAGE_CODES[k_pages.dtype], k_pages.shape[1],
             k_pages.data_ptr(), *k_pages.stride()[:3],
-            v_pages.data_ptr(), *v_pages.stride()[:3],
+            v_pages.data_ptr(), *v_pages.stride()[:3], *native.page_scales(k_pages, k_scales, v_scales),
         ),
-        (qkv, cos_sin, positions, slots, k_pages, v_pages),
+        (qkv, cos_sin, positions, slots, k_pages, v_pages, k_scales, v_scales),
     )  # fmt: skip

@@ -6,15 +6,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.rotary import reference
+
+# A file's constants reach a kernel as constexpr only.
+LARGEST = tl.constexpr(reference.LARGEST)
+SMALLEST_SCALE = tl.constexpr(reference.SMALLEST_SCALE)
+
+
+@triton.jit
+def _whole_numbers(x, inverse):
+    """Of int8, ties to even: adding 1.5 * 2^23 leaves no bits for fractions."""
+    scaled = tl.minimum(tl.maximum(x.to(tl.float32) * inverse, -LARGEST), LARGEST)
+    return (scaled + 12582912.0) - 12582912.0
+
 
 @triton.jit
 def _rotate_kernel(
-    qkv, cos_sin, positions, slots, k_pages, v_pages,
+    qkv, cos_sin, positions, slots, k_pages, v_pages, k_scales, v_scales,
     qkv_stride, cos_stride, k_block_stride, k_token_stride, k_head_stride,
-    v_block_stride, v_token_stride, v_head_stride,
+    v_block_stride, v_token_stride, v_head_stride, scale_block_stride, scale_head_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FIRST_HEAD: tl.constexpr, ROTATES: tl.constexpr,
-    HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token. A thread holds both partners of a pair, so that it may write in place."""
     token = tl.program_id(0).to(tl.int64)
@@ -45,16 +58,33 @@ def _rotate_kernel(
         second = tl.where(rotated, turned_second.to(second.dtype), second)
         tl.store(heads + column, first, mask=wanted & rotated)
         tl.store(heads + HALF + column, second, mask=wanted & rotated)
+    if REST_BLOCK > 0:
+        # the part that is not rotated goes to the pages unchanged
+        rest_column = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+        of_rest = rest_column < HEAD_DIM
+        rest = tl.load(heads + rest_column, mask=(is_key | is_value) & of_rest, other=0.0)
+    if SCALED:
+        top = tl.max(
+            tl.maximum(tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32))), 1, keep_dims=True
+        )
+        if REST_BLOCK > 0:
+            top = tl.maximum(top, tl.max(tl.abs(rest.to(tl.float32)), 1, keep_dims=True))
+        scale = tl.maximum(top / LARGEST, SMALLEST_SCALE).to(tl.bfloat16)
+        inverse = 1.0 / scale.to(tl.float32)
+        first, second = _whole_numbers(first, inverse), _whole_numbers(second, inverse)
+        if REST_BLOCK > 0:
+            rest = _whole_numbers(rest, inverse)
+        scale_slot = block * scale_block_stride + offset
+        tl.store(k_scales + scale_slot + (head - NUM_HEADS) * scale_head_stride, scale, mask=is_key)
+        value_head = head - NUM_HEADS - NUM_KV_HEADS
+        tl.store(v_scales + scale_slot + value_head * scale_head_stride, scale, mask=is_value)
     tl.store(keys + column, first.to(k_pages.dtype.element_ty), mask=wanted & is_key)
     tl.store(keys + HALF + column, second.to(k_pages.dtype.element_ty), mask=wanted & is_key)
     tl.store(values + column, first.to(v_pages.dtype.element_ty), mask=wanted & is_value)
     tl.store(values + HALF + column, second.to(v_pages.dtype.element_ty), mask=wanted & is_value)
     if REST_BLOCK > 0:
-        # the part that is not rotated goes to the pages unchanged
-        column = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
-        rest = tl.load(heads + column, mask=(is_key | is_value) & (column < HEAD_DIM), other=0.0)
-        tl.store(keys + column, rest.to(k_pages.dtype.element_ty), mask=is_key & (column < HEAD_DIM))
-        tl.store(values + column, rest.to(v_pages.dtype.element_ty), mask=is_value & (column < HEAD_DIM))
+        tl.store(keys + rest_column, rest.to(k_pages.dtype.element_ty), mask=is_key & of_rest)
+        tl.store(values + rest_column, rest.to(v_pages.dtype.element_ty), mask=is_value & of_rest)
 
 
 @cache
@@ -78,6 +108,8 @@ def rotate_and_store(
     slots: Tensor,  # [T] int64, block * block_size + offset; negative: nothing is stored
     k_pages: Tensor,  # [num_blocks, block_size, Hkv, D], any strides but the last
     v_pages: Tensor,
+    k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size] bfloat16, of pages in int8
+    v_scales: Tensor | None = None,
 ) -> None:
     """Rotates q and k in place ("rotate half" of the first rotary_dim), writes k and v to their slots."""
     tokens = qkv.shape[0]
@@ -89,10 +121,13 @@ def rotate_and_store(
     table = qkv if cos_sin is None else cos_sin
     k_block, k_token, k_head, _ = k_pages.stride()
     v_block, v_token, v_head, _ = v_pages.stride()
+    scaled = k_scales is not None and v_scales is not None
+    scales = (k_scales, v_scales) if scaled else (k_pages, v_pages)  # not read where there are none
+    scale_strides = k_scales.stride()[:2] if k_scales is not None else (0, 0)
     _rotate_kernel[(tokens, -(-(num_heads + 2 * num_kv_heads - first_head) // heads), 1)](
-        qkv, table, positions, slots, k_pages, v_pages,
-        qkv.stride(0), table.stride(0), k_block, k_token, k_head, v_block, v_token, v_head,
+        qkv, table, positions, slots, k_pages, v_pages, *scales,
+        qkv.stride(0), table.stride(0), k_block, k_token, k_head, v_block, v_token, v_head, *scale_strides,
         num_heads, num_kv_heads, head_dim, half, k_pages.shape[1], first_head, cos_sin is not None,
-        heads, half_block, rest_block,
+        scaled, heads, half_block, rest_block,
         num_warps=1 if few else 4,
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """Accepted paths of token trees in plain torch."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
@@ -9,16 +11,13 @@ def settle(
     nodes: Tensor,  # [D, 2, N] int32: tokens and parents (-1 is the root); entries past a tree's nodes are ignored
     row_tokens: Tensor,  # [max_rows, max_len] int32, every row's tokens
     row_tables: Tensor,  # [max_rows, max_blocks] int32, every row's block table
-    pool: Tensor,  # [num_blocks, block_bytes] uint8
-    block_size: int,
-    num_planes: int,  # of a block, each [block_size, bytes of a position]: K and V of its layers
+    slots: Sequence[Tensor],  # each [num_blocks, planes, block_size, bytes] uint8: K and V of layers, scales
 ) -> None:
     """Follows from each root the child whose token was chosen; no node has two such.
 
     The row then has the chosen tokens from the tree's position on, and K and V of the drafted ones lie at their
     positions. Slots behind them are undefined.
     """
-    planes = pool.view(pool.shape[0], num_planes, block_size, -1)
     for (row, position, first, count), (tokens, parents) in zip(trees.tolist(), nodes.tolist(), strict=True):
         at, path = -1, []
         wanted = [int(chosen[first])]
@@ -32,11 +31,13 @@ def settle(
         moved = [(position + node, position + depth) for depth, node in enumerate(path) if node != depth]
         if moved:
             sources, targets = zip(*moved, strict=True)
-            planes[_slots(row_tables[row], targets, block_size)] = planes[
-                _slots(row_tables[row], sources, block_size)
-            ]
+            for planes in slots:
+                block_size = planes.shape[2]
+                planes[_places(row_tables[row], targets, block_size)] = planes[
+                    _places(row_tables[row], sources, block_size)
+                ]
 
 
-def _slots(table: Tensor, places: tuple[int, ...], block_size: int) -> tuple[Tensor, slice, list[int]]:
+def _places(table: Tensor, places: tuple[int, ...], block_size: int) -> tuple[Tensor, slice, list[int]]:
     blocks = table[[place // block_size for place in places]].long()
     return blocks, slice(None), [place % block_size for place in places]

@@ -1,5 +1,7 @@
 """Accepted paths of token trees in Triton. Promises are those of the reference."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -7,23 +9,24 @@ from torch import Tensor
 
 
 def settle(
-    chosen: Tensor, trees: Tensor, nodes: Tensor, row_tokens: Tensor, row_tables: Tensor, pool: Tensor,
-    block_size: int, num_planes: int,
+    chosen: Tensor, trees: Tensor, nodes: Tensor, row_tokens: Tensor, row_tables: Tensor, slots: Sequence[Tensor],
 ) -> None:  # fmt: skip
     """As the reference, without synchronization."""
     num_trees, _, most = nodes.shape
     # Of each tree: the path's length, then its nodes.
-    paths = torch.empty(num_trees, most + 1, dtype=torch.int32, device=pool.device)
+    paths = torch.empty(num_trees, most + 1, dtype=torch.int32, device=chosen.device)
     _follow[(num_trees,)](
         chosen, trees, nodes, row_tokens, paths, row_tokens.stride(0), most,
         LANES=triton.next_power_of_2(most), num_warps=1,
     )  # fmt: skip
-    words = pool if pool.shape[1] % (4 * num_planes * block_size) else pool.view(torch.int32)
-    slot_words = words.shape[1] // (num_planes * block_size)
-    _move[(num_trees, num_planes)](
-        words, trees, paths, row_tables, words.stride(0), row_tables.stride(0), most, slot_words,
-        BLOCK_SIZE=block_size, WORDS=triton.next_power_of_2(slot_words),
-    )  # fmt: skip
+    for planes in slots:
+        narrow = planes.shape[3] % 4 or planes.stride(0) % 4 or planes.storage_offset() % 4
+        words = planes if narrow else planes.view(torch.int32)
+        _, num_planes, block_size, slot_words = words.shape
+        _move[(num_trees, num_planes)](
+            words, trees, paths, row_tables, words.stride(0), row_tables.stride(0), most, slot_words,
+            BLOCK_SIZE=block_size, WORDS=triton.next_power_of_2(slot_words),
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["most"])
