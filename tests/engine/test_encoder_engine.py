@@ -1,11 +1,13 @@
 """The queue of an encoder: first come first served, bounded, and one text's trouble is its own."""
 
+from dataclasses import replace
+
 import numpy
 import pytest
 
 from quire.core.errors import InvalidRequest, QueueFull
 from quire.core.request import EmbedRequest, QueueBounds
-from quire.engine.encoder import EncoderEngine, EncodeResult, EncoderRunner, EncodeStep
+from quire.engine.encoder import EncoderEngine, EncodeResult, EncoderRunner, EncodeStep, Predictions
 from quire.engine.validation import Limits
 
 LIMITS = Limits(vocab_size=100, max_model_len=10, max_num_seqs=3, max_num_batched_tokens=12)
@@ -115,3 +117,51 @@ def test_a_vector_that_is_none_fails_its_own_text_alone() -> None:
     assert (first.error, third.error) == (None, None)
     assert second.vector == b""
     assert "not finite" in str(second.error)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (EmbedRequest("a", [[1], [2]], second_starts=[1]), "2 texts, 1 starts of second texts"),
+        (EmbedRequest("a", [[1], [2]], masked=[[0]], top_k=1), "1 lists of masked positions"),
+        (EmbedRequest("a", [[1, 2]], masked=[[2]], top_k=1), "outside a text of 2 tokens"),
+        (EmbedRequest("a", [[1, 2]], masked=[[]], top_k=1), "no masked token to predict"),
+        (EmbedRequest("a", [[1, 2]], masked=[[0]], top_k=101), "top_k=101 is outside 1 to 100"),
+    ],
+)
+def test_what_does_not_belong_to_the_texts_is_refused(request_: EmbedRequest, message: str) -> None:
+    engine = EncoderEngine(LIMITS, Summing(), BOUNDS)
+    with pytest.raises(InvalidRequest, match=message):
+        engine.add(request_)
+    assert not engine.has_work
+
+
+def test_predictions_come_back_for_the_texts_that_ask_and_vectors_for_the_others() -> None:
+    runner = Predicting()
+    engine = EncoderEngine(LIMITS, runner, BOUNDS)
+    engine.add(EmbedRequest("a", [[1, 2, 3]], second_starts=[2]))
+    engine.add(EmbedRequest("b", [[4, 5], [6]], masked=[[0, 1], [0]], top_k=2))
+    plain, first, second = engine.step()
+    assert (plain.token_ids, len(plain.vector)) == (b"", 8)
+    assert numpy.frombuffer(first.token_ids, dtype=numpy.int32).tolist() == [0, 0, 1, 1]
+    assert numpy.frombuffer(second.vector, dtype=numpy.float32).tolist() == [0.5, 0.5]
+    assert runner.seen == [2, 2, 1]  # where second texts begin: the length where there is none
+
+
+class Predicting(Summing):
+    """Predicts a masked token's own position, with a probability of one half."""
+
+    def launch(self, step: EncodeStep) -> None:
+        super().launch(step)
+        self.seen = list(step.second_starts)
+        self._predictions = {
+            row: Predictions(
+                numpy.full((len(positions), top_k), 0.5, dtype=numpy.float32),
+                numpy.repeat(numpy.array(positions, dtype=numpy.int32)[:, None], top_k, axis=1),
+            )
+            for row, (positions, top_k) in enumerate(zip(step.masked, step.top_k, strict=True))
+            if top_k
+        }
+
+    def collect(self) -> EncodeResult:
+        return replace(super().collect(), predictions=self._predictions)

@@ -98,6 +98,8 @@ def test_requests_arrive_with_their_tokens():
     assert m.Add.of(request).unpacked() == request
     embed = EmbedRequest("r", [[1, 2], [3], [4, 5, 6]])
     assert m.Embed.of(embed).unpacked() == embed
+    embed = EmbedRequest("r", [[1, 2], [3]], (1, 1), ((0, 1), (0,)), 5)
+    assert m.Embed.of(embed).unpacked() == embed
 
 
 def test_vectors_of_an_encoder_arrive_in_their_own_list():

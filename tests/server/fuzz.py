@@ -33,6 +33,10 @@ VALID: dict[str, Any] = {
     "prompt": "Hi",
     "input": "Hi",
     "tokens": [1, 2],
+    "text_1": "Hi",
+    "text_2": ["Hi"],
+    "query": "Hi",
+    "documents": ["Hi"],
     "lora_name": "a",
     "lora_path": "a",
 }
@@ -56,6 +60,11 @@ SPECIAL: dict[str, list[Any]] = {
     ],
     "input": [["a"] * 3000, "a " * 500_000, [1] * 200_000, HI * 500],
     "tokens": [[1] * 200_000],
+    "text_1": [["a"] * 3000, "a " * 500_000, ["a", "b"]],
+    "text_2": [["a"] * 3000, "a " * 500_000, ["a", "b"]],
+    "query": ["a " * 500_000, "a" * 5_000_000],
+    "documents": [["a"] * 3000, ["a " * 500_000], [{"text": "a"}, "b"], [{}] * 50_000],
+    "top_n": [0, 1, 10**9],
     "messages": [
         HI * 20_000,
         HI * 300,

@@ -17,6 +17,7 @@ from tests.server.running import RunningServer
 EXAMPLES = 8  # for each endpoint, as many again that break its rules
 SECONDS = 15.0  # for all of them together, shared fairly
 ASKED = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "input": "Hi", "tokens": [1, 2]}
+ASKED |= {"text_1": "Hi", "text_2": ["Hi"], "query": "Hi", "documents": ["Hi"]}
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
@@ -37,6 +38,11 @@ def test_no_request_breaks_the_server(server: RunningServer):
     for operation in operations:
         assert asked[f"{operation.label} positive"], asked
     server.wait_idle()
+
+
+def tried(operation: APIOperation, mode: GenerationMode, url: str, seconds: float) -> Counter[int]:
+    """As `_try`, for so long."""
+    return _try(operation, mode, url, time.monotonic() + seconds)
 
 
 def _try(operation: APIOperation, mode: GenerationMode, url: str, deadline: float) -> Counter[int]:

@@ -1,6 +1,7 @@
 """What a request says is bounded before anything is made for it: refused at once, by name, at no cost to others."""
 
 import asyncio
+import http.client
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.server.connection import TextLengths
 from tests.server.fuzz import REFUSAL_SECONDS, fuzz
 from tests.server.running import RunningServer
 
@@ -151,6 +153,68 @@ def test_a_long_prompt_is_refused_at_once_and_stalls_no_stream(server: RunningSe
     gaps, took = asyncio.run(run(True))
     assert statistics.median(took) < 0.5  # 0.1 on an idle machine, of which most is sending
     assert max(gaps) < max(plain) + 0.5, (max(plain), max(gaps))
+
+
+@pytest.mark.parametrize(
+    ("path", "start", "words"),
+    [
+        (
+            "/v1/completions",
+            b'{"max_tokens": 2, "prompt": "',
+            "This model's maximum context length is 8192 tokens",
+        ),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": "',
+            "maximum context length is 8192",
+        ),
+        ("/v1/responses", b'{"input": "', "maximum context length is 8192"),
+        (
+            "/v1/messages",
+            b'{"max_tokens": 2, "messages": [{"role": "user", "content": "',
+            "prompt is too long",
+        ),
+    ],
+)
+def test_a_text_that_no_request_can_use_is_refused_before_it_has_arrived(
+    server: RunningServer, path: str, start: bytes, words: str
+) -> None:
+    """The answer comes while the rest of the body is not sent, and the connection serves the next request."""
+    body = start + b'He said \\"word\\", and "'[:-1] * 600_000
+    cut = len(body) * 3 // 4
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    connection.putrequest("POST", path)
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body[:cut])
+    response = connection.getresponse()
+    error = json.loads(response.read())["error"]
+    assert response.status == 400
+    assert words in error["message"]
+    assert connection.sock is not None
+    connection.sock.sendall(body[cut:])
+    connection.request("GET", "/health")
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def test_token_ids_and_short_texts_are_never_taken_for_a_long_text() -> None:
+    ids = json.dumps({"prompt": list(range(100_000)) * 20}).encode()
+    many = json.dumps({"input": ["a text of a list \u00fc\U0001f600"] * 200_000}, ensure_ascii=False).encode()
+    for body in (ids, many, json.dumps({"prompt": "\U0001f600" * 100_000}).encode()):
+        lengths = TextLengths()
+        pieces = [body[at : at + 65_537] for at in range(0, len(body), 65_537)]
+        assert max(map(lengths.longest, pieces)) < 100_000
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_the_length_of_a_text_is_found_from_pieces_of_its_body(ascii_only: bool) -> None:
+    text = "So gro\u00df wie 'dies', \\n\"so\"\n" * 10_000
+    body = json.dumps({"a": "x", "prompt": text, "b": "y"}, ensure_ascii=ascii_only).encode()
+    lengths = TextLengths()
+    found = max(lengths.longest(body[at : at + 4999]) for at in range(0, len(body), 4999))
+    assert len(text) / 8 < found <= len(text)
 
 
 def test_a_signal_ends_a_server_that_is_tokenizing(start_server: Callable[..., RunningServer]) -> None:

@@ -205,6 +205,19 @@ def test_what_cannot_be_served_is_named(tmp_path: Path) -> None:
     keys = {**LLAMA_KEYS, "expert_count": 8}
     with pytest.raises(ModelError, match="8 experts per layer: not known of granite"):
         GgufSource(write(tmp_path / "b.gguf", "granite", keys, {"token_embd.weight": torch.ones(4, 4)}))
+    with pytest.raises(ModelError, match=r"no llama\.expert_used_count"):
+        GgufSource(bare_llama(tmp_path / "b.gguf", keys={"expert_count": 8}))
+    some = {"keys": {"expert_count": 8, "expert_used_count": 2}}
+    with pytest.raises(ModelError, match=r"'blk\.0\.ffn_gate\.3\.weight' is not one that a llama model has"):
+        GgufSource(
+            bare_llama(tmp_path / "f.gguf", **some, tensors={"blk.0.ffn_gate.3.weight": torch.ones(64, 32)})
+        )
+    with pytest.raises(WeightsError, match=r"blk\.0\.ffn_up_exps\.weight is \[7, 64, 32\].*8 experts"):
+        GgufSource(
+            bare_llama(
+                tmp_path / "g.gguf", **some, tensors={"blk.0.ffn_up_exps.weight": torch.ones(7, 64, 32)}
+            )
+        )
     with pytest.raises(ModelError, match="one of 3 parts"):
         GgufSource(bare_llama(tmp_path / "c.gguf", extra={"split.count": 3}))
     with pytest.raises(ModelError, match=r"'blk\.0\.attn_sinks\.weight' is not one that a llama model has"):

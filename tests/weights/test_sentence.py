@@ -77,6 +77,35 @@ def test_the_kind_of_a_model_is_seen_without_its_weights(tmp_path: Path) -> None
     assert task_of(str(tmp_path)) == "generate"
     write(tmp_path, "config.json", "{")
     assert task_of(str(tmp_path)) == "generate"
+    kinds = {
+        "BertForSequenceClassification": "embed",
+        "ModernBertForMaskedLM": "embed",
+        "DebertaV2ForSequenceClassification": "embed",  # unknown: refused beside the encoders that are known
+        "Qwen3Model": "embed",
+        "GPT2LMHeadModel": "generate",
+    }
+    for name, task in kinds.items():
+        write(tmp_path, "config.json", {"architectures": [name]})
+        assert task_of(str(tmp_path)) == task, name
+    write(tmp_path, "config.json", {"architectures": ["Qwen3ForCausalLM"]})
+    assert task_of(str(tmp_path)) == "generate"
+    write(tmp_path, "modules.json", [TRANSFORMER, POOLING])  # as Qwen3-Embedding has it
+    assert task_of(str(tmp_path)) == "embed"
+
+
+def test_prompts_are_read_and_a_wrong_default_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "modules.json", [TRANSFORMER])
+    prompts = {"query": "Instruct: find\nQuery:", "document": ""}
+    name = "config_sentence_transformers.json"
+    write(tmp_path, name, {"prompts": prompts, "default_prompt_name": "query"})
+    files = read_sentence_files(tmp_path)
+    assert (files.prompts, files.default_prompt) == (prompts, "query")
+    write(tmp_path, name, {"prompts": prompts, "default_prompt_name": "x"})
+    with pytest.raises(WeightsError, match="no prompt 'x'"):
+        read_sentence_files(tmp_path)
+    write(tmp_path, name, {"prompts": {"query": 5}})
+    with pytest.raises(WeightsError, match="prompts"):
+        read_sentence_files(tmp_path)
 
 
 def test_a_bare_vocabulary_makes_berts_own_tokenizer(model_folder: Path) -> None:

@@ -13,6 +13,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.observe import logs
 from quire.server.access import read_key_file
+from quire.server.processes import serve_processes
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
 from quire.text.reasoning import REASONING_PARSERS
@@ -58,7 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--isolate-keys gives every key a cache of its own, where no pinned prefix is found: leave out one"
         )
-    serve(settings, config, show_progress=sys.stderr.isatty())
+    if settings.api_server_count > 1:
+        serve_processes(settings, config, show_progress=sys.stderr.isatty())
+    else:
+        serve(settings, config, show_progress=sys.stderr.isatty())
     return 0
 
 
@@ -73,6 +77,9 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
     given["allowed_origins"] = tuple(arguments.allowed_origins or ())
     given["embedding_models"] = tuple(arguments.embedding_model or ())
     given["embeddings"] = not arguments.no_embeddings
+    if given.get("api_server_count", 1) > 1:  # what one process keeps, another does not have
+        given.setdefault("max_stored_responses", 0)
+        given["embeddings"] = bool(given["embedding_models"])
     for name in ("served_names", "model_aliases"):
         given[name] = tuple(dict.fromkeys(getattr(arguments, name) or ()))
     return ServerSettings(**given)
@@ -103,6 +110,8 @@ def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
 def _add_network(group: FlagGroup) -> None:
     group.add_argument("--host", help=f"address to listen on (default: {DEFAULTS.host}, this machine only)")
     group.add_argument("--port", type=int, help=f"port, 0 for any free one (default: {DEFAULTS.port})")
+    count = "HTTP processes on the port, all with the one engine (default: 1; more keep nothing in memory)"
+    group.add_argument("--api-server-count", type=int, metavar="N", help=count)
     group.add_argument("--root-path", metavar="PATH", help="path prefix that a proxy adds")
     group.add_argument("--ssl-certfile", metavar="FILE", help="certificate, to serve HTTPS")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate")
@@ -163,16 +172,15 @@ def _add_names(group: FlagGroup) -> None:
 def _add_embeddings(group: FlagGroup) -> None:
     group.add_argument(
         "--embedding-model",
+        "--encoder-model",
         action=Collect,
         metavar="MODEL",
-        help="also serve this embedding model: builtin, a folder or a hub id (repeatable; default: the built-in one, "
-        "started by the first request for it)",
+        help="also serve this embedding model, classifier or reranker: builtin, a folder or a hub id (repeatable; "
+        "default: the built-in one, started by the first request for it)",
     )
     cut = "cut texts that are longer than the embedding model takes (default: refuse them)"
     group.add_argument("--embedding-truncate", action="store_true", default=None, help=cut)
-    group.add_argument(
-        "--no-embeddings", action="store_true", help="no /v1/embeddings beside a generating model"
-    )
+    group.add_argument("--no-embeddings", action="store_true", help="no encoders beside a generating model")
 
 
 def _add_limits(group: FlagGroup) -> None:

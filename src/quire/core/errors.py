@@ -87,9 +87,12 @@ class ContextExceeded(InvalidRequest):
     def of_text(cls, position: int, num_tokens: int | str, max_model_len: int) -> "ContextExceeded":
         """The same for one of the texts of an encoder."""
         return cls(
-            f"input[{position}] has {num_tokens} tokens and this model takes {max_model_len}: shorten it, "
-            "send truncate_prompt_tokens (-1: as many as fit), or split it and embed the parts",
+            "{param}[{position}] has {shown} tokens and this model takes {longest}: shorten it, "
+            "send truncate_prompt_tokens (-1: as many as fit), or split it and send the parts",
             "input",
+            position=position,
+            shown=num_tokens,
+            longest=max_model_len,
         )
 
 

@@ -49,10 +49,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class EmbedRequest:
-    """Texts for an encoder, as token ids: each becomes one vector."""
+    """Texts for an encoder, as token ids: each becomes one vector, or predictions of its masked tokens."""
 
     request_id: str
     texts: abc.Sequence[abc.Sequence[int]]
+    second_starts: abc.Sequence[
+        int
+    ] = ()  # where the second text of each pair begins; empty: there are no pairs
+    masked: abc.Sequence[abc.Sequence[int]] = ()  # of each text the positions to predict; empty: vectors
+    top_k: int = 0  # predictions of each
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -65,9 +70,10 @@ class Pooled:
 
     request_id: str
     index: int  # of the text in its request
-    vector: bytes  # float32, native byte order; empty with an error
+    vector: bytes  # float32, native byte order; empty with an error; of masked tokens the probabilities
     num_tokens: int
     error: str | None = None
+    token_ids: bytes = b""  # int32: predicted tokens, `top_k` for each masked one
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,9 @@ class StartStats:
     seconds: float = gauge("engine_start_seconds", "How long the engine took to start.")
 
 
+SCORE_PATHS = ("/v1/score", "/v1/rerank")
+
+
 @dataclass(frozen=True, slots=True)
 class VectorFormat:
     """The vectors of an encoder."""
@@ -223,10 +226,31 @@ class VectorFormat:
     width: int
     normalize: bool  # vectors have length one
     pooling: str = "mean"
+    labels: tuple[str, ...] = ()  # of a classifier, whose vectors are its classes' scores
+    predicts_masked: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)  # what a text begins with, by name of the prompt
+    default_prompt: str | None = None  # its name
 
     def __str__(self) -> str:
+        if self.labels:
+            more = ", …" if self.width > 4 else ""
+            classes = "classes" if self.width > 1 else "class"
+            return f"scores of {self.width} {classes}: {', '.join(self.labels[:4])}{more}"
         length = ", of length one" if self.normalize else ""
-        return f"{self.width} numbers, {self.pooling} of the tokens{length}"
+        masked = "; predicts masked tokens" if self.predicts_masked else ""
+        return f"{self.width} numbers, {self.pooling} of the tokens{length}{masked}"
+
+    @property
+    def kind(self) -> str:
+        """What the model does, in words."""
+        return "makes class scores" if self.labels else "makes embeddings"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The endpoints that serve it."""
+        if self.labels:
+            return ("/v1/classify", *(SCORE_PATHS if len(self.labels) == 1 else ()))
+        return ("/v1/embeddings", *SCORE_PATHS, *(("/v1/fill-mask",) if self.predicts_masked else ()))
 
 
 @dataclass(frozen=True, slots=True)

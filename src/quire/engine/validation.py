@@ -42,7 +42,9 @@ class Limits:
             raise InvalidRequest("there is nothing to embed: send at least one text", "input")
         for position, text in enumerate(request.texts):
             if not text:
-                raise InvalidRequest(f"input[{position}] has no tokens: send at least one", "input")
+                raise InvalidRequest(
+                    "{param}[{position}] has no tokens: send at least one", "input", position=position
+                )
             if len(text) > self.max_model_len:
                 raise ContextExceeded.of_text(position, len(text), self.max_model_len)
             self._check_vocabulary(text, "input")

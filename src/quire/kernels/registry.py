@@ -17,6 +17,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "activation": (("cpu", "cpu"), ("triton", "cuda")),
     "attention": (("cpu", "cpu"), ("triton", "cuda")),
     "embedding": (("cpu", "cpu"), ("triton", "cuda")),
+    "encoded_linear": (("cuda", "cuda"),),
     "fp8_rows": (("triton", "cuda"),),
     "inputs": (("triton", "cuda"),),
     "int8_linear": (("cpu", "cpu"),),
@@ -75,7 +76,7 @@ def can_run(alternative: str) -> bool:
         return native.available()
     if alternative == "host":
         return True
-    if alternative == "cublas":
+    if alternative in ("cublas", "cuda"):
         return torch.cuda.is_available()
     return importlib.util.find_spec("triton") is not None and (
         torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,7 +1,7 @@
 """Layers of encoders: their batch, attention within whole sequences, and pooling to one vector each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 
 import numpy
@@ -22,33 +22,46 @@ class EncoderBatch:
     positions: Tensor  # [T] int32, 0, 1, … in each sequence
     starts: Tensor  # [R + 1] int32
     lengths: Tensor  # [R] int64, none of them 0
+    _: KW_ONLY
+    max_length: int
+    token_types: Tensor | None = None  # [T] int32, 1 in the second text of a pair; None: there are no pairs
 
 
-def assemble_encoder_batch(sequences: Sequence[Sequence[int]], device: torch.device) -> EncoderBatch:
-    """The batch of these sequences, in their order."""
+def assemble_encoder_batch(
+    sequences: Sequence[Sequence[int]], device: torch.device, second_starts: Sequence[int] = ()
+) -> EncoderBatch:
+    """The batch of these sequences, in their order. `second_starts`: where each one's tokens of type 1 begin."""
     lengths = numpy.fromiter(map(len, sequences), dtype=numpy.int64, count=len(sequences))
     starts = numpy.zeros(len(sequences) + 1, dtype=numpy.int32)
     numpy.cumsum(lengths, out=starts[1:])
     token_ids = numpy.concatenate([numpy.asarray(ids, dtype=numpy.int32) for ids in sequences])
     positions = numpy.arange(len(token_ids), dtype=numpy.int32) - numpy.repeat(starts[:-1], lengths)
-    return EncoderBatch(
-        *(torch.from_numpy(column).to(device) for column in (token_ids, positions, starts, lengths))
-    )
+    types = None
+    if any(second < length for second, length in zip(second_starts, lengths, strict=False)):
+        is_second = positions >= numpy.repeat(second_starts, lengths)
+        types = torch.from_numpy(is_second.astype(numpy.int32)).to(device)
+    columns = (torch.from_numpy(column).to(device) for column in (token_ids, positions, starts, lengths))
+    return EncoderBatch(*columns, max_length=int(lengths.max()), token_types=types)
 
 
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """Attention in which every token sees its whole sequence: no pool, no pages, no weights."""
+    """Attention in which every token sees its whole sequence, or a part: no pool, no pages, no weights."""
 
-    kernel: ModuleType
+    rotary: ModuleType
+    attention: ModuleType
     num_heads: int
     head_dim: int
     scale: float
+    reach: int = 0  # 0: all; else a token sees this many tokens on each side
+    cos_sin: Tensor | None = None  # [positions, rotary_dim] float32; None: no rotation
 
-    def __call__(self, qkv: Tensor, starts: Tensor) -> Tensor:
-        """qkv [T, 3 * heads * head_dim], sequence r in rows starts[r]:starts[r + 1] -> [T, heads * head_dim]."""
-        q, k, v = qkv.view(qkv.shape[0], 3, self.num_heads, self.head_dim).unbind(1)
-        return self.kernel.full_attention(q, k, v, starts, self.scale)
+    def __call__(self, qkv: Tensor, batch: EncoderBatch) -> Tensor:
+        """qkv [T, 3 * heads * head_dim], overwritten -> [T, heads * head_dim]."""
+        heads = qkv.view(qkv.shape[0], 3, self.num_heads, self.head_dim)
+        if self.cos_sin is not None:
+            self.rotary.rotate(heads[:, :2].flatten(1, 2), self.cos_sin, batch.positions)
+        return self.attention.full_attention(*heads.unbind(1), batch.starts, self.scale, reach=self.reach)
 
 
 class Pooling:

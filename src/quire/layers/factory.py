@@ -20,6 +20,7 @@ from quire.layers.parameters import Vector
 from quire.layers.rope import rotary_table
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
+from quire.quant.full import FullPrecision
 
 # Activations of feed-forward layers, by the names that config.json uses.
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -70,6 +71,11 @@ class LayerFactory:
         vector = self._vector(num_rows) if bias else None
         return Linear(matrix, vector, self.kernel("activation").silu_mul)
 
+    def precise_linear(self, num_rows: int, num_columns: int, bias: bool = False) -> Linear:
+        """A small projection that is not quantized, such as a classifier's."""
+        matrix = FullPrecision(self.dtype, self.device).matrix(num_rows, num_columns)
+        return Linear(matrix, self._vector(num_rows) if bias else None, self.kernel("activation").silu_mul)
+
     def rms_norm(self, width: int, eps: float, scale: float = 1.0, offset: float = 0.0) -> RMSNorm:
         """Weights are those of the checkpoint times `scale` plus `offset`: then in float32, for small weights."""
         dtype = self.dtype if offset == 0.0 else torch.float32
@@ -115,6 +121,7 @@ class LayerFactory:
             compact,
             first_row,
             self.number_format.keeps_table,
+            self.number_format.table_scheme,
             scale,
         )
 
@@ -159,9 +166,16 @@ class LayerFactory:
             slopes,
         )
 
-    def full_attention(self, num_heads: int, head_dim: int) -> FullAttention:
-        """An encoder's attention: every token sees its whole sequence."""
-        return FullAttention(self.kernel("attention"), num_heads, head_dim, head_dim**-0.5)
+    def full_attention(
+        self, num_heads: int, head_dim: int, reach: int = 0, cos_sin: Tensor | None = None
+    ) -> FullAttention:
+        """An encoder's attention: every token sees its whole sequence, or `reach` tokens on each side."""
+        kernels = self.kernel("rotary"), self.kernel("attention")
+        return FullAttention(*kernels, num_heads, head_dim, head_dim**-0.5, reach, cos_sin)
+
+    def bias(self, size: int) -> Vector:
+        """A bias on its own, loaded apart from its matrix."""
+        return self._vector(size)
 
     def _vector(self, size: int, fill: float = 0.0) -> Vector:
         return Vector(size, self.dtype, self.device, fill)

@@ -30,15 +30,18 @@ class TokenEmbedding(Adaptable):
         compact: bool,
         first_row: int = 0,
         keeps: Callable[[Scheme], bool] = lambda scheme: False,
+        scheme: Scheme | None = None,
         scale: float = 1.0,
     ) -> None:
         """`keeps`: whether encoded rows of a scheme stay encoded, to be decoded as they are read.
 
-        `scale`: of the rows with their adapters, when they are read.
+        `scheme`: what rows that come as floats are encoded in. `scale`: of the rows with their adapters, when they
+        are read.
         """
         super().__init__()
         self._kernel = kernel
         self._keeps = keeps
+        self._scheme = scheme
         self._scale = scale
         self._encoded: Encoded | None = None  # in place of a table
         self._shape = (num_rows, width)
@@ -83,6 +86,14 @@ class TokenEmbedding(Adaptable):
             self._encoded = weight.to(self._device)
             return
         tensor = floats(weight)
+        if self._scheme is not None and not self._first_row and self._scheme.fits(self._shape[1]):
+            on_meta = tensor.device.type == "meta"
+            self._encoded = (
+                Encoded.empty(self._scheme, self._shape)
+                if on_meta
+                else Encoded.of(self._scheme, tensor.to(self._device))
+            )
+            return
         if self._compact:  # the formats that round; 16-bit models show NaN in every answer
             check_finite(tensor)
         kept = self._kept_dtype(tensor)

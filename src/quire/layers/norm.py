@@ -66,11 +66,12 @@ class LayerNorm:
         """residual += x in place; the norm of the sum."""
         return self._kernel.add_layer_norm(x, residual, self._weight.value, self._bias.value, self.eps)
 
-    def loaders(self, name: str) -> dict[str, Loader]:
-        """For the checkpoint tensors `name`.weight and `name`.bias."""
+    def loaders(self, name: str, bias: bool = True) -> dict[str, Loader]:
+        """For the checkpoint tensors `name`.weight and, where it has a `bias`, `name`.bias."""
         if not self._affine:
             return {}
-        return {f"{name}.weight": self._weight.loader(), f"{name}.bias": self._bias.loader()}
+        loaders = {f"{name}.weight": self._weight.loader()}
+        return loaders | {f"{name}.bias": self._bias.loader()} if bias else loaders
 
     def state(self) -> dict[str, Tensor]:
         return {"weight": self._weight.value, "bias": self._bias.value}

@@ -49,11 +49,11 @@ class Channel:
     """The client's end. Each engine process gets a new one, so that no message of an old process can arrive."""
 
     def __init__(self) -> None:
-        self._folder = _private_folder()
+        self._folder = private_folder()
         self.path = str(self._folder / "engine")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _prepare(self._socket)
+        prepare(self._socket)
         self._socket.bind(f"ipc://{self.path}")
 
     def send(self, message: ToEngine) -> None:
@@ -80,7 +80,7 @@ class WorkerChannel:
     def __init__(self, path: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _prepare(self._socket)
+        prepare(self._socket)
         self._socket.connect(f"ipc://{path}")
         self._step_log: StepLog | None = None  # until it is first switched on
 
@@ -219,13 +219,13 @@ def remove_socket(path: str) -> None:
         os.rmdir(os.path.dirname(path))
 
 
-def _prepare(socket: zmq.Socket[Any]) -> None:
+def prepare(socket: zmq.Socket[Any]) -> None:
     # No high-water mark: admission bounds the messages that can be under way.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
 
 
-def _private_folder() -> Path:
+def private_folder() -> Path:
     """A new folder of mode 0700, with a name short enough for a socket in it."""
     for parent in (None, "/tmp"):
         folder = Path(tempfile.mkdtemp(prefix="quire-", dir=parent))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.config import ADAPTER_CONFIG_FILE, AdapterConfig, EngineConfig
 from quire.core.errors import AdapterError, EngineDead, InvalidRequest, QueueFull, QuireError
@@ -28,16 +28,19 @@ from quire.link.messages import (
     Ready,
     Refused,
     ResetPrefixCache,
-    RestoreAdapter,
     Stop,
     SwitchStepLog,
     UnloadAdapter,
     Updates,
     encode,
+    restore_adapters,
     unpack_updates,
 )
 from quire.link.step_log import StepRecord
 from quire.link.supervise import STEP_SECONDS, Supervisor
+
+if TYPE_CHECKING:
+    from quire.link.relayed import RelayedEngine
 
 CALL_SECONDS = 60.0
 MAX_RETRY_SECONDS = 60
@@ -175,6 +178,13 @@ def _is_plain(name: str) -> bool:
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
+def unbounded(config: EngineConfig) -> EngineConfig:
+    """The bounds of the queue are checked before a request is sent: the engine's own queue needs none."""
+    return replace(
+        config, scheduler=replace(config.scheduler, max_queue_requests=None, max_queue_tokens=None)
+    )
+
+
 class EngineClient:
     """Use it from one event loop. Refusals are immediate; no call blocks.
 
@@ -189,21 +199,23 @@ class EngineClient:
         on_progress: Callable[[str, int, int], None] | None = None,
         engine_timeout: float = STEP_SECONDS,
         what: str = "engine",
+        relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
     ) -> None:
-        """`what` names the engine in messages, where there are several."""
-        # The bounds are checked here, before a request is sent: the engine's own queue needs none.
-        scheduler = replace(config.scheduler, max_queue_requests=None, max_queue_tokens=None)
+        """`what` names the engine in messages, where there are several. `relay` connects to an engine that another
+        process supervises; else this one does."""
         self.ready: Ready | None = None  # of the engine process that started last
         self.admission = QueueAdmission(bounds)
         self.adapters = NamedAdapters(config.adapters)
         self.queue = QueueStats()
         self.stats = EngineStats()
         self._config = config
-        self._supervisor = Supervisor(
-            replace(config, scheduler=scheduler), self, on_progress, engine_timeout, what
-        )
-        self._channel: Channel | None = None  # None: no engine to talk to
-        self._streams: OpenStreams[Any] = OpenStreams(self._abort, self.admission.leave)
+        self._supervisor: Supervisor | RelayedEngine
+        if relay is None:
+            self._supervisor = Supervisor(unbounded(config), self, on_progress, engine_timeout, what)
+        else:
+            self._supervisor = relay(self)
+        self._channel: Channel | RelayedEngine | None = None  # None: no engine to talk to
+        self._streams: OpenStreams[Any] = OpenStreams(self._abort, self._ended)
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Done]] = {}
         self._effects: dict[int, Callable[[], None]] = {}  # by call: what its success changes on this side
@@ -289,7 +301,11 @@ class EngineClient:
         if self._channel is not None:
             self._channel.send(Abort(request_ids))
 
-    def _connected(self) -> tuple[Channel, Ready]:
+    def _ended(self, request_id: str) -> None:
+        self.admission.leave(request_id)
+        self._supervisor.request_ended(request_id)
+
+    def _connected(self) -> "tuple[Channel | RelayedEngine, Ready]":
         if self._channel is None or self.ready is None:
             raise EngineDead(f"{self.status}: try again in some seconds")
         return self._channel, self.ready
@@ -360,14 +376,12 @@ class EngineClient:
 
     # ------------------------------------------------------------------ called by the supervisor
 
-    def engine_up(self, ready: Ready, channel: Channel) -> None:
+    def engine_up(self, ready: Ready, channel: "Channel | RelayedEngine") -> None:
         self.ready = ready
         self._channel = channel
         self._reset_stats()
-        for name, path in self.adapters.loaded_paths():  # operators' changes to the previous engine
-            channel.send(RestoreAdapter(name, path))
-        for name in self.adapters.unloaded_names():
-            channel.send(UnloadAdapter(next(self._call_ids), name))
+        if isinstance(channel, Channel):  # else the process that supervises the engine does it
+            restore_adapters(self.adapters.loaded_paths(), self.adapters.unloaded_names(), channel.send)
 
     def engine_down(self, fault: EngineDead) -> None:
         self._channel = None

@@ -18,15 +18,17 @@ from quire.engine.loop import Started, StepReport
 from quire.engine.validation import Limits
 from quire.link.step_log import StepRecord
 
+NO_CALL = -1  # the call id of what nothing waits for
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+
+class LinkMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """An array with its name in front. Both ends are the same version of the same package."""
 
 
 # ---------------------------------------------------------------------- to the engine
 
 
-class Add(_Message, frozen=True):
+class Add(LinkMessage, frozen=True):
     """A request. Its prompt travels beside it as packed int32, which is much faster than a list."""
 
     request: Request  # without its prompt
@@ -41,54 +43,60 @@ class Add(_Message, frozen=True):
         return replace(self.request, prompt_token_ids=tuple(unpack_ints(self.prompt_token_ids)))
 
 
-class Embed(_Message, frozen=True):
+class Embed(LinkMessage, frozen=True):
     """Texts for an encoder: their token ids one after another, and the length of each."""
 
     request_id: str
     token_ids: bytes  # see pack_ints
     lengths: list[int]
+    second_starts: tuple[int, ...] = ()
+    masked: tuple[tuple[int, ...], ...] = ()
+    top_k: int = 0
 
     @classmethod
     def of(cls, request: EmbedRequest) -> "Embed":
         """OverflowError for a token id that int32 cannot hold."""
         token_ids = [token_id for text in request.texts for token_id in text]
-        return cls(request.request_id, pack_ints(token_ids), [len(text) for text in request.texts])
+        masked = tuple(map(tuple, request.masked))
+        lengths, seconds = [len(text) for text in request.texts], tuple(request.second_starts)
+        return cls(request.request_id, pack_ints(token_ids), lengths, seconds, masked, request.top_k)
 
     def unpacked(self) -> EmbedRequest:
         token_ids = unpack_ints(self.token_ids)
         ends = accumulate(self.lengths, initial=0)
-        return EmbedRequest(self.request_id, [token_ids[start:end] for start, end in pairwise(ends)])
+        texts = [token_ids[start:end] for start, end in pairwise(ends)]
+        return EmbedRequest(self.request_id, texts, self.second_starts, self.masked, self.top_k)
 
 
-class Abort(_Message, frozen=True):
+class Abort(LinkMessage, frozen=True):
     """Ends requests; no more updates of them are sent."""
 
     request_ids: list[str]
 
 
-class Stop(_Message, frozen=True):
+class Stop(LinkMessage, frozen=True):
     """A stop string appeared in this sequence's text."""
 
     request_id: str
     index: int
 
 
-class ResetPrefixCache(_Message, frozen=True):
+class ResetPrefixCache(LinkMessage, frozen=True):
     call_id: int
 
 
-class CheckIntegrity(_Message, frozen=True):
+class CheckIntegrity(LinkMessage, frozen=True):
     call_id: int
 
 
-class SwitchStepLog(_Message, frozen=True):
+class SwitchStepLog(LinkMessage, frozen=True):
     """Starts the step log, or stops it: the answer to a stop has the records."""
 
     call_id: int
     on: bool
 
 
-class LoadAdapter(_Message, frozen=True):
+class LoadAdapter(LinkMessage, frozen=True):
     """Answered once the adapter is read, however long that takes; steps go on meanwhile."""
 
     call_id: int
@@ -96,12 +104,12 @@ class LoadAdapter(_Message, frozen=True):
     path: str  # inside the folder that the engine allows
 
 
-class UnloadAdapter(_Message, frozen=True):
+class UnloadAdapter(LinkMessage, frozen=True):
     call_id: int
     name: str
 
 
-class RestoreAdapter(_Message, frozen=True):
+class RestoreAdapter(LinkMessage, frozen=True):
     """An adapter that was loaded into the previous engine process: its name is known at once, its file is read at the
     first request for it. Has no answer.
     """
@@ -110,7 +118,7 @@ class RestoreAdapter(_Message, frozen=True):
     path: str
 
 
-class Shutdown(_Message, frozen=True):
+class Shutdown(LinkMessage, frozen=True):
     """The process ends after the step it is in; open requests are dropped."""
 
 
@@ -128,22 +136,33 @@ ToEngine = (
     | Shutdown
 )
 
+
+def restore_adapters(
+    loaded: Sequence[tuple[str, str]], unloaded: Sequence[str], send: Callable[[ToEngine], None]
+) -> None:
+    """Repeats operators' changes to the previous engine process. Answers to them have no caller."""
+    for name, path in loaded:
+        send(RestoreAdapter(name, path))
+    for name in unloaded:
+        send(UnloadAdapter(NO_CALL, name))
+
+
 # ---------------------------------------------------------------------- from the engine
 
 
-class Progress(_Message, frozen=True):
+class Progress(LinkMessage, frozen=True):
     what: str
     done: int
     total: int
 
 
-class Note(_Message, frozen=True):
+class Note(LinkMessage, frozen=True):
     """A line for people, while the engine starts."""
 
     text: str
 
 
-class Described(_Message, frozen=True):
+class Described(LinkMessage, frozen=True):
     """The model's text side, from which the other process makes tokenizer and chat template."""
 
     tokenizer_json: str | None
@@ -151,7 +170,7 @@ class Described(_Message, frozen=True):
     template_config: dict[str, Any]  # of the model itself
 
 
-class Ready(_Message, frozen=True):
+class Ready(LinkMessage, frozen=True):
     """The engine serves. Every limit, count and size that its start decided."""
 
     model: str
@@ -177,14 +196,14 @@ class Ready(_Message, frozen=True):
         return self.limits.max_num_seqs
 
 
-class Failed(_Message, frozen=True):
+class Failed(LinkMessage, frozen=True):
     """Why the process ends: `kind` is the class of an error that Quire raised on purpose, else "fault"."""
 
     kind: str
     message: str
 
 
-class Refused(_Message, frozen=True):
+class Refused(LinkMessage, frozen=True):
     request_id: str
     kind: str  # "invalid" | "leaving" | "fault"
     message: str
@@ -200,7 +219,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
     num_cached: list[int]
 
 
-class Updates(_Message, frozen=True):
+class Updates(LinkMessage, frozen=True):
     """What one step did: at most one message per step."""
 
     tokens: Tokens
@@ -211,7 +230,7 @@ class Updates(_Message, frozen=True):
     stats: EngineStats | None  # now and then, not with every step
 
 
-class Done(_Message, frozen=True):
+class Done(LinkMessage, frozen=True):
     """Answers the call of that id; `error` says what was wrong."""
 
     call_id: int

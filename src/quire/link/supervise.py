@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from quire.core import errors
 from quire.core.config import EngineConfig
@@ -16,6 +16,7 @@ from quire.link.channel import Channel
 from quire.link.heartbeat import until_hung
 from quire.link.messages import (
     Failed,
+    FromEngine,
     Note,
     Progress,
     Ready,
@@ -23,9 +24,6 @@ from quire.link.messages import (
     framed_config,
 )
 from quire.observe.logs import get_logger
-
-if TYPE_CHECKING:
-    from quire.link.client import EngineClient
 
 log = get_logger(__name__)
 FIRST_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds before a restart; doubled each time
@@ -35,13 +33,26 @@ CLOSE_SECONDS = 5.0
 STEP_SECONDS = 300.0  # a step that takes longer hangs
 
 
+class Client(Protocol):
+    """What the supervisor reports to: an EngineClient, or the Relay of several processes."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def engine_up(self, ready: Ready, channel: Channel) -> None: ...
+
+    def engine_down(self, fault: EngineDead) -> None: ...
+
+    def engine_sent(self, message: FromEngine) -> None: ...
+
+
 class Supervisor:
     """One engine process at a time. A failed first start is raised; later starts are retried with backoff."""
 
     def __init__(
         self,
         config: EngineConfig,
-        client: "EngineClient",
+        client: Client,
         on_progress: Callable[[str, int, int], None] | None = None,
         timeout: float = STEP_SECONDS,
         what: str = "engine",
@@ -88,6 +99,9 @@ class Supervisor:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+
+    def request_ended(self, request_id: str) -> None:
+        """The engine knows already."""
 
     async def _run(self) -> None:
         while not self._closing:

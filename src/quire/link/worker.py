@@ -17,7 +17,7 @@ from typing import Any
 from quire.core.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.engine.build import Built, build_engine
-from quire.engine.build.resolve import resolve_device
+from quire.engine.build.resolve import is_simulated, resolve_device
 from quire.engine.loop import EngineLoop, ShutdownSignal
 from quire.kernels import build as compilation
 from quire.link.channel import WorkerChannel, integrity_error, remove_socket
@@ -64,7 +64,8 @@ def main() -> int:
 
 def _serve(config: EngineConfig, channel: WorkerChannel, termination: TerminationHandler, pipe: int) -> int:
     try:
-        if resolve_device(config.runner.device).type == "cpu":
+        device = config.runner.device
+        if not is_simulated(device) and resolve_device(device).type == "cpu":
             _announce_compiling(channel)
         built = build_engine(config, _ProgressReporter(channel))
         ready = _ready(config, built)

@@ -1,7 +1,8 @@
-"""The BERT family of encoders: BERT, RoBERTa, XLM-RoBERTa, DistilBERT. A BertVariant holds the differences."""
+"""The BERT family of encoders: BERT, RoBERTa, XLM-RoBERTa, DistilBERT, with the heads of classifiers and of masked
+tokens. A BertVariant holds the differences."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +12,10 @@ from quire.core.errors import ModelError
 from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import KNOWN, LayerFactory
 from quire.layers.parameters import Composite, LayerStack, Loader
+from quire.models.encoder_heads import ClassificationHead, HeadNames, MaskHead
 from quire.models.model import Encoder
 from quire.weights.hyperparameters import MAX_LAYERS, checkpoint_dtype, head_size, number, positive, whole
+from quire.weights.labels import read_labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class BertVariant:
     token_types: bool
     layer: str  # prefix of a layer's tensors
     parts: Mapping[str, str]  # part of a layer -> its name below that prefix
+    classifier: HeadNames
+    masked: HeadNames  # its activation is the model's own if it is empty
 
 
 _KEYS = {
@@ -60,9 +65,41 @@ _DISTIL_PARTS = {
     "down": "ffn.lin2",
     "mlp_norm": "output_layer_norm",
 }
-_BERT = BertVariant(_KEYS, False, True, "encoder.layer.", _PARTS)
-_ROBERTA = BertVariant(_KEYS, True, True, "encoder.layer.", _PARTS)
-_DISTIL = BertVariant(_DISTIL_KEYS, False, False, "transformer.layer.", _DISTIL_PARTS)
+_TRANSFORM = "cls.predictions.transform."
+_BERT = BertVariant(
+    _KEYS,
+    False,
+    True,
+    "encoder.layer.",
+    _PARTS,
+    HeadNames("pooler.dense", "tanh", "classifier"),
+    HeadNames(
+        f"{_TRANSFORM}dense",
+        "",
+        "cls.predictions.decoder.weight",
+        f"{_TRANSFORM}LayerNorm",
+        "cls.predictions.bias",
+    ),
+)
+_ROBERTA = BertVariant(
+    _KEYS,
+    True,
+    True,
+    "encoder.layer.",
+    _PARTS,
+    HeadNames("classifier.dense", "tanh", "classifier.out_proj"),
+    HeadNames("lm_head.dense", "gelu", "lm_head.decoder.weight", "lm_head.layer_norm", "lm_head.bias"),
+)
+_DISTIL = BertVariant(
+    _DISTIL_KEYS,
+    False,
+    False,
+    "transformer.layer.",
+    _DISTIL_PARTS,
+    HeadNames("pre_classifier", "relu", "classifier"),
+    HeadNames("vocab_transform", "", "vocab_projector.weight", "vocab_layer_norm", "vocab_projector.bias"),
+)
+_TABLE = "embeddings.word_embeddings.weight"
 
 
 def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
@@ -135,9 +172,9 @@ class BertLayer(Composite):
         self.down = factory.linear(hidden, inner, bias=True)
         self.mlp_norm = factory.layer_norm(hidden, eps)
 
-    def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """hidden [T, hidden], starts [R + 1] -> [T, hidden]."""
-        attended = self.attention(self.qkv(hidden), starts)
+    def __call__(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
+        """hidden [T, hidden] -> [T, hidden]."""
+        attended = self.attention(self.qkv(hidden), batch)
         hidden = self.attention_norm(self.output(attended, residual=hidden))
         return self.mlp_norm(self.down(self.activation(self.up(hidden)), residual=hidden))
 
@@ -171,19 +208,31 @@ class Bert(LayerStack):
         self.blocks: list[BertLayer] = [
             BertLayer(config, activation, eps, factory) for _ in range(config.num_layers)
         ]
+        self._num_types = num_types
+        self.head: ClassificationHead | MaskHead | None = None
+        if config.architecture.endswith("ForSequenceClassification"):
+            labels = read_labels(hf)
+            self.head = ClassificationHead(config, self._variant.classifier, eps, factory, len(labels))
+        elif config.architecture.endswith("ForMaskedLM"):
+            masked = self._variant.masked
+            masked = replace(masked, activation=masked.activation or activation)
+            self.head = MaskHead(config, masked, eps, factory, self.tokens, _TABLE)
 
     def __call__(self, batch: EncoderBatch) -> Tensor:
         hidden = self.tokens(batch.token_ids) + self.positions(batch.positions)
-        if self.types is not None:  # a single text is of type 0
-            hidden += self.types.table[0].to(hidden.dtype)
+        if self.types is not None:
+            if batch.token_types is None or self._num_types == 1:  # a single text is of type 0
+                hidden += self.types.table[0].to(hidden.dtype)
+            else:
+                hidden += self.types(batch.token_types)
         hidden = self.norm(hidden)
         for block in self.blocks:
-            hidden = block(hidden, batch.starts)
+            hidden = block(hidden, batch)
         return hidden
 
     def loaders(self) -> dict[str, Loader]:
         loaders = {
-            "embeddings.word_embeddings.weight": self.tokens.loader(),
+            _TABLE: self.tokens.loader(),
             "embeddings.position_embeddings.weight": self.positions.loader(),
             **self.norm.loaders("embeddings.LayerNorm"),
         }
@@ -191,4 +240,4 @@ class Bert(LayerStack):
             loaders["embeddings.token_type_embeddings.weight"] = self.types.loader()
         for i, block in enumerate(self.blocks):
             loaders |= block.loaders(f"{self._variant.layer}{i}.", self._variant.parts)
-        return loaders
+        return loaders | self.head.loaders() if self.head is not None else loaders

@@ -49,13 +49,15 @@ def load(
     progress: Progress | None = None,
     seed: int = 0,
     task: Task = "generate",
+    config: ModelConfig | None = None,
 ) -> Any:
     """A loaded DecoderModel, or, to embed, Encoder. Needs the model's own memory plus one tensor; WeightsError names
     what is missing or wrong.
 
-    A source with `random` set has no tensors: parameters are random, by `seed`.
+    A source with `random` set has no tensors: parameters are random, by `seed`. `config` takes the place of what the
+    source's config.json describes.
     """
-    model = _built(describe(source.config, task), factory)
+    model = _built(config or describe(source.config, task), factory)
     _fill(model, source, factory, progress, seed)
     return model
 
@@ -81,7 +83,12 @@ def _fill(
         feed(source, model.loaders(), factory.device, progress, seed)
         huge_pages.release_freed()  # numbers before they were rounded
         return
-    path = converted_path(source.fingerprint, factory.number_format.name)
+    kept_as, architecture = source.fingerprint, model.config.architecture
+    if architecture not in (
+        source.config.get("architectures") or ()
+    ):  # as a decoder that embeds, without its head
+        kept_as += architecture
+    path = converted_path(kept_as, factory.number_format.name)
     kept = read_converted(path)
     if kept is not None and _adopt(model, kept):
         logger.debug("mapped converted weights %s", path)
@@ -168,9 +175,12 @@ def _check_unused(name: str, loaders: Mapping[str, Loader]) -> None:
 
 
 def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:
-    """The loader's own spelling of a tensor's name, with any of the known outer prefixes."""
+    """The loader's own spelling of a tensor's name, with any of the known outer prefixes; TensorFlow's checkpoints
+    call a norm's weight and bias gamma and beta."""
     if name in loaders:
         return name
+    if name.endswith(("LayerNorm.gamma", "LayerNorm.beta")):
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     for prefix in PREFIXES:
         if name.startswith(prefix):
             for other in PREFIXES:

@@ -11,6 +11,7 @@ from quire.layers.batch import Batch
 from quire.layers.encoder import EncoderBatch
 from quire.layers.lora import LoraBatch
 from quire.layers.parameters import Loader, Stateful
+from quire.models.encoder_heads import ClassificationHead, MaskHead
 
 
 class Layer(Protocol):
@@ -54,6 +55,8 @@ class Loadable(Protocol):
 
 class Encoder(Loadable, Protocol):
     """Turns whole sequences into hidden states, in one step and without a KV cache."""
+
+    head: ClassificationHead | MaskHead | None  # None: the hidden states are pooled to one vector
 
     def __call__(self, batch: EncoderBatch) -> Tensor:
         """Hidden states of all tokens after the last layer: [T, width]."""

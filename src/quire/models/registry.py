@@ -2,7 +2,10 @@
 
 import difflib
 import importlib
+import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quire.core.config import ModelConfig, Task
@@ -27,29 +30,44 @@ _INSTEAD = {
 }
 
 
+def _bare(name: str) -> str:
+    """A decoder's name without its output head: Qwen3Model of Qwen3ForCausalLM."""
+    return re.sub("(ForCausalLM|LMHeadModel)$", "Model", name)
+
+
+# Decoders that embed, by their names without the head: causal_encoder.py pools their hidden states.
+_DECODERS = {
+    _bare(name): name for name, known in KNOWN.items() if known.task == "generate" and _bare(name) != name
+}
+
+
 def architectures(task: Task = "generate") -> tuple[str, ...]:
     """Every architecture that is served for `task`."""
+    if task == "embed":
+        return tuple(sorted({*ENCODERS, *_DECODERS}))
     return tuple(sorted(name for name, known in KNOWN.items() if known.task == task))
 
 
 def describe(hf: Mapping[str, Any], task: Task = "generate") -> ModelConfig:
     """The hyperparameters in a config.json. Refuses an architecture that cannot do `task`, and lists the known ones."""
     names = _names(hf)
-    for name in names:
+    for name in [_bare(name) for name in names] if task == "embed" else names:
         if name in TEXT_PARTS and task == "generate":
             name, hf = _text_part(name, hf)
-        if name in KNOWN and KNOWN[name].task == task:
-            config: ModelConfig = _module(name).describe(name, hf)
-            return config
+        if name in architectures(task):
+            decoder = _DECODERS.get(name, name)
+            config: ModelConfig = _module(decoder).describe(decoder, hf)
+            return replace(config, architecture=name)
     asked = ", ".join(names) or f"model_type {hf.get('model_type')!r} without architectures"
     if task == "embed":
+        known = ", ".join(architectures(task))
+        if near := difflib.get_close_matches(_bare(asked), architectures(task), 1):
+            known += f"; the nearest is {near[0]}"
+        raise ModelError(f"{asked} is no encoder that is known here: Quire's encoders are {known}")
+    if not ENCODERS.isdisjoint(names) or not _DECODERS.keys().isdisjoint(names):
         raise ModelError(
-            f"{asked} makes no embeddings here: Quire's encoders are {', '.join(architectures(task))}"
-        )
-    if not ENCODERS.isdisjoint(names):
-        raise ModelError(
-            f"{asked} is an encoder, which makes embeddings and generates nothing: use quire.Embedder or "
-            "/v1/embeddings"
+            f"{asked} is an encoder, which takes whole texts and generates none: use quire.Embedder, or quire serve "
+            "with /v1/embeddings, /v1/classify or /v1/fill-mask"
         )
     raise _unknown(asked)
 
@@ -83,6 +101,10 @@ def _names(hf: Mapping[str, Any]) -> list[str]:
 
 def build(config: ModelConfig, factory: LayerFactory) -> Any:
     """An empty DecoderModel, or Encoder: load it or adopt parameters before it is called."""
+    decoder = _DECODERS.get(config.architecture)
+    if decoder is not None:
+        make = partial(_module(decoder).build, replace(config, architecture=decoder))
+        return importlib.import_module("quire.models.causal_encoder").CausalEncoder(config, factory, make)
     return _module(config.architecture).build(config, factory)
 
 

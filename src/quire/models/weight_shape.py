@@ -13,7 +13,7 @@ from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
 from quire.models import registry
 from quire.models.model import DecoderModel
-from quire.quant.encoded import Encoded
+from quire.quant.encoded import Encoded, Scheme
 from quire.quant.encoded_matrix import EncodedFormat
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.fp8 import Fp8, Fp8Matrix
@@ -219,6 +219,10 @@ class _Sized(NumberFormat):
         if isinstance(self._real, EncodedFormat):
             return self._real.matrix(num_rows, num_columns)
         return self.head(num_rows, num_columns)
+
+    @property
+    def table_scheme(self) -> Scheme | None:
+        return self._real.table_scheme
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         if isinstance(self._real, LlmInt8):

@@ -13,9 +13,11 @@ from quire.quant.full import FullPrecision
 from quire.quant.int4 import GROUPS, Int4
 from quire.quant.int8 import Int8
 from quire.quant.llm_int8 import LlmInt8
+from quire.quant.scaled import Scaled
 
 LOW_BIT: dict[str, tuple[Scheme, ...]] = {  # tried for rows of a length in this order
     "int4": tuple(Int4(group) for group in GROUPS),
+    "int8": (Scaled("int8"),),  # on a GPU: weights only
     "nf4": (CodeBook("nf4"),),
     "fp4": (CodeBook("fp4"),),
 }
@@ -41,7 +43,7 @@ def choose_format(
         quantization = "checkpoint"
     if quantization == "auto":
         quantization = "int8" if device.type == "cpu" and dtype == "auto" else "none"
-    if quantization in ("int8", "llm-int8"):
+    if quantization == "llm-int8" or (quantization == "int8" and device.type == "cpu"):
         return _int8(device, dtype, quantization)
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else checkpoint_dtype

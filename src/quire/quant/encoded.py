@@ -33,7 +33,6 @@ class Scheme(ABC):
     """How a weight [num_rows, num_columns] is stored. Immutable; schemes with one name are equal."""
 
     packing = 1  # weights per entry of the first stored tensor [num_rows, entries, …]
-    operation = ""  # of the kernels that multiply by such rows: one that the registry lacks has none yet
 
     @property
     @abstractmethod

@@ -3,16 +3,17 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels import choose
-from quire.kernels.registry import operations
 from quire.quant.encoded import Encoded, Plain, Scheme, join
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.full import FullMatrix
+from quire.quant.packed import OPERATION, Packed, pack
+from quire.quant.scaled import Scaled
 from quire.quant.schemes import from_parameters, parameter_names
 
 
@@ -22,7 +23,7 @@ class Segment:
 
     first_row: int
     encoded: Encoded
-    kernel: ModuleType | None  # None: tiles of rows are decoded and multiplied
+    product: Any  # by the rows as a kernel packs them; None: tiles of rows are decoded and multiplied
 
     @property
     def last_row(self) -> int:
@@ -30,8 +31,8 @@ class Segment:
 
 
 class EncodedMatrix(Matrix):
-    """Holds segments of encoded rows. Without a kernel for a scheme, tiles of rows are decoded one after the other,
-    so that a product needs a bounded amount of memory beside the stored bytes.
+    """Holds segments of encoded rows, packed for the device's kernel. Without a kernel for a scheme, tiles of rows are
+    decoded one after the other, so that a product needs a bounded amount of memory beside the stored bytes.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class EncodedMatrix(Matrix):
             self._join()
 
     def _segment(self, first_row: int, encoded: Encoded) -> Segment:
-        operation = encoded.scheme.operation
-        kernel = choose(operation, self._format.device) if operation in operations() else None
-        return Segment(first_row, encoded, kernel)
+        scheme = encoded.scheme
+        product = None
+        if isinstance(scheme, Packed) and encoded.device.type != "meta":
+            product = scheme.kernel.Product(scheme.inner.name, encoded.parts, encoded.shape)
+        return Segment(first_row, encoded, product)
 
     def _join(self) -> None:
         """Neighbours of one scheme become one segment: a product is one call where that is possible."""
@@ -76,7 +79,10 @@ class EncodedMatrix(Matrix):
                 runs[-1].append(segment)
             else:
                 runs.append([segment])
-        self._segments = [self._segment(run[0].first_row, join([s.encoded for s in run])) for run in runs]
+        self._segments = [
+            self._segment(run[0].first_row, self._format.packed(join([s.encoded for s in run])))
+            for run in runs
+        ]
 
     @property
     def encoded(self) -> tuple[Encoded, ...]:
@@ -84,24 +90,52 @@ class EncodedMatrix(Matrix):
         return tuple(segment.encoded for segment in self._segments)
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        y = self._product(x, x.dtype)
-        if bias is not None:
-            y += bias
-        return y if residual is None else y.add_(residual)
+        return self._product(x, x.dtype, bias, residual)
 
     def logits(self, x: Tensor) -> Tensor:
         return self._product(x, torch.float32)
 
-    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product = self._segments[0].product
+        if len(self._segments) == 1 and product is not None:
+            fused: Tensor | None = product.linear_silu_mul(self._ordered(x, self._segments[0]), bias)
+            if fused is not None:
+                return fused
+        return super().linear_silu_mul(x, bias)
+
+    @property
+    def fuses_norm(self) -> bool:  # type: ignore[override]
+        return hasattr(self._segments[0].product, "normed") and len(self._segments) == 1
+
+    def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
+        if self._segments[0].encoded.column_order is not None:
+            return None
+        fused: Tensor | None = self._segments[0].product.normed(x, norm_weight, eps, silu_mul)
+        return fused
+
+    def _product(
+        self, x: Tensor, dtype: torch.dtype, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         assert self._segments, "a matrix must be loaded before it is used"
         y = torch.empty(x.shape[0], self.num_rows, dtype=dtype, device=x.device)
         for segment in self._segments:
-            out = y[:, segment.first_row : segment.last_row]
-            if segment.kernel is not None:
-                segment.kernel.linear(x, segment.encoded.parts, out)
-            else:
-                self._decoded_product(x, segment.encoded, out)
+            rows = slice(segment.first_row, segment.last_row)
+            out, added = y[:, rows], None if residual is None else residual[:, rows]
+            part = None if bias is None else bias[rows]
+            if segment.product is not None:
+                segment.product.linear(self._ordered(x, segment), out, part, added)
+                continue
+            self._decoded_product(x, segment.encoded, out)
+            for term in (part, added):
+                if term is not None:
+                    out += term
         return y
+
+    @staticmethod
+    def _ordered(x: Tensor, segment: Segment) -> Tensor:
+        """x by columns as they are stored."""
+        order = segment.encoded.column_order
+        return x if order is None else x[:, order]
 
     def _decoded_product(self, x: Tensor, encoded: Encoded, out: Tensor) -> None:
         if isinstance(encoded.scheme, Plain):
@@ -121,7 +155,7 @@ class EncodedMatrix(Matrix):
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         segments = from_parameters(state, (self.num_rows, self.num_columns))
         self._segments = [
-            self._segment(first_row, encoded.to(self._format.device))
+            self._segment(first_row, self._format.packed(encoded.to(self._format.device)))
             for first_row, encoded in segments.items()
         ]
 
@@ -136,10 +170,14 @@ class EncodedFormat(NumberFormat):
         self.device = device
 
     def on(self, device: torch.device) -> "EncodedFormat":
-        """The same format on another device."""
+        """The same format with its tensors on another device, packed for its own."""
         other = copy.copy(self)
         other.device = device
         return other
+
+    def packed(self, encoded: Encoded) -> Encoded:
+        """The rows as the device's kernel reads them."""
+        return pack(encoded, self._device, self.activation_dtype)
 
     def scheme(self, num_columns: int) -> Scheme | None:
         """For rows that come as floats; None: they stay precise."""
@@ -168,6 +206,9 @@ class Checkpoint(EncodedFormat):
         return self.matrix(num_rows, num_columns)
 
 
+INT8 = Scaled("int8")
+
+
 class LowBit(EncodedFormat):
     """Quantizes at load. `schemes`: what is tried for rows of floats, the first that fits their length."""
 
@@ -185,6 +226,16 @@ class LowBit(EncodedFormat):
 
     def keeps(self, scheme: Scheme) -> bool:
         return isinstance(scheme, self._kinds)
+
+    def head(self, num_rows: int, num_columns: int) -> Matrix:
+        """int8 per channel where that is fast: a head is large, and eight bits change logits little."""
+        if choose(OPERATION, self._device).serves(INT8.name, num_rows, num_columns, self.activation_dtype):
+            return EncodedMatrix(num_rows, num_columns, self, INT8)
+        return super().head(num_rows, num_columns)
+
+    @property
+    def table_scheme(self) -> Scheme | None:
+        return INT8 if self._device.type == "cuda" else None
 
     def scheme(self, num_columns: int) -> Scheme | None:
         return next((scheme for scheme in self._schemes if scheme.fits(num_columns)), None)

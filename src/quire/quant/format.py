@@ -117,6 +117,11 @@ class NumberFormat(ABC):
         """The same for an embedding table, which the output head may share."""
         return False
 
+    @property
+    def table_scheme(self) -> Scheme | None:
+        """Of an embedding table that comes as floats; None: it stays floats."""
+        return None
+
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         """The output head's: logits are sensitive, and some formats keep it precise."""
         return self.matrix(num_rows, num_columns)

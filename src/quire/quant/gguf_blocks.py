@@ -20,7 +20,6 @@ class GgufBlocks(Scheme):
         self.kind = kind
         self.block, self.block_bytes, self._decode, self._halves = KINDS[kind]
         self.packing = self.block
-        self.operation = f"{kind.lower()}_linear"
 
     @property
     def name(self) -> str:

@@ -19,7 +19,6 @@ class Int4(Scheme):
     """`permuted`: stored columns are in another order, so that groups are contiguous (GPTQ's act-order)."""
 
     packing = 2
-    operation = "int4_linear"
 
     def __init__(self, group: int, zeros: bool = False, permuted: bool = False) -> None:
         self.group, self.zeros, self.permuted = group, zeros, permuted

@@ -18,7 +18,6 @@ class Scaled(Scheme):
 
     def __init__(self, kind: str, rows: int = 1, columns: int = 0) -> None:
         self.kind, self.tile_rows, self.tile_columns = kind, rows, columns
-        self.operation = f"{kind}_weight_linear"
 
     @property
     def name(self) -> str:

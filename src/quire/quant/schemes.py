@@ -10,6 +10,7 @@ from quire.quant.codebook import CodeBook
 from quire.quant.encoded import Encoded, Plain, Scheme
 from quire.quant.gguf_blocks import GgufBlocks
 from quire.quant.int4 import Int4
+from quire.quant.packed import Packed
 from quire.quant.scaled import Scaled
 
 MAIN = ("packed", "blocks", "weight")  # the part with the weights themselves
@@ -20,6 +21,12 @@ def named(name: str) -> Scheme:
     """The inverse of `Scheme.name`; KeyError if there is none."""
     if name in FLOATS:
         return Plain(getattr(torch, name))
+    stored, _, layout = name.partition("@")
+    if layout:
+        packed = Packed.parse(layout, named(stored))
+        if packed is None:
+            raise KeyError(name)
+        return packed
     for kind in (Int4, CodeBook, GgufBlocks, Scaled):
         scheme = kind.parse(name)
         if scheme is not None:

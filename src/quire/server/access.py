@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.errors import ConfigError
 from quire.observe.logs import get_logger
+from quire.server.connection import TextLimit, limited
 from quire.server.errors import ApiError, anthropic_body, as_api_error, speaks_anthropic
 from quire.server.metrics import Metrics
 from quire.server.reply import REQUEST_ID, JsonReply
@@ -295,9 +297,6 @@ async def until_gone(receive: Receive) -> None:
 # ---------------------------------------------------------------------- middleware
 
 
-SMALL_BODY = 1 << 20  # bytes; what it can hold is cheap
-VALUE_BYTES = 8  # of the body's limit for each JSON value; lists and objects take more memory than numbers
-LIST_WEIGHT, OBJECT_WEIGHT = 4, 8
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Probes, scrapers and documents ask without a key; everything else needs one where keys are set.
 OPEN_PATHS = frozenset(
@@ -314,7 +313,8 @@ ADMIN_PATHS = frozenset(
     }
 )
 _WITHOUT_VERSION = re.compile(
-    r"/(chat/completions|completions|embeddings|models|responses|conversations|messages)(/|$)"
+    r"/(chat/completions|completions|embeddings|classify|score|rerank|fill-mask|models|responses|conversations|messages)"
+    r"(/|$)"
 )
 
 
@@ -344,6 +344,7 @@ class RequestMiddleware:
         metrics: Metrics,
         traces: "OtlpTraces | None",
         max_body_bytes: int,
+        text_limit: Callable[[str], TextLimit | None],
         log_requests: bool,
         keep_alive: float,
         root_path: str = "",
@@ -355,6 +356,7 @@ class RequestMiddleware:
         self._metrics = metrics
         self._traces = traces
         self._max_body_bytes = max_body_bytes
+        self._text_limit = text_limit
         self._log_requests = log_requests
         self._keep_alive = keep_alive
         self._root_path = root_path.rstrip("/")
@@ -386,7 +388,7 @@ class RequestMiddleware:
     ) -> None:
         path = path_of(scope)
         context.key = self._identified(path, scope)
-        receive = _limited(scope, receive, self._max_body_bytes)
+        receive = limited(scope, receive, self._max_body_bytes, partial(self._text_limit, path))
         with context.held as held:
             # Reads and cancellations are always possible, also for a key whose background responses fill its limit.
             if scope["method"] == "POST" and not path.endswith("/cancel"):
@@ -472,47 +474,6 @@ def _quoted(text: str) -> str:
     """A quoted-string of HTTP."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:
-    """Raises 413 as soon as the body is known to be too large, or to hold too many JSON values, however it is sent.
-
-    A list of eight-byte values may fill the body. Commas and braces within strings count too: a text has fewer.
-    """
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > limit:
-            raise _too_large(limit)
-    seen, weight = 0, 0
-
-    async def counted() -> Message:
-        nonlocal seen, weight
-        message = await receive()
-        piece = message.get("body", b"")
-        seen += len(piece)
-        if seen > limit:
-            raise _too_large(limit)
-        if seen > SMALL_BODY:
-            weight += piece.count(b",") + LIST_WEIGHT * piece.count(b"[") + OBJECT_WEIGHT * piece.count(b"{")
-            if weight > limit // VALUE_BYTES:
-                raise ApiError(
-                    413,
-                    f"the body holds too many JSON values for {limit} bytes: send fewer lists and objects, or raise "
-                    "--max-body-bytes",
-                    code="body_too_large",
-                    headers={"Connection": "close"},
-                )
-        return message
-
-    return counted
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the body is larger than {limit} bytes: send less, or raise --max-body-bytes",
-        code="body_too_large",
-        headers={"Connection": "close"},
-    )
 
 
 def _request_id(scope: Scope) -> str:

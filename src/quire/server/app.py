@@ -20,11 +20,13 @@ from quire.server.completions import completions_router
 from quire.server.conversations import conversations_router
 from quire.server.embeddings import embeddings_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
+from quire.server.fill_mask import fill_mask_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
 from quire.server.operations import operations_router
 from quire.server.responses.compact import compact_router
 from quire.server.responses.endpoints import responses_router
+from quire.server.scoring import scoring_router
 from quire.server.service import Service
 from quire.server.stored_chats import stored_chats_router
 
@@ -38,6 +40,8 @@ ROUTERS = (
     conversations_router,
     messages_router,
     embeddings_router,
+    scoring_router,
+    fill_mask_router,
     models_router,
     tokens_router,
     operations_router,
@@ -65,6 +69,7 @@ def create_app(service: Service) -> FastAPI:
         metrics=service.metrics,
         traces=service.traces,
         max_body_bytes=settings.max_body_bytes,
+        text_limit=service.text_limit,
         log_requests=settings.log_requests,
         keep_alive=settings.sse_keep_alive,
         root_path=settings.root_path,

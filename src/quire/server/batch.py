@@ -31,7 +31,10 @@ MAX_ATTEMPTS = 3
 MAX_RESTART_SECONDS = 120.0  # for an engine that is being restarted
 RETRIED = (429, 500, 502, 503)  # statuses that may not be the request's own fault
 STREAM = "-"  # standard input or output
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
+    *("/v1/classify", "/v1/score", "/v1/rerank", "/v1/fill-mask"),
+)
 
 
 # ---------------------------------------------------------------------- OpenAI's batch format

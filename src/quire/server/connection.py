@@ -1,10 +1,14 @@
-"""BoundedHttpProtocol: limits on the size and the time of what a connection sends, before any key is checked."""
+"""Limits on what a client sends. BoundedHttpProtocol: of headers and of time, before any key is checked. `limited`: of
+a body's size, values and texts, before it is parsed."""
 
 import asyncio
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from quire.server.errors import ApiError
@@ -165,3 +169,96 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.disconnected = True  # the application has nothing to add
             self.cycle.message_event.set()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+# ---------------------------------------------------------------------- bodies
+
+SMALL_BODY = 1 << 20  # bytes; what it can hold is cheap
+VALUE_BYTES = 8  # of the body's limit for each JSON value; lists and objects take more memory than numbers
+LIST_WEIGHT, OBJECT_WEIGHT = 4, 8
+_NUMBERS = b"0123456789+-.,[] \t\r\n"  # lists of token ids are no text, though as long
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimit:
+    """The longest text that an endpoint can use, and the error for a longer one."""
+
+    max_characters: int
+    error: ApiError
+
+
+class TextLengths:
+    """Counts the characters between two quotes of a body, piece by piece: never more than there are."""
+
+    def __init__(self) -> None:
+        self._length = 0  # since the last quote
+        self._escape = b""  # a backslash that ended the last piece
+
+    def longest(self, piece: bytes) -> int:
+        """Of the texts that this piece continues or ends; those within one piece do not matter."""
+        piece, self._escape = self._escape + piece, b""
+        if b"\\" in piece:
+            if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+                piece, self._escape = piece[:-1], b"\\"
+            piece = piece.replace(rb"\\", b"").replace(rb"\"", b"")
+        head, quote, _ = piece.partition(b'"')
+        length = self._length + _least_characters(head)
+        self._length = _least_characters(piece.rpartition(b'"')[2]) if quote else length
+        return max(length, self._length)
+
+
+def _least_characters(text: bytes) -> int:
+    """An escape is one character: two bytes, or six; two of six may be one character."""
+    num_escaped = text.count(b"\\") + 5 * text.count(b"\\u") if b"\\" in text else 0
+    return len(text.translate(None, _NUMBERS).decode(errors="ignore")) - num_escaped
+
+
+def limited(
+    scope: Scope, receive: Receive, limit: int, text_limit: Callable[[], TextLimit | None]
+) -> Receive:
+    """Raises as soon as the body is known to be too large (413), to hold too many JSON values (413), or to hold a text
+    that is too long for any request, however it is sent. The rest is then discarded and nothing is parsed.
+
+    A list of eight-byte values may fill the body. Commas and braces within strings count too: a text has fewer.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise _too_large(limit)
+    seen, weight, lengths = 0, 0, TextLengths()
+
+    async def counted() -> Message:
+        nonlocal seen, weight
+        message = await receive()
+        piece = message.get("body", b"")
+        seen += len(piece)
+        if seen > limit:
+            raise _too_large(limit)
+        if seen > SMALL_BODY:
+            weight += piece.count(b",") + LIST_WEIGHT * piece.count(b"[") + OBJECT_WEIGHT * piece.count(b"{")
+            if weight > limit // VALUE_BYTES:
+                raise _too_many_values(limit)
+            texts = text_limit()
+            if texts is not None and lengths.longest(piece) > texts.max_characters:
+                raise texts.error
+        return message
+
+    return counted
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than {limit} bytes: send less, or raise --max-body-bytes",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def _too_many_values(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body holds too many JSON values for {limit} bytes: send fewer lists and objects, or raise "
+        "--max-body-bytes",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )

@@ -2,10 +2,11 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
@@ -25,6 +26,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()  # other parts of the server may add metrics of their own
+        self.elsewhere: Mapping[str, bytes] = {}  # `counts` of other HTTP processes, by process
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._gap = _TokenHistogram("inter_token_latency_seconds", "Between a sequence's tokens.")
         self.registry.register(self._gap)
@@ -94,8 +96,40 @@ class Metrics:
     def rendered(self, engines: Sequence[EngineClient]) -> bytes:
         """The first engine is the main one: the HTTP side's own metrics go by its model's name."""
         registry = CollectorRegistry()
-        registry.register(_AllMetrics(self.registry, engines))
+        registry.register(_AllMetrics(self._own(), engines))
         return generate_latest(registry)
+
+    def counts(self) -> bytes:
+        """This process's own metrics, for `elsewhere` of another."""
+        families = [
+            (
+                family.name,
+                family.documentation,
+                family.type,
+                [(sample.name, dict(sample.labels), sample.value) for sample in family.samples],
+            )
+            for family in self.registry.collect()
+        ]
+        return msgspec.msgpack.encode(families)
+
+    def _own(self) -> Iterator[Family]:
+        """Of all HTTP processes together."""
+        if not self.elsewhere:
+            yield from self.registry.collect()
+            return
+        families: dict[str, Family] = {}
+        sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for data in (self.counts(), *self.elsewhere.values()):
+            for name, documentation, kind, samples in msgspec.msgpack.decode(data):
+                families.setdefault(name, Family(name, documentation, kind))
+                values = sums.setdefault(name, {})
+                for sample, labels, value in samples:
+                    key = (sample, tuple(labels.items()))
+                    values[key] = values.get(key, 0.0) + value
+        for name, family in families.items():
+            for (sample, labels), value in sums[name].items():
+                family.add_sample(sample, dict(labels), value)
+            yield family
 
 
 class _TokenHistogram(Collector):
@@ -122,13 +156,13 @@ class _TokenHistogram(Collector):
 class _AllMetrics(Collector):
     """The HTTP side's metrics and the engines' statistics, all with the label `model_name`."""
 
-    def __init__(self, own: CollectorRegistry, engines: Sequence[EngineClient]) -> None:
+    def __init__(self, own: Iterable[Family], engines: Sequence[EngineClient]) -> None:
         self._own = own
         self._engines = engines
 
     def collect(self) -> Iterator[Family]:
         model = _model_name(self._engines[0]) if self._engines else ""
-        for family in self._own.collect():
+        for family in self._own:
             family.samples = [
                 sample._replace(labels={**sample.labels, "model_name": model})
                 for sample in family.samples

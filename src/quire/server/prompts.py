@@ -147,6 +147,19 @@ class PromptMaker:
             raise InvalidRequest("prompt is an empty list: send at least one prompt", "prompt")
         return await self._prepared(prompts, add_special_tokens is not False, must_fit)
 
+    async def run(self, make: Callable[[], T], num_characters: int) -> T:
+        """The result of `make`, which works on texts of this length; see TextThreads."""
+        return await self._threads.run(make, num_characters)
+
+    @cached_property
+    def longest_prompt(self) -> tuple[int, int] | None:
+        """Characters beyond which no request can use a text, and the tokens that it has at least; None: not known."""
+        piece = self.tokenizer.max_piece if self.tokenizer is not None else None
+        if piece is None:
+            return None
+        most = max(self.max_characters, piece * self.max_model_len)
+        return most, most // piece
+
     async def ready_to_sample(self, sampling: SamplingParams) -> SamplingParams:
         """With the token ids of its bad words."""
         size = sum(map(len, sampling.bad_words))
@@ -218,12 +231,17 @@ class PromptMaker:
 
         return await self._threads.run(make, sum(len(item) for item in prompts))
 
+    @property
+    def max_characters(self) -> int:
+        """Of a text that is tokenized to be counted or cut."""
+        return max(MAX_CHARACTERS, 8 * self.max_model_len)
+
     def _check_length(self, prompts: Sequence[Any], must_fit: bool) -> None:
         for prompt in prompts:
             if must_fit:
                 check_fits(prompt, self.tokenizer, self.max_model_len)
             else:
-                check_characters(prompt, max(MAX_CHARACTERS, 8 * self.max_model_len), "prompt")
+                check_characters(prompt, self.max_characters, "prompt")
 
     async def _render_sent(self, rendering: Rendering) -> str:
         try:

@@ -32,14 +32,14 @@ HANG_SECONDS = 10  # beyond all other limits at shutdown; then the process ends 
 
 def serve(settings: ServerSettings, config: EngineConfig, show_progress: bool = False) -> None:
     """Serves until SIGTERM or SIGINT. Raises what makes serving impossible, before or while the engine starts."""
-    listener = _bind(settings)
-    _adopt_logs()
-    _allow_open_files()
+    listener = bind(settings)
+    adopt_logs()
+    allow_open_files()
     log.info("loading   %s", config.model.model or "the built-in model")
     try:
         with load_progress(show_progress) as progress:
             service = Service.of(config, settings, progress)
-            server = DrainingServer(_uvicorn_config(service), service)
+            server = DrainingServer(uvicorn_config(service), service)
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(_serve(server, service, listener))
     finally:
@@ -55,7 +55,9 @@ async def _serve(server: "DrainingServer", service: Service, listener: socket.so
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            _report(service, listener)
+            report_start(service)
+            freeze_heap()
+            report_serving(service.settings, listener)
         await serving
     finally:
         server.should_exit = True
@@ -93,8 +95,14 @@ class DrainingServer(uvicorn.Server):
             faulthandler.dump_traceback_later(limit, exit=True)
             self._loop.call_soon_threadsafe(self._begin, signal.Signals(sig).name)
 
+    def drain(self, name: str, at_once: bool = False) -> None:
+        """As the first signal does, and `at_once` as two of them, for the reason `name`."""
+        self._num_signals += 2 if at_once else 1
+        self._begin(name)
+
     def _begin(self, name: str) -> None:
-        self._draining = asyncio.create_task(self._drain(name))
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain(name))
 
     async def _drain(self, name: str) -> None:
         service, timeout = self._service, self._service.settings.shutdown_timeout
@@ -120,7 +128,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def _uvicorn_config(service: Service) -> uvicorn.Config:
+def uvicorn_config(service: Service) -> uvicorn.Config:
     settings = service.settings
     return uvicorn.Config(
         create_app(service),
@@ -138,11 +146,13 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
     )
 
 
-def _bind(settings: ServerSettings) -> socket.socket:
-    """Before anything is loaded: a port that is taken should cost no model start."""
+def bind(settings: ServerSettings, shared: bool = False) -> socket.socket:
+    """Before anything is loaded: a port that is taken should cost no model start. `shared`: several may bind it."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
@@ -153,14 +163,15 @@ def _bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def _allow_open_files() -> None:
+def allow_open_files() -> None:
     """Each connection is a file: raises the limit on open files to the hard limit."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # a system may refuse "no limit"
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _report(service: Service, listener: socket.socket) -> None:
+def report_start(service: Service) -> None:
+    """What the start decided, in the log."""
     settings = service.settings
     for model in service.models.started_first:
         for line in model.ready.lines:
@@ -188,7 +199,10 @@ def _report(service: Service, listener: socket.socket) -> None:
     log.info("timeouts  %s", _timeouts_report(settings))
     if settings.otlp_traces_endpoint:
         log.info("traces    to %s", settings.otlp_traces_endpoint)
-    freeze_heap()
+
+
+def report_serving(settings: ServerSettings, listener: socket.socket) -> None:
+    """The line that others wait for: requests are answered from now on."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     shown = f"[{host}]" if ":" in host else host
@@ -219,7 +233,7 @@ def _format_report(what: str, name: str | None, setting: str | None) -> str:
     return f"{what}: {name or 'none'} ({'as asked' if setting else 'by the chat template'})"
 
 
-def _adopt_logs() -> None:
+def adopt_logs() -> None:
     """Warnings of other libraries appear in our log format; the rest of their logs does not."""
     for name, level in (("uvicorn", logging.WARNING), ("opentelemetry", logging.ERROR)):
         theirs = logging.getLogger(name)

@@ -8,10 +8,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from quire.core.config import EngineConfig, ModelOptions, Task
-from quire.core.errors import QuireError
+from quire.core.errors import InvalidRequest, QuireError
 from quire.core.request import QueueBounds
+from quire.core.stats import VectorFormat
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.observe.logs import get_logger
@@ -20,6 +22,9 @@ from quire.server.prompts import PromptMaker
 from quire.server.settings import ServerSettings
 from quire.weights.architectures import task_of
 from quire.weights.builtin import BUILTIN_ENCODER_NAME, BUILTIN_ENCODER_NAMES, is_builtin_encoder
+
+if TYPE_CHECKING:
+    from quire.link.relayed import RelayedEngine
 
 log = get_logger(__name__)
 OnProgress = Callable[[str, int, int], None]
@@ -49,12 +54,19 @@ class ServedModel:
         settings: ServerSettings,
         names: tuple[str, ...] = (),
         on_progress: OnProgress | None = None,
+        relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
     ) -> "ServedModel":
-        bounds = QueueBounds(settings.max_queue_requests, settings.max_queue_tokens)
-        what = "engine" if task == "generate" else "embedding engine"
-        return cls(
-            task, EngineClient(config, bounds, on_progress, settings.engine_timeout, what), settings, names
+        """`relay` as in EngineClient. Each of several HTTP processes has its share of the queue."""
+        count = settings.api_server_count
+        bounds = QueueBounds(
+            *(
+                None if most is None else -(-most // count)
+                for most in (settings.max_queue_requests, settings.max_queue_tokens)
+            )
         )
+        what = "engine" if task == "generate" else "embedding engine"
+        client = EngineClient(config, bounds, on_progress, settings.engine_timeout, what, relay)
+        return cls(task, client, settings, names)
 
     @property
     def is_started(self) -> bool:
@@ -71,6 +83,16 @@ class ServedModel:
         """What the engine's last start decided."""
         assert self.client.ready is not None
         return self.client.ready
+
+    @property
+    def vectors(self) -> VectorFormat:
+        """What an encoder makes, once it is started."""
+        assert self.ready.vectors is not None
+        return self.ready.vectors
+
+    def serves(self, path: str) -> bool:
+        """Whether an endpoint of encoders may have it. Only the built-in one is asked before it is started."""
+        return path in (self.vectors if self.is_started else VectorFormat(0, True)).paths
 
     async def start(self) -> None:
         """Returns when it can serve; concurrent calls wait for the same start. A failed start may be repeated."""
@@ -116,13 +138,17 @@ class ServedModels:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, settings: ServerSettings, on_progress: OnProgress | None = None
+        cls,
+        config: EngineConfig,
+        settings: ServerSettings,
+        on_progress: OnProgress | None = None,
+        relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
     ) -> "ServedModels":
         """With the model that `config` names as the main one."""
         task, names = task_of(config.model.model, config.model.revision), settings.served_names
         if task == "embed":
             names = names or _known_as(config.model.model or BUILTIN_ENCODER_NAME)
-        return cls(settings, ServedModel.of(config, task, settings, names, on_progress), config)
+        return cls(settings, ServedModel.of(config, task, settings, names, on_progress, relay), config)
 
     @property
     def encoders(self) -> list[ServedModel]:
@@ -138,24 +164,40 @@ class ServedModels:
         """Whether an encoder has this name."""
         return any(name in model.names for model in self.encoders)
 
-    def encoder(self, name: str | None) -> ServedModel:
-        """The encoder that a request names; the first, if it names none."""
+    def encoder(self, name: str | None, path: str = "/v1/embeddings") -> ServedModel:
+        """The encoder that a request names; if it names none, the first that `path` takes, a classifier if there is
+        one."""
         if not self._settings.embeddings and self.main.task != "embed":
-            raise ApiError(403, "embeddings are off: start the server without --no-embeddings")
+            raise ApiError(
+                403, "embeddings are off: start the server without --no-embeddings and --api-server-count"
+            )
+        starting = [model for model in self.encoders if not model.is_started and model not in self._lazy]
+        fitting = [model for model in self.encoders if model.serves(path)] or starting
+        if name is None and fitting:
+            return next((model for model in fitting if model.is_started and model.vectors.labels), fitting[0])
         for model in self.encoders:
-            if name is None or name in model.names:
+            if name in model.names:
                 return model
+        missing = (
+            f"the embedding model {name!r} does not exist" if name is not None else f"no model serves {path}"
+        )
         raise ApiError(
             404,
-            f"the embedding model {name!r} does not exist: this server has "
-            f"{', '.join(model.names[0] for model in self.encoders)}; --embedding-model adds one",
+            f"{missing}: this server has {self.listed()}; --embedding-model adds one",
             param="model",
             code="model_not_found",
         )
 
-    async def started_encoder(self, name: str | None) -> ServedModel:
+    def listed(self) -> str:
+        """The encoders with their endpoints, for an error."""
+        return ", ".join(
+            f"{model.names[0]} ({', '.join(model.vectors.paths)})" if model.is_started else model.names[0]
+            for model in self.encoders
+        )
+
+    async def started_encoder(self, name: str | None, path: str = "/v1/embeddings") -> ServedModel:
         """As `encoder`, started if need be."""
-        model = self.encoder(name)
+        model = self.encoder(name, path)
         if not model.is_started:
             if model in self._lazy:
                 log.info("first request for %s: starting an embedding engine", model.names[0])
@@ -167,6 +209,13 @@ class ServedModels:
                 ) from None
             for line in model.ready.lines:
                 log.info("%s", line)
+        if not model.serves(path):
+            paths = ", ".join(model.vectors.paths)
+            raise InvalidRequest(
+                f"{model.names[0]} {model.vectors.kind} and is served at {paths}, not at {path}: this server has "
+                f"{self.listed()}; --embedding-model adds a model",
+                "model",
+            )
         return model
 
     async def start(self) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 
@@ -9,9 +11,11 @@ from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, ContextExceeded, EngineDead, InvalidRequest, QueueFull
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
+from quire.core.stats import VectorFormat
 from quire.link.client import EngineClient
 from quire.link.messages import Ready
 from quire.server.access import RequestContext, context_of
+from quire.server.connection import TextLimit
 from quire.server.errors import ApiError, Unavailable, as_api_error, context_exceeded
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
@@ -22,6 +26,15 @@ from quire.server.stored import ObjectStore
 from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt
 
+if TYPE_CHECKING:
+    from quire.link.relayed import RelayedEngine
+
+PROMPT_FIELDS = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+}
 SICK_AFTER = (
     5  # engines that failed in a row; then /health says 503, so that an orchestrator replaces the server
 )
@@ -44,10 +57,14 @@ class Service:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, settings: ServerSettings, on_progress: OnProgress | None = None
+        cls,
+        config: EngineConfig,
+        settings: ServerSettings,
+        on_progress: OnProgress | None = None,
+        relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
     ) -> "Service":
-        """The service of the model that `config` names, for its task."""
-        return cls(ServedModels.of(config, settings, on_progress), settings)
+        """The service of the model that `config` names, for its task; `relay` as in EngineClient."""
+        return cls(ServedModels.of(config, settings, on_progress, relay), settings)
 
     async def start(self) -> None:
         """Returns when all engines can serve; raises why one cannot."""
@@ -77,7 +94,7 @@ class Service:
         if main.task != "generate":
             raise ApiError(
                 400,
-                f"this server has only {main.names[0]}, which makes embeddings and no text: use /v1/embeddings",
+                f"this server has only {main.names[0]}, which {_use(main)}",
                 param="model",
             )
         return main.client
@@ -119,7 +136,7 @@ class Service:
         model, name = self.model, self.known_name(name)
         if name is not None and name not in model.names and not self.client.adapters.knows(name):
             if self.models.knows(name):
-                raise InvalidRequest(f"{name} makes embeddings and no text: use /v1/embeddings", "model")
+                raise InvalidRequest(f"{name} {_use(self.models.encoder(name))}", "model")
             raise ApiError(
                 404,
                 f"the model {name!r} does not exist: this server has {', '.join(self.names)}; --model-alias adds "
@@ -138,16 +155,16 @@ class Service:
         """What an answer calls the model that a request named: the first of its names, or the adapter's."""
         return self.adapter_named(name) or self.model.names[0]
 
-    async def encoder_named(self, name: str | None) -> ServedModel:
-        """The embedding model that a request names, started if need be."""
+    async def encoder_named(self, name: str | None, path: str) -> ServedModel:
+        """The encoder that a request of `path` names, started if need be."""
         name, main = self.known_name(name), self.models.main
         if main.task == "generate" and name in main.names:
             raise InvalidRequest(
-                f"{name} generates text and makes no embeddings: name an embedding model, such as "
-                f"{self.models.encoder(None).names[0]}",
+                f"{name} generates text and is not served at {path}: name a model that is, such as "
+                f"{self.models.encoder(None, path).names[0]}",
                 "model",
             )
-        return await self.models.started_encoder(name)
+        return await self.models.started_encoder(name, path)
 
     @property
     def is_ready(self) -> bool:
@@ -162,6 +179,16 @@ class Service:
         return "shutting down" if self.draining else self.main.status
 
     # ------------------------------------------------------------------ generating
+
+    def text_limit(self, path: str) -> TextLimit | None:
+        """For a body that is sent to this path; None where there is no limit, or not yet."""
+        main, param = self.models.main, PROMPT_FIELDS.get(path)
+        longest = main.prompts.longest_prompt if param is not None and main.is_started else None
+        if param is None or longest is None or main.task != "generate":
+            return None
+        max_characters, num_tokens = longest
+        error = context_exceeded(num_tokens, None, main.ready.max_model_len, param)
+        return TextLimit(max_characters, error.renamed({"prompt": param}))
 
     def check_room(
         self,
@@ -249,6 +276,11 @@ class Service:
             return as_api_error(refusal, (engine or self.client).admission.retry_seconds())
         self.metrics.refused("engine_down")
         return Unavailable(str(refusal), "engine_down")
+
+
+def _use(encoder: ServedModel) -> str:
+    vectors = encoder.vectors if encoder.is_started else VectorFormat(0, True)
+    return f"{vectors.kind} and no text: use {', '.join(vectors.paths)}"
 
 
 def _check_limits(ready: Ready, requests: list[Request], what: str) -> None:

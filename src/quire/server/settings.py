@@ -6,6 +6,7 @@ from quire.core.errors import ConfigError
 from quire.text.reader import choose_formats
 
 _PER_KEY = ("max_concurrent_per_key", "max_requests_per_minute_per_key", "max_tokens_per_minute_per_key")
+MAX_PROCESSES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     root_path: str = ""
+    api_server_count: int = 1  # HTTP processes
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
@@ -59,6 +61,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is outside 0 to 65535 (0: any free one)")
+        if self.api_server_count != 1:
+            self._check_processes()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs both files: give ssl_certfile and ssl_keyfile")
         choose_formats(None, self.tool_call_parser, self.reasoning_parser)
@@ -91,3 +95,24 @@ class ServerSettings:
         for name in ("isolate_keys", *_PER_KEY):
             if getattr(self, name) and not self.api_keys:
                 raise ConfigError(f"{name} needs API keys: give api_key or api_key_file")
+
+    def _check_processes(self) -> None:
+        """Several HTTP processes share the engine and its adapters, and nothing that is kept beside it."""
+        count = self.api_server_count
+        if not 1 <= count <= MAX_PROCESSES:
+            raise ConfigError(f"api_server_count={count} is outside 1 to {MAX_PROCESSES}")
+        for name in _PER_KEY:
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} is counted in one process and api_server_count={count}: leave one of them out"
+                )
+        if self.max_stored_responses:
+            raise ConfigError(
+                f"max_stored_responses={self.max_stored_responses} are kept in one process and "
+                f"api_server_count={count}: set it to 0, or use one process"
+            )
+        if self.embeddings:
+            raise ConfigError(
+                f"embeddings beside a generating model need one process and api_server_count={count}: give "
+                "no_embeddings, or serve the embedding model as the main one"
+            )

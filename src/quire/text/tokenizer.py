@@ -85,12 +85,28 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with `add_special_tokens`, between the model's start and end tokens."""
+        return self._encoding(text, add_special_tokens).ids
+
+    def encode_pair(self, first: str, second: str, keep: int | None = None) -> tuple[list[int], int]:
+        """Both texts as the model's pairs have them, and where tokens of type 1 begin (their number: nowhere).
+
+        `keep` tokens are left of a longer pair: the longer text is cut first, at its end.
+        """
+        texts = [self._encoding(text, add_special_tokens=False) for text in (first, second)]
+        if keep is not None:
+            room = max(0, keep - self._inner.num_special_tokens_to_add(is_pair=True))
+            for text, length in zip(texts, _cut_lengths(len(texts[0]), len(texts[1]), room), strict=True):
+                text.truncate(length)
+        pair = self._inner.post_process(texts[0], texts[1], add_special_tokens=True)
+        return pair.ids, pair.type_ids.index(1) if 1 in pair.type_ids else len(pair.ids)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not isinstance(text, str):
             raise InvalidRequest(f"a prompt must be text, not {type(text).__name__}: send a string", "prompt")
         try:
             if len(text) > LONG:
-                return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-            return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+                return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            return self._inner.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:
             position = next((at for at, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), 0)
             raise InvalidRequest(
@@ -114,6 +130,12 @@ class Tokenizer:
             if fewest >= enough or len(part) == len(text):
                 break
         return fewest
+
+    @property
+    def max_piece(self) -> int | None:
+        """Characters of a text that one token stands for at most; None where nothing is certain."""
+        bound = self._piece_bound
+        return None if bound is None else bound.longest
 
     @cached_property
     def _piece_bound(self) -> "_PieceBound | None":
@@ -232,6 +254,17 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._inner.token_to_id(token)
+
+
+def _cut_lengths(first: int, second: int, room: int) -> tuple[int, int]:
+    """What is left of two texts' tokens in `room`, the longer one cut first: transformers' longest_first."""
+    if first + second <= room:
+        return first, second
+    short, long = sorted((first, second))
+    long = max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return (short, long) if first <= second else (long, short)
 
 
 def _steps(component: Any, key: str) -> list[dict[str, Any]]:

@@ -114,7 +114,15 @@ class Architecture:
         return self.task == "generate"
 
 
-_ENCODER = Architecture("bert", "sentence embeddings", task="embed")
+# Encoders take whole texts: for a vector, masked tokens, or classes.
+_KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification")
+_ENCODERS = {
+    f"{family}{kind}": Architecture(
+        "modernbert" if family == "ModernBert" else "bert", "embeddings, masked words, classes", task="embed"
+    )
+    for family in ("Bert", "DistilBert", "ModernBert", "Roberta", "XLMRoberta")
+    for kind in _KINDS
+}
 KNOWN: Mapping[str, Architecture] = {
     "BloomForCausalLM": Architecture("gpt_variants", "BLOOM, BLOOMZ", "bloom"),
     "FalconForCausalLM": Architecture("gpt_variants", "Falcon 7B, 40B, 11B, RW", "falcon"),
@@ -139,14 +147,9 @@ KNOWN: Mapping[str, Architecture] = {
     ),
     "SmolLM3ForCausalLM": Architecture("llama", "SmolLM3", "smollm3", windows=True),
     "Starcoder2ForCausalLM": Architecture("gpt_variants", "StarCoder2", "starcoder2", windows=True),
-    **{
-        f"{family}{kind}": _ENCODER
-        for family in ("Bert", "DistilBert", "Roberta", "XLMRoberta")
-        for kind in ("Model", "ForMaskedLM")
-    },
+    **_ENCODERS,
 }
-# Architectures that turn a text into one vector.
-ENCODERS = frozenset(name for name, known in KNOWN.items() if known.task == "embed")
+ENCODERS = frozenset(_ENCODERS)
 
 # Architectures with images whose text part is one that is served: its config is `text_config`, of this model_type.
 TEXT_PARTS = {
@@ -169,7 +172,11 @@ def task_of(model: str | None, revision: str | None = None) -> Task:
         if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
             return "generate"
         folder = snapshot_folder(model, revision=revision, with_weights=False)
-    return "generate" if ENCODERS.isdisjoint(_architectures(folder / "config.json")) else "embed"
+    if (folder / "modules.json").exists():  # of sentence-transformers, whose models may be decoders
+        return "embed"
+    names = _architectures(folder / "config.json")
+    embeds = any(name.endswith(_KINDS) and not name.endswith("LMHeadModel") for name in names)
+    return "embed" if embeds else "generate"
 
 
 def _architectures(path: Path) -> list[Any]:

@@ -1,6 +1,6 @@
 """Pooling, normalisation and length of an encoder, from the files that sentence-transformers writes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ class SentenceFiles:
     pooling: str = "mean"  # mean | cls | last | max
     normalize: bool = True
     max_length: int | None = None  # tokens; None: as the model has positions
+    prompts: dict[str, str] = field(default_factory=dict)  # what a text begins with, by name
+    default_prompt: str | None = None  # its name
+
+
+def has_sentence_files(folder: Path) -> bool:
+    return (folder / "modules.json").exists()
 
 
 def read_sentence_files(folder: Path) -> SentenceFiles:
@@ -33,6 +39,7 @@ def read_sentence_files(folder: Path) -> SentenceFiles:
         max_length = None
     if modules is None:
         return SentenceFiles(max_length=max_length)
+    prompts, default = _prompts(folder)
     pooling, normalize = "mean", False
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
@@ -45,7 +52,18 @@ def read_sentence_files(folder: Path) -> SentenceFiles:
                 f"{folder / 'modules.json'} asks for a {kind} module, which is not known: "
                 "choose a model that pools, and normalises at most"
             )
-    return SentenceFiles(pooling, normalize, max_length)
+    return SentenceFiles(pooling, normalize, max_length, prompts, default)
+
+
+def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    path = folder / "config_sentence_transformers.json"
+    config = read_json(path) or {}
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise damaged(path, "has prompts that are no texts by name")
+    if default is not None and default not in prompts:
+        raise damaged(path, f"has no prompt {default!r}, which is its default")
+    return prompts, default
 
 
 def _modules(folder: Path) -> list[dict[str, Any]] | None:

@@ -5,17 +5,21 @@
 
 Each tree serves in a process of its own, and `quire bench serve` of this tree is the client. Cases: a number is a rate
 in requests per second and `inf` all at once with 512 streams, each about 220 → 300 tokens. `streamsN` is N long
-answers, while a prompt of 1,000 tokens arrives every `--every` seconds. `--tree NAME=FOLDER` names a source tree to
-compare with (its `src`). The model is random weights in the shape of llama8b, unless `--model` names one.
+answers, while a prompt of 1,000 tokens arrives every `--every` seconds; `refusedN` is N long answers, while a prompt of
+15 MB, which no model here takes, arrives twice a second; `aloneN` is the same without it. `--tree NAME=FOLDER` names a
+source tree to compare with (its `src`). The model is random weights in the shape of llama8b, or what `--model` names.
 """
 
 import argparse
 import csv
+import http.client
+import itertools
 import json
 import os
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,23 +35,26 @@ from quire_lab.benchmarks import workloads
 
 TICKS = os.sysconf("SC_CLK_TCK")
 START_SECONDS = 300
+LOAD_START_SECONDS = 4  # for the load generator to start and its streams to open
 WITHOUT_CACHE = "--no-enable-prefix-caching"
 
 
 def main() -> None:
     options = _options()
     trees = dict(named.split("=", 1) for named in options.tree) | {"this": str(Path(__file__).parents[2])}
+    variants = dict(named.split("=", 1) for named in options.variant) or {"": ""}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = options.model
         if model is None:
             model = str(write_model(Path(folder, "model"), options.shape, options.tokenizer))
         for repeat in range(options.repeats):
-            for name, source in trees.items():
-                with serving(model, source, options.flags) as server:
+            for (name, source), (variant, flags) in itertools.product(trees.items(), variants.items()):
+                with serving(model, source, f"{options.flags} {flags}") as server:
                     for case in options.cases.split(","):
                         result = run_case(server, case, options, Path(folder))
-                        rows.append({"tree": name, "repeat": repeat, "case": case, **result})
+                        named = {"tree": name} | ({"variant": variant} if variant else {})
+                        rows.append({**named, "repeat": repeat, "case": case, **result})
                         print(_line(rows[-1]), flush=True)
                         if options.output:
                             _write(options, rows)
@@ -70,6 +77,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=400, help="of a rate's case")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between long prompts of streamsN")
     parser.add_argument("--flags", default="", help="further flags of quire serve")
+    parser.add_argument(
+        "--variant", action="append", default=[], help="NAME=FLAGS to compare with each other"
+    )
     parser.add_argument("--output", help="JSON file")
     return parser.parse_args()
 
@@ -149,8 +159,10 @@ def run_case(server: Server, case: str, options: argparse.Namespace, folder: Pat
     result = folder / "result.json"
     command = [sys.executable, "-m", "quire", "bench", "serve", "--base-url", server.url]
     command += ["--output-json", str(result), "--percentiles", "50,90,99"]
-    if case.startswith("streams"):
-        trace = _write_trace(folder / "trace.csv", int(case.removeprefix("streams")), options.every)
+    kind = case.rstrip("0123456789")
+    if kind in ("streams", "refused", "alone"):
+        num_prompts = 10 if kind == "streams" else 0
+        trace = _write_trace(folder / "trace.csv", int(case.removeprefix(kind)), num_prompts, options.every)
         command += ["--dataset", "trace", "--dataset-path", str(trace[0]), "--num-prompts", str(trace[1])]
     else:
         command += ["--random-input-len", "220", "--random-output-len", "300", "--random-range-ratio", "0.5"]
@@ -158,19 +170,42 @@ def run_case(server: Server, case: str, options: argparse.Namespace, folder: Pat
         at_once = ["--max-concurrency", "512", "--num-prompts", "1000"]
         command += at_once if case == "inf" else ["--num-prompts", str(options.num_prompts)]
     before = server.cpu_seconds()
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    refusals = _refusals(server.url, process) if kind == "refused" else []
+    _out, errors = process.communicate()
+    if process.returncode:
+        raise SystemExit(errors)
     after = server.cpu_seconds()
     record = json.loads(result.read_text())
     measured = record["results"]["rounds"][0]
     cpu = {name: round(after[name] - before[name], 2) for name in before}
-    return {"start_s": round(server.start_seconds, 1), "cpu_seconds": cpu, **measured}
+    refused = {"refusal_ms": refusals} if refusals else {}
+    return {"start_s": round(server.start_seconds, 1), "cpu_seconds": cpu, **measured, **refused}
 
 
-def _write_trace(path: Path, num_streams: int, every: float) -> tuple[Path, int]:
-    """N answers of 400 tokens from the start, and ten prompts of 1,000 tokens with short answers, one after another."""
-    rows = [(0.0, 64, 400)] * num_streams + [(2.0 + every * i, 1000, 8) for i in range(10)]
+def _refusals(url: str, load: "subprocess.Popen[str]") -> list[float]:
+    """Sends prompts of 15 MB while the load runs; milliseconds from the first byte sent to the last received."""
+    body = json.dumps({"prompt": "word " * 3_000_000, "max_tokens": 2}).encode()
+    address = url.removeprefix("http://").split(":")
+    took = []
+    time.sleep(LOAD_START_SECONDS)
+    while load.poll() is None:
+        began = time.perf_counter()
+        connection = http.client.HTTPConnection(address[0], int(address[1]))
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        with connection.getresponse() as response:
+            answer = response.read()
+        took.append(round((time.perf_counter() - began) * 1e3, 1))
+        connection.close()
+        if response.status != 400 or b"maximum context length" not in answer:
+            raise SystemExit(f"the long prompt was not refused: {response.status} {answer[:200]!r}")
+        time.sleep(0.5)
+    return took
+
+
+def _write_trace(path: Path, num_streams: int, num_prompts: int, every: float) -> tuple[Path, int]:
+    """N answers of 400 tokens from the start, and prompts of 1,000 tokens with short answers, one after another."""
+    rows = [(0.0, 64, 400)] * num_streams + [(2.0 + every * i, 1000, 8) for i in range(num_prompts)]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["timestamp", "prompt_tokens", "output_tokens"])
@@ -188,10 +223,18 @@ def _line(row: dict[str, Any]) -> str:
     def at(key: str, which: str) -> str:
         return f"{row[key][which]:,.1f}"
 
+    refused = row.get("refusal_ms")
+    seen = (
+        f", {len(refused)} refused in {statistics.median(refused)} (p50) to {max(refused)} ms"
+        if refused
+        else ""
+    )
     return (
-        f"{row['tree']:8} {row['case']:>9}: TTFT p50/p99 {at('ttft_ms', 'p50')}/{at('ttft_ms', 'p99')} ms, "
+        f"{row['tree']:8} {row.get('variant', '')} {row['case']:>9}: "
+        f"TTFT p50/p99 {at('ttft_ms', 'p50')}/{at('ttft_ms', 'p99')} ms, "
         f"TPOT p50 {at('tpot_ms', 'p50')} ms, ITL p50/p99/max {at('itl_ms', 'p50')}/{at('itl_ms', 'p99')}/"
         f"{at('itl_ms', 'max')} ms, {row.get('output_tokens_per_second', 0):,.0f} tok/s, CPU {row['cpu_seconds']}"
+        + seen
     )
 
 

@@ -49,6 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 CASES = {  # name -> (lengths, requests)
     "b1": ("fixed:128/256", 1),
+    "b16": ("fixed:128/256", 16),
     "b64": ("fixed:128/256", 64),
     "b256": ("fixed:128/256", 256),
     "sharegpt": ("sharegpt", 1024),

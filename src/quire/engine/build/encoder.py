@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.core.config import EngineConfig
+from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
 from quire.core.request import QueueBounds
 from quire.core.sampling import SamplingParams
@@ -18,12 +18,14 @@ from quire.engine.encoder import EncoderEngine, EncoderRunner
 from quire.engine.validation import Limits
 from quire.layers.encoder import Pooling
 from quire.layers.factory import LayerFactory
+from quire.models.encoder_heads import ClassificationHead, MaskHead
 from quire.models.loading import load
 from quire.models.model import Encoder
 from quire.models.weight_shape import weight_groups
-from quire.weights.architectures import task_of
+from quire.weights.architectures import ENCODERS, task_of
 from quire.weights.builtin import BUILTIN_ENCODER_NAME
-from quire.weights.sentence import SentenceFiles, read_sentence_files
+from quire.weights.labels import read_labels, score_activation
+from quire.weights.sentence import SentenceFiles, has_sentence_files, read_sentence_files
 
 MAX_TEXTS = 256  # of one step
 GPU_BATCHED_TOKENS = 32768  # whole texts fill a GPU better than a queue of small steps
@@ -42,17 +44,19 @@ def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Bui
     options = replace(config.model, model=config.model.model or BUILTIN_ENCODER_NAME)
     plan = make_plan(replace(config, model=options), progress, "embed")
     precision, scheduler = plan.precision, config.scheduler
-    folder = getattr(plan.source, "folder", None)
-    files = read_sentence_files(folder) if isinstance(folder, Path) else SentenceFiles()
+    model, files = _described(plan)
     pooling = Pooling(files.pooling, files.normalize)
     factory = LayerFactory(precision.format, precision.device)
     advance = partial(progress, "weights") if progress is not None else None
-    encoder: Encoder = load(plan.source, factory, advance, options.seed, "embed")
+    encoder: Encoder = load(plan.source, factory, advance, options.seed, "embed", model)
     max_len, max_tokens = _lengths(plan, files)
     max_num_seqs = scheduler.max_num_seqs or MAX_TEXTS
     limits = Limits(plan.model.vocab_size, max_len, max_num_seqs, max_num_batched_tokens=max_tokens)
     bounds = QueueBounds(scheduler.max_queue_requests, scheduler.max_queue_tokens)
-    engine = EncoderEngine(limits, EncoderRunner(encoder, pooling, precision.device), bounds)
+    classifies = isinstance(encoder.head, ClassificationHead)
+    labels = read_labels(model.hf) if classifies else ()
+    activation = score_activation(model.hf) if classifies else "none"
+    engine = EncoderEngine(limits, EncoderRunner(encoder, pooling, precision.device, activation), bounds)
     weights_bytes = sum(t.numel() * t.element_size() for t in encoder.parameters().values())
     seconds = time.perf_counter() - started
     report = Report(
@@ -62,10 +66,31 @@ def build_encoder(config: EngineConfig, progress: Progress | None = None) -> Bui
         start=StartStats(plan.num_threads, weights_bytes, seconds),
         groups=weight_groups(encoder.parameters()),
         limits=limits,
-        vectors=VectorFormat(plan.model.hidden_size, files.normalize, files.pooling),
+        vectors=VectorFormat(
+            len(labels) or model.hidden_size,
+            files.normalize and not labels,
+            files.pooling,
+            labels,
+            isinstance(encoder.head, MaskHead),
+            files.prompts,
+            files.default_prompt,
+        ),
         started=f"in {seconds:.2f} s",
     )
-    return Built(engine, plan.source, plan.model, SamplingParams(), report)
+    return Built(engine, plan.source, model, SamplingParams(), report)
+
+
+def _described(plan: BuildPlan) -> tuple[ModelConfig, SentenceFiles]:
+    """The model, and how it pools. A folder of sentence-transformers is served without a masked-token head; a decoder
+    of any other folder gives its last token."""
+    model, folder = plan.model, getattr(plan.source, "folder", None)
+    if model.architecture.endswith("ForSequenceClassification") or not isinstance(folder, Path):
+        return model, SentenceFiles()
+    files = read_sentence_files(folder)
+    if has_sentence_files(folder):
+        bare = model.architecture.replace("ForMaskedLM", "Model")
+        return replace(model, architecture=bare), files
+    return model, files if model.architecture in ENCODERS else replace(files, pooling="last")
 
 
 def _lengths(plan: BuildPlan, files: SentenceFiles) -> tuple[int, int]:

@@ -64,12 +64,15 @@ def full_attention(
     starts: Tensor,  # [R + 1] int32: sequence r is tokens starts[r]:starts[r + 1]
     scale: float,
     out: Tensor | None = None,
+    reach: int = 0,  # 0: no limit; else a token sees this many tokens on each side, and itself
 ) -> Tensor:  # [T, Hq * D]
     """Every token attends to all tokens of its own sequence, and to no other."""
     tokens, heads, head_dim = q.shape
     out = native.empty(tokens, heads * head_dim) if out is None else out
     native.check_floats(q, k, v, out)
     native.check_indices(torch.int32, starts)
+    if not 0 <= reach < 2**31:
+        raise ValueError(f"reach={reach} must be 0 to {2**31 - 1}")
     if not q.stride() == k.stride() == v.stride():  # views into one qkv, or three alike
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if k.stride() != q.stride():
@@ -78,7 +81,7 @@ def full_attention(
         "full_attention",
         (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), q.stride(1), heads, k.shape[1], head_dim,
-            starts.data_ptr(), starts.shape[0] - 1, native.real(scale), out.data_ptr(), out.stride(0),
+            starts.data_ptr(), starts.shape[0] - 1, native.real(scale), out.data_ptr(), out.stride(0), reach,
         ),
         (q, k, v, starts, out),
     )  # fmt: skip

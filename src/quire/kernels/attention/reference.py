@@ -58,13 +58,18 @@ def full_attention(
     starts: Tensor,  # [R + 1] int32: sequence r is tokens starts[r]:starts[r + 1]
     scale: float,
     out: Tensor | None = None,
+    reach: int = 0,  # 0: no limit; else a token sees this many tokens on each side, and itself
 ) -> Tensor:  # [T, Hq * D]
     """Every token attends to all tokens of its own sequence, and to no other. A sequence of none is fine."""
     num_tokens, num_heads, head_dim = q.shape
     result = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     bounds = starts.tolist()
     for first, last in pairwise(bounds):
-        result[first:last] = _attend_all(q[first:last], k[first:last], v[first:last], scale)
+        hidden = None
+        if reach:
+            positions = torch.arange(last - first, device=q.device)
+            hidden = (positions[:, None] - positions[None, :]).abs() > reach
+        result[first:last] = _attend_all(q[first:last], k[first:last], v[first:last], scale, hidden)
     flat = result.view(num_tokens, num_heads * head_dim)
     return flat if out is None else out.copy_(flat)
 

@@ -45,13 +45,12 @@ def experts(
     """
     results = x.new_empty(*routing.experts.shape, x.shape[1])
     for expert, tokens, places in chosen(routing):
-        for first in range(0, len(tokens), TILE):
-            rows = x[tokens[first : first + TILE]]
-            count = len(rows)
-            rows = F.pad(rows, (0, 0, 0, TILE - count))
-            gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, down[expert])
-            results[tokens[first : first + TILE], places[first : first + TILE]] = y[:count]
+        rows = F.pad(x[tokens], (0, 0, 0, -len(tokens) % TILE))
+        tiles = []
+        for tile in rows.split(TILE):
+            gate, up = F.linear(tile, gate_up[expert]).chunk(2, dim=-1)
+            tiles.append(F.linear(F.silu(gate) * up, down[expert]))
+        results[tokens, places] = torch.cat(tiles)[: len(tokens)]
     return combine(results, routing, residual, shared)
 
 

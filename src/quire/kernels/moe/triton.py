@@ -15,8 +15,9 @@ from quire.kernels.moe.records import Routing
 
 FEW_TOKENS = 4  # from here on two tokens often have an expert in common, whose weights a GEMM reads once
 BLOCK = 1024  # elements per program of the kernels around the products
-# Tiles of rows, outputs, inputs; warps; stages: by the mean number of rows of an expert, up to the first number.
-TILES = ((16, (16, 64, 128, 4, 4)), (64, (64, 64, 64, 4, 4)), (1 << 62, (128, 64, 64, 8, 4)))
+# Tiles of rows, outputs, inputs (in 16 bits); warps; stages: by the mean number of rows of an expert, up to the first
+# number. They take at most 96 KiB of shared memory, which every chip since 2020 has.
+TILES = ((16, (16, 64, 64, 4, 4)), (64, (64, 64, 64, 4, 4)), (1 << 62, (128, 64, 64, 8, 3)))
 INVARIANT_TILE = (32, 64, 64, 4, 4)  # for any number of rows: other tiles may round differently
 
 
@@ -90,6 +91,7 @@ def _grouped(
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
     _sort_kernel[(num_experts,)](routing.experts, order, starts, pairs, BLOCK, num_warps=4)
     rows, columns, depth, warps, stages = _tile(pairs // num_experts, invariant)
+    depth = depth * 2 // x.element_size()
     tiles = pairs // rows + min(
         num_experts, pairs
     )  # as many as there can be; those beyond the last one end at once

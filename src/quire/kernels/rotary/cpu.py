@@ -35,3 +35,24 @@ def rotate_and_store(
         ),
         (qkv, cos_sin, positions, slots, k_pages, v_pages, k_scales, v_scales),
     )  # fmt: skip
+
+
+def rotate(
+    heads: Tensor,  # [T, H, D], dense in the last two dimensions
+    cos_sin: Tensor,  # [P, rotary_dim] fp32, cosines | sines
+    positions: Tensor,  # [T] int32
+) -> None:
+    """Rotates heads in place, as rotate_and_store does, and stores nothing."""
+    tokens, num_heads, head_dim = heads.shape
+    native.check_floats(heads, cos_sin)
+    native.check_indices(torch.int32, positions)
+    slots = torch.zeros(tokens, dtype=torch.int64)  # of no keys and no values
+    native.call(
+        "rotate_and_store",
+        (
+            heads.data_ptr(), heads.stride(0), tokens, num_heads, 0, head_dim,
+            cos_sin.data_ptr(), cos_sin.shape[1], positions.data_ptr(), slots.data_ptr(),
+            native.DTYPE_CODES[torch.float32], 1, 0, 0, 0, 0, 0, 0, 0, 0,
+        ),
+        (heads, cos_sin, positions, slots),
+    )  # fmt: skip

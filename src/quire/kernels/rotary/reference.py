@@ -44,6 +44,15 @@ def quantize(content: Tensor) -> tuple[Tensor, Tensor]:
     return (wide * (1.0 / scales.float())[..., None]).round().clamp(-LARGEST, LARGEST), scales
 
 
+def rotate(
+    heads: Tensor,  # [T, H, D], dense in the last two dimensions
+    cos_sin: Tensor,  # [P, rotary_dim] fp32, cosines | sines
+    positions: Tensor,  # [T] int32
+) -> None:
+    """Rotates heads in place, as rotate_and_store does, and stores nothing."""
+    _rotate(heads, cos_sin[positions.long()])
+
+
 def _rotate(heads: Tensor, cos_sin: Tensor) -> None:
     half = cos_sin.shape[1] // 2
     cosine = cos_sin[:, None, :half]

@@ -7,6 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.rotary import reference
+from quire.kernels.rotary.reference import rotate
+
+__all__ = ["rotate", "rotate_and_store"]
 
 # A file's constants reach a kernel as constexpr only.
 LARGEST = tl.constexpr(reference.LARGEST)

@@ -82,6 +82,9 @@ class EmbeddingRequest(RequestBody):
         None, description="Cut texts to this many tokens; -1: to what the model takes."
     )
     add_special_tokens: bool | None = None
+    prompt_name: Name | None = Field(
+        None, description="Texts begin with the model's own prompt of that name, such as query."
+    )
     user: Name | None = None
 
 

@@ -1,0 +1,61 @@
+"""Encoded rows in the order in which a kernel reads them: the same numbers, packed once at load."""
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from quire.kernels import choose
+from quire.kernels.registry import alternatives, load
+from quire.quant.encoded import Encoded, Part, Scheme
+
+OPERATION = "encoded_linear"
+COLUMNS = "columns"  # of GPTQ's act-order: stored beside the packed tensors as it is
+
+
+class Packed(Scheme):
+    """Rows of the scheme `inner` as the `kernel` of a device packs them."""
+
+    def __init__(self, inner: Scheme, kernel: ModuleType) -> None:
+        self.inner, self.kernel = inner, kernel
+        self.packing = kernel.PACKING
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name}@{self.kernel.LAYOUT}"
+
+    @classmethod
+    def parse(cls, name: str, inner: Scheme) -> "Packed | None":
+        """`name`: of the layout, behind the @."""
+        kernels = (load(OPERATION, alternative) for alternative in alternatives(OPERATION))
+        kernel = next((kernel for kernel in kernels if name == kernel.LAYOUT), None)
+        return cls(inner, kernel) if kernel is not None else None
+
+    def layout(self, num_rows: int, num_columns: int) -> dict[str, Part]:
+        packed = self.kernel.layout(self.inner.name, num_rows, num_columns)
+        parts = {name: Part(shape, dtypes, rows=self.kernel.ROWS) for name, (shape, dtypes) in packed.items()}
+        inner = self.inner.layout(num_rows, num_columns)
+        return parts | {COLUMNS: inner[COLUMNS]} if COLUMNS in inner else parts
+
+    def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        decoded: Tensor = self.kernel.decode(self.inner.name, parts, shape)
+        return decoded
+
+
+def pack(encoded: Encoded, device: torch.device, dtype: torch.dtype) -> Encoded:
+    """The rows as the device's kernel reads them; as they are where it has no product for them.
+
+    `dtype`: of the activations that they will be multiplied by.
+    """
+    kernel = choose(OPERATION, device)
+    scheme = encoded.scheme
+    if isinstance(scheme, Packed) or not kernel.serves(scheme.name, *encoded.shape, dtype):
+        return encoded
+    packed = Packed(scheme, kernel)
+    if encoded.device.type == "meta":
+        return Encoded.empty(packed, encoded.shape)
+    parts = dict(kernel.pack(scheme.name, encoded.parts, encoded.shape))
+    if COLUMNS in encoded.parts:
+        parts[COLUMNS] = encoded.parts[COLUMNS]
+    return Encoded(packed, parts, encoded.shape)
