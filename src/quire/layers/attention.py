@@ -137,15 +137,9 @@ class Attention:
         if batch.plans is None:
             masks = (None, *trees) if trees else ()
             return self.attention.paged_attention(
-                queries,
-                *where,
-                self.scale,
-                self.window,
-                *masks,
-                **scales,
-                soft_cap=self.soft_cap,
-                slopes=self.slopes,
-            )
+                queries, *where, self.scale, self.window, *masks,
+                soft_cap=self.soft_cap, slopes=self.slopes, **scales,
+            )  # fmt: skip
         out = queries.new_empty(queries.shape[0], self.num_heads * self.head_dim)
         whole = bool(
             self.window or self.soft_cap or self.slopes is not None

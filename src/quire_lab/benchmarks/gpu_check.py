@@ -384,8 +384,8 @@ def int8_pages(device: torch.device) -> tuple[Answers, Answers]:
         wanted = load("attention", REFERENCE).paged_attention(q.float(), *where, **scales)
         fixed = [{}] if device.type == "cpu" else [{"deterministic": False}, {"deterministic": True}]
         for more in fixed:
-            found = choose("attention", device).paged_attention(q, *where, **scales, **more).float()
-            error = float((found - wanted).norm() / wanted.norm())
+            output = choose("attention", device).paged_attention(q, *where, **scales, **more).float()
+            error = float((output - wanted).norm() / wanted.norm())
             if not error <= most:
                 raise RuntimeError(f"attention over int8 pages is off by {error:.1e} ({dtype}, {more})")
     return [], []

@@ -83,7 +83,7 @@ class Scored:
         blocks = -(-count // BLOCK_SIZE)
         precision = replace(self.plan.precision, kv_dtype=kv_dtype)
         pool = Pool(block_layout(BLOCK_SIZE, self.model.config, precision), blocks + 1, device)
-        integers = {"dtype": torch.int32, "device": device}
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         batch = Batch(
             token_ids=torch.tensor(token_ids, **integers),
             positions=torch.arange(count, **integers),
@@ -101,7 +101,7 @@ def divergences(model: str | None, texts: list[str]) -> dict[str, Any]:
     """By kind of weights and KV dtype."""
     exact, default = Scored(model, "none"), Scored(model, "auto")
     tokenizer = load_tokenizer(exact.plan.source)
-    found: dict[str, dict[str, Divergence]] = {"none": {}, "default": {}, "default, to full precision": {}}
+    sums: dict[str, dict[str, Divergence]] = {"none": {}, "default": {}, "default, to full precision": {}}
     for text in texts:
         token_ids = tokenizer.encode(text)
         wanted = exact.log_probabilities(token_ids, "float32")
@@ -109,16 +109,16 @@ def divergences(model: str | None, texts: list[str]) -> dict[str, Any]:
             base = scored.log_probabilities(token_ids, BASE)
             for dtype in DTYPES:
                 other = scored.log_probabilities(token_ids, dtype)
-                found[name].setdefault(dtype, Divergence()).add(base, other)
+                sums[name].setdefault(dtype, Divergence()).add(base, other)
                 if scored is default:
-                    to_exact = found["default, to full precision"]
+                    to_exact = sums["default, to full precision"]
                     to_exact.setdefault(dtype, Divergence()).add(wanted, other)
             if scored is default:
-                found["default, to full precision"].setdefault(BASE, Divergence()).add(wanted, base)
+                sums["default, to full precision"].setdefault(BASE, Divergence()).add(wanted, base)
     return {
         "default_weights": default.plan.precision.format_name,
-        "positions": found["none"]["int8"].positions,
-        "weights": {name: {d: one.record() for d, one in rows.items()} for name, rows in found.items()},
+        "positions": sums["none"]["int8"].positions,
+        "weights": {name: {d: total.record() for d, total in rows.items()} for name, rows in sums.items()},
     }
 
 
@@ -128,7 +128,7 @@ def greedy(model: str | None, texts: list[str]) -> dict[str, Any]:
     answers = {}
     for dtype in (BASE, *DTYPES):
         with LLM(model, quantization="none", kv_cache_dtype=dtype, use_tqdm=False, max_num_seqs=16) as llm:
-            answers[dtype] = [list(one.outputs[0].token_ids) for one in llm.generate(texts, asked)]
+            answers[dtype] = [list(answer.outputs[0].token_ids) for answer in llm.generate(texts, asked)]
     rows = {}
     for dtype in DTYPES:
         equal = [
@@ -184,7 +184,7 @@ def speeds(model: str | None) -> dict[str, Any]:
                     times[dtype].append(_step_seconds(llm, count, context))
             for llm in engines.values():
                 llm.close()
-            medians = {dtype: statistics.median(found) * 1e3 for dtype, found in times.items()}
+            medians = {dtype: statistics.median(seconds) * 1e3 for dtype, seconds in times.items()}
             name = f"context {context}, {count} rows"
             rows[name] = {"milliseconds": medians, "int8_over_float16": medians["int8"] / medians[BASE]}
             print(name, rows[name], flush=True)

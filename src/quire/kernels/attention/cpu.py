@@ -23,10 +23,10 @@ def paged_attention(
     tree_starts: Tensor | None = None,  # [T] int32 and
     ancestors: Tensor | None = None,  # [T] int64, see the reference
     *,
-    k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
-    v_scales: Tensor | None = None,
     soft_cap: float = 0.0,  # as in the reference, and
     slopes: Tensor | None = None,  # [Hq] float32
+    k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
+    v_scales: Tensor | None = None,
 ) -> Tensor:  # [T, Hq * D]
     """Causal attention of every request's queries, the last of its context, over its pages."""
     tokens, heads, head_dim = q.shape

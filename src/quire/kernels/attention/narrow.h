@@ -144,11 +144,10 @@ inline void narrow_rows(const AttentionProblem& p, const Where& table, int64_t k
         if (has_scales) scales.read(p, table, kv_head, tile, tile_end);
         for (int row = 0; row < kRows; ++row) {
             const int64_t last = positions[row] + 1 < tile_end ? positions[row] + 1 : tile_end;
-            const TileScales* given = has_scales ? &scales : nullptr;
-            const bool scaled = adjust_scores(p, scores + row * kTilePositions, kv_head, first_row + row,
-                                              positions[row], tile, given);
+            adjust_scores(p, scores + row * kTilePositions, kv_head, first_row + row, positions[row], tile,
+                          has_scales ? &scales : nullptr);
             absorb_scores(states[row], scores + row * kTilePositions, p.first_seen(positions[row]) - tile,
-                          last - tile, padded_dim, given, scaled);
+                          last - tile, padded_dim, has_scales ? &scales : nullptr, p.adjusts());
         }
         if (next_tile < end) {
             next = keys;  // a shorter last tile still needs somewhere to point

@@ -19,10 +19,10 @@ def paged_attention(
     tree_starts: Tensor | None = None,  # [T] int32; -1: the query's request has no token tree in this step
     ancestors: Tensor | None = None,  # [T] int64; bit n: the query sees the tree's node n
     *,
-    k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
-    v_scales: Tensor | None = None,
     soft_cap: float = 0.0,  # 0: none; else scores become soft_cap * tanh(score / soft_cap)
     slopes: Tensor | None = None,  # [Hq] float32: a score loses slope * distance of its key (ALiBi)
+    k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
+    v_scales: Tensor | None = None,
 ) -> Tensor:  # [T, Hq * D]
     """Causal attention of every request's queries, the last of its context, over its pages.
 

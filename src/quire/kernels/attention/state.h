@@ -86,6 +86,8 @@ struct AttentionProblem {
     // Of a request whose first query this is: the place where its tree begins, -1 if it has none.
     int64_t tree_start(int64_t token) const { return tree_starts == nullptr ? -1 : tree_starts[token]; }
     int64_t group() const { return num_heads / num_kv_heads; }
+    // Whether scores are capped or have slopes.
+    bool adjusts() const { return soft_cap > 0.0f || slopes != nullptr; }
     int64_t padded_dim() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }
     // The first position that the query at `position` sees.
     int64_t first_seen(int64_t position) const {
@@ -163,12 +165,13 @@ inline void write_result(State state, float* out, int64_t head_dim) {
 }
 
 // Caps the 64 scores that a query at `position` has of a tile, and adds its head's slope times a key's distance, for
-// models that have these: then says true, and scores have their keys' scales. Scores are in base 2.
-inline bool adjust_scores(const AttentionProblem& p, float* scores, int64_t kv_head, int64_t row, int64_t position,
+// models that have these. Scores are in base 2. Scales of keys in int8 are multiplied first, here if this is called for.
+inline void adjust_scores(const AttentionProblem& p, float* scores, int64_t kv_head, int64_t row, int64_t position,
                           int64_t tile, const TileScales* scales) {
-    if (p.soft_cap <= 0.0f && p.slopes == nullptr) return false;
-    for (int64_t i = 0; i < kTilePositions && scales != nullptr; i += kLanes) {
-        store(scores + i, multiply(load(scores + i), load(scales->keys + i)));
+    if (scales != nullptr && p.adjusts()) {
+        for (int64_t i = 0; i < kTilePositions; i += kLanes) {
+            store(scores + i, multiply(load(scores + i), load(scales->keys + i)));
+        }
     }
     if (p.soft_cap > 0.0f) {
         const Floats one = broadcast(1.0f), two = broadcast(2.0f), limit = broadcast(126.0f);
@@ -183,19 +186,18 @@ inline bool adjust_scores(const AttentionProblem& p, float* scores, int64_t kv_h
         const float slope = p.slopes[kv_head * p.group() + row % p.group()] * kLog2E;
         for (int64_t i = 0; i < kTilePositions; ++i) scores[i] += slope * static_cast<float>(tile + i - position);
     }
-    return true;
 }
 
 // Takes a query's 64 scores of a tile, of which [first, last) are seen, to probabilities relative to the new maximum,
-// and rescales the state to it. `scales` is null unless pages are int8; keys' may be in the scores already.
+// and rescales the state to it. `scales` is null unless pages are int8; `scaled`: those of keys are in the scores.
 inline void absorb_scores(State state, float* scores, int64_t first, int64_t last, int64_t padded_dim,
-                          const TileScales* scales, bool keys_scaled) {
+                          const TileScales* scales, bool scaled) {
     Floats vectors[kTileVectors];
     Floats top = broadcast(kNothingSeen);
     for (int i = 0; i < kTileVectors; ++i) {
         const int64_t low = first - i * kLanes, high = last - i * kLanes;
         vectors[i] = load(scores + i * kLanes);
-        if (scales != nullptr && !keys_scaled) vectors[i] = multiply(vectors[i], load(scales->keys + i * kLanes));
+        if (scales != nullptr && !scaled) vectors[i] = multiply(vectors[i], load(scales->keys + i * kLanes));
         if (low > 0 || high < kLanes) {
             vectors[i] = keep_lanes(vectors[i], static_cast<int>(low < 0 ? 0 : low > kLanes ? kLanes : low),
                                     static_cast<int>(high < 0 ? 0 : high > kLanes ? kLanes : high));

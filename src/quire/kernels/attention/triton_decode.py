@@ -24,8 +24,7 @@ USUAL_HEAD = 128  # wider heads hold fewer at once, to fit the registers
 
 def decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, scales: PageScales, out: Tensor, soft_cap: float,
-    slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with one query; leaves other rows of `out` alone."""
     num_heads, head_dim = q.shape[1:]
@@ -93,14 +92,14 @@ def _merged_sums(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _decode_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, row_slots, partial_acc, partial_max, counters, slopes,
-    scale, k_scales, v_scales,
+    q, k_pages, v_pages, items, totals, tables, out, row_slots, partial_acc, partial_max, counters, slopes, scale,
+    k_scales, v_scales,
     stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_scales, stride_scale_head,
     stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SCALED: tl.constexpr, FUSED: tl.constexpr, SUMS: tl.constexpr,
-    CAP: tl.constexpr, SLOPED: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr, FUSED: tl.constexpr, SUMS: tl.constexpr, CAP: tl.constexpr,
+    SLOPED: tl.constexpr,
 ):  # fmt: skip
     # Heads of one piece are neighbours: they read the same pages at the same time.
     index = tl.program_id(0) // KV_HEADS
@@ -146,8 +145,8 @@ def _decode_kernel(
         ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
         visible = visible_keys(positions, start, end, WINDOW, TILE)
         acc, top, total = attend_tile(
-            q_tile, k, v, k_scale, v_scale, visible, acc, top, total, scale, row_slopes, positions, start,
-            True, SCALED, CAP, SLOPED
+            q_tile, k, v, k_scale, v_scale, visible, acc, top, total, scale, row_slopes, positions, start, True,
+            SCALED, CAP, SLOPED,
         )  # fmt: skip
         # Scales are one tile ahead too, read when their blocks are known: too narrow for the compiler to do it.
         scale_offsets = slot_offsets(ids, start + TILE, stride_scales, 1, BLOCK_SIZE, TILE)

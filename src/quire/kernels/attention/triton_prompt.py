@@ -53,8 +53,8 @@ def fixed_decode(
 
 def launch_tiles(
     kernel: Any, q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, scales: PageScales, out: Tensor, own: tuple[Tensor | None, ...],
-    decodes: bool = False, **constants: float,
+    scale: float, scales: PageScales, out: Tensor, own: tuple[Tensor | None, ...], decodes: bool = False,
+    **constants: float,
 ) -> None:  # fmt: skip
     """Over the plan's rows with several queries, or its `decodes`; `own` follow the output among the arguments."""
     num_heads, head_dim = q.shape[1:]
@@ -79,8 +79,7 @@ def _attend_range(
     q, k_head, v_head, k_scales, v_scales, table, positions, begin, end, acc, top, total, scale, slopes,
     stride_block, stride_slot, stride_scales,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, CAP: tl.constexpr,
-    SLOPED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys begin .. end; without masks `end - begin` must be whole tiles seen by all."""
     ids = page_ids(table, begin, end, BLOCK_SIZE, TILE)
@@ -96,8 +95,8 @@ def _attend_range(
         else:
             visible = True
         acc, top, total = attend_tile(
-            q, k, v, k_scale, v_scale, visible, acc, top, total, scale, slopes, positions, start,
-            MASKED, SCALED, CAP, SLOPED
+            q, k, v, k_scale, v_scale, visible, acc, top, total, scale, slopes, positions, start, MASKED,
+            SCALED, CAP, SLOPED,
         )  # fmt: skip
         scale_offsets = slot_offsets(ids, start + TILE, stride_scales, 1, BLOCK_SIZE, TILE)
         k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start + TILE, end, TILE, SCALED)

@@ -94,15 +94,6 @@ def matmul(a, b, acc):
 
 
 @triton.jit
-def as_operand(stored, q):
-    """A tile of pages in the type of q. The interpreter cannot convert whole numbers to bfloat16."""
-    if INTERPRETED:
-        return stored.to(tl.float32)
-    else:
-        return stored.to(q.dtype)
-
-
-@triton.jit
 def row_slopes_of(slopes, heads, used, SLOPED: tl.constexpr):
     """The slope of each row's head; zeros where the model has none."""
     if SLOPED:
@@ -121,6 +112,15 @@ def adjusted(scores, slopes, positions, start, CAP: tl.constexpr, SLOPED: tl.con
         distances = (start + tl.arange(0, TILE))[None, :] - positions[:, None]
         scores += slopes[:, None] * LOG2_E * distances.to(tl.float32)
     return scores
+
+
+@triton.jit
+def as_operand(stored, q):
+    """A tile of pages in the type of q. The interpreter cannot convert whole numbers to bfloat16."""
+    if INTERPRETED:
+        return stored.to(tl.float32)
+    else:
+        return stored.to(q.dtype)
 
 
 @triton.jit

@@ -80,8 +80,7 @@ def _attend_seen(
         ids = page_ids(table, start + TILE, end, BLOCK_SIZE, TILE)
         seen = _seen_keys(positions, tree_starts, ancestors, start, end, WINDOW, TILE)
         acc, top, total = attend_tile(
-            q, k, v, k_scale, v_scale, seen, acc, top, total, scale, 0.0, positions, start,
-            True, SCALED, CAP, False
+            q, k, v, k_scale, v_scale, seen, acc, top, total, scale, 0.0, positions, start, True, SCALED, CAP, False
         )  # fmt: skip
         scale_offsets = slot_offsets(ids, start + TILE, stride_scales, 1, BLOCK_SIZE, TILE)
         k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start + TILE, end, TILE, SCALED)
@@ -183,8 +182,7 @@ def _attend_paths(
     q, k_head, v_head, k_scales, v_scales, table, positions, query, tree_starts, ancestors, token_positions, token,
     count, begin, end, acc, top, total, scale, slopes, stride_block, stride_slot, stride_scales,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, NODES: tl.constexpr, SCALED: tl.constexpr, CAP: tl.constexpr,
-    SLOPED: tl.constexpr,
+    WINDOW: tl.constexpr, NODES: tl.constexpr, SCALED: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of each query in turn over positions begin .. end of its own path."""
     for which in range(tl.where(begin < end, count, 0)):
@@ -202,8 +200,8 @@ def _attend_paths(
             k_scale, v_scale = tile_scales(k_scales, v_scales, scale_offsets, start, last, TILE, SCALED)
             visible = visible_keys(positions, start, last, WINDOW, TILE) & (query == which)[:, None]
             acc, top, total = attend_tile(
-                q, k, v, k_scale, v_scale, visible, acc, top, total, scale, slopes, positions, start,
-                True, SCALED, CAP, SLOPED
+                q, k, v, k_scale, v_scale, visible, acc, top, total, scale, slopes, positions, start, True,
+                SCALED, CAP, SLOPED,
             )  # fmt: skip
     return acc, top, total
 

@@ -138,11 +138,10 @@ inline void wide_segment(const AttentionProblem& p, const int32_t* table, int64_
             for (int i = 0; i < kWideRows; ++i) {
                 const int64_t position = positions[row + i];
                 const int64_t last = position + 1 < tile_end ? position + 1 : tile_end;
-                const TileScales* given = has_scales ? &scales : nullptr;
-                const bool scaled =
-                    adjust_scores(p, scores + i * kTilePositions, kv_head, row + i, position, tile, given);
+                adjust_scores(p, scores + i * kTilePositions, kv_head, row + i, position, tile,
+                              has_scales ? &scales : nullptr);
                 absorb_scores(states[row + i], scores + i * kTilePositions, p.first_seen(position) - tile,
-                              last - tile, padded_dim, given, scaled);
+                              last - tile, padded_dim, has_scales ? &scales : nullptr, p.adjusts());
             }
             wide_values(states + row, scores, wide.values, padded_dim, count);
         }
