@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -248,50 +247,6 @@ def test_attention_agrees(
     actual = native.paged_attention(*case.arguments(window), **case.scales)
     torch.testing.assert_close(
         actual, reference.paged_attention(*case.arguments(window), **case.scales), rtol=2e-5, atol=2e-5
-    )
-
-
-@_parametrize("attention")
-@pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (600, torch.float32), (0, torch.int8)])
-def test_attention_agrees_over_several_segments(kernel: Kernel, window: int, dtype: torch.dtype) -> None:
-    native, reference = kernel
-    case = random_case(Shape(2, 1, 32, dtype=dtype), [1500, 1100, 513], [1, 20, 2])
-    actual = native.paged_attention(*case.arguments(window), **case.scales)
-    torch.testing.assert_close(
-        actual, reference.paged_attention(*case.arguments(window), **case.scales), rtol=2e-5, atol=2e-5
-    )
-
-
-@_parametrize("attention")
-@pytest.mark.parametrize("window", [0, 90])
-@pytest.mark.parametrize(("soft_cap", "sloped"), [(3.0, False), (0.0, True), (50.0, True)])
-def test_attention_with_capped_scores_and_slopes_agrees(
-    kernel: Kernel, window: int, soft_cap: float, sloped: bool
-) -> None:
-    native, reference = kernel
-    case = random_case(Shape(6, 2, 24), [600, 70, 5, 130, 64, 7], [1, 1, 5, 40, 3, 7])
-    case = replace(case, scale=1.5)
-    slopes = torch.tensor([0.5, 0.25, 0.1, 0.01, 0.7, 0.0]) if sloped else None
-    actual = native.paged_attention(*case.arguments(window), soft_cap=soft_cap, slopes=slopes)
-    expected = reference.paged_attention(*case.arguments(window), soft_cap=soft_cap, slopes=slopes)
-    torch.testing.assert_close(actual, expected, rtol=5e-5, atol=5e-5)
-    assert (actual - reference.paged_attention(*case.arguments(window))).abs().max() > 0.1
-
-
-@_parametrize("attention", ("cpu",))
-def test_attention_passes_over_rows_without_queries(kernel: Kernel) -> None:
-    """As padding leaves them: first, between the others and last."""
-    native, reference = kernel
-    case = random_case(Shape(6, 2, 24), [20, 33], [1, 7])
-    case = replace(
-        case,
-        query_starts=torch.tensor([0, 0, 1, 1, 8, 8], dtype=torch.int32),
-        context_lens=torch.tensor([0, 20, 9, 33, 0], dtype=torch.int32),
-        block_tables=case.block_tables[[0, 0, 0, 1, 0]],
-    )
-    actual = native.paged_attention(*case.arguments(), **case.scales)
-    torch.testing.assert_close(
-        actual, reference.paged_attention(*case.arguments(), **case.scales), rtol=2e-5, atol=2e-5
     )
 
 

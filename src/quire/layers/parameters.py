@@ -138,10 +138,10 @@ class Composite:
         """Sublayers with parameters, by name; those of a part that is made of layers itself below the part's name."""
         found: dict[str, Stateful] = {}
         for name, layer in vars(self).items():
-            if isinstance(layer, Composite):
-                found |= {f"{name}.{inner}": part for inner, part in layer.layers().items()}
-            elif isinstance(layer, Stateful):
+            if isinstance(layer, Stateful):  # a part may also keep a state of its own
                 found[name] = layer
+            elif isinstance(layer, Composite):
+                found |= {f"{name}.{inner}": part for inner, part in layer.layers().items()}
         return found
 
 

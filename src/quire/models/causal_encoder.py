@@ -47,6 +47,9 @@ class LayerPool(Pool):
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return super().layer(0)
 
+    def scales(self, index: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        return super().scales(0)
+
 
 class CausalEncoder:
     """An Encoder. Its pages hold one batch, and grow with the largest one."""
