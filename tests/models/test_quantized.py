@@ -28,9 +28,10 @@ FOLDERS = sorted(path.name for path in DATA.iterdir() if path.is_dir())
 MODULE = "model.layers.0.self_attn.q_proj"
 
 
-def loaded(folder: Path, quantization: str = "auto") -> DecoderModel:
+def loaded(folder: Path, quantization: str = "auto", dtype: str = "float32") -> DecoderModel:
+    """By default activations stay float32; with dtype auto, a CPU's kernels round them to int8."""
     source = FolderSource(folder)
-    return load(source, LayerFactory.of(describe(source.config), quantization=quantization))
+    return load(source, LayerFactory.of(describe(source.config), dtype=dtype, quantization=quantization))
 
 
 def logits_of(model: DecoderModel, tokens: list[int]) -> Tensor:
@@ -55,7 +56,7 @@ def test_every_format_is_here() -> None:
 def test_logits_are_those_of_the_packages_own_dequantized_model(name: str) -> None:
     tokens, right = expected(name)
     source = FolderSource(DATA / name)
-    factory = LayerFactory.of(describe(source.config))
+    factory = LayerFactory.of(describe(source.config), dtype="float32")
     model = load(source, factory)
     assert factory.number_format.name == "checkpoint"
     assert error(logits_of(model, tokens), right) < 1e-3
@@ -76,20 +77,20 @@ def test_a_quantized_checkpoint_can_be_served_in_another_format(
 
 
 def test_bits_are_reported_by_groups_of_layers(tmp_path: Path, empty_cache: Path) -> None:
-    groups = {group.scheme: group for group in weight_groups(loaded(DATA / "awq").parameters())}
+    groups = {group.scheme: group for group in weight_groups(loaded(DATA / "awq", dtype="auto").parameters())}
     assert groups["int4-g64z"].layers == ("qkv", "output", "gate_up", "down")
     assert groups["int4-g64z"].bits == pytest.approx(4.375)
     assert groups["float32"].layers == ("embedding", "head")
     save(tmp_path, llama(hidden_size=192, intermediate_size=128))
     for _ in range(2):  # quantized, then mapped
-        (first, _) = weight_groups(loaded(tmp_path, "nf4").parameters())
+        (first, _) = weight_groups(loaded(tmp_path, "nf4", "auto").parameters())
         assert first.scheme == "nf4-b64n"
         assert 4.127 < first.bits < 4.25
     source = FolderSource(tmp_path)
     sized = weight_shape(
         describe(source.config), LayerFactory.of(describe(source.config), quantization="nf4").number_format
     )
-    assert sized.groups == weight_groups(loaded(tmp_path, "nf4").parameters())
+    assert sized.groups == weight_groups(loaded(tmp_path, "nf4", "auto").parameters())
 
 
 def altered(tmp_path: Path, name: str, **config: Any) -> Path:

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
 from quire.layers.parameters import Adaptable, LayerPart, Loader, Vector, check_finite, check_shape
-from quire.quant.encoded import Encoded, Scheme, Weight, floats
+from quire.quant.encoded import Encoded, Weight, floats
 from quire.quant.format import Matrix
 from quire.quant.schemes import from_parameters, parameter_names
 
@@ -29,12 +29,12 @@ class TokenEmbedding(Adaptable):
         device: torch.device,
         compact: bool,
         first_row: int = 0,
-        keeps: Callable[[Scheme], bool] = lambda scheme: False,
+        kept: Callable[[Encoded], Encoded | None] = lambda encoded: None,
     ) -> None:
-        """`keeps`: whether encoded rows of a scheme stay encoded, to be decoded as they are read."""
+        """`kept`: an encoded table as it stays, to be decoded as rows are read; None: it becomes floats."""
         super().__init__()
         self._kernel = kernel
-        self._keeps = keeps
+        self._kept = kept
         self._encoded: Encoded | None = None  # in place of a table
         self._shape = (num_rows, width)
         self._dtype = dtype
@@ -66,14 +66,10 @@ class TokenEmbedding(Adaptable):
 
     def load(self, weight: Weight) -> None:
         """weight [first_row + num_rows, width]."""
-        if (
-            isinstance(weight, Encoded)
-            and not self._first_row
-            and self._keeps(weight.scheme)
-            and weight.gathers
-        ):
-            self._encoded = weight.to(self._device)
-            return
+        if isinstance(weight, Encoded) and not self._first_row:
+            self._encoded = self._kept(weight)
+            if self._encoded is not None:
+                return
         tensor = floats(weight)
         if self._compact:  # the formats that round; 16-bit models show NaN in every answer
             check_finite(tensor)

@@ -180,7 +180,7 @@ class Llama(LayerStack):
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
         self.config = config
-        self.recordable = factory.recordable
+        self._factory = factory
         self._select = factory.row_selection()
         variant = _variant(config)
         cos_sin = factory.rotary(config.hf, config.head_dim, config.max_position)
@@ -192,6 +192,11 @@ class Llama(LayerStack):
         self.norm = factory.rms_norm(config.hidden_size, number(config.hf, "rms_norm_eps", 1e-6))
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = factory.output_head(config.vocab_size, config.hidden_size, tied_to)
+
+    @property
+    def recordable(self) -> bool:
+        """Known once weights are loaded: some have no native kernel."""
+        return self._factory.recordable
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
         hidden = self.embedding(batch.token_ids, batch.lora)

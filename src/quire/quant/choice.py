@@ -13,7 +13,9 @@ from quire.quant.full import FullPrecision
 from quire.quant.int4 import GROUPS, Int4
 from quire.quant.int8 import Int8
 from quire.quant.llm_int8 import LlmInt8
+from quire.quant.packed import serves_cpu
 
+GGUF = "gguf"  # the method of GGUF files in `quantization_config`
 LOW_BIT: dict[str, tuple[Scheme, ...]] = {  # tried for rows of a length in this order
     "int4": tuple(Int4(group) for group in GROUPS),
     "nf4": (CodeBook("nf4"),),
@@ -27,22 +29,24 @@ def choose_format(
     quantization: str = "auto",
     checkpoint_dtype: str = "float32",
     deterministic: bool = False,
-    quantized: bool = False,
+    quantized: str = "",
 ) -> NumberFormat:
-    """`auto` keeps what a `quantized` checkpoint has; otherwise it is int8 on the CPU and the checkpoint's own type
-    elsewhere, and a named dtype means full precision.
+    """`auto` keeps what a checkpoint that is `quantized` by some method has, GGUF's blocks where the CPU has kernels;
+    otherwise it is int8 on the CPU and the checkpoint's own type elsewhere, and a named dtype means full precision.
     """
     device = torch.device(device)
     if quantization not in QUANTIZATIONS:
         raise ConfigError(
             f"quantization={quantization!r} is not known: choose one of {', '.join(QUANTIZATIONS)}"
         )
-    if quantization == "auto" and quantized:
+    blocks = device.type == "cpu" and dtype == "auto" and serves_cpu()
+    if quantization == "auto" and quantized and (quantized != GGUF or blocks):
         quantization = "checkpoint"
     if quantization == "auto":
         quantization = "int8" if device.type == "cpu" and dtype == "auto" else "none"
     if quantization in ("int8", "llm-int8"):
         return _int8(device, dtype, quantization)
+    asked = dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else checkpoint_dtype
     if quantization == "fp8":
@@ -55,9 +59,10 @@ def choose_format(
             f"quantization={quantization!r} has no deterministic GEMMs on a GPU: leave out one of the two, or choose "
             "none, which decodes the weights"
         )
+    exact = device.type == "cpu" and asked != "auto"  # the CPU's kernels round activations
     if quantization == "checkpoint":
-        return Checkpoint(activations, device)
-    return LowBit(quantization, LOW_BIT[quantization], activations, device)
+        return Checkpoint(activations, device, exact)
+    return LowBit(quantization, LOW_BIT[quantization], activations, device, exact)
 
 
 def _fp8(device: torch.device, dtype: str, deterministic: bool) -> NumberFormat:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import choose
+from quire.kernels import choose, native
 from quire.quant.encoded import Encoded, Plain, Scheme, join
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.full import FullMatrix
-from quire.quant.packed import Packed, pack
+from quire.quant.packed import Packed, pack, serves_cpu
 from quire.quant.schemes import from_parameters, parameter_names
 
 
@@ -78,9 +78,8 @@ class EncodedMatrix(Matrix):
                 runs[-1].append(segment)
             else:
                 runs.append([segment])
-        device, dtype = self._format.device, self._format.activation_dtype
         self._segments = [
-            self._segment(run[0].first_row, pack(join([s.encoded for s in run]), device, dtype))
+            self._segment(run[0].first_row, self._format.packed(join([s.encoded for s in run])))
             for run in runs
         ]
 
@@ -107,7 +106,12 @@ class EncodedMatrix(Matrix):
         self, x: Tensor, dtype: torch.dtype, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         assert self._segments, "a matrix must be loaded before it is used"
-        y = torch.empty(x.shape[0], self.num_rows, dtype=dtype, device=x.device)
+        on_cpu = x.device.type == "cpu"  # where a tape may record the product
+        y = (
+            native.empty(x.shape[0], self.num_rows, dtype=dtype)
+            if on_cpu
+            else torch.empty(x.shape[0], self.num_rows, dtype=dtype, device=x.device)
+        )
         for segment in self._segments:
             rows = slice(segment.first_row, segment.last_row)
             out, added = y[:, rows], None if residual is None else residual[:, rows]
@@ -123,9 +127,9 @@ class EncodedMatrix(Matrix):
 
     @staticmethod
     def _ordered(x: Tensor, segment: Segment) -> Tensor:
-        """x by columns as they are stored."""
-        order = segment.encoded.column_order
-        return x if order is None else x[:, order]
+        """x by columns as the product takes them."""
+        order, scheme = segment.encoded.column_order, segment.encoded.scheme
+        return x if order is None or (isinstance(scheme, Packed) and scheme.orders) else x[:, order]
 
     def _decoded_product(self, x: Tensor, encoded: Encoded, out: Tensor) -> None:
         if isinstance(encoded.scheme, Plain):
@@ -144,9 +148,8 @@ class EncodedMatrix(Matrix):
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         segments = from_parameters(state, (self.num_rows, self.num_columns))
-        device, dtype = self._format.device, self._format.activation_dtype
         self._segments = [
-            self._segment(first_row, pack(encoded.to(device), device, dtype))
+            self._segment(first_row, self._format.packed(encoded.to(self._format.device)))
             for first_row, encoded in segments.items()
         ]
 
@@ -156,15 +159,24 @@ class EncodedFormat(NumberFormat):
 
     kept_precise: tuple[str, ...] = ("embedding table", "output head", "norms", "biases")
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, exact: bool = False) -> None:
+        """`exact`: activations are never rounded, as the kernel of a CPU does; rows are decoded and multiplied."""
         super().__init__(dtype, device)
         self.device = device
+        self.exact = exact
+        self.native = not exact and device.type == "cpu" and serves_cpu()
 
     def on(self, device: torch.device) -> "EncodedFormat":
-        """The same format on another device."""
+        """The same format with its tensors on another device, packed for its own."""
         other = copy.copy(self)
         other.device = device
         return other
+
+    def packed(self, encoded: Encoded) -> Encoded:
+        """The rows as the device's kernel reads them. A format with rows that have no kernel is no longer native."""
+        packed = encoded if self.exact else pack(encoded, self._device, self.activation_dtype)
+        self.native = self.native and isinstance(packed.scheme, Packed)
+        return packed
 
     def scheme(self, num_columns: int) -> Scheme | None:
         """For rows that come as floats; None: they stay precise."""
@@ -186,8 +198,9 @@ class Checkpoint(EncodedFormat):
     def keeps(self, scheme: Scheme) -> bool:
         return True
 
-    def keeps_table(self, scheme: Scheme) -> bool:
-        return True
+    def table(self, encoded: Encoded) -> Encoded | None:
+        packed = self.packed(encoded.to(self.device))
+        return packed if packed.gathers else encoded.to(self.device) if encoded.gathers else None
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         return self.matrix(num_rows, num_columns)
@@ -199,11 +212,17 @@ class LowBit(EncodedFormat):
     worth_keeping = True
 
     def __init__(
-        self, name: str, schemes: tuple[Scheme, ...], dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        schemes: tuple[Scheme, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        exact: bool = False,
     ) -> None:
-        super().__init__(dtype, device)
+        super().__init__(dtype, device, exact)
         self.name = (
             f"{name}-{'-'.join(scheme.name for scheme in schemes)}-{str(dtype).removeprefix('torch.')}"
+            f"{'-exact' if exact else ''}"
         )
         self._schemes = schemes
         self._kinds = tuple({type(scheme) for scheme in schemes})

@@ -113,9 +113,9 @@ class NumberFormat(ABC):
         """Whether encoded rows of a checkpoint stay as they are."""
         return False
 
-    def keeps_table(self, scheme: Scheme) -> bool:
-        """The same for an embedding table, which the output head may share."""
-        return False
+    def table(self, encoded: Encoded) -> Encoded | None:
+        """An embedding table, which the output head may share, as it stays encoded; None: it is decoded."""
+        return None
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         """The output head's: logits are sensitive, and some formats keep it precise."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import choose
-from quire.kernels.registry import alternatives, load
+from quire.kernels.registry import REFERENCE, alternatives, load
 from quire.quant.encoded import Encoded, Part, Scheme
 
 OPERATION = "encoded_linear"
@@ -20,6 +20,7 @@ class Packed(Scheme):
     def __init__(self, inner: Scheme, kernel: ModuleType) -> None:
         self.inner, self.kernel = inner, kernel
         self.packing = kernel.PACKING
+        self.orders = bool(getattr(kernel, "ORDERS", False))
 
     @property
     def name(self) -> str:
@@ -40,12 +41,26 @@ class Packed(Scheme):
         inner = self.inner.layout(num_rows, num_columns)
         return parts | {COLUMNS: inner[COLUMNS]} if COLUMNS in inner else parts
 
+    def gathers(self, shape: tuple[int, int]) -> bool:
+        return bool(getattr(self.kernel, "GATHERS", False))
+
+    def gather(self, parts: Mapping[str, Tensor], shape: tuple[int, int], ids: Tensor) -> Tensor:
+        rows: Tensor = self.kernel.Product(self.inner.name, parts, shape).gather(ids)
+        return rows
+
     def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        if self.gathers(shape):
+            return self.gather(parts, shape, torch.arange(shape[0], device=parts["packed"].device))
         return self.inner.decode(self._unpacked(parts, shape), shape)
 
     def _unpacked(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
         unpacked = dict(self.kernel.unpack(self.inner.name, parts, shape))
         return unpacked | {COLUMNS: parts[COLUMNS]} if COLUMNS in parts else unpacked
+
+
+def serves_cpu() -> bool:
+    """Whether the CPU has a kernel for encoded rows."""
+    return not choose(OPERATION, "cpu").__name__.endswith(REFERENCE)
 
 
 def pack(encoded: Encoded, device: torch.device, dtype: torch.dtype) -> Encoded:

@@ -180,6 +180,9 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["dtype"] = _dtype(file)
+    kinds = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    if kinds & KINDS.keys() and architecture != "gpt2":
+        config["quantization_config"] = {"quant_method": "gguf"}
     for word in ("bos", "eos"):
         config[f"{word}_token_id"] = token_id_of(metadata, word)
     return config

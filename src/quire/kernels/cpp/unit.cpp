@@ -9,6 +9,7 @@
 #include "../attention/cpu.cpp"
 #include "../attention/full.h"
 #include "../embedding/cpu.cpp"
+#include "../encoded_linear/cpu.cpp"
 #include "../int8_linear/cpu.cpp"
 #include "../lora/cpu.cpp"
 #include "../lora_pack/cpu.cpp"
@@ -26,6 +27,10 @@ const NamedOperation operations[] = {
     {"add_rms_norm", add_rms_norm},
     {"argmax", argmax},
     {"copy_blocks", copy_blocks},
+    {"encoded_gather", encoded_gather},
+    {"encoded_linear", encoded_linear},
+    {"encoded_linear_silu_mul", encoded_linear_silu_mul},
+    {"encoded_pack", encoded_pack},
     {"full_attention", full_attention},
     {"gather", gather},
     {"gelu", gelu},
