@@ -98,7 +98,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
     assert torch.equal(product(encoded, x[:5]), together[:5])
 
 
-@pytest.mark.parametrize("name", ("gguf-q4_1", "gguf-q6_k", "int4-g128z", "nf4-b64n"))
+@pytest.mark.parametrize("name", ["gguf-q4_1", "gguf-q6_k", "int4-g128z", "nf4-b64n"])
 def test_gate_and_up_are_fused_with_the_same_numbers(name: str) -> None:
     encoded = packed(name, 96, 768)
     x, bias = rows_of_x(9, 768), torch.randn(96)
@@ -154,3 +154,22 @@ def test_rows_that_have_no_product_stay_as_they_are() -> None:
     assert not kernel.serves("int8-channel", 16, 72, torch.float32)
     assert not kernel.serves("gguf-q4_1", 16, 64, torch.bfloat16)
     assert pack(random_rows("int8-channel", 16, 72), CPU, torch.float32).scheme.name == "int8-channel"
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_floats_are_multiplied_as_they_are(name: str) -> None:
+    """Rows that a checkpoint keeps precise; x is not rounded, and a row does not depend on the others."""
+    for num_rows, num_columns in ((37, 75), (64, 512)):
+        encoded, weight = (
+            packed(name, num_rows, num_columns),
+            random_rows(name, num_rows, num_columns).decode(),
+        )
+        assert torch.equal(encoded.decode(), weight)
+        x = rows_of_x(13, num_columns)
+        found = product(encoded, x)
+        torch.testing.assert_close(found, x @ weight.T, rtol=1e-4, atol=1e-5)
+        assert torch.equal(product(encoded, x[6:7])[0], found[6])
+        for isa in native.usable_isas()[1:]:
+            native.select_isa(isa)
+            assert torch.equal(product(encoded, x), found)
+        native.select_isa(native.usable_isas()[0])

@@ -13,7 +13,7 @@ from quire.quant.full import FullPrecision
 from quire.quant.int4 import GROUPS, Int4
 from quire.quant.int8 import Int8
 from quire.quant.llm_int8 import LlmInt8
-from quire.quant.packed import serves_cpu
+from quire.quant.packed import prefers_blocks
 
 GGUF = "gguf"  # the method of GGUF files in `quantization_config`
 LOW_BIT: dict[str, tuple[Scheme, ...]] = {  # tried for rows of a length in this order
@@ -31,7 +31,7 @@ def choose_format(
     deterministic: bool = False,
     quantized: str = "",
 ) -> NumberFormat:
-    """`auto` keeps what a checkpoint that is `quantized` by some method has, GGUF's blocks where the CPU has kernels;
+    """`auto` keeps what a checkpoint that is `quantized` by some method has, GGUF's blocks on a CPU without AMX;
     otherwise it is int8 on the CPU and the checkpoint's own type elsewhere, and a named dtype means full precision.
     """
     device = torch.device(device)
@@ -39,7 +39,7 @@ def choose_format(
         raise ConfigError(
             f"quantization={quantization!r} is not known: choose one of {', '.join(QUANTIZATIONS)}"
         )
-    blocks = device.type == "cpu" and dtype == "auto" and serves_cpu()
+    blocks = device.type == "cpu" and dtype == "auto" and prefers_blocks()
     if quantization == "auto" and quantized and (quantized != GGUF or blocks):
         quantization = "checkpoint"
     if quantization == "auto":

@@ -45,10 +45,17 @@ class EncodedMatrix(Matrix):
         self._segments: list[Segment] = []
 
     def load_rows(self, first_row: int, rows: Tensor) -> None:
+        scheme = self._scheme
+        if (
+            isinstance(scheme, Plain)
+            and self._format.native
+            and rows.dtype in (torch.float16, torch.bfloat16)
+        ):
+            scheme = Plain(rows.dtype)  # native products widen as they read
         if rows.device.type == "meta":
-            self._keep(first_row, Encoded.empty(self._scheme, (rows.shape[0], rows.shape[1])))
+            self._keep(first_row, Encoded.empty(scheme, (rows.shape[0], rows.shape[1])))
         else:
-            self._keep(first_row, Encoded.of(self._scheme, rows.to(self._format.device)))
+            self._keep(first_row, Encoded.of(scheme, rows.to(self._format.device)))
 
     def load_encoded(self, first_row: int, rows: Encoded) -> None:
         if self._format.keeps(rows.scheme):
@@ -186,6 +193,8 @@ class EncodedFormat(NumberFormat):
         return EncodedMatrix(num_rows, num_columns, self, self.scheme(num_columns))
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
+        if self.native:
+            return EncodedMatrix(num_rows, num_columns, self)
         return FullMatrix(num_rows, num_columns, self.activation_dtype, self.device, self.gemm)
 
 

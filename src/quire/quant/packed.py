@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from quire.kernels import choose
+from quire.kernels import choose, native
 from quire.kernels.registry import REFERENCE, alternatives, load
 from quire.quant.encoded import Encoded, Part, Scheme
 
@@ -61,6 +61,11 @@ class Packed(Scheme):
 def serves_cpu() -> bool:
     """Whether the CPU has a kernel for encoded rows."""
     return not choose(OPERATION, "cpu").__name__.endswith(REFERENCE)
+
+
+def prefers_blocks() -> bool:
+    """Whether GGUF's blocks are the CPU's default. With AMX, int8 per channel is several times faster in prefill."""
+    return serves_cpu() and native.isa() != "amx"
 
 
 def pack(encoded: Encoded, device: torch.device, dtype: torch.dtype) -> Encoded:

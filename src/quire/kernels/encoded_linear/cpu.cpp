@@ -5,6 +5,7 @@
 #include "../cpp/exponential.h"
 #include "../cpp/pool.h"
 #include "../cpp/vector.h"
+#include "floats.h"
 #include "gemm.h"
 #include "pack.h"
 
@@ -152,15 +153,35 @@ inline void encoded_items(const EncodedProblem& p, int64_t begin, int64_t end) {
     }
 }
 
+// The same for floats.
+template <class Pair>
+inline void float_items(const EncodedProblem& p, int64_t begin, int64_t end) {
+    const Stored& w = p.weight;
+    const int64_t pairs = Pair::count(w);
+    float* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(std::min(p.tokens, kEncodedRows) * 32 * 4)));
+    for (int64_t item = begin; item < end; ++item) {
+        const int64_t pair = item % pairs, first_row = item / pairs * kEncodedRows;
+        const int64_t rows = std::min(kEncodedRows, p.tokens - first_row);
+        float_gemm({w.block(Pair::first(w, pair)), w.block(Pair::second(w, pair)), w.columns,
+                    p.x + first_row * p.x_stride, p.x_stride, sums},
+                   rows, w.coding);
+        Pair::finish(p, pair, first_row, rows, sums);
+    }
+}
+
 template <class Pair>
 inline void run_encoded(EncodedProblem& p) {
     if (p.tokens == 0) return;
-    round_rows(p);
+    const bool floats = p.weight.coding >= kFloat32;
+    if (!floats) round_rows(p);
     const int64_t items = Pair::count(p.weight) * ((p.tokens + kEncodedRows - 1) / kEncodedRows);
     const bool alone = p.tokens * p.weight.channels * p.weight.columns < kEncodedAlone;
     const int64_t pair_bytes = 2 * p.weight.block_bytes;
     const int64_t grain = alone ? items : (kEncodedBytes + pair_bytes - 1) / pair_bytes;
-    parallel_for(items, grain, [&p](int64_t begin, int64_t end) { encoded_items<Pair>(p, begin, end); });
+    parallel_for(items, grain, [&p, floats](int64_t begin, int64_t end) {
+        if (floats) float_items<Pair>(p, begin, end);
+        else encoded_items<Pair>(p, begin, end);
+    });
 }
 
 // Arguments from `at` on: packed, bytes of a block, columns, channels, coding, group, code book, front.

@@ -31,9 +31,10 @@ _FILES = {  # GGUF's blocks: coding, number of the source, columns of a group
     "gguf-q6_k": (5, 5, 256),
 }
 _SCALED4, _ZERO4, _SCALED8_WIDE, _BOOK4, _NESTED4 = 0, 2, 7, 8, 9
-_INT4, _BOOK, _INT8 = 6, 7, 8  # sources
+_INT4, _BOOK, _INT8, _FLOAT = 6, 7, 8, 9  # sources
 _STEP_BYTES = {4: 320, 5: 384, 6: 512, 7: 512}  # of codes; others have 4 bits: 256
 _HEADER_BYTES = {0: 32, 1: 64, 2: 48, 3: 320, 4: 320, 5: 288, 6: 32, 7: 64, 8: 64, 9: 16}
+_FLOATS = {"float32": (10, torch.float32), "float16": (11, torch.float16), "bfloat16": (12, torch.bfloat16)}
 _UNITS = {"nf4": 32767, "fp4": 12 * 2730, "fp4bnb": 192 * 170}  # so that the entries of FP4 are whole numbers
 
 
@@ -49,27 +50,33 @@ class Coding:
 
     @property
     def group_bytes(self) -> int:
+        if self.source == _FLOAT:
+            return ROWS * STEP * (4 if self.number == 10 else 2)
         return _HEADER_BYTES[self.number] + self.group // STEP * _STEP_BYTES.get(self.number, 256)
 
 
 @cache
 def coding_of(scheme: str, num_columns: int) -> Coding | None:
     """None: rows of this scheme and length have no product here."""
+    if scheme in _FLOATS:
+        return Coding(_FLOATS[scheme][0], _FLOAT, STEP)
     if num_columns % STEP:
         return None
     if scheme in _FILES:
         number, source, group = _FILES[scheme]
         return Coding(number, source, group)
-    if found := re.fullmatch(r"int4-g(\d+)(z?)p?", scheme):
-        group = int(found[1])
-        return Coding(_ZERO4 if found[2] else _SCALED4, _INT4, group) if group % STEP == 0 else None
-    if found := re.fullmatch(r"(nf4|fp4|fp4bnb)-b(\d+)(n?)", scheme):
-        group = int(found[2])
-        return Coding(_NESTED4 if found[3] else _BOOK4, _BOOK, group, found[1]) if group % STEP == 0 else None
-    if found := re.fullmatch(r"int8-(?:channel|(\d+)x(\d+))", scheme):
-        width = int(found[2] or 0) or num_columns
+    if parsed := re.fullmatch(r"int4-g(\d+)(z?)p?", scheme):
+        group = int(parsed[1])
+        return Coding(_ZERO4 if parsed[2] else _SCALED4, _INT4, group) if group % STEP == 0 else None
+    if parsed := re.fullmatch(r"(nf4|fp4|fp4bnb)-b(\d+)(n?)", scheme):
+        group = int(parsed[2])
+        return (
+            Coding(_NESTED4 if parsed[3] else _BOOK4, _BOOK, group, parsed[1]) if group % STEP == 0 else None
+        )
+    if parsed := re.fullmatch(r"int8-(?:channel|(\d+)x(\d+))", scheme):
+        width = int(parsed[2] or 0) or num_columns
         sizes = [size for size in (256, 128, 64, 32) if num_columns % size == 0 and width % size == 0]
-        return Coding(_SCALED8_WIDE, _INT8, sizes[0], tile=(int(found[1] or 1), width)) if sizes else None
+        return Coding(_SCALED8_WIDE, _INT8, sizes[0], tile=(int(parsed[1] or 1), width)) if sizes else None
     return None
 
 
@@ -79,7 +86,7 @@ def serves(scheme: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> 
 
 def layout(scheme: str, num_rows: int, num_columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     coding = _known(scheme, num_columns)
-    blocks, steps = -(-num_rows // ROWS), num_columns // STEP
+    blocks, steps = -(-num_rows // ROWS), -(-num_columns // STEP)
     step_bytes = coding.group_bytes * STEP // coding.group
     parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "packed": ((blocks, steps, step_bytes), torch.uint8)
@@ -94,6 +101,9 @@ def pack(scheme: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> d
     parts = {
         name: huge_pages.zeros(*size, dtype=dtype) for name, (size, dtype) in layout(scheme, *shape).items()
     }
+    if coding.source == _FLOAT:
+        _pack_floats(parts["packed"], stored["weight"])
+        return parts
     codes = next(stored[name] for name in ("blocks", "packed", "weight") if name in stored).contiguous()
     scales, zeros = _scales(coding, stored, shape), stored.get("zeros")
     if coding.number == _NESTED4:
@@ -123,6 +133,7 @@ class Product:
         self._shape = shape
         self._weight = _weight(coding, parts, shape)
         self._order = parts.get("columns")
+        self._floats = _floats(parts["packed"], _FLOATS[scheme][1]) if scheme in _FLOATS else None
         self._kept = (parts["packed"], parts.get("front"), self._order, _book(coding.book))
 
     def linear(self, x: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
@@ -136,7 +147,10 @@ class Product:
         return out
 
     def gather(self, ids: Tensor) -> Tensor:
-        """ids [T] int32 or int64 -> float32 [T, num_columns]; -1: zeros."""
+        """ids [T] int32 or int64 -> float32 [T, num_columns]; -1: zeros. Floats are not gathered natively."""
+        if self._floats is not None:
+            rows = self._floats[ids // ROWS, :, ids % ROWS].float()
+            return torch.where(ids[:, None] < 0, 0.0, rows[:, : self._shape[1]])
         wide = ids.dtype is torch.int64
         native.check_indices(torch.int64 if wide else torch.int32, ids)
         out = native.empty(ids.shape[0], self._shape[1])
@@ -173,6 +187,20 @@ def _weight(coding: Coding, parts: Mapping[str, Tensor], shape: tuple[int, int])
         packed.data_ptr(), packed.shape[1] * packed.shape[2], shape[1], shape[0], coding.number, coding.group,
         native.address(_book(coding.book)), native.address(parts.get("front")),
     )  # fmt: skip
+
+
+def _floats(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Packed floats as [blocks, columns, ROWS]."""
+    return packed.view(dtype).view(packed.shape[0], -1, ROWS)
+
+
+def _pack_floats(packed: Tensor, weight: Tensor) -> None:
+    num_rows, num_columns = weight.shape
+    target = _floats(packed, weight.dtype)
+    whole = num_rows // ROWS * ROWS
+    target[: whole // ROWS, :num_columns] = weight[:whole].view(-1, ROWS, num_columns).transpose(1, 2)
+    if whole < num_rows:
+        target[-1, :num_columns, : num_rows - whole] = weight[whole:].t()
 
 
 def _scales(coding: Coding, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor | None:

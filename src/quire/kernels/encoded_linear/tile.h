@@ -33,6 +33,9 @@ enum Coding : int64_t {
     kScaled8Wide = 7,  // the same with scales in float32; all others have float16
     kBook4 = 8,        // values[code] * scale, in float32
     kNested4 = 9,      // the same with scales in 8 bits
+    kFloat32 = 10,     // floats: a block is [columns][16], see floats.h
+    kFloat16 = 11,
+    kBFloat16 = 12,
 };
 
 // What a tile's codes mean, and so how a dot product is finished.
