@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ModelError, WeightsError
-from quire.quant.codebook import CODES, NESTED_BLOCK, CodeBook, dynamic_map, nested_shape
+from quire.kernels.encoded_linear.books import CODES, dynamic_map
+from quire.quant.codebook import NESTED_BLOCK, CodeBook, nested_shape
 from quire.quant.encoded import Scheme
 from quire.quant.scaled import Scaled
 from quire.weights.quantized.reader import Get, Header, QuantizedReader, finite
