@@ -30,9 +30,10 @@ FOLDERS = sorted(path.name for path in DATA.iterdir() if path.is_dir())
 MODULE = "model.layers.0.self_attn.q_proj"
 
 
-def loaded(folder: Path, quantization: str = "auto") -> DecoderModel:
+def loaded(folder: Path, quantization: str = "auto", dtype: str = "float32") -> DecoderModel:
+    """By default activations stay float32; with dtype auto, a CPU's kernels round them to int8."""
     source = FolderSource(folder)
-    return load(source, LayerFactory.of(describe(source.config), quantization=quantization))
+    return load(source, LayerFactory.of(describe(source.config), dtype=dtype, quantization=quantization))
 
 
 def logits_of(model: DecoderModel, tokens: list[int]) -> Tensor:
@@ -57,7 +58,7 @@ def test_every_format_is_here() -> None:
 def test_logits_are_those_of_the_packages_own_dequantized_model(name: str) -> None:
     tokens, right = expected(name)
     source = FolderSource(DATA / name)
-    factory = LayerFactory.of(describe(source.config))
+    factory = LayerFactory.of(describe(source.config), dtype="float32")
     model = load(source, factory)
     assert factory.number_format.name == "checkpoint"
     assert error(logits_of(model, tokens), right) < 1e-3
@@ -94,7 +95,7 @@ def test_bits_are_reported_by_parts_of_the_model(tmp_path: Path, empty_cache: Pa
     assert sum(group.num_bytes for group in groups.values()) == kept
     save(tmp_path, llama(hidden_size=192, intermediate_size=128, tie_word_embeddings=True))
     for _ in range(2):  # quantized, then mapped
-        first, _, table, _ = weight_groups(loaded(tmp_path, "nf4"))
+        first, _, table, _ = weight_groups(loaded(tmp_path, "nf4", "auto"))
         assert first.scheme == "nf4-b64n"
         assert 4.127 < first.bits < 4.25
         assert table.part == "embedding, head"
@@ -102,7 +103,7 @@ def test_bits_are_reported_by_parts_of_the_model(tmp_path: Path, empty_cache: Pa
     sized = weight_shape(
         describe(source.config), LayerFactory.of(describe(source.config), quantization="nf4").number_format
     )
-    assert sized.groups == weight_groups(loaded(tmp_path, "nf4"))
+    assert sized.groups == weight_groups(loaded(tmp_path, "nf4", "auto"))
 
 
 def altered(tmp_path: Path, name: str, **config: Any) -> Path:

@@ -85,7 +85,7 @@ def test_cuts_inside_a_group_and_rows_that_do_not_divide_are_refused() -> None:
 
 
 def filled(weight: Tensor, quantization: str, pieces: list[int]) -> EncodedMatrix:
-    matrix = choose_format(CPU, quantization=quantization).matrix(*weight.shape)
+    matrix = choose_format(CPU, dtype="float32", quantization=quantization).matrix(*weight.shape)
     assert isinstance(matrix, EncodedMatrix)
     first = 0
     for rows in weight.split(pieces):
@@ -105,7 +105,7 @@ def test_products_are_those_of_the_decoded_weight(quantization: str) -> None:
     torch.testing.assert_close(matrix.logits(x), x @ decoded.T)
     gate, up = (x @ decoded.T).chunk(2, dim=1)
     torch.testing.assert_close(matrix.linear_silu_mul(x, None), torch.nn.functional.silu(gate) * up)
-    twin = choose_format(CPU, quantization=quantization).matrix(96, 128)
+    twin = choose_format(CPU, dtype="float32", quantization=quantization).matrix(96, 128)
     twin.adopt(matrix.state())
     assert torch.equal(twin.linear(x, None, None), matrix.linear(x, None, None))
     kept = matrix.state()
@@ -115,7 +115,7 @@ def test_products_are_those_of_the_decoded_weight(quantization: str) -> None:
 def test_fused_parts_of_one_scheme_become_one_and_others_stay_apart() -> None:
     weight = normal(96, 128)
     assert len(filled(weight, "int4", [32, 64]).encoded) == 1
-    mixed = Checkpoint(torch.float32, CPU).matrix(96, 128)
+    mixed = Checkpoint(torch.float32, CPU, exact=True).matrix(96, 128)
     assert isinstance(mixed, EncodedMatrix)
     mixed.load(64, weight[64:])
     mixed.load(0, Encoded.of(Int4(32), weight[:32]))
@@ -123,7 +123,7 @@ def test_fused_parts_of_one_scheme_become_one_and_others_stay_apart() -> None:
     assert [str(encoded.scheme) for encoded in mixed.encoded] == ["int4-g32", "float32"]
     x = normal(3, 128, seed=2)
     torch.testing.assert_close(mixed.linear(x, None, None)[:, 64:], x @ weight[64:].T)
-    twin = Checkpoint(torch.float32, CPU).matrix(96, 128)
+    twin = Checkpoint(torch.float32, CPU, exact=True).matrix(96, 128)
     twin.adopt(mixed.state())
     assert torch.equal(twin.linear(x, None, None), mixed.linear(x, None, None))
 
@@ -134,7 +134,7 @@ def test_columns_in_another_order_are_taken_from_x_in_that_order() -> None:
     parts = Int4(32).encode(weight[:, order]) | {"columns": order.int()}
     encoded = Encoded(scheme, parts, (32, 64))
     assert error(weight, encoded.decode()) < 0.12
-    matrix = Checkpoint(torch.float32, CPU).matrix(32, 64)
+    matrix = Checkpoint(torch.float32, CPU, exact=True).matrix(32, 64)
     matrix.load(0, encoded)
     x = normal(5, 64, seed=4)
     torch.testing.assert_close(matrix.linear(x, None, None), x @ encoded.decode().T)
@@ -146,7 +146,7 @@ def test_a_format_that_does_not_keep_the_scheme_decodes() -> None:
     full = choose_format(CPU, quantization="none").matrix(32, 64)
     full.load(0, encoded)
     assert torch.equal(full.state()["weight"], encoded.decode())
-    nf4 = choose_format(CPU, quantization="nf4").matrix(32, 64)
+    nf4 = choose_format(CPU, dtype="float32", quantization="nf4").matrix(32, 64)
     nf4.load(0, encoded)
     assert isinstance(nf4, EncodedMatrix)
     assert nf4.encoded[0].scheme == CodeBook("nf4")

@@ -82,9 +82,10 @@ class ModelConfig:
     hf: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def quantized(self) -> bool:
-        """Whether the checkpoint's weights are quantized."""
-        return bool(self.hf.get("quantization_config"))
+    def quantized(self) -> str:
+        """The method by which the checkpoint's weights are quantized, as `quantization_config` names it; or empty."""
+        found = self.hf.get("quantization_config")
+        return str(found.get("quant_method", "unknown")) if isinstance(found, Mapping) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,9 @@ class ModelOptions:
     dtype: str = setting("auto", "auto, float32, float16 or bfloat16")
     quantization: str = setting(
         "auto",
-        "auto (what a quantized checkpoint has, otherwise int8 on a CPU), int8 or llm-int8 (on a CPU), int4, nf4, fp4, "
-        "fp8 (on a GPU that has it), checkpoint for the file's own numbers, or none for full precision",
+        "auto (what a quantized checkpoint has, GGUF's blocks on a CPU, otherwise int8 on a CPU), int8 or llm-int8 "
+        "(on a CPU), int4, nf4, fp4, fp8 (on a GPU that has it), checkpoint for the file's own numbers, or none for "
+        "full precision",
     )
     load_format: str = setting(
         "auto", "auto, or dummy for random weights in the shape that config.json names"

@@ -17,7 +17,7 @@ _ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
     "activation": (("cpu", "cpu"), ("triton", "cuda")),
     "attention": (("cpu", "cpu"), ("triton", "cuda")),
     "embedding": (("cpu", "cpu"), ("triton", "cuda")),
-    "encoded_linear": (("cuda", "cuda"),),
+    "encoded_linear": (("cpu", "cpu"), ("cuda", "cuda")),
     "fp8_rows": (("triton", "cuda"),),
     "inputs": (("triton", "cuda"),),
     "int8_linear": (("cpu", "cpu"),),

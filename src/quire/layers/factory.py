@@ -55,7 +55,7 @@ class LayerFactory:
     @property
     def recordable(self) -> bool:
         """Whether layers are made of native operations only, so that a tape can replay them."""
-        names = ("norm", "rotary", "attention", "activation", "embedding", "int8_linear")
+        names = ("norm", "rotary", "attention", "activation", "embedding")
         native = all(not self.kernel(name).__name__.endswith(REFERENCE) for name in names)
         return native and self.device.type == "cpu" and self.number_format.native
 
@@ -120,7 +120,7 @@ class LayerFactory:
             self.device,
             compact,
             first_row,
-            self.number_format.keeps_table,
+            self.number_format.table,
             self.number_format.table_scheme,
             scale,
         )

@@ -29,18 +29,18 @@ class TokenEmbedding(Adaptable):
         device: torch.device,
         compact: bool,
         first_row: int = 0,
-        keeps: Callable[[Scheme], bool] = lambda scheme: False,
+        kept: Callable[[Encoded], Encoded | None] = lambda encoded: None,
         scheme: Scheme | None = None,
         scale: float = 1.0,
     ) -> None:
-        """`keeps`: whether encoded rows of a scheme stay encoded, to be decoded as they are read.
+        """`kept`: an encoded table as it stays, to be decoded as rows are read; None: it becomes floats.
 
         `scheme`: what rows that come as floats are encoded in. `scale`: of the rows with their adapters, when they
         are read.
         """
         super().__init__()
         self._kernel = kernel
-        self._keeps = keeps
+        self._kept = kept
         self._scheme = scheme
         self._scale = scale
         self._encoded: Encoded | None = None  # in place of a table
@@ -55,6 +55,11 @@ class TokenEmbedding(Adaptable):
     def table(self) -> Tensor:
         assert self._table is not None, "an embedding must be loaded before it is used"
         return self._table
+
+    @property
+    def recordable(self) -> bool:
+        """Whether reading rows is one native operation: the scale of an encoded table is torch's."""
+        return self._encoded is None or self._scale == 1.0
 
     def __call__(self, ids: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """ids [T] int32 or int64 -> [T, width], plus the rows' adapters."""
@@ -77,14 +82,10 @@ class TokenEmbedding(Adaptable):
 
     def load(self, weight: Weight) -> None:
         """weight [first_row + num_rows, width]."""
-        if (
-            isinstance(weight, Encoded)
-            and not self._first_row
-            and self._keeps(weight.scheme)
-            and weight.gathers
-        ):
-            self._encoded = weight.to(self._device)
-            return
+        if isinstance(weight, Encoded) and not self._first_row:
+            self._encoded = self._kept(weight)
+            if self._encoded is not None:
+                return
         tensor = floats(weight)
         if self._scheme is not None and not self._first_row and self._scheme.fits(self._shape[1]):
             on_meta = tensor.device.type == "meta"

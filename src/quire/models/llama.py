@@ -184,10 +184,10 @@ class Llama(LayerStack):
         self, config: ModelConfig, factory: LayerFactory, variant: LlamaVariant | None = None
     ) -> None:
         self.config = config
+        self._factory = factory
         self._select = factory.row_selection()
         variant = variant or variant_of(config)
         self._logits_cap = variant.logits_cap
-        self.recordable = factory.recordable and not variant.logits_cap  # torch caps logits
         tables = _rotary_tables(config, variant, factory)
         self.embedding = factory.embedding(
             config.vocab_size, config.hidden_size, scale=variant.embedding_scale / variant.residual_scale
@@ -204,6 +204,11 @@ class Llama(LayerStack):
         self, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor | None
     ) -> LlamaLayer:
         return LlamaLayer(self.config, variant, factory, index, cos_sin)
+
+    @property
+    def recordable(self) -> bool:
+        """Known once weights are loaded: some have no native kernel, and torch caps logits."""
+        return self._factory.recordable and self.embedding.recordable and not self._logits_cap
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
         hidden = self.embedding(batch.token_ids, batch.lora)

@@ -167,9 +167,12 @@ class Mixture(Llama):
         self._sparse = sparse_layers(config)
         self.mixture = mixture_shape(config) if self._sparse else None  # of every sparse layer
         super().__init__(config, factory, _variant(config))
+
+    @property
+    def recordable(self) -> bool:
         mixtures = [block.mixture for block in self.blocks if isinstance(block, MixtureLayer)]
-        clips = config.hf.get("clip_qkv") is not None  # by torch, which a tape cannot record
-        self.recordable = self.recordable and not clips and all(m.recordable for m in mixtures)
+        clips = self.config.hf.get("clip_qkv") is not None  # by torch, which a tape cannot record
+        return super().recordable and not clips and all(mixture.recordable for mixture in mixtures)
 
     def _layer(
         self, variant: LlamaVariant, factory: LayerFactory, index: int, cos_sin: Tensor | None

@@ -66,7 +66,11 @@ class Encoder(Loadable, Protocol):
 class DecoderModel(Loadable, Protocol):
     """A decoder. Calling it stores the batch's keys and values in the pool."""
 
-    recordable: bool  # calling it runs native operations only, so that a tape can replay it
+    @property
+    def recordable(self) -> bool:
+        """Whether calling it, loaded, runs native operations only, so that a tape can replay it."""
+        ...
+
     stack: list[Layer]  # in the order they run; an entry may be a StreamedLayer
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:

@@ -173,7 +173,7 @@ def _stored(state: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
     for (_, scheme), parts in encoded.items():
         main = next(parts[name] for name in MAIN if name in parts)
         num_weights = main.shape[0] * main.shape[1] * named(scheme).packing
-        yield scheme, num_weights, sum(_bytes(part) for part in parts.values())
+        yield scheme.partition("@")[0], num_weights, sum(_bytes(part) for part in parts.values())
     if not encoded and state:
         largest = max(state.values(), key=Tensor.numel)
         scheme = str(largest.dtype).removeprefix("torch.").removesuffix("_e4m3fn")
@@ -237,6 +237,9 @@ class _Sized(NumberFormat):
         if isinstance(self._real, EncodedFormat):
             return self._real.matrix(num_rows, num_columns)
         return self.head(num_rows, num_columns)
+
+    def table(self, encoded: Encoded) -> Encoded | None:
+        return self._real.table(encoded)
 
     @property
     def table_scheme(self) -> Scheme | None:

@@ -13,8 +13,10 @@ from quire.quant.full import FullPrecision
 from quire.quant.int4 import GROUPS, Int4
 from quire.quant.int8 import Int8
 from quire.quant.llm_int8 import LlmInt8
+from quire.quant.packed import prefers_blocks
 from quire.quant.scaled import Scaled
 
+GGUF = "gguf"  # the method of GGUF files in `quantization_config`
 LOW_BIT: dict[str, tuple[Scheme, ...]] = {  # tried for rows of a length in this order
     "int4": tuple(Int4(group) for group in GROUPS),
     "int8": (Scaled("int8"),),  # on a GPU: weights only
@@ -29,22 +31,26 @@ def choose_format(
     quantization: str = "auto",
     checkpoint_dtype: str = "float32",
     deterministic: bool = False,
-    quantized: bool = False,
+    quantized: str = "",
 ) -> NumberFormat:
-    """`auto` keeps what a `quantized` checkpoint has; otherwise it is int8 on the CPU and the checkpoint's own type
-    elsewhere, and a named dtype means full precision.
+    """`auto` keeps what a checkpoint that is `quantized` by some method has, GGUF's blocks unless the CPU has AMX or
+    results must be deterministic; otherwise it is int8 on the CPU and the checkpoint's own type elsewhere, and a named
+    dtype means full precision.
     """
     device = torch.device(device)
     if quantization not in QUANTIZATIONS:
         raise ConfigError(
             f"quantization={quantization!r} is not known: choose one of {', '.join(QUANTIZATIONS)}"
         )
-    if quantization == "auto" and quantized:
+    by_default = dtype == "auto" if device.type == "cpu" else not deterministic
+    blocks = by_default and prefers_blocks(device)
+    if quantization == "auto" and quantized and (quantized != GGUF or blocks):
         quantization = "checkpoint"
     if quantization == "auto":
         quantization = "int8" if device.type == "cpu" and dtype == "auto" else "none"
     if quantization == "llm-int8" or (quantization == "int8" and device.type == "cpu"):
         return _int8(device, dtype, quantization)
+    asked = dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else checkpoint_dtype
     if quantization == "fp8":
@@ -57,9 +63,10 @@ def choose_format(
             f"quantization={quantization!r} has no deterministic GEMMs on a GPU: leave out one of the two, or choose "
             "none, which decodes the weights"
         )
+    exact = device.type == "cpu" and asked != "auto"  # the CPU's kernels round activations
     if quantization == "checkpoint":
-        return Checkpoint(activations, device)
-    return LowBit(quantization, LOW_BIT[quantization], activations, device)
+        return Checkpoint(activations, device, exact)
+    return LowBit(quantization, LOW_BIT[quantization], activations, device, exact)
 
 
 def _fp8(device: torch.device, dtype: str, deterministic: bool) -> NumberFormat:

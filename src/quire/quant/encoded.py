@@ -59,6 +59,14 @@ class Scheme(ABC):
             return False
         return True
 
+    def gathers(self, shape: tuple[int, int]) -> bool:
+        """Whether single rows can be taken out."""
+        return all(part.rows == 1 for part in self.layout(*shape).values())
+
+    def gather(self, parts: Mapping[str, Tensor], shape: tuple[int, int], ids: Tensor) -> Tensor:
+        """float32 [T, num_columns]: the rows of these ids. Only if `gathers`."""
+        return self.decode({name: part[ids] for name, part in parts.items()}, (ids.shape[0], shape[1]))
+
     def cut_rows(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], first: int, last: int
     ) -> dict[str, Tensor]:
@@ -191,12 +199,11 @@ class Encoded:
     @property
     def gathers(self) -> bool:
         """Whether single rows can be taken out."""
-        return all(part.rows == 1 for part in self.scheme.layout(*self.shape).values())
+        return self.scheme.gathers(self.shape)
 
     def gather(self, ids: Tensor) -> Tensor:
         """float32 [T, num_columns]: the rows of these ids."""
-        parts = {name: part[ids] for name, part in self.parts.items()}
-        return self.scheme.decode(parts, (ids.shape[0], self.shape[1]))
+        return self.scheme.gather(self.parts, self.shape, ids)
 
     def to(self, device: torch.device) -> "Encoded":
         return Encoded(self.scheme, {name: part.to(device) for name, part in self.parts.items()}, self.shape)

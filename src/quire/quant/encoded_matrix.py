@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import choose
+from quire.kernels import choose, native
 from quire.quant.encoded import Encoded, Plain, Scheme, join
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.full import FullMatrix
-from quire.quant.packed import OPERATION, Packed, pack
+from quire.quant.packed import OPERATION, Packed, pack, serves_cpu
 from quire.quant.scaled import Scaled
 from quire.quant.schemes import from_parameters, parameter_names
 
@@ -46,10 +46,17 @@ class EncodedMatrix(Matrix):
         self._segments: list[Segment] = []
 
     def load_rows(self, first_row: int, rows: Tensor) -> None:
+        scheme = self._scheme
+        if (
+            isinstance(scheme, Plain)
+            and self._format.native
+            and rows.dtype in (torch.float16, torch.bfloat16)
+        ):
+            scheme = Plain(rows.dtype)  # native products widen as they read
         if rows.device.type == "meta":
-            self._keep(first_row, Encoded.empty(self._scheme, (rows.shape[0], rows.shape[1])))
+            self._keep(first_row, Encoded.empty(scheme, (rows.shape[0], rows.shape[1])))
         else:
-            self._keep(first_row, Encoded.of(self._scheme, rows.to(self._format.device)))
+            self._keep(first_row, Encoded.of(scheme, rows.to(self._format.device)))
 
     def load_encoded(self, first_row: int, rows: Encoded) -> None:
         if self._format.keeps(rows.scheme):
@@ -117,7 +124,12 @@ class EncodedMatrix(Matrix):
         self, x: Tensor, dtype: torch.dtype, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         assert self._segments, "a matrix must be loaded before it is used"
-        y = torch.empty(x.shape[0], self.num_rows, dtype=dtype, device=x.device)
+        on_cpu = x.device.type == "cpu"  # where a tape may record the product
+        y = (
+            native.empty(x.shape[0], self.num_rows, dtype=dtype)
+            if on_cpu
+            else torch.empty(x.shape[0], self.num_rows, dtype=dtype, device=x.device)
+        )
         for segment in self._segments:
             rows = slice(segment.first_row, segment.last_row)
             out, added = y[:, rows], None if residual is None else residual[:, rows]
@@ -133,9 +145,9 @@ class EncodedMatrix(Matrix):
 
     @staticmethod
     def _ordered(x: Tensor, segment: Segment) -> Tensor:
-        """x by columns as they are stored."""
-        order = segment.encoded.column_order
-        return x if order is None else x[:, order]
+        """x by columns as the product takes them."""
+        order, scheme = segment.encoded.column_order, segment.encoded.scheme
+        return x if order is None or (isinstance(scheme, Packed) and scheme.orders) else x[:, order]
 
     def _decoded_product(self, x: Tensor, encoded: Encoded, out: Tensor) -> None:
         if isinstance(encoded.scheme, Plain):
@@ -165,9 +177,12 @@ class EncodedFormat(NumberFormat):
 
     kept_precise: tuple[str, ...] = ("embedding table", "output head", "norms", "biases")
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, exact: bool = False) -> None:
+        """`exact`: activations are never rounded, as the kernel of a CPU does; rows are decoded and multiplied."""
         super().__init__(dtype, device)
         self.device = device
+        self.exact = exact
+        self.native = not exact and device.type == "cpu" and serves_cpu()
 
     def on(self, device: torch.device) -> "EncodedFormat":
         """The same format with its tensors on another device, packed for its own."""
@@ -176,8 +191,10 @@ class EncodedFormat(NumberFormat):
         return other
 
     def packed(self, encoded: Encoded) -> Encoded:
-        """The rows as the device's kernel reads them."""
-        return pack(encoded, self._device, self.activation_dtype)
+        """The rows as the device's kernel reads them. A format with rows that have no kernel is no longer native."""
+        packed = encoded if self.exact else pack(encoded, self._device, self.activation_dtype)
+        self.native = self.native and isinstance(packed.scheme, Packed)
+        return packed
 
     def scheme(self, num_columns: int) -> Scheme | None:
         """For rows that come as floats; None: they stay precise."""
@@ -187,6 +204,8 @@ class EncodedFormat(NumberFormat):
         return EncodedMatrix(num_rows, num_columns, self, self.scheme(num_columns))
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
+        if self.native:
+            return EncodedMatrix(num_rows, num_columns, self)
         return FullMatrix(num_rows, num_columns, self.activation_dtype, self.device, self.gemm)
 
 
@@ -199,8 +218,9 @@ class Checkpoint(EncodedFormat):
     def keeps(self, scheme: Scheme) -> bool:
         return True
 
-    def keeps_table(self, scheme: Scheme) -> bool:
-        return True
+    def table(self, encoded: Encoded) -> Encoded | None:
+        packed = self.packed(encoded.to(self.device))
+        return packed if packed.gathers else encoded.to(self.device) if encoded.gathers else None
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
         return self.matrix(num_rows, num_columns)
@@ -215,11 +235,17 @@ class LowBit(EncodedFormat):
     worth_keeping = True
 
     def __init__(
-        self, name: str, schemes: tuple[Scheme, ...], dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        schemes: tuple[Scheme, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        exact: bool = False,
     ) -> None:
-        super().__init__(dtype, device)
+        super().__init__(dtype, device, exact)
         self.name = (
             f"{name}-{'-'.join(scheme.name for scheme in schemes)}-{str(dtype).removeprefix('torch.')}"
+            f"{'-exact' if exact else ''}"
         )
         self._schemes = schemes
         self._kinds = tuple({type(scheme) for scheme in schemes})

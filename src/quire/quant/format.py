@@ -112,9 +112,9 @@ class NumberFormat(ABC):
         """Whether encoded rows of a checkpoint stay as they are."""
         return False
 
-    def keeps_table(self, scheme: Scheme) -> bool:
-        """The same for an embedding table, which the output head may share."""
-        return False
+    def table(self, encoded: Encoded) -> Encoded | None:
+        """An embedding table, which the output head may share, as it stays encoded; None: it is decoded."""
+        return None
 
     @property
     def table_scheme(self) -> Scheme | None:

@@ -6,8 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from quire.kernels import choose
-from quire.kernels.registry import alternatives, load
+from quire.kernels import choose, native
+from quire.kernels.registry import REFERENCE, alternatives, load
 from quire.quant.encoded import Encoded, Part, Scheme
 
 OPERATION = "encoded_linear"
@@ -20,6 +20,7 @@ class Packed(Scheme):
     def __init__(self, inner: Scheme, kernel: ModuleType) -> None:
         self.inner, self.kernel = inner, kernel
         self.packing = kernel.PACKING
+        self.orders = bool(getattr(kernel, "ORDERS", False))
 
     @property
     def name(self) -> str:
@@ -38,9 +39,30 @@ class Packed(Scheme):
         inner = self.inner.layout(num_rows, num_columns)
         return parts | {COLUMNS: inner[COLUMNS]} if COLUMNS in inner else parts
 
+    def gathers(self, shape: tuple[int, int]) -> bool:
+        return bool(getattr(self.kernel, "GATHERS", False))
+
+    def gather(self, parts: Mapping[str, Tensor], shape: tuple[int, int], ids: Tensor) -> Tensor:
+        rows: Tensor = self.kernel.Product(self.inner.name, parts, shape).gather(ids)
+        return rows
+
     def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        if self.gathers(shape):
+            return self.gather(parts, shape, torch.arange(shape[0], device=parts["packed"].device))
         decoded: Tensor = self.kernel.decode(self.inner.name, parts, shape)
         return decoded
+
+
+def serves_cpu() -> bool:
+    """Whether the CPU has a kernel for encoded rows."""
+    return not choose(OPERATION, "cpu").__name__.endswith(REFERENCE)
+
+
+def prefers_blocks(device: torch.device) -> bool:
+    """Whether GGUF's blocks are the default. With AMX, int8 per channel is several times faster in prefill."""
+    if device.type == "cpu":
+        return serves_cpu() and native.isa() != "amx"
+    return device.type == "cuda" and choose(OPERATION, device).serves("gguf-q4_0", 128, 128, torch.bfloat16)
 
 
 def pack(encoded: Encoded, device: torch.device, dtype: torch.dtype) -> Encoded:

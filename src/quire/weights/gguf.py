@@ -194,6 +194,10 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["dtype"] = _dtype(file)
+    kinds = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    # Of experts, only int8 on a CPU and 16 bits on a GPU have grouped GEMMs.
+    if kinds & KINDS.keys() and architecture != "gpt2" and f"{architecture}.expert_count" not in metadata:
+        config["quantization_config"] = {"quant_method": "gguf"}
     for word in ("bos", "eos"):
         config[f"{word}_token_id"] = token_id_of(metadata, word)
     return config

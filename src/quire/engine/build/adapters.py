@@ -142,12 +142,12 @@ def separate_blocks(config: AdapterConfig, num_blocks: int, block_bytes: int) ->
 
 
 def adapter_dtype(precision: Precision) -> torch.dtype:
-    """Adapters are kept in the model's activation dtype, or in int8 beside int8 weights on a CPU.
+    """Adapters are kept in the model's activation dtype, or in int8 beside weights of 4 to 8 bits on a CPU.
 
     A step is bound by memory there, and dozens of adapters are more of it than the model itself. GPU kernels read
     16 bits.
     """
-    if precision.format_name != "int8":
+    if precision.format_name != "int8" and not precision.format.native:
         return precision.format.activation_dtype
     return torch.int8 if precision.device.type == "cpu" else torch.bfloat16
 

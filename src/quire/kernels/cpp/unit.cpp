@@ -9,6 +9,7 @@
 #include "../attention/cpu.cpp"
 #include "../attention/full.h"
 #include "../embedding/cpu.cpp"
+#include "../encoded_linear/cpu.cpp"
 #include "../int8_linear/cpu.cpp"
 #include "../lora/cpu.cpp"
 #include "../lora_pack/cpu.cpp"
@@ -29,6 +30,10 @@ const NamedOperation operations[] = {
     {"choose_experts", choose_experts},
     {"combine_experts", combine_experts},
     {"copy_blocks", copy_blocks},
+    {"encoded_gather", encoded_gather},
+    {"encoded_linear", encoded_linear},
+    {"encoded_linear_silu_mul", encoded_linear_silu_mul},
+    {"encoded_pack", encoded_pack},
     {"full_attention", full_attention},
     {"gather", gather},
     {"gelu", gelu},

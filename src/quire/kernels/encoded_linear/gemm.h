@@ -1,0 +1,212 @@
+// Rows of int8 activations times tiles of 2 x 16 channels. Every instruction set computes the same sums in the same
+// order: integers are exact, and each step of 32 columns is then one chain of float operations.
+#pragma once
+
+#include "tile.h"
+
+namespace quire {
+namespace QUIRE_ISA {
+
+// Thirty-two columns of one row of x.
+struct Activations {
+    int8_t values[kStep];
+    float scale;
+    float sum;         // scale * (sum of values)
+    int32_t start[2];  // -offset * (sum of values), of kHalves per half
+};
+
+struct GroupInput {
+    const Activations* x;  // [rows][x_stride]
+    int64_t x_stride, steps;
+    const Tile* tiles;  // two
+    float* sums;        // [rows][32], added to
+};
+
+#if defined(__AVX512VNNI__)
+constexpr int kGroupRows = 4;
+
+// Adds the dot products of 32 or 16 columns from `first_quad` on: of the high bytes of 16-bit codes, or of all others.
+template <int kRows, int kNumQuads>
+inline void add_dots(const uint8_t* first, const uint8_t* second, const Activations* const* x, int first_quad,
+                     __m512i (&ints)[kRows][2]) {
+    for (int quad = first_quad; quad < first_quad + kNumQuads; ++quad) {
+        const __m512i a = _mm512_loadu_si512(first + quad * kVector), b = _mm512_loadu_si512(second + quad * kVector);
+        for (int row = 0; row < kRows; ++row) {
+            int32_t four;
+            std::memcpy(&four, x[row]->values + quad * 4, sizeof four);
+            const __m512i columns = _mm512_set1_epi32(four);
+            ints[row][0] = _mm512_dpbusd_epi32(ints[row][0], a, columns);
+            ints[row][1] = _mm512_dpbusd_epi32(ints[row][1], b, columns);
+        }
+    }
+}
+
+template <int kRows>
+inline void set_all(__m512i (&ints)[kRows][2], const Activations* const* x, int part, bool starts) {
+    for (int row = 0; row < kRows; ++row) {
+        const __m512i start = starts ? _mm512_set1_epi32(x[row]->start[part]) : _mm512_setzero_si512();
+        ints[row][0] = ints[row][1] = start;
+    }
+}
+
+// sums += (ints * scale, plus `terms` of the first half) * (scale of x) (+ minimum * (sum of x))
+template <int kRows, int kForm>
+inline void add_step(const Tile* tiles, int64_t step, const Activations* const* x, const __m512i (&ints)[kRows][2],
+                     const __m512 (&terms)[kRows][2], __m512 (&sums)[kRows][2]) {
+    for (int i = 0; i < 2; ++i) {
+        const int64_t at = kForm == kHalves ? 2 * step + 1 : step;
+        const __m512 scale = _mm512_loadu_ps(tiles[i].scales + at * kTileChannels);
+        for (int row = 0; row < kRows; ++row) {
+            const __m512 dot = _mm512_cvtepi32_ps(ints[row][i]);
+            const __m512 term = kForm == kHalves ? _mm512_fmadd_ps(dot, scale, terms[row][i]) : _mm512_mul_ps(dot, scale);
+            sums[row][i] = _mm512_fmadd_ps(term, _mm512_set1_ps(x[row]->scale), sums[row][i]);
+            if (kForm == kWithMinimum) {
+                const __m512 minimum = _mm512_loadu_ps(tiles[i].minimums + step * kTileChannels);
+                sums[row][i] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x[row]->sum), sums[row][i]);
+            }
+        }
+    }
+}
+
+template <int kRows, int kForm>
+inline void group_rows(const GroupInput& input) {
+    __m512 sums[kRows][2];
+    const Activations* x[kRows];
+    for (int row = 0; row < kRows; ++row) {
+        x[row] = input.x + row * input.x_stride;
+        for (int i = 0; i < 2; ++i) sums[row][i] = _mm512_loadu_ps(input.sums + row * 32 + i * 16);
+    }
+    const uint8_t* first = input.tiles[0].codes;
+    const uint8_t* second = input.tiles[1].codes;
+    for (int64_t step = 0; step < input.steps; ++step, first += kStepCodes, second += kStepCodes) {
+        __m512i ints[kRows][2];
+        __m512 terms[kRows][2] = {};
+        set_all<kRows>(ints, x, 0, kForm == kWithOffset || kForm == kHalves);
+        if constexpr (kForm == kHalves) {
+            add_dots<kRows, kQuads / 2>(first, second, x, 0, ints);
+            for (int i = 0; i < 2; ++i) {
+                const __m512 scale = _mm512_loadu_ps(input.tiles[i].scales + 2 * step * kTileChannels);
+                for (int row = 0; row < kRows; ++row) {
+                    terms[row][i] = _mm512_mul_ps(_mm512_cvtepi32_ps(ints[row][i]), scale);
+                }
+            }
+            set_all<kRows>(ints, x, 1, true);
+            add_dots<kRows, kQuads / 2>(first, second, x, kQuads / 2, ints);
+        } else {
+            add_dots<kRows, kQuads>(first, second, x, 0, ints);
+        }
+        if constexpr (kForm == kWide) {
+            for (int row = 0; row < kRows; ++row) {
+                const __m512i start = _mm512_set1_epi32(x[row]->start[0]);
+                for (int i = 0; i < 2; ++i) {
+                    ints[row][i] = _mm512_add_epi32(_mm512_slli_epi32(ints[row][i], 8), start);
+                }
+            }
+            first += kStepCodes;
+            second += kStepCodes;
+            add_dots<kRows, kQuads>(first, second, x, 0, ints);
+        }
+        add_step<kRows, kForm>(input.tiles, step, x, ints, terms, sums);
+        for (int row = 0; row < kRows; ++row) ++x[row];
+    }
+    for (int row = 0; row < kRows; ++row) {
+        for (int i = 0; i < 2; ++i) _mm512_storeu_ps(input.sums + row * 32 + i * 16, sums[row][i]);
+    }
+}
+#else
+constexpr int kGroupRows = 1;
+
+// Adds the dot products of a quad of 16 channels with four columns of x.
+inline void add_quad(const uint8_t* codes, const int8_t* x, int32_t* ints) {
+#if defined(__AVX2__)
+    // Pairs of products with codes up to 127 stay within 16 bits; the top bit of a code is its own product.
+    int32_t four;
+    std::memcpy(&four, x, sizeof four);
+    const __m256i columns = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
+    const __m256i top = _mm256_set1_epi8(-128);
+    for (int half = 0; half < 2; ++half) {
+        const __m256i code = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes) + half);
+        const __m256i low = _mm256_maddubs_epi16(_mm256_andnot_si256(top, code), columns);
+        const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(top, code), columns);
+        const __m256i both = _mm256_add_epi32(_mm256_madd_epi16(low, ones), _mm256_madd_epi16(high, ones));
+        __m256i* target = reinterpret_cast<__m256i*>(ints) + half;
+        _mm256_storeu_si256(target, _mm256_add_epi32(_mm256_loadu_si256(target), both));
+    }
+#else
+    for (int channel = 0; channel < kTileChannels; ++channel) {
+        for (int i = 0; i < 4; ++i) ints[channel] += codes[channel * 4 + i] * x[i];
+    }
+#endif
+}
+
+template <int kForm>
+inline void dot_part(const Tile& tile, const Activations& x, int64_t step, int part, int32_t* ints) {
+    constexpr int kHalfQuads = kForm == kHalves ? kQuads / 2 : kQuads;
+    const bool starts = kForm == kWithOffset || kForm == kHalves;
+    for (int i = 0; i < kTileChannels; ++i) ints[i] = starts ? x.start[part] : 0;
+    for (int bytes = 0; bytes < (kForm == kWide ? 2 : 1); ++bytes) {
+        if (bytes == 1) {
+            for (int i = 0; i < kTileChannels; ++i) {
+                ints[i] = static_cast<int32_t>(static_cast<uint32_t>(ints[i]) << 8) + x.start[0];
+            }
+        }
+        const uint8_t* codes = tile.codes + (step * (kForm == kWide ? 2 : 1) + bytes) * kStepCodes;
+        for (int quad = part * kHalfQuads; quad < (part + 1) * kHalfQuads; ++quad) {
+            add_quad(codes + quad * kVector, x.values + quad * 4, ints);
+        }
+    }
+}
+
+template <int kRows, int kForm>
+inline void group_rows(const GroupInput& input) {
+    constexpr int kParts = kForm == kHalves ? 2 : 1;
+    for (int i = 0; i < 2; ++i) {
+        Floats sums = load(input.sums + i * kTileChannels);
+        for (int64_t step = 0; step < input.steps; ++step) {
+            const Activations& x = input.x[step];
+            Floats terms = zeros();
+            for (int part = 0; part < kParts; ++part) {
+                alignas(64) int32_t ints[kTileChannels];
+                dot_part<kForm>(input.tiles[i], x, step, part, ints);
+                const Floats scale = load(input.tiles[i].scales + (step * kParts + part) * kTileChannels);
+                terms = part == 0 ? multiply(load_ints(ints), scale) : fused(load_ints(ints), scale, terms);
+            }
+            sums = fused(terms, broadcast(x.scale), sums);
+            if (kForm == kWithMinimum) {
+                sums = fused(load(input.tiles[i].minimums + step * kTileChannels), broadcast(x.sum), sums);
+            }
+        }
+        store(input.sums + i * kTileChannels, sums);
+    }
+}
+#endif
+
+template <int kForm>
+inline void group_gemm(GroupInput input, int64_t rows) {
+    while (rows > 0) {
+        const int64_t taken = rows < kGroupRows ? rows : kGroupRows;
+#if defined(__AVX512VNNI__)
+        if (taken == 4) group_rows<4, kForm>(input);
+        else if (taken == 3) group_rows<3, kForm>(input);
+        else if (taken == 2) group_rows<2, kForm>(input);
+        else group_rows<1, kForm>(input);
+#else
+        group_rows<1, kForm>(input);
+#endif
+        input.x += taken * input.x_stride;
+        input.sums += taken * 32;
+        rows -= taken;
+    }
+}
+
+inline void group_gemm(const GroupInput& input, int64_t rows, Form form) {
+    switch (form) {
+        case kWithMinimum: return group_gemm<kWithMinimum>(input, rows);
+        case kWithOffset: return group_gemm<kWithOffset>(input, rows);
+        case kHalves: return group_gemm<kHalves>(input, rows);
+        case kWide: return group_gemm<kWide>(input, rows);
+    }
+}
+
+}  // namespace QUIRE_ISA
+}  // namespace quire
