@@ -228,9 +228,6 @@ class _Sized(NumberFormat):
         self.compact_tables = real.compact_tables
         self._real = real.on(META) if isinstance(real, EncodedFormat) else real
 
-    def keeps_table(self, scheme: Scheme) -> bool:
-        return self._real.keeps_table(scheme)
-
     def matrix(self, num_rows: int, num_columns: int) -> Matrix:
         if isinstance(self._real, Fp8):
             return Fp8Matrix(num_rows, num_columns, self.activation_dtype, META)
