@@ -35,7 +35,8 @@ class Packed(Scheme):
 
     def layout(self, num_rows: int, num_columns: int) -> dict[str, Part]:
         packed = self.kernel.layout(self.inner.name, num_rows, num_columns)
-        parts = {name: Part(shape, dtypes, rows=self.kernel.ROWS) for name, (shape, dtypes) in packed.items()}
+        rows = self.kernel.ROWS
+        parts = {name: Part(shape, types, rows=rows) for name, (shape, types) in packed.items()}
         inner = self.inner.layout(num_rows, num_columns)
         return parts | {COLUMNS: inner[COLUMNS]} if COLUMNS in inner else parts
 

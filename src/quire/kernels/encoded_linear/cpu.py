@@ -84,22 +84,25 @@ def serves(scheme: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> 
     return dtype is torch.float32 and coding_of(scheme, num_columns) is not None
 
 
-def layout(scheme: str, num_rows: int, num_columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def layout(
+    scheme: str, num_rows: int, num_columns: int
+) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype]]]:
     coding = _known(scheme, num_columns)
     blocks, steps = -(-num_rows // ROWS), -(-num_columns // STEP)
     step_bytes = coding.group_bytes * STEP // coding.group
-    parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "packed": ((blocks, steps, step_bytes), torch.uint8)
+    parts: dict[str, tuple[tuple[int, ...], tuple[torch.dtype]]] = {
+        "packed": ((blocks, steps, step_bytes), (torch.uint8,))
     }
     if coding.number == _NESTED4:
-        parts["front"] = ((blocks, _front_floats(coding, num_columns)), torch.float32)
+        parts["front"] = ((blocks, _front_floats(coding, num_columns)), (torch.float32,))
     return parts
 
 
 def pack(scheme: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
     coding = _known(scheme, shape[1])
     parts = {
-        name: huge_pages.zeros(*size, dtype=dtype) for name, (size, dtype) in layout(scheme, *shape).items()
+        name: huge_pages.zeros(*size, dtype=dtype)
+        for name, (size, (dtype,)) in layout(scheme, *shape).items()
     }
     if coding.source == _FLOAT:
         _pack_floats(parts["packed"], stored["weight"])
