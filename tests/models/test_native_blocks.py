@@ -1,4 +1,4 @@
-"""Models whose weights stay in blocks of GGUF, or in 4 bits, on a CPU: native products, and one copy of a tied table."""
+"""Models whose weights stay in blocks of GGUF, or in 4 bits, on a CPU: native products, one copy of a tied table."""
 
 from collections.abc import Iterator
 from pathlib import Path
