@@ -28,9 +28,11 @@ Slots = Sequence[int]
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def open_adaptable(folder: Path, quantization: str) -> tuple[DecoderModel, tuple[LoraSite, ...]]:
+def open_adaptable(
+    folder: Path, quantization: str, dtype: str = "auto"
+) -> tuple[DecoderModel, tuple[LoraSite, ...]]:
     source = FolderSource(folder)
-    factory = LayerFactory.of(describe(source.config), quantization=quantization)
+    factory = LayerFactory.of(describe(source.config), dtype=dtype, quantization=quantization)
     model = load(source, factory)
     return model, install_sites(model.loaders(), factory.kernel("lora"))
 
@@ -155,7 +157,7 @@ def test_adapters_add_to_quantized_weights(quantized: str) -> None:
     """As they add to the same weights decoded."""
     folder = Path(__file__).parents[1] / "data" / "quantized" / quantized
     texts, slots = prompts(19, 7, 12), [0, -1, 1]
-    (kept, sites), (decoded, same) = (open_adaptable(folder, q) for q in ("auto", "none"))
+    (kept, sites), (decoded, same) = (open_adaptable(folder, q, "float32") for q in ("auto", "none"))
     tables = random_adapters(sites, [5, 33])
     right = run(decoded, texts, slots, tables, same)
     for found, expected in zip(run(kept, texts, slots, tables, sites), right, strict=True):

@@ -1,4 +1,4 @@
-"""Models whose weights stay in GGUF's blocks, or in 4 bits, on a CPU: native products; a table is kept once."""
+"""Models whose weights stay in blocks of GGUF, or in 4 bits, on a CPU: native products, one copy of a tied table."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -97,9 +97,9 @@ class ModelOptions:
     dtype: str = setting("auto", "auto, float32, float16 or bfloat16")
     quantization: str = setting(
         "auto",
-        "auto (what a quantized checkpoint has, GGUF's blocks on a CPU, otherwise int8 on a CPU), int8 or llm-int8 "
-        "(on a CPU), int4, nf4, fp4, fp8 (on a GPU that has it), checkpoint for the file's own numbers, or none for "
-        "full precision",
+        "auto (what a quantized checkpoint has, GGUF's blocks of 512 MiB or more, otherwise int8 on a CPU), int8, "
+        "llm-int8 (on a CPU), int4, nf4, fp4, fp8 (on a GPU that has it), checkpoint for the file's own numbers, or "
+        "none for full precision",
     )
     load_format: str = setting(
         "auto", "auto, or dummy for random weights in the shape that config.json names"

@@ -45,6 +45,11 @@ def operations() -> tuple[str, ...]:
     return tuple(_ALTERNATIVES)
 
 
+def listed(operation: str) -> tuple[str, ...]:
+    """Alternatives of an operation beside the reference, whether or not they can run here."""
+    return tuple(name for name, _ in _ALTERNATIVES[operation])
+
+
 def alternatives(operation: str) -> tuple[str, ...]:
     """Alternatives of an operation beside the reference that can run on this machine."""
     return tuple(name for name, _ in _ALTERNATIVES[operation] if can_run(name))

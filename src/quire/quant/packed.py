@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import choose, native
-from quire.kernels.registry import REFERENCE, alternatives, load
+from quire.kernels.registry import REFERENCE, listed, load
 from quire.quant.encoded import Encoded, Part, Scheme
 
 OPERATION = "encoded_linear"
@@ -29,7 +29,7 @@ class Packed(Scheme):
     @classmethod
     def parse(cls, name: str, inner: Scheme) -> "Packed | None":
         """`name`: of the layout, behind the @."""
-        kernels = (load(OPERATION, alternative) for alternative in alternatives(OPERATION))
+        kernels = (load(OPERATION, alternative) for alternative in listed(OPERATION))  # without building any
         kernel = next((kernel for kernel in kernels if name == kernel.LAYOUT), None)
         return cls(inner, kernel) if kernel is not None else None
 

@@ -32,6 +32,9 @@ from quire.weights.gguf_file import GgufFile, StringArray, TensorInfo, text_of, 
 from quire.weights.gguf_tokenizer import VERSION as TOKENIZER_VERSION
 from quire.weights.gguf_tokenizer import tokenizer_text
 
+# Bytes from which blocks stay as they are by default: decoding is bound by bytes then, and converting takes long. A
+# smaller model is faster in int8 where there are many tokens in a step.
+_LARGE = 512 << 20
 _DIRECT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_ELEMENTS = 1 << 21  # unpacking needs several times a chunk in scratch memory
 _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # to GGUF's words
@@ -194,9 +197,10 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["dtype"] = _dtype(file)
-    kinds = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    blocks = (tensor for tensor in file.tensors.values() if len(tensor.shape) == 2 and tensor.type_name in KINDS)
+    large = sum(tensor.num_bytes for tensor in blocks) >= _LARGE
     # Of experts, only int8 on a CPU and 16 bits on a GPU have grouped GEMMs.
-    if kinds & KINDS.keys() and architecture != "gpt2" and f"{architecture}.expert_count" not in metadata:
+    if large and architecture != "gpt2" and f"{architecture}.expert_count" not in metadata:
         config["quantization_config"] = {"quant_method": "gguf"}
     for word in ("bos", "eos"):
         config[f"{word}_token_id"] = token_id_of(metadata, word)
