@@ -197,7 +197,9 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["dtype"] = _dtype(file)
-    blocks = (tensor for tensor in file.tensors.values() if len(tensor.shape) == 2 and tensor.type_name in KINDS)
+    blocks = (
+        tensor for tensor in file.tensors.values() if len(tensor.shape) == 2 and tensor.type_name in KINDS
+    )
     large = sum(tensor.num_bytes for tensor in blocks) >= _LARGE
     # Of experts, only int8 on a CPU and 16 bits on a GPU have grouped GEMMs.
     if large and architecture != "gpt2" and f"{architecture}.expert_count" not in metadata:
