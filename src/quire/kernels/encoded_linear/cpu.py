@@ -19,7 +19,7 @@ LAYOUT = "cpu1"
 ROWS = 16
 STEP = 32  # columns of activations with one scale
 PACKING = ROWS * STEP
-GATHERS = True  # `Product.gather` reads single rows
+GATHERS = True  # `NativeProduct.gather` reads single rows
 ORDERS = True  # a product takes x by the columns of the model, also where stored ones have another order
 
 _FILES = {  # GGUF's blocks: coding, number of the source, columns of a group
@@ -125,10 +125,10 @@ def pack(scheme: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> d
 
 def decode(scheme: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
     """float32 [num_rows, num_columns], by columns as they are stored."""
-    return Product(scheme, parts, shape).gather(torch.arange(shape[0]))
+    return NativeProduct(scheme, parts, shape).gather(torch.arange(shape[0]))
 
 
-class Product:
+class NativeProduct:
     """Products by packed rows, and rows taken out of them."""
 
     def __init__(self, scheme: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
@@ -175,6 +175,9 @@ class Product:
             ),
             (*self._kept, x, bias, residual, out),
         )  # fmt: skip
+
+
+Product = NativeProduct
 
 
 def _known(scheme: str, num_columns: int) -> Coding:

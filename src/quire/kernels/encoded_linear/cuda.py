@@ -65,7 +65,7 @@ class KernelArguments(ctypes.Structure):
     )
 
 
-class Product:
+class CudaProduct:
     """Products by one packed weight. Launches are made on the current stream and may be captured."""
 
     def __init__(self, scheme: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
@@ -173,6 +173,9 @@ class Product:
         )  # fmt: skip
 
 
+Product = CudaProduct
+
+
 def _by_four(rows: int, *tensors: Tensor | None) -> bool:
     """Whether four rows of a token can be read and written at a time."""
     given = [tensor for tensor in tensors if tensor is not None]
@@ -183,12 +186,12 @@ def _by_four(rows: int, *tensors: Tensor | None) -> bool:
     )
 
 
-def fp8_rows(weight: Tensor, scales: Tensor) -> Product | None:
+def fp8_rows(weight: Tensor, scales: Tensor) -> CudaProduct | None:
     """Products of up to FEW tokens by float8 rows as they are [rows, columns], with one float32 scale each."""
     shape = (weight.shape[0], weight.shape[1])
     if not serves(formats.ROWS_OF_FLOAT8, *shape, torch.bfloat16):
         return None
-    return Product(formats.ROWS_OF_FLOAT8, {"packed": weight, "scales": scales}, shape)
+    return CudaProduct(formats.ROWS_OF_FLOAT8, {"packed": weight, "scales": scales}, shape)
 
 
 def best_splits(blocks: int, chunks: int, tile: int, processors: int) -> int:
