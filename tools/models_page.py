@@ -18,8 +18,9 @@ a `.gguf` file. `quire models --known` prints the tables of this page, `--json` 
 NOTES = """
 ## What to know
 
-- **Adapters**: every decoder takes LoRA at each of its matrices, embeddings and output head included.
-- **Number formats**: every architecture takes each format that its device has, see [Quantization](quantization.md).
+- **Adapters**: every decoder takes LoRA at each of its matrices but experts, embeddings and output head included.
+- **Number formats**: every architecture takes each format that its device has, see [Quantization](quantization.md);
+  [mixtures](mixtures.md) on a GPU take 16 bits only.
 - **Windows**: attention of layers with a sliding window reads the window alone. Their KV blocks are kept until the
   sequence ends: they are not yet freed behind the window.
 - **longrope** (Phi-3 and Phi-4-mini with long contexts) has one set of frequencies for short and one for long
