@@ -86,7 +86,7 @@ def test_plan_gives_bits_by_parts_and_what_stayed_precise(run):
     here = ("plan", folder, "--device", "cpu", "--memory", "1GiB")
     text = run(*here).out
     assert re.search(r"MLP +int4-g128z +4\.1\d bits +\d", text)
-    assert "kept precise: embedding (float32), head (float32), norms and biases (float32)" in text
+    assert "kept precise: embedding (float32), head (bfloat16), norms and biases (float32)" in text
     found = json.loads(run(*here, "--json").out)["weights"]
     assert sum(group["num_bytes"] for group in found["groups"]) == found["num_bytes"]
     attention = found["groups"][0]
