@@ -17,4 +17,4 @@ def test_an_awq_folder_is_served_in_its_own_numbers(start_server: Callable[..., 
     assert first.usage.completion_tokens > 0
     started = "\n".join(server.lines)
     assert "checkpoint on cpu" in started
-    assert "4.38 bits" in started
+    assert "attention 4.38 (int4-g64z)" in started

@@ -254,8 +254,9 @@ class LowBit(EncodedFormat):
         return isinstance(scheme, self._kinds)
 
     def head(self, num_rows: int, num_columns: int) -> Matrix:
-        """int8 per channel where that is fast: a head is large, and eight bits change logits little."""
-        if choose(OPERATION, self._device).serves(INT8.name, num_rows, num_columns, self.activation_dtype):
+        """int8 per channel on a GPU: a head is large, and eight bits change logits little."""
+        kernel = choose(OPERATION, self._device) if self._device.type == "cuda" else None
+        if kernel is not None and kernel.serves(INT8.name, num_rows, num_columns, self.activation_dtype):
             return EncodedMatrix(num_rows, num_columns, self, INT8)
         return super().head(num_rows, num_columns)
 

@@ -1,4 +1,6 @@
-"""llama.cpp's logits of texts, in an environment of its own: started by quire_lab.benchmarks.quality.
+"""llama.cpp's logits of texts, in an environment of its own.
+
+`quire_lab.benchmarks.quality` starts it as `python -m quire_lab.benchmarks.llamacpp_logits MODEL TEXTS FOLDER THREADS`.
 
 Texts are evaluated as prompts, in batches of 512 tokens at most: activations by blocks of 32 in 8 bits (Q8_1), KV in
 float16, its defaults.

@@ -64,8 +64,11 @@ def decoded_matrices(model: DecoderModel) -> Iterator[Tensor]:
         linear = part.layer
         if isinstance(linear, Linear) and id(linear) not in seen:
             seen.add(id(linear))
-            with torch.inference_mode():
-                yield (linear(torch.eye(part.num_inputs)) - linear(torch.zeros(1, part.num_inputs))).T
+            with (
+                torch.inference_mode()
+            ):  # left before the yield: the mode is the thread's, not the generator's
+                weight = (linear(torch.eye(part.num_inputs)) - linear(torch.zeros(1, part.num_inputs))).T
+            yield weight
 
 
 def relative_error(exact: Iterable[Tensor], found: Iterable[Tensor]) -> float:
