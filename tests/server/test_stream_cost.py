@@ -165,8 +165,13 @@ def test_a_streamed_token_makes_few_objects():
     engine = Driver(count)
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
     app = scripted_app(engine, reasoning_parser="none", tool_call_parser="none")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `quire serve` does
-        status, pieces = runner.run(posted(app, "/v1/chat/completions", body))
+    gc.collect()
+    gc.disable()  # a collection in between runs callbacks of other tests' libraries, whose objects would be counted
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `quire serve` does
+            status, pieces = runner.run(posted(app, "/v1/chat/completions", body))
+    finally:
+        gc.enable()
     assert status == 200
     assert (
         len(pieces) == WARM_UP + NUM_TOKENS + 2
