@@ -61,6 +61,17 @@ def test_splits_fill_the_processors() -> None:
     assert cuda.best_splits(blocks=32, chunks=224, tile=64, processors=132) in range(3, 9)
 
 
+def test_every_ring_has_a_slot() -> None:
+    """Scales in float32 for every 16 or 32 columns make the largest slots."""
+    for name in (*SCHEMES, "int4-g32z", "int4-g16z", "int8-1x16", "int8-1x32", "fp8-1x16"):
+        kind = formats.parse(name)
+        assert kind is not None
+        for scales in kind.scales:
+            sets = 1 if not kind.group or kind.group > formats.CHUNK else 2
+            slot = 8 * 32 * (2 * kind.words + sets * kind.raw_words(scales)) * 4
+            assert min(cuda.ring_slots(slot, halved) for halved in (True, False)) >= 1, (name, scales)
+
+
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SCHEMES)

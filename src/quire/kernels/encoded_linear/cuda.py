@@ -32,7 +32,7 @@ MANY = 512  # tokens beyond which a decoded weight and cuBLAS are faster
 THREADS = 256  # of a block for few tokens
 FEW_VARIANTS = ((1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (1, 1, True), (1, 2, True))
 RING_BYTES = 40960  # of a block and tile of rows for few tokens, about
-SPLIT_BYTES = 12  # of partial sums that take as long as one row and column of a chunk's products; measured
+SPLIT_BYTES = 12  # how much a split's partial sums count against rounds of blocks; an estimate, not tuned
 
 layout, pack, decode = formats.layout, formats.pack, formats.decode
 
@@ -226,6 +226,12 @@ class Kernels:
         kernel((min(tiles, blocks),), THREADS, arguments, shared_bytes=shared_bytes)
 
 
+def ring_slots(slot_bytes: int, halved: bool) -> int:
+    """Slots of a block's ring, as few_rows.cuh counts them."""
+    whole = RING_BYTES // slot_bytes
+    return max(1, whole // 2) if halved else whole
+
+
 @cache
 def kernels_of(kind: Format, scales: torch.dtype, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Compiles them, or takes them from the disk: a second or two the first time."""
@@ -238,7 +244,7 @@ def kernels_of(kind: Format, scales: torch.dtype, dtype: torch.dtype, device: to
     few = {}
     for tokens, rows, norm in FEW_VARIANTS:
         name = f"few_{tokens}{'_gated' if rows == 2 else ''}{'_norm' if norm else ''}"
-        ring = RING_BYTES // pair // (2 if tokens * rows == 4 else 1) * pair * rows
+        ring = ring_slots(pair, tokens * rows == 4) * pair * rows
         few[tokens, rows, norm] = (module.kernel(name), ring + table)
     many = {
         tile: module.kernel(

@@ -109,7 +109,8 @@ template <int NT, int MT, bool kNorm>
 __device__ inline void few_rows(const Args& p) {
     constexpr bool kRaw = kInteger && NT == 1;       // for more tokens a subtraction is cheaper than sums of x
     constexpr int kSlot = 32 * kPairWords * 4;       // bytes of a warp's two tiles
-    constexpr int kRing = kRingBytes / (kFewWarps * kSlot) / (NT * MT == 4 ? 2 : 1);  // more blocks are worth more there
+    constexpr int kWhole = kRingBytes / (kFewWarps * kSlot);
+    constexpr int kRing = NT * MT == 4 ? (kWhole > 1 ? kWhole / 2 : 1) : kWhole;  // more blocks are worth more there
     extern __shared__ __align__(1024) u8 memory[];
     __shared__ float sums[2][kFewWarps][MT][NT * 128];
     __shared__ float squares[kFewWarps];
