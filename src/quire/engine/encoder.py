@@ -84,7 +84,7 @@ class ScheduledTexts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
+class _LaunchedTexts:
     vectors: torch.Tensor
     started: float
     predicted: dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -99,7 +99,7 @@ class EncoderRunner:
         """`activation` makes a classifier's scores of its logits: softmax, sigmoid or none."""
         self._encoder, self._pooling, self._device = encoder, pooling, device
         self._activation = _ACTIVATIONS[activation]
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_LaunchedTexts] = deque()
 
     @torch.inference_mode()
     def launch(self, step: EncodeStep) -> None:
@@ -111,7 +111,7 @@ class EncoderRunner:
         else:
             vectors = self._pooling(hidden, batch)
         predicted = self._predicted(step, hidden, head) if isinstance(head, MaskHead) else {}
-        self._launched.append(_Launched(vectors, started, predicted))
+        self._launched.append(_LaunchedTexts(vectors, started, predicted))
 
     def _predicted(
         self, step: EncodeStep, hidden: torch.Tensor, head: MaskHead

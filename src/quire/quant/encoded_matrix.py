@@ -175,8 +175,6 @@ class EncodedMatrix(Matrix):
 class EncodedFormat(NumberFormat):
     """Weight-only quantization: activations, embeddings, norms and the output head stay in `dtype`."""
 
-    kept_precise: tuple[str, ...] = ("embedding table", "output head", "norms", "biases")
-
     def __init__(self, dtype: torch.dtype, device: torch.device, exact: bool = False) -> None:
         """`exact`: activations are never rounded, as the kernel of a CPU does; rows are decoded and multiplied."""
         super().__init__(dtype, device)
@@ -213,7 +211,6 @@ class Checkpoint(EncodedFormat):
     """What the checkpoint has, in its own bytes: rows that come as floats stay floats."""
 
     name = "checkpoint"
-    kept_precise = ("what the checkpoint keeps precise",)
 
     def keeps(self, scheme: Scheme) -> bool:
         return True
