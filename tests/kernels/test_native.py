@@ -254,9 +254,11 @@ def test_no_operation_waits_for_what_runs_aside() -> None:
 def test_looking_for_a_gpu_kernel_compiles_no_native_code(monkeypatch):
     """It did at each first start with adapters, for a minute."""
     from quire.engine.build import adapters
+    from quire.quant.schemes import named
 
     def compile_it():
         raise AssertionError("native code was compiled")
 
     monkeypatch.setattr(native, "available", compile_it)
     adapters._has_triton()
+    assert named("int4-g128@cuda1").name == "int4-g128@cuda1"  # a start report names packed rows so
