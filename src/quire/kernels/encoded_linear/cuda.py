@@ -258,7 +258,7 @@ def kernels_of(kind: Format, scales: torch.dtype, dtype: torch.dtype, device: to
     table = 256 * 32 * 4 if kind.code == BOOK else 0
     few = {}
     for (tokens, rows), name in FEW_KERNELS.items():
-        ring = ring_slots(pair, tokens * rows == 4) * pair * rows
+        ring = ring_slots(pair, tokens * rows == 4 or kind.code == BOOK) * pair * rows
         few[tokens, rows] = (module.kernel(name), ring + table)
     pair_groups = 1 if kind.groups == 0 or kind.group > CHUNK else 2 * kind.groups
     many = {

@@ -193,7 +193,8 @@ __device__ inline void few_rows(const Args& p) {
     constexpr int kSums = kOne ? 16 : NT * 128;      // of a tile: rows of one token, or of all
     constexpr int kSlot = 32 * kPairWords * 4;       // bytes of a warp's two tiles
     constexpr int kWhole = kRingBytes / (kFewWarps * kSlot);
-    constexpr int kRing = NT * MT == 4 ? (kWhole > 1 ? kWhole / 2 : 1) : kWhole;  // more blocks are worth more there
+    constexpr bool kHalved = NT * MT == 4 || CODE == 40;  // more blocks are worth more there
+    constexpr int kRing = kHalved ? (kWhole > 1 ? kWhole / 2 : 1) : kWhole;
     extern __shared__ __align__(1024) u8 memory[];
     __shared__ float sums[2][kFewWarps][MT][kSums];
     __shared__ float squares[kFewWarps];
