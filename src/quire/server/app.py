@@ -26,6 +26,7 @@ from quire.server.models import models_router, tokens_router
 from quire.server.operations import operations_router
 from quire.server.responses.compact import compact_router
 from quire.server.responses.endpoints import responses_router
+from quire.server.retrieval.routes import files_router, stores_router
 from quire.server.scoring import scoring_router
 from quire.server.service import Service
 from quire.server.stored_chats import stored_chats_router
@@ -42,6 +43,8 @@ ROUTERS = (
     embeddings_router,
     scoring_router,
     fill_mask_router,
+    files_router,
+    stores_router,
     models_router,
     tokens_router,
     operations_router,

@@ -235,7 +235,7 @@ async def _started(config: EngineConfig, on_progress: OnProgress | None) -> Asyn
     """The queue has no bound of its own: the number of lines under way is one."""
     name = config.model.served_model_name
     settings = ServerSettings(
-        max_queue_requests=None, max_queue_tokens=None, served_names=(name,) if name else ()
+        max_queue_requests=None, max_queue_tokens=None, served_names=(name,) if name else (), data_dir="none"
     )
     service = Service.of(config, settings, on_progress)
     try:
