@@ -1,9 +1,10 @@
 """Files, vector stores and file search of a server. `LazyRetrieval` loads what they need when it is first needed."""
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import ConfigError
 from quire.observe.logs import get_logger
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 DATABASE = "quire.db"
+
+
+def is_file_search(tool: Mapping[str, Any]) -> bool:
+    return tool.get("type") == "file_search"
+
+
+def has_file_search(tools: Iterable[Mapping[str, Any]] | None) -> bool:
+    return tools is not None and any(map(is_file_search, tools))
 
 
 class LazyRetrieval:

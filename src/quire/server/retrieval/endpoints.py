@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from quire.server.retrieval.file_endpoints import FileEndpoints
+from quire.server.retrieval.file_search import FileSearch
 from quire.server.retrieval.retrieval import Retrieval
 from quire.server.retrieval.store_endpoints import StoreEndpoints
 from quire.server.service import Service
@@ -13,6 +14,7 @@ class Endpoints:
         self.retrieval = retrieval
         self.files = FileEndpoints(retrieval, service.settings.max_file_bytes)
         self.stores = StoreEndpoints(retrieval)
+        self.file_search = FileSearch(service, retrieval)
 
     @classmethod
     async def open(cls, service: Service, folder: Path) -> "Endpoints":
