@@ -1,9 +1,17 @@
-"""The routes of /v1/files, /v1/uploads and /v1/vector_stores. What they do is loaded with the first request."""
+"""The routes of /v1/files, /v1/uploads, /v1/vector_stores and batches. What they do is loaded by the first request."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.server.protocol.base import Deleted
+from quire.server.protocol.batches import (
+    BatchList,
+    BatchObject,
+    MessageBatch,
+    MessageBatchList,
+    NewBatch,
+    NewMessageBatch,
+)
 from quire.server.protocol.retrieval import (
     AttributesUpdate,
     CompleteUpload,
@@ -173,3 +181,59 @@ def _add_file_batches(router: APIRouter, service: Service) -> None:
     @router.get(f"{STORE_BATCH}/files", responses={**answers(StoreFileList), **ERRORS})
     async def list_file_batch_files(store_id: str, batch_id: str, request: Request) -> Response:
         return await (await opened()).stores.list_files(store_id, request, batch_id)
+
+
+def batches_router(service: Service) -> APIRouter:
+    router, opened = APIRouter(tags=["batches"]), service.retrieval.opened
+
+    @router.post("/v1/batches", responses={**answers(BatchObject), **ERRORS})
+    async def create_batch(body: NewBatch, request: Request) -> Response:
+        """Answers the requests of a file, one a line, in the background."""
+        return await (await opened()).batches.create(body, request)
+
+    @router.get("/v1/batches", responses={**answers(BatchList), **ERRORS})
+    async def list_batches(request: Request) -> Response:
+        return await (await opened()).batches.list_all(request)
+
+    @router.get("/v1/batches/{batch_id}", responses={**answers(BatchObject), **ERRORS})
+    async def retrieve_batch(batch_id: str, request: Request) -> Response:
+        return await (await opened()).batches.retrieve(batch_id, request)
+
+    @router.post("/v1/batches/{batch_id}/cancel", responses={**answers(BatchObject), **ERRORS})
+    async def cancel_batch(batch_id: str, request: Request) -> Response:
+        """Ends a batch; what was answered until then is in its files."""
+        return await (await opened()).batches.cancel(batch_id, request)
+
+    _add_message_batches(router, service)
+    return router
+
+
+def _add_message_batches(router: APIRouter, service: Service) -> None:
+    opened, path = service.retrieval.opened, "/v1/messages/batches"
+
+    @router.post(path, responses={**answers(MessageBatch), **ERRORS})
+    async def create_message_batch(body: NewMessageBatch, request: Request) -> Response:
+        """Answers messages in the background, as Anthropic's API does."""
+        return await (await opened()).batches.create_messages(body, request)
+
+    @router.get(path, responses={**answers(MessageBatchList), **ERRORS})
+    async def list_message_batches(request: Request) -> Response:
+        return await (await opened()).batches.list_messages(request)
+
+    @router.get(f"{path}/{{batch_id}}", responses={**answers(MessageBatch), **ERRORS})
+    async def retrieve_message_batch(batch_id: str, request: Request) -> Response:
+        return await (await opened()).batches.retrieve_messages(batch_id, request)
+
+    @router.get(f"{path}/{{batch_id}}/results", responses=ERRORS)
+    async def retrieve_message_batch_results(batch_id: str, request: Request) -> Response:
+        """One line of JSON for each request, once the batch has ended."""
+        return await (await opened()).batches.message_results(batch_id, request)
+
+    @router.post(f"{path}/{{batch_id}}/cancel", responses={**answers(MessageBatch), **ERRORS})
+    async def cancel_message_batch(batch_id: str, request: Request) -> Response:
+        return await (await opened()).batches.cancel_messages(batch_id, request)
+
+    @router.delete(f"{path}/{{batch_id}}", responses=ERRORS)
+    async def delete_message_batch(batch_id: str, request: Request) -> Response:
+        """Deletes a batch that has ended, with its results."""
+        return await (await opened()).batches.delete_messages(batch_id, request)
