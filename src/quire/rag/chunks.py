@@ -51,13 +51,15 @@ def chunk_text(
 def windows(text: str, tokenizer: Tokenizer, max_tokens: int = WINDOW) -> list[str]:
     """Parts of a chunk that have `max_tokens` tokens at most, of about equal size, with some overlap."""
     spans = _Spans(text, tokenizer)
-    count = -(-len(spans) // max_tokens)
-    if count <= 1:
+    if len(spans) <= max_tokens:
         return [text] if len(spans) else []
-    size = min(max_tokens, -(-len(spans) // count) + WINDOW_OVERLAP)
+    slack = WINDOW_OVERLAP // 2  # bounds move up to this far, to be between words
+    count = -(-(len(spans) - WINDOW_OVERLAP) // (max_tokens - slack - WINDOW_OVERLAP))
+    size = -(-(len(spans) + (count - 1) * WINDOW_OVERLAP) // count)
     starts = [at * (len(spans) - size) // (count - 1) for at in range(count)]
-    bounds = [spans.between_words(start, max(0, start - WINDOW_OVERLAP // 2)) for start in starts]
-    return [spans.chunk(start, min(start + size, len(spans))).text for start in bounds]
+    firsts = [spans.between_words(start, max(0, start - slack)) for start in starts]
+    ends = [spans.between_words(start + size, start + size - slack) for start in starts]
+    return [spans.chunk(first, end).text for first, end in zip(firsts, ends, strict=True)]
 
 
 class _Spans:
