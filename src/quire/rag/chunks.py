@@ -22,14 +22,14 @@ class Chunk:
     text: str
 
 
-def check_chunking(max_tokens: int, overlap: int) -> None:
-    """ValueError for sizes outside OpenAI's limits."""
+def check_chunking(
+    max_tokens: int, overlap: int, names: tuple[str, str] = ("max_chunk_size_tokens", "chunk_overlap_tokens")
+) -> None:
+    """ValueError for sizes outside OpenAI's limits, with the fields called by `names`."""
     if not MIN_CHUNK <= max_tokens <= MAX_CHUNK:
-        raise ValueError(f"max_chunk_size_tokens is {max_tokens}: give {MIN_CHUNK} to {MAX_CHUNK}")
+        raise ValueError(f"{names[0]} is {max_tokens}: give {MIN_CHUNK} to {MAX_CHUNK}")
     if not 0 <= overlap <= max_tokens // 2:
-        raise ValueError(
-            f"chunk_overlap_tokens is {overlap}: give 0 to {max_tokens // 2}, half of max_chunk_size_tokens"
-        )
+        raise ValueError(f"{names[1]} is {overlap}: give 0 to {max_tokens // 2}, half of {names[0]}")
 
 
 def chunk_text(
