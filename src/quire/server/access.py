@@ -308,6 +308,8 @@ ADMIN_PATHS = frozenset(
         "/check_integrity",
         "/start_step_log",
         "/stop_step_log",
+        "/drain_replica",
+        "/restart_replicas",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     }

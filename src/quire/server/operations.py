@@ -1,8 +1,10 @@
 """Operators' endpoints: health and metrics for everyone, cache and adapter calls under a key of their own."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from fastapi import APIRouter
 from msgspec.structs import asdict
@@ -20,6 +22,15 @@ from quire.server.service import Service
 class LoadLora(BaseModel):
     lora_name: str = Field(min_length=1, max_length=200)
     lora_path: str = Field(min_length=1, max_length=4096, description="inside --lora-dir, or relative to it")
+
+
+class DrainReplica(BaseModel):
+    replica: int
+    drain: bool = Field(True, description="false: it gets requests again")
+
+
+class RestartReplicas(BaseModel):
+    replica: int | None = Field(None, description="default: all of them, one after the other")
 
 
 class UnloadLora(BaseModel):
@@ -103,7 +114,32 @@ def operations_router(service: Service) -> APIRouter:
         return JsonReply({"status": "ok", "lora_name": body.lora_name})
 
     _add_step_log(router, service)
+    if service.settings.data_parallel_size > 1:
+        _add_replicas(router, service)
     return router
+
+
+def _add_replicas(router: APIRouter, service: Service) -> None:
+    replicas: Any = service.models.main.client  # a ReplicaSet
+
+    @router.get("/replicas")
+    async def list_replicas() -> Response:
+        """Each replica's state, what was sent to it and what it has to do."""
+        described = [replica.described() for replica in replicas.replicas]
+        return JsonReply({"policy": replicas.policy, "replicas": described})
+
+    @router.post("/drain_replica", responses=ERRORS)
+    async def drain_replica(body: DrainReplica) -> Response:
+        """Sends a replica no new requests, or again; its open requests go on."""
+        replicas.numbered(body.replica).draining = body.drain
+        return JsonReply({"status": "ok"})
+
+    @router.post("/restart_replicas", responses=ERRORS)
+    async def restart_replicas(body: RestartReplicas) -> Response:
+        """Restarts replicas one after the other, each once its requests have ended; answers when the last serves."""
+        with engine_call():
+            await asyncio.shield(replicas.roll(None if body.replica is None else [body.replica]))
+        return JsonReply({"status": "ok"})
 
 
 def _add_step_log(router: APIRouter, service: Service) -> None:

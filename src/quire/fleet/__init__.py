@@ -1,0 +1,1 @@
+"""Replicas: several engines that serve one model, and which of them gets a request."""
