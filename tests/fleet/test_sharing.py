@@ -39,7 +39,8 @@ def test_layouts_are_all_maximal_ones(card) -> None:
     assert len(layouts(card.profiles)) == 78
     for layout in layouts(card.profiles):
         taken = [index for placement in layout for index in placement.slices]
-        assert len(taken) == len(set(taken)) and max(taken) < MEMORY_SLICES
+        assert len(taken) == len(set(taken))
+        assert max(taken) < MEMORY_SLICES
         assert sum(placement.profile.compute for placement in layout) <= COMPUTE_SLICES
         assert not any(fits(layout, more) for more in placements(card.profiles))
         assert all(placement.start in placement.profile.starts for placement in layout)
@@ -61,9 +62,10 @@ def test_a_layout_that_cannot_be_placed_names_the_nearest() -> None:
         ConfigError, match=r"4 × 3g.40gb cannot be placed on one a100-80g: the nearest layout is"
     ):
         check_layout(A100, Counter({"3g.40gb": 4}))
-    with pytest.raises(ConfigError, match="has no slice '5g.40gb': choose one of 1g.10gb"):
+    with pytest.raises(ConfigError, match=r"has no slice '5g\.40gb': choose one of"):
         check_layout(A100, Counter({"5g.40gb": 1}))
-    assert find_card("A100 80GB") is A100 and find_card("NVIDIA H200") is CARDS["h200"]
+    assert find_card("A100 80GB") is A100
+    assert find_card("NVIDIA H200") is CARDS["h200"]
     with pytest.raises(ConfigError, match="no GPU with MIG that is known"):
         find_card("v100")
 
