@@ -1,1 +1,1 @@
-"""Replicas: several engines that serve one model, and which of them gets a request."""
+"""Several engines behind one address, and several models on one GPU: replicas, routing, slices, packing."""
