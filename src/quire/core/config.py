@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.core.draft import MAX_NODES
+from quire.core.encoder_input import EncoderInput
 from quire.core.errors import ConfigError
 
 Task = Literal["generate", "embed"]  # what a model is for
@@ -80,6 +81,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     hf: Mapping[str, Any] = field(default_factory=dict)
+    encoder: EncoderInput | None = None  # of an encoder-decoder model, whose other numbers are the decoder's
 
     @property
     def quantized(self) -> str:

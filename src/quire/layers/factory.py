@@ -13,6 +13,7 @@ from quire.core.errors import ModelError
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
 from quire.layers.attention import Attention
+from quire.layers.cross import CrossAttention, DistanceTable
 from quire.layers.encoder import FullAttention
 from quire.layers.linear import Linear, OutputHead, RowSelection, TokenEmbedding
 from quire.layers.norm import LayerNorm, RMSNorm
@@ -167,11 +168,32 @@ class LayerFactory:
         )
 
     def full_attention(
-        self, num_heads: int, head_dim: int, reach: int = 0, cos_sin: Tensor | None = None
+        self,
+        num_heads: int,
+        head_dim: int,
+        reach: int = 0,
+        cos_sin: Tensor | None = None,
+        scale: float | None = None,
+        slopes: Tensor | None = None,
     ) -> FullAttention:
         """An encoder's attention: every token sees its whole sequence, or `reach` tokens on each side."""
         kernels = self.kernel("rotary"), self.kernel("attention")
-        return FullAttention(*kernels, num_heads, head_dim, head_dim**-0.5, reach, cos_sin)
+        scale = head_dim**-0.5 if scale is None else scale
+        return FullAttention(*kernels, num_heads, head_dim, scale, reach, cos_sin, slopes)
+
+    def cross_attention(
+        self, index: int, num_heads: int, head_dim: int, scale: float | None = None
+    ) -> CrossAttention:
+        """A decoder layer's attention over what the encoder made of the prompt."""
+        scale = head_dim**-0.5 if scale is None else scale
+        kernels = self.kernel("rotary"), self.kernel("attention")
+        return CrossAttention(*kernels, index, num_heads, head_dim, scale)
+
+    def distance_table(
+        self, num_heads: int, num_buckets: int, max_distance: int, both_sides: bool
+    ) -> DistanceTable:
+        """Learned scores by distance, one table for all layers that share it."""
+        return DistanceTable(num_heads, num_buckets, max_distance, both_sides, self.device)
 
     def bias(self, size: int) -> Vector:
         """A bias on its own, loaded apart from its matrix."""

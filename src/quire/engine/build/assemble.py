@@ -13,6 +13,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.stats import StartStats
 from quire.engine.adapters import Adapters
 from quire.engine.build.adapters import BuiltAdapters, adapter_lines, build_adapters
+from quire.engine.build.encoder_decoder import encoder_input
 from quire.engine.build.host_memory import HostMemory, make_host_memory
 from quire.engine.build.pins import PinnedPrefix, pin_prefixes
 from quire.engine.build.pool import BuiltPool, make_pool, start_kernel_warmup
@@ -36,6 +37,8 @@ from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
 from quire.grammar.matcher import GrammarError
 from quire.grammar.vocabulary import Vocabulary
+from quire.memory.cross import CrossMemory
+from quire.memory.paged import PagedMemory
 from quire.memory.swap import PendingTransfers
 from quire.models.weight_shape import weight_groups
 from quire.runner.drafts import Proposals
@@ -101,7 +104,9 @@ def _make_parts(plan: BuildPlan, models: LoadedModels, pool: BuiltPool) -> _Part
     scheduler = resolve_scheduler(config.scheduler, device, pool.num_blocks)
     max_num_seqs, max_tokens = scheduler.limits
     end_ids = end_token_ids(plan.source, plan.model)
-    limits = Limits(plan.model.vocab_size, plan.max_model_len, max_num_seqs, end_ids, max_tokens)
+    block_size = config.memory.block_size
+    encoder = encoder_input(plan.model, plan.source, block_size, plan.max_model_len, max_tokens)
+    limits = Limits(plan.model.vocab_size, plan.max_model_len, max_num_seqs, end_ids, max_tokens, encoder)
     for_runner = runner_limits(plan, scheduler, models.model, plan.precision)
     host = make_host_memory(plan, pool.pool)
     adapters = build_adapters(plan, models, pool.pool, for_runner, host.transfers)
@@ -132,6 +137,7 @@ def _make_engine(plan: BuildPlan, models: LoadedModels, pool: BuiltPool, parts: 
         pending,
         host.make_offload_cache(pending),
         pool.num_adapter_blocks,
+        PagedMemory if plan.model.encoder is None else CrossMemory,
     )
     adapters = None
     if parts.adapters is not None:

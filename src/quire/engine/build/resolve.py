@@ -16,6 +16,7 @@ from quire.core.config import (
 from quire.core.errors import ConfigError, InvalidRequest, ModelError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
+from quire.engine.build.encoder_decoder import encoder_decoder_config
 from quire.kernels import native
 from quire.kernels.registry import forces_reference
 from quire.models import registry
@@ -75,6 +76,10 @@ def make_plan(config: EngineConfig, progress: Progress | None = None, task: Task
     model = registry.describe(source.config, task)
     precision = resolve_precision(config, model)
     max_model_len = resolve_max_model_len(config, model)
+    if model.encoder is not None:
+        config = encoder_decoder_config(
+            config, max_model_len, default_limits(config.scheduler, precision.device)
+        )
     num_threads = set_threads(config.runner.num_threads, precision)
     return BuildPlan(config, source, model, precision, max_model_len, num_threads)
 

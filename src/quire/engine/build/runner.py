@@ -7,9 +7,11 @@ import torch
 from quire.core.config import SchedulerConfig
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.layers.attention import Pool
+from quire.models.encoder_decoder import EncoderDecoder
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import AdapterSlots
+from quire.runner.cross import CrossCpuOps
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.drafts import Proposals
 from quire.runner.runner import Runner
@@ -33,7 +35,8 @@ def build_runner(
     adapters: AdapterSlots | None = None,
     transfers: TransferEngine | None = None,
 ) -> BuiltRunner:
-    runner = Runner(model, pool, limits, device, proposals, adapters, transfers)
+    make_ops = CrossCpuOps if isinstance(model, EncoderDecoder) else None
+    runner = Runner(model, pool, limits, device, proposals, adapters, transfers, make_ops)
     return BuiltRunner(runner, runner.warm_up(GRAPH_SECONDS))
 
 
