@@ -9,9 +9,11 @@ from quire.engine.build.resolve import BuildPlan, Precision
 from quire.layers.attention import Pool
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
+from quire.parallel.group import Group
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.drafts import Proposals
+from quire.runner.ranked import RankRunner
 from quire.runner.runner import Runner
 from quire.runner.transfer import TransferEngine
 
@@ -32,8 +34,11 @@ def build_runner(
     proposals: Proposals | None = None,
     adapters: AdapterSlots | None = None,
     transfers: TransferEngine | None = None,
+    group: Group | None = None,
 ) -> BuiltRunner:
-    runner = Runner(model, pool, limits, device, proposals, adapters, transfers)
+    """`group`: of the ranks that compute the model."""
+    parts = (model, pool, limits, device, proposals, adapters, transfers)
+    runner = Runner(*parts) if group is None else RankRunner(group, *parts)
     return BuiltRunner(runner, runner.warm_up(GRAPH_SECONDS))
 
 
