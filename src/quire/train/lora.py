@@ -106,10 +106,10 @@ def install(
     names = sorted({site.name.rpartition(".")[2] for site in linear})
     chosen: dict[int, LoraSite] = {}
     for target in targets:
-        found = [s for s in linear if target == ALL or s.name == target or s.name.endswith(f".{target}")]
-        if not found:
+        named = [s for s in linear if target == ALL or s.name == target or s.name.endswith(f".{target}")]
+        if not named:
             raise ConfigError(
                 f"target module {target!r} names no linear layer of this model: choose of {', '.join(names)} or {ALL}"
             )
-        chosen |= {site.index: site for site in found}
+        chosen |= {site.index: site for site in named}
     parameters.make([chosen[index] for index in sorted(chosen)], device, seed)

@@ -220,9 +220,9 @@ class Trainer:
         self.shards.release()
 
     def _resume(self) -> None:
-        found = self.checkpoints.newest()
-        if found is not None:
-            path, state = found
+        newest = self.checkpoints.newest()
+        if newest is not None:
+            path, state = newest
             if state["identity"] != self._identity or state["world"] != self.shards.world:
                 raise ConfigError(
                     f"{self.folder} holds a run with other settings or data: give another --output, or --overwrite"
