@@ -33,6 +33,7 @@ def add_arguments(parser: Parser) -> None:
     _add_formats(parser.group("answers"))
     _add_names(parser.group("names"))
     _add_embeddings(parser.group("embeddings"))
+    _add_files(parser.group("files and vector stores"))
     group = parser.group("logs")
     group.add_argument("--log-requests", action="store_true", help="log one line for each request")
     group.add_argument("--log-format", choices=logs.FORMATS, help="text, or json: one object per line")
@@ -181,6 +182,13 @@ def _add_embeddings(group: FlagGroup) -> None:
     cut = "cut texts that are longer than the embedding model takes (default: refuse them)"
     group.add_argument("--embedding-truncate", action="store_true", default=None, help=cut)
     group.add_argument("--no-embeddings", action="store_true", help="no encoders beside a generating model")
+
+
+def _add_files(group: FlagGroup) -> None:
+    folder = "folder of files, vector stores and batches, or none (default: `data` in the cache folder)"
+    group.add_argument("--data-dir", metavar="FOLDER", help=folder)
+    size = "maximum size of an uploaded file (default: 512MiB)"
+    group.add_argument("--max-file-bytes", type=parse_bytes, metavar="BYTES", help=size)
 
 
 def _add_limits(group: FlagGroup) -> None:

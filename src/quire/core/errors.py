@@ -72,6 +72,18 @@ def renamed_field(field: str, names: Mapping[str, str]) -> str:
     return names.get(field) or names.get(root, root) + field[len(root) :]
 
 
+class NotFound(InvalidRequest):
+    """There is no such object, or it belongs to another key."""
+
+    @classmethod
+    def of(cls, what: str, object_id: str) -> "NotFound":
+        return cls(f"there is no {what} {object_id[:80]!r} of this key: list them to see their ids")
+
+
+class StorageFull(QuireError):
+    """The disk has no room for what a request sends."""
+
+
 class ContextExceeded(InvalidRequest):
     """The prompt alone fills the context, or a text is longer than an encoder takes."""
 

@@ -313,9 +313,12 @@ ADMIN_PATHS = frozenset(
     }
 )
 _WITHOUT_VERSION = re.compile(
-    r"/(chat/completions|completions|embeddings|classify|score|rerank|fill-mask|models|responses|conversations|messages)"
-    r"(/|$)"
+    r"/(chat/completions|completions|embeddings|classify|score|rerank|fill-mask|models|responses|conversations|messages"
+    r"|files|uploads|vector_stores|batches)(/|$)"
 )
+
+
+_UPLOADED = re.compile(r"/v1/(files|uploads/[^/]+/parts)")
 
 
 def needs_admin(method: str, path: str) -> bool:
@@ -388,7 +391,10 @@ class RequestMiddleware:
     ) -> None:
         path = path_of(scope)
         context.key = self._identified(path, scope)
-        receive = limited(scope, receive, self._max_body_bytes, partial(self._text_limit, path))
+        if not _UPLOADED.fullmatch(
+            path
+        ):  # those bodies are written to disk as they come, with limits of their own
+            receive = limited(scope, receive, self._max_body_bytes, partial(self._text_limit, path))
         with context.held as held:
             # Reads and cancellations are always possible, also for a key whose background responses fill its limit.
             if scope["method"] == "POST" and not path.endswith("/cancel"):

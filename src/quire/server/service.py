@@ -20,6 +20,7 @@ from quire.server.errors import ApiError, Unavailable, as_api_error, context_exc
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
 from quire.server.protocol.base import SamplingFields
+from quire.server.retrieval import LazyRetrieval
 from quire.server.served_models import OnProgress, ServedModel, ServedModels
 from quire.server.settings import ServerSettings
 from quire.server.stored import ObjectStore
@@ -52,6 +53,7 @@ class Service:
             self.metrics.registry,
         )
         self.traces = open_traces(settings.otlp_traces_endpoint)
+        self.retrieval = LazyRetrieval(self)
         self.draining = False
         self._aliases = settings.aliases
 
@@ -75,9 +77,11 @@ class Service:
                     f"--model-alias {alias}={target}: there is no model {target!r} here: this server has "
                     f"{', '.join(self.names)}"
                 )
+        await self.retrieval.resume()
 
     async def close(self) -> None:
         """After the last request: ends the engines and template workers, and sends the last traces."""
+        await self.retrieval.close()
         await self.models.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)

@@ -44,6 +44,10 @@ class ServerSettings:
     embeddings: bool = True  # False: only an encoder that is the main model embeds
     embedding_truncate: bool = False  # texts longer than an encoder takes are cut, unless a request says how
     embedding_models: tuple[str, ...] = ()  # started with the server, not when asked for
+    data_dir: str | None = (
+        None  # of files and vector stores; None: in the cache folder; "none": there are none
+    )
+    max_file_bytes: int = 512 << 20  # of an uploaded file, and of a part of one
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     tool_call_parser: str | None = None  # none: as the chat template shows
@@ -58,6 +62,10 @@ class ServerSettings:
         pairs = [alias.partition("=") for alias in self.model_aliases]
         return {name.strip(): target.strip() or None for name, _, target in pairs}
 
+    @property
+    def keeps_files(self) -> bool:
+        return self.data_dir != "none" and self.api_server_count == 1
+
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is outside 0 to 65535 (0: any free one)")
@@ -71,6 +79,7 @@ class ServerSettings:
         for name in (
             *_PER_KEY,
             "max_body_bytes",
+            "max_file_bytes",
             "max_header_bytes",
             "max_queue_requests",
             "max_queue_tokens",
@@ -110,6 +119,10 @@ class ServerSettings:
             raise ConfigError(
                 f"max_stored_responses={self.max_stored_responses} are kept in one process and "
                 f"api_server_count={count}: set it to 0, or use one process"
+            )
+        if self.data_dir not in (None, "none"):
+            raise ConfigError(
+                f"data_dir={self.data_dir!r} needs one process and api_server_count={count}: leave one of them out"
             )
         if self.embeddings:
             raise ConfigError(
