@@ -19,6 +19,7 @@ from quire.server.chat import chat_router
 from quire.server.completions import completions_router
 from quire.server.conversations import conversations_router
 from quire.server.embeddings import embeddings_router
+from quire.server.engine_events import engine_events_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
 from quire.server.fill_mask import fill_mask_router
 from quire.server.messages import messages_router
@@ -45,6 +46,7 @@ ROUTERS = (
     models_router,
     tokens_router,
     operations_router,
+    engine_events_router,
 )
 
 

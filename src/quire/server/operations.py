@@ -68,14 +68,16 @@ def operations_router(service: Service) -> APIRouter:
     async def check_integrity() -> Response:
         """Recounts every block of the pool, and returns how many are in use."""
         with engine_call():
-            wrong = await service.client.check_integrity()
-        if wrong is not None:
-            raise ApiError(500, f"the pool is not whole: {wrong}", code="integrity")
+            done = await service.client.check_integrity()
+        if done.error is not None:
+            raise ApiError(500, f"the pool is not whole: {done.error}", code="integrity")
         client = service.client
         return JsonReply(
             {
                 "status": "ok",
-                "blocks_used": client.stats.pool.num_blocks_used,
+                "step": done.stats.steps.num_steps,
+                "blocks": done.blocks,
+                "blocks_used": done.stats.pool.num_blocks_used,
                 "sequences_running": client.queue.num_running,
                 "requests_waiting": client.queue.num_waiting,
                 "requests_open": client.num_open,
