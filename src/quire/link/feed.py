@@ -7,13 +7,13 @@ import time
 from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, field
-from itertools import takewhile
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.core.request import Phase, Sequence
+from quire.core.stats import EngineStats
 from quire.core.step import Step, StepResult
 
 if TYPE_CHECKING:  # they bring torch, which the client's process does without
@@ -165,7 +165,8 @@ class EngineFeed:
         blocks, events = self._blocks()
         sequences = self._sequences()
         events |= {"copied": runner.copied, "out": runner.swapped_out, "in": runner.swapped_in}
-        queue, counters, host = engine.queue_stats(), self._counters(), self._host()
+        stats = engine.snapshot()
+        queue, counters, host = engine.queue_stats(), self._counters(stats), _host(stats)
         state = [queue, counters, host]
         if not (blocks or sequences or runner.steps or any(events.values()) or state != self._last):
             return None
@@ -179,8 +180,7 @@ class EngineFeed:
         runner.clear()
         return msgspec.json.encode(record)
 
-    def _counters(self) -> dict[str, float]:
-        stats = self._engine.snapshot()
+    def _counters(self, stats: EngineStats) -> dict[str, float]:
         steps, drafts = stats.steps, stats.speculation
         return {
             "steps": steps.num_steps,
@@ -200,11 +200,6 @@ class EngineFeed:
             "draft_tokens": drafts.num_draft_tokens,
             "accepted_tokens": drafts.num_accepted_tokens,
         }
-
-    def _host(self) -> dict[str, float]:
-        pool = asdict(self._engine.snapshot().pool)
-        names = ("swap_used", "swap_space", "offload_used", "offload_space", "offload_disk")
-        return {name: pool[name] for name in names if pool[name]}
 
     def _blocks(self) -> tuple[str, dict[str, list[int]]]:
         """Blocks whose state changed, in runs; and which were evicted, or found by a prefix."""
@@ -261,10 +256,7 @@ class EngineFeed:
             change: list[Any] = [known.number, *entry]
             table = sequence.block_ids
             if table != known.table and room > 0:
-                same = sum(
-                    1
-                    for _ in takewhile(lambda pair: pair[0] == pair[1], zip(table, known.table, strict=False))
-                )
+                same = _common_length(table, known.table)
                 change += [same, table[same : same + room]]
                 known.table = table[: same + room]
                 room -= len(change[-1])
@@ -316,6 +308,19 @@ def recount(engine: "Engine") -> dict[str, int]:
             is_indexed = memory.index.knows(block)
             states[state_name(state_of(counts[block], is_indexed, block in pinned, block in drafts))] += 1
     return dict(states)
+
+
+def _host(stats: EngineStats) -> dict[str, int]:
+    """Blocks beside the pool."""
+    names = ("swap_used", "swap_space", "offload_used", "offload_space", "offload_disk")
+    return {name: value for name in names if (value := getattr(stats.pool, name))}
+
+
+def _common_length(table: list[int], shown: list[int]) -> int:
+    """How many entries at the start are the same. Most tables only grow."""
+    if table[: len(shown)] == shown:
+        return len(shown)
+    return next(i for i in range(len(shown)) if i >= len(table) or table[i] != shown[i])
 
 
 def _draft_blocks(engine: "Engine") -> set[int]:

@@ -25,6 +25,7 @@ from quire.server.fill_mask import fill_mask_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
 from quire.server.operations import operations_router
+from quire.server.page import page_router
 from quire.server.responses.compact import compact_router
 from quire.server.responses.endpoints import responses_router
 from quire.server.scoring import scoring_router
@@ -47,6 +48,7 @@ ROUTERS = (
     tokens_router,
     operations_router,
     engine_events_router,
+    page_router,
 )
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.errors import EngineDead, InvalidRequest
 from quire.server.errors import ApiError, Unavailable
+from quire.server.page import file_reply, wants_page
 from quire.server.reply import ERRORS, JsonReply
 from quire.server.service import Service
 
@@ -32,8 +33,10 @@ def operations_router(service: Service) -> APIRouter:
 
     @router.head("/", include_in_schema=False)
     @router.get("/")
-    async def root() -> Response:
-        """What answers here."""
+    async def root(request: Request) -> Response:
+        """What answers here; for a browser the page."""
+        if wants_page(service, request):
+            return file_reply("index.html", request)
         return JsonReply({"name": "quire", "version": __version__, "docs": "/docs"})
 
     @router.head("/health", include_in_schema=False)
