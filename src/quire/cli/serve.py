@@ -122,6 +122,9 @@ def _add_network(group: FlagGroup) -> None:
         "--sse-keep-alive", type=float, help=f"seconds of silence before a stream gets a comment {default}"
     )
     origins = "CORS: allow browsers from this origin, or * for all (repeatable)"
+    group.add_argument(
+        "--no-page", dest="page", action="store_false", default=None, help="no page for browsers at /"
+    )
     group.add_argument("--allowed-origins", action=Collect, metavar="ORIGIN", help=origins)
 
 

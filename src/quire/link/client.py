@@ -17,21 +17,26 @@ from quire.core.request import EmbedRequest, QueueBounds, Request
 from quire.core.stats import EngineStats, QueueStats, RoutingStats
 from quire.engine.streams import OpenStreams, Stream
 from quire.link.channel import Channel
+from quire.link.feed_listeners import FeedListeners
 from quire.link.messages import (
     Abort,
     Add,
     CheckIntegrity,
     Done,
     Embed,
+    FeedRecord,
     FromEngine,
     LoadAdapter,
     Ready,
     Refused,
     ResetPrefixCache,
+    ShownSequence,
+    ShowRequest,
     Stop,
     SwitchStepLog,
     UnloadAdapter,
     Updates,
+    WatchEngine,
     encode,
     restore_adapters,
     unpack_updates,
@@ -45,7 +50,7 @@ if TYPE_CHECKING:
 CALL_SECONDS = 60.0
 MAX_RETRY_SECONDS = 60
 MAX_ANSWERS = 4096  # sequences of one HTTP request with several prompts; each costs memory before it runs
-Call = ResetPrefixCache | CheckIntegrity | SwitchStepLog | LoadAdapter | UnloadAdapter
+Call = ResetPrefixCache | CheckIntegrity | SwitchStepLog | ShowRequest | LoadAdapter | UnloadAdapter
 
 
 class QueueAdmission:
@@ -220,6 +225,7 @@ class EngineClient:
             self._supervisor = relay(self)
         self._channel: Channel | RelayedEngine | None = None  # None: no engine to talk to
         self._streams: OpenStreams[Any] = OpenStreams(self._abort, self.request_ended)
+        self.feed = FeedListeners(self._watch)
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Done]] = {}
         self._effects: dict[int, Callable[[], None]] = {}  # by call: what its success changes on this side
@@ -297,6 +303,7 @@ class EngineClient:
         calls = [answer for answer in self._calls.values() if not answer.done()]
         for answer in calls:
             answer.set_exception(fault)
+        self.feed.fail(fault)
         return self._streams.fail_all(fault) + len(calls)
 
     @property
@@ -328,9 +335,17 @@ class EngineClient:
     async def reset_prefix_cache(self) -> None:
         await self._call(ResetPrefixCache)
 
-    async def check_integrity(self) -> str | None:
-        """Recounts the pool; what is wrong with it, or None."""
-        return (await self._call(CheckIntegrity)).error
+    async def check_integrity(self) -> Done:
+        """Recounts the pool; the answer's `error` is what is wrong with it, or None."""
+        return await self._call(CheckIntegrity)
+
+    async def show_request(self, request_id: str) -> Sequence[ShownSequence]:
+        """The sequences of a request that has not ended; empty if there is none."""
+        return (await self._call(ShowRequest, request_id)).sequences
+
+    def _watch(self, on: bool) -> None:
+        if self._channel is not None:
+            self._channel.send(WatchEngine(on))
 
     async def start_step_log(self) -> None:
         done = await self._call(SwitchStepLog, True)
@@ -410,6 +425,8 @@ class EngineClient:
         match message:
             case Updates():
                 self._take(message)
+            case FeedRecord(data):
+                self.feed.deliver(data)
             case Refused():
                 self._streams.refuse(message.request_id, _refusal(message))
             case Done(call_id, queue, stats, error):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.errors import EngineDead, InvalidRequest
 from quire.server.errors import ApiError, Unavailable
+from quire.server.page import file_reply, wants_page
 from quire.server.reply import ERRORS, JsonReply
 from quire.server.service import Service
 
@@ -43,8 +44,10 @@ def operations_router(service: Service) -> APIRouter:
 
     @router.head("/", include_in_schema=False)
     @router.get("/")
-    async def root() -> Response:
-        """What answers here."""
+    async def root(request: Request) -> Response:
+        """What answers here; for a browser the page."""
+        if wants_page(service, request):
+            return file_reply("index.html", request)
         return JsonReply({"name": "quire", "version": __version__, "docs": "/docs"})
 
     @router.head("/health", include_in_schema=False)
@@ -79,14 +82,16 @@ def operations_router(service: Service) -> APIRouter:
     async def check_integrity() -> Response:
         """Recounts every block of the pool, and returns how many are in use."""
         with engine_call():
-            wrong = await service.client.check_integrity()
-        if wrong is not None:
-            raise ApiError(500, f"the pool is not whole: {wrong}", code="integrity")
+            done = await service.client.check_integrity()
+        if done.error is not None:
+            raise ApiError(500, f"the pool is not whole: {done.error}", code="integrity")
         client = service.client
         return JsonReply(
             {
                 "status": "ok",
-                "blocks_used": client.stats.pool.num_blocks_used,
+                "step": done.stats.steps.num_steps,
+                "blocks": done.blocks,
+                "blocks_used": done.stats.pool.num_blocks_used,
                 "sequences_running": client.queue.num_running,
                 "requests_waiting": client.queue.num_waiting,
                 "requests_open": client.num_open,

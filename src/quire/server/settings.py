@@ -35,6 +35,7 @@ class ServerSettings:
     shutdown_timeout: float = 25.0
     engine_timeout: float = 300.0  # for one step; then the engine hangs, and is replaced
     log_requests: bool = False
+    page: bool = True  # for browsers, at `/`
     otlp_traces_endpoint: str | None = None  # none: no traces
     max_queue_requests: int | None = 1024  # None: no bound
     max_queue_tokens: int | None = 1 << 20
