@@ -1,6 +1,6 @@
 """Takes the pictures of docs/page.md: a server with the built-in model under load, in the browser of `make browser`.
 
-Usage: python tools/page_images.py [FOLDER]. Needs the packages of `dev`. The folder is docs/images by default.
+Usage: python -m tools.page_images [FOLDER]. Needs the packages of `dev`. The folder is docs/images by default.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fetch_browser import executable
+from tools.fetch_browser import executable
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = ("--port", "0", "--kv-cache-memory-bytes", "200M", "--max-num-seqs", "32")

@@ -322,10 +322,6 @@ class ReplicaSet:
         for load in self.router.loads:
             load.shadow.clear()
 
-    async def check_integrity(self) -> str | None:
-        found = await self._all(lambda replica: replica.check_integrity())
-        return next((wrong for wrong in found if wrong is not None), None)
-
     async def start_step_log(self) -> None:
         await self._all(lambda replica: replica.start_step_log())
 

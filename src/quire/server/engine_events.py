@@ -43,19 +43,25 @@ def engine_events_router(service: Service) -> APIRouter:
         )
 
     @router.get("/v1/engine/events", responses=ERRORS)
-    async def events() -> Response:
+    async def events(replica: int = 0) -> Response:
         """What the engine does, as server-sent events: the first is whole, the others say what changed."""
+        engines = service.client.engines
+        if not 0 <= replica < len(engines):
+            raise ApiError(
+                400, f"replica is {replica}: this server has 0 to {len(engines) - 1}", param="replica"
+            )
         with engine_call():
             service.refuse_if_draining()
-            if not service.client.is_ready:
-                raise EngineDead(f"{service.client.status}: try again in some seconds")
-        return FeedStream(service.client)
+            if not engines[replica].is_ready:
+                raise EngineDead(f"{engines[replica].status}: try again in some seconds")
+        return FeedStream(engines[replica])
 
     @router.get("/v1/engine/requests/{request_id}", responses=ERRORS)
     async def engine_request(request_id: str, request: Request) -> Response:
         """Tokens and block tables of a request that has not ended; text only for its own key and for operators."""
         with engine_call():
-            sequences = await service.client.show_request(request_id)
+            shown_by = [await engine.show_request(request_id) for engine in service.client.engines]
+        sequences = next((sequences for sequences in shown_by if sequences), ())
         if not sequences:
             raise ApiError(
                 404, f"no request {request_id[:80]!r} is open: it may have ended", code="not_found"

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,18 +81,22 @@ def operations_router(service: Service) -> APIRouter:
 
     @router.post("/check_integrity", responses=ERRORS)
     async def check_integrity() -> Response:
-        """Recounts every block of the pool, and returns how many are in use."""
-        with engine_call():
-            done = await service.client.check_integrity()
-        if done.error is not None:
-            raise ApiError(500, f"the pool is not whole: {done.error}", code="integrity")
+        """Recounts every block of the pool, and returns how many are in use; of replicas together."""
         client = service.client
+        with engine_call():
+            recounts = [await engine.check_integrity() for engine in client.engines]
+        for recount in recounts:
+            if recount.error is not None:
+                raise ApiError(500, f"the pool is not whole: {recount.error}", code="integrity")
+        blocks: Counter[str] = Counter()
+        for recount in recounts:
+            blocks.update(recount.blocks)
         return JsonReply(
             {
                 "status": "ok",
-                "step": done.stats.steps.num_steps,
-                "blocks": done.blocks,
-                "blocks_used": done.stats.pool.num_blocks_used,
+                "step": max(recount.stats.steps.num_steps for recount in recounts),
+                "blocks": blocks,
+                "blocks_used": sum(recount.stats.pool.num_blocks_used for recount in recounts),
                 "sequences_running": client.queue.num_running,
                 "requests_waiting": client.queue.num_waiting,
                 "requests_open": client.num_open,

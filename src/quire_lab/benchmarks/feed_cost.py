@@ -45,7 +45,7 @@ class Listeners:
     def __enter__(self) -> "Listeners":
         self._file = tempfile.TemporaryFile()
         command = ["curl", "-sN", f"{self._url}/v1/engine/events"]
-        outputs = [self._file, *[subprocess.DEVNULL] * (LISTENERS - 1)]
+        outputs: list[Any] = [self._file, *[subprocess.DEVNULL] * (LISTENERS - 1)]
         self._processes = [subprocess.Popen(command, stdout=output) for output in outputs]
         time.sleep(0.5)  # the first record is whole
         self._start = self._file.seek(0, 2)
