@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.core.errors import ConfigError
 from quire.observe.logs import get_logger
 from quire.server.connection import TextLimit, limited
-from quire.server.errors import ApiError, anthropic_body, as_api_error, speaks_anthropic
+from quire.server.errors import ApiError, anthropic_body, as_api_error, is_ollama, speaks_anthropic
 from quire.server.metrics import Metrics
 from quire.server.reply import REQUEST_ID, JsonReply
 
@@ -281,6 +281,8 @@ def error_reply(scope: Scope, error: ApiError) -> JsonReply:
     """An error in the shape of the API that the path belongs to."""
     context: RequestContext = scope["quire.context"]
     context.note_error(error)
+    if is_ollama(path_of(scope)):
+        return JsonReply({"error": str(error)}, status_code=error.status, headers=error.headers)
     if not speaks_anthropic(path_of(scope), scope["headers"]):
         return JsonReply(error.body(), status_code=error.status, headers=error.headers)
     body = anthropic_body(error, context.request_id)

@@ -24,6 +24,7 @@ from quire.server.errors import ApiError, ClientGone, as_api_error, from_validat
 from quire.server.fill_mask import fill_mask_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
+from quire.server.ollama import ollama_router
 from quire.server.operations import operations_router
 from quire.server.page import page_router
 from quire.server.responses.compact import compact_router
@@ -50,6 +51,7 @@ ROUTERS = (
     batches_router,
     models_router,
     tokens_router,
+    ollama_router,
     operations_router,
     engine_events_router,
     page_router,
