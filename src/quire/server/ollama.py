@@ -127,8 +127,8 @@ def ollama_router(service: Service) -> APIRouter:
     @router.post("/api/embeddings")
     async def embeddings(body: EmbedAsk, request: Request) -> Response:
         """The older form: one prompt, one vector."""
-        one = body.model_copy(update={"input": body.prompt or body.input})
-        return JsonReply({"embedding": (await _embedded(service, one, request))[0][0]})
+        single = body.model_copy(update={"input": body.prompt or body.input})
+        return JsonReply({"embedding": (await _embedded(service, single, request))[0][0]})
 
     @router.get("/api/tags")
     async def tags() -> Response:
