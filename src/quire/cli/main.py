@@ -36,6 +36,9 @@ COMMANDS = {
     "plan": Command("quire.cli.plan", "estimate memory, sequences, speed and cost of a model on a device"),
     "tune": Command("quire.cli.tune", "measure attention tile sizes on this GPU, once, and cache the best"),
     "models": Command("quire.cli.models", "list the cached models, or the architectures that are served"),
+    "config": Command("quire.cli.config", "show the settings of a command and where each comes from"),
+    "completion": Command("quire.cli.completion", "print a script that completes commands for a shell"),
+    "service": Command("quire.cli.service", "run the server by systemd: install, uninstall, show the unit"),
     "env": Command("quire.cli.env", "show versions, hardware and settings for a bug report"),
 }
 
