@@ -1,4 +1,4 @@
-"""`quire serve A B …` and `quire serve --models FILE`: several models behind one port, started when they are asked for."""
+"""`quire serve A B …` and `quire serve --models FILE`: several models behind one port, started on demand."""
 
 import argparse
 import asyncio
@@ -29,10 +29,18 @@ _FIELDS = {"models", "memory", "max_running"}
 
 
 def add_arguments(group: FlagGroup) -> None:
-    group.add_argument("--models", metavar="FILE", help="YAML file of models, each started by its first request")
-    group.add_argument("--models-memory", type=parse_gigabytes, metavar="GB", help="memory of all of them together")
-    group.add_argument("--models-max", type=int, metavar="N", help=f"models at a time (default: {MAX_RUNNING})")
-    group.add_argument("--keep-alive", help="idle time after which a model is stopped, such as 5m (default: 5m; -1: never)")
+    group.add_argument(
+        "--models", metavar="FILE", help="YAML file of models, each started by its first request"
+    )
+    group.add_argument(
+        "--models-memory", type=parse_gigabytes, metavar="GB", help="memory of all of them together"
+    )
+    group.add_argument(
+        "--models-max", type=int, metavar="N", help=f"models at a time (default: {MAX_RUNNING})"
+    )
+    group.add_argument(
+        "--keep-alive", help="idle time after which a model is stopped, such as 5m (default: 5m; -1: never)"
+    )
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
@@ -43,9 +51,13 @@ def run(arguments: argparse.Namespace, host: str, port: int) -> int:
     document = read_config_file(arguments.models) if arguments.models else {}
     unknown = sorted(set(document) - _FIELDS)
     if unknown:
-        raise ConfigError(f"{arguments.models}: {unknown[0]!r} is not a field: choose from {', '.join(sorted(_FIELDS))}")
+        raise ConfigError(
+            f"{arguments.models}: {unknown[0]!r} is not a field: choose from {', '.join(sorted(_FIELDS))}"
+        )
     named = [name for name in (arguments.model_named, *arguments.more_models) if name is not None]
-    entries = read_models({**{_short(name): {"model": name} for name in named}, **(document.get("models") or {})})
+    entries = read_models(
+        {**{_short(name): {"model": name} for name in named}, **(document.get("models") or {})}
+    )
     if not entries:
         raise ConfigError(f"{arguments.models} names no model under `models`: add one")
     if arguments.keep_alive is not None:
@@ -110,7 +122,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port} ({error}): choose another --host or --port") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error}): choose another --host or --port"
+        ) from error
     return listener
 
 

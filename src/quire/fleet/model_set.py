@@ -1,8 +1,8 @@
 """ModelSet: several models behind one port, each a `quire serve` process of its own.
 
 A model is started by its first request, and stopped when it was idle for its `keep_alive` or when another one needs its
-memory: the least recently used first, pinned ones never, one that is answering only after its last answer. A process gives
-all of its memory back.
+memory: the least recently used first, pinned ones never, one that is answering only after its last answer. A process
+gives all of its memory back.
 """
 
 import asyncio
@@ -95,7 +95,9 @@ class ModelProcess:
             if not ready.done() and (started := STARTED.search(line)):
                 ready.set_result(started[1])
         code = await process.wait()
-        why = next((line for line in reversed(self._lines) if "error" in line.lower()), f"it ended with {code}")
+        why = next(
+            (line for line in reversed(self._lines) if "error" in line.lower()), f"it ended with {code}"
+        )
         if not ready.done():
             self.fault = why.partition("error:")[2].strip() or why
             ready.set_exception(EngineDead(f"{self.entry.name} cannot be started: {self.fault}"))
@@ -277,7 +279,11 @@ class ModelSet:
                 if idle and now - model.last_used >= model.keep_alive:
                     async with self._turn:
                         if not model.num_open:
-                            log.info("%s was idle for %.0f s: it is stopped", model.entry.name, now - model.last_used)
+                            log.info(
+                                "%s was idle for %.0f s: it is stopped",
+                                model.entry.name,
+                                now - model.last_used,
+                            )
                             await model.stop()
 
     def described(self) -> list[dict[str, Any]]:

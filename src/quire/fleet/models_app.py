@@ -52,9 +52,7 @@ class ModelsApp:
             await refuse(send, 413, f"the body has more than {MAX_BODY_BYTES} bytes", "body_too_large")
         elif method in ("GET", "HEAD") and path in ("/health", "/ready"):
             await answer(send, 200, msgspec.json.encode({"status": "ready", "models": self._states()}))
-        elif method == "GET" and path in LISTS:
-            await self._list(path, send)
-        elif method == "GET" and path == "/api/ps":
+        elif (method == "GET" and path in LISTS) or (method == "GET" and path == "/api/ps"):
             await self._list(path, send)
         elif method == "POST" and path in ("/v1/models/load", "/v1/models/unload"):
             await self._change(path, body, send)
@@ -151,4 +149,10 @@ def _named(body: bytes) -> Named:
 def _for_ollama(described: Mapping[str, Any]) -> dict[str, Any]:
     details = {"format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
     name = described["id"]
-    return {"name": name, "model": name, "size": described["memory_bytes"] or 0, "digest": "", "details": details}
+    return {
+        "name": name,
+        "model": name,
+        "size": described["memory_bytes"] or 0,
+        "digest": "",
+        "details": details,
+    }
