@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
@@ -16,7 +17,7 @@ from quire.cli.parser import FlagGroup, read_config_file
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, QuireError
-from quire.fleet.model_set import ModelEntry, ModelSet, keep_alive_seconds, read_models
+from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, keep_alive_seconds, read_models
 from quire.fleet.models_app import ModelsApp
 from quire.observe import logs
 
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace, host: str, port: int) -> int:
         seconds = keep_alive_seconds(arguments.keep_alive)
         if seconds is None:
             raise ConfigError(f"--keep-alive is {arguments.keep_alive!r}: write seconds, 5m or -1")
-        entries = [ModelEntry(**{**_fields(entry), "keep_alive": seconds}) for entry in entries]
+        entries = [replace(entry, keep_alive=seconds) for entry in entries]
     memory = arguments.models_memory or document.get("memory") or int(MEMORY_SHARE * _machine_memory())
     most = arguments.models_max or document.get("max_running") or MAX_RUNNING
     if most < 1:
@@ -78,10 +79,6 @@ def run(arguments: argparse.Namespace, host: str, port: int) -> int:
     finally:
         listener.close()
     return 0
-
-
-def _fields(entry: ModelEntry) -> dict[str, object]:
-    return {name: getattr(entry, name) for name in ModelEntry.__dataclass_fields__}
 
 
 def _short(name: str) -> str:
@@ -104,7 +101,7 @@ def common_flags(words: Sequence[str], named: Sequence[str]) -> tuple[str, ...]:
 def estimated(entry: ModelEntry) -> int:
     """Bytes of the model's server by the plan; a guess where the model is not here."""
     try:
-        config = EngineConfig.of(model=None if entry.source == "builtin" else entry.source)
+        config = EngineConfig.of(model=None if entry.source == BUILTIN else entry.source)
         device = Device("this machine", False, None, 0.0, 0.0, "")
         return plan_capacity(config, described_source(config), device).server_bytes
     except (QuireError, OSError):

@@ -24,6 +24,7 @@ log = get_logger(__name__)
 STARTED = re.compile(r"serving\s+(http://\S+?)/v1")
 STOP_SECONDS = 30.0
 LOOK_SECONDS = 0.5  # between two looks for idle models
+BUILTIN = "builtin"  # as a source: the model that `quire serve` has by default
 LAST_LINES = 5  # of a process's log that an error shows
 
 
@@ -67,7 +68,8 @@ class ModelProcess:
         """Returns when it serves; EngineDead with the end of its log if it does not."""
         began, entry = time.monotonic(), self.entry
         self.fault, self._lines = None, []
-        command = [sys.executable, "-m", "quire", "serve", entry.source, "--host", "127.0.0.1", "--port", "0"]
+        source = [] if entry.source == BUILTIN else [entry.source]
+        command = [sys.executable, "-m", "quire", "serve", *source, "--host", "127.0.0.1", "--port", "0"]
         command += ["--served-model-name", entry.name, *entry.aliases, *common, *entry.flags]
         self._process = await asyncio.create_subprocess_exec(
             *command, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
@@ -89,10 +91,12 @@ class ModelProcess:
         assert process.stderr is not None
         async for raw in process.stderr:
             line = raw.decode("utf-8", "replace").rstrip()
-            print(f"[{self.entry.name}] {line}", file=sys.stderr, flush=True)
             self._lines = [*self._lines[1 - LAST_LINES :], line]
             self.progress = line.split("  ")[-1].strip()
-            if not ready.done() and (started := STARTED.search(line)):
+            started = STARTED.search(line)
+            if started is None:  # its own address is of no use to others
+                print(f"[{self.entry.name}] {line}", file=sys.stderr, flush=True)
+            elif not ready.done():
                 ready.set_result(started[1])
         code = await process.wait()
         why = next(
@@ -324,7 +328,7 @@ def read_models(document: Mapping[str, Any]) -> list[ModelEntry]:
     """From the `models` of a file: a name each, with its source and settings."""
     entries = []
     for name, given in document.items():
-        fields = {"model": given} if isinstance(given, str) else dict(given or {})
+        fields: dict[str, Any] = {"model": given} if isinstance(given, str) else dict(given or {})
         unknown = set(fields) - {"model", "aliases", "settings", "keep_alive", "pinned", "memory"}
         if unknown:
             raise ConfigError(f"models.{name}: {sorted(unknown)[0]!r} is not a field")
