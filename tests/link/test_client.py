@@ -3,11 +3,13 @@
 import asyncio
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from quire.core.step import SequenceUpdate
 from quire.engine.streams import Stream
 from quire.link import supervise
 from quire.link.client import EngineClient
+from quire.link.messages import Abort, Add, CheckIntegrity, Shutdown, Stop, decode_to_engine, encode
 
 pytestmark = pytest.mark.e2e
 SMALL = {"num_blocks": 64, "max_num_seqs": 4}
@@ -241,3 +244,46 @@ def test_the_engine_ends_with_its_parent_and_its_socket_is_private_and_removed()
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
     assert not Path(path).parent.exists()
+
+
+def random_frames(count: int) -> list[bytes]:
+    """Bytes of any kind, and messages with bytes changed, cut off or appended; no whole Shutdown."""
+    drawn = random.Random(0)
+    request = Request("fuzz", (5, 6, 7), LONG)
+    whole = [
+        encode(message) for message in (Add.of(request), Abort(["fuzz"]), Stop("fuzz", 0), CheckIntegrity(7))
+    ]
+    frames = []
+    while len(frames) < count:
+        data = bytearray(drawn.choice(whole))
+        match drawn.randrange(5):
+            case 0:
+                data = bytearray(drawn.randbytes(drawn.randrange(64)))
+            case 1:
+                data = data[: drawn.randrange(len(data))]
+            case 2:
+                data += drawn.randbytes(drawn.randrange(1, 8))
+            case _:
+                for _ in range(drawn.randrange(1, 4)):
+                    data[drawn.randrange(len(data))] = drawn.randrange(256)
+        with suppress(Exception):
+            if isinstance(decode_to_engine(bytes(data)), Shutdown | Add):
+                continue  # a request that is whole is admitted or refused, which other tests look at
+        frames.append(bytes(data))
+    return frames
+
+
+def test_ten_thousand_random_frames_end_no_engine():
+    async def use(client: EngineClient) -> None:
+        pid = client.ready.pid
+        for number, frame in enumerate(random_frames(10_000)):
+            client._channel.send_encoded(frame)
+            if number % 1000 == 0:
+                await asyncio.sleep(0)
+        greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        updates = await asyncio.wait_for(collect(client.submit([Request("after", (1, 2, 3), greedy)])), 60)
+        assert len([token for update in updates for token in update.token_ids]) == 5
+        assert await client.check_integrity() is None
+        assert (client.ready.pid, client.num_restarts) == (pid, 0)
+
+    with_engine(use)

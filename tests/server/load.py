@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.bench.http_client import HttpClient
 from quire.bench.serve import Outcome, StreamedCall, make_call
+from quire.link.http_client import HttpClient
 
 THINGS = ("a river", "an old clock", "the moon", "seven ducks", "a small town", "bread", "a storm", "numbers")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

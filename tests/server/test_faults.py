@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quire.bench.http_client import HttpClient
 from quire.bench.serve import make_call
+from quire.link.http_client import HttpClient
 from tests.models.checkpoints import llama, save
 from tests.server.load import Answered, Question, Tally, ask_for, offline_answers
 from tests.server.running import RunningServer

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from quire.bench.http_client import HttpClient
+from quire.link.http_client import HttpClient
 from tests.server.load import Question, Tally, ask_for, offline_answers, open_files, resident_bytes
 from tests.server.running import PATIENCE, RunningServer
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.bench.http_client import ConnectionLost, HttpClient, Response
 from quire.bench.workload import Workload, WorkloadPlan, make_workload
 from quire.core.errors import QuireError
+from quire.link.http_client import ConnectionLost, HttpClient, Response
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,7 @@ class Parser(argparse.ArgumentParser):
             chosen._take_file(words)
             chosen._take_environment()
         arguments, unknown = self.parse_known_args(words)
+        arguments.given_words = list(words)
         for word in words:
             if (action := chosen._flags.get(word.partition("=")[0])) is not None:
                 self.origins[action.dest] = word.partition("=")[0]

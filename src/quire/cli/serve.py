@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from quire.cli import serve_models
 from quire.cli.flags import add_engine_flags, engine_settings
 from quire.cli.parser import Collect, FlagGroup, Parser, parse_bytes
 from quire.core.config import EngineConfig
@@ -32,6 +33,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--trust-request-chat-template", action="store_true", default=None, help=templates)
     _add_formats(parser.group("answers"))
     _add_names(parser.group("names"))
+    serve_models.add_arguments(parser.group("several models"))
     _add_embeddings(parser.group("embeddings"))
     _add_files(parser.group("files and vector stores"))
     _add_replicas(parser.group("replicas"))
@@ -45,10 +47,14 @@ def add_arguments(parser: Parser) -> None:
         help="send OpenTelemetry traces to this URL (needs the extra `otel`)",
     )
     add_engine_flags(parser, without=_OWN_FLAGS)
+    more = "more models behind the same port, each started by its first request"
+    parser.add_argument("more_models", nargs="*", metavar="MODEL", help=more)
 
 
 def run(arguments: argparse.Namespace) -> int:
     _set_up_logs(arguments)
+    if serve_models.is_asked(arguments):
+        return serve_models.run(arguments, arguments.host or DEFAULTS.host, _port(arguments))
     engine = engine_settings(arguments)
     for name in _OWN_FLAGS:
         engine.pop(name, None)
@@ -66,6 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         serve(settings, config, show_progress=sys.stderr.isatty())
     return 0
+
+
+def _port(arguments: argparse.Namespace) -> int:
+    return DEFAULTS.port if arguments.port is None else int(arguments.port)
 
 
 def server_settings(arguments: argparse.Namespace) -> ServerSettings:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 TOKEN_BYTES = 4  # of an int32 id; of text, about as many bytes make a token
 # Pieces are longer than a KV block, and longer still behind the first ones: hashing must stay below 50 µs
 PIECE, NUM_SHORT, LONG_PIECE = 64, 8, 256  # tokens
-MAX_TOKENS = 1 << 15  # what lies behind is not compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ def prefix_of(data: bytes, salt: str = "", adapter: str | None = None) -> Prefix
     """
     running = hashlib.sha256(f"{adapter or ''}\0{salt}".encode())
     hashes: list[bytes] = []
-    size, end = PIECE * TOKEN_BYTES, min(len(data), MAX_TOKENS * TOKEN_BYTES)
+    size, end = PIECE * TOKEN_BYTES, len(data)
     start = 0
     view = memoryview(data)
     while start + size <= end:
@@ -83,6 +82,10 @@ class PrefixShadow:
         while self.num_tokens > self.max_tokens and used:
             self._drop_oldest()
         return now
+
+    def share_filled(self, num_more: int) -> float:
+        """How much of the cache is in use once that many tokens have come, 0 to 1."""
+        return min(1.0, (self.num_tokens + num_more) / self.max_tokens) if self.max_tokens else 1.0
 
     def last_used(self, piece: bytes) -> int:
         """When it was; 0 if it is not known."""

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from quire.core.errors import AdapterError, ConfigError, InvalidRequest, QueueFull
+from quire.core.request import EmbedRequest, Request
 from quire.engine.loop import Command, EngineLoop, StepReport
 from quire.link.messages import (
     Abort,
@@ -36,6 +37,7 @@ from quire.link.messages import (
     WatchEngine,
     decode_from_engine,
     decode_to_engine,
+    decoded,
     encode,
     pack_ints,
     pack_report,
@@ -71,7 +73,9 @@ class Channel:
         self._socket.send(data)  # zmq.asyncio sends at once where it can, and here it always can
 
     async def receive(self) -> FromEngine:
-        return decode_from_engine(await self._socket.recv())
+        while (message := decoded(decode_from_engine, await self._socket.recv())) is None:
+            pass
+        return message
 
     def close(self) -> None:
         """Removes the socket and its folder. Calling it twice is fine."""
@@ -109,7 +113,8 @@ class WorkerChannel:
             data = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        return partial(self._execute, decode_to_engine(data))
+        message = decoded(_read_command, data)
+        return _nothing if message is None else partial(self._execute, message)
 
     def publish(self, report: StepReport) -> None:
         self.send(pack_report(report))
@@ -137,10 +142,10 @@ class WorkerChannel:
 
     # ------------------------------------------------------------------ commands
 
-    def _execute(self, message: ToEngine, loop: EngineLoop) -> None:
+    def _execute(self, message: ToEngine | Request | EmbedRequest, loop: EngineLoop) -> None:
         match message:
-            case Add() | Embed():
-                loop.add(message.unpacked())
+            case Request() | EmbedRequest():
+                loop.add(message)
             case Abort(request_ids):
                 loop.abort(request_ids)
             case Stop(request_id, index):
@@ -246,6 +251,15 @@ class WorkerChannel:
             self._answer(loop, call_id)
         else:
             load.add_done_callback(ended)
+
+
+def _read_command(data: bytes) -> ToEngine | Request | EmbedRequest:
+    message = decode_to_engine(data)
+    return message.unpacked() if isinstance(message, Add | Embed) else message
+
+
+def _nothing(_loop: EngineLoop) -> None:
+    """The command of bytes that were dropped: more may wait behind them."""
 
 
 def integrity_error(loop: EngineLoop) -> str | None:

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -17,7 +17,9 @@ from quire.core.step import SequenceUpdate
 from quire.engine.loop import Started, StepReport
 from quire.engine.validation import Limits
 from quire.link.step_log import StepRecord
+from quire.observe.logs import get_logger
 
+log = get_logger(__name__)
 NO_CALL = -1  # the call id of what nothing waits for
 
 
@@ -283,6 +285,18 @@ _config: msgspec.msgpack.Decoder[EngineConfig] = msgspec.msgpack.Decoder(EngineC
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+T = TypeVar("T")
+
+
+def decoded(decode: Callable[[bytes], T], data: bytes) -> T | None:
+    """The message; None for bytes that are none, which are dropped: they must end no process."""
+    try:
+        return decode(data)
+    except Exception as error:  # of records that are checked when they are made, too
+        log.warning("%d bytes that are no message were dropped (%s)", len(data), str(error)[:200])
+        return None
 
 
 def framed_config(config: EngineConfig) -> bytes:

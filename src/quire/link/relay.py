@@ -37,6 +37,7 @@ from quire.link.messages import (
     UnloadAdapter,
     Updates,
     WatchEngine,
+    decoded,
     encode,
     restore_adapters,
 )
@@ -141,7 +142,7 @@ class Relay:
             self._take(identity, data)
 
     def _take(self, identity: bytes, data: bytes) -> None:
-        message, channel = _decode(data), self._channel
+        message, channel = decoded(_decode, data), self._channel
         match message:
             case Hello():
                 self._greet(identity)
@@ -152,6 +153,8 @@ class Relay:
             case Counts(process):
                 self._counts[process] = message
                 self._broadcast(message, but=identity)
+            case None:
+                pass
             case _ if channel is None:
                 pass  # the process hears that the engine is down
             case Add() | Embed():

@@ -12,7 +12,17 @@ import zmq.asyncio
 
 from quire.core.errors import EngineDead
 from quire.link.channel import prepare
-from quire.link.messages import Done, FeedRecord, LinkMessage, Ready, Refused, ToEngine, Updates, encode
+from quire.link.messages import (
+    Done,
+    FeedRecord,
+    LinkMessage,
+    Ready,
+    Refused,
+    ToEngine,
+    Updates,
+    decoded,
+    encode,
+)
 
 if TYPE_CHECKING:
     from quire.link.client import EngineClient
@@ -117,7 +127,7 @@ class RelayedEngine:
     async def _run(self, socket: zmq.asyncio.Socket) -> None:
         client = self._client
         while True:
-            message = _decode(await socket.recv())
+            message = decoded(_decode, await socket.recv())
             match message:
                 case Ready():
                     client.engine_up(message, self)
@@ -135,5 +145,7 @@ class RelayedEngine:
                         client.adapters.loaded(name, path)
                 case Counts(process, data):
                     self.counts[process] = data
+                case None:
+                    pass
                 case _:
                     client.engine_sent(message)

@@ -91,6 +91,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-13b": _llama(5120, 13824, 40, 40, 40, 32000, 2048, torch_dtype="float16"),
     "llama-1b": _llama(2048, 8192, 16, 32, 8, 128256, 8192, rope_theta=5e5, tie_word_embeddings=True),
     "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_theta=5e5),
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8, 128256, 131072, rope_theta=5e5),
     "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192, rope_theta=5e5),
     "mixtral-8x7b": _llama(4096, 14336, 32, 32, 8, 32000, 32768, rope_theta=1e6, **_MIXTRAL),
     "qwen3-30b-a3b": _llama(2048, 6144, 48, 32, 4, 151936, 40960, rope_theta=1e6, **_QWEN3_MOE),

@@ -30,10 +30,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from quire.bench.http_client import HttpClient
 from quire.bench.machine import describe_machine, describe_versions
 from quire.bench.serve import Outcome, StreamedCall, make_call
 from quire.kernels import native
+from quire.link.http_client import HttpClient
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 100, 49_000

@@ -37,6 +37,12 @@ EXPERIMENTS = {
     "prefix": Listed(
         "quire_lab.experiments.prefix", "what remembering prompts saves: a system prompt, chats"
     ),
+    "replicas": Listed(
+        "quire_lab.experiments.replicas", "replicas against tensor parallelism by model size (simulated)"
+    ),
+    "routing": Listed(
+        "quire_lab.experiments.routing", "which replica gets a request: four policies (simulated)"
+    ),
     "adapters": Listed(
         "quire_lab.experiments.adapters", "many adapters: batched together, or merged one by one"
     ),

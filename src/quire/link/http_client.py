@@ -37,7 +37,9 @@ class Response:
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body as it comes."""
         reader = self._reader
-        if b"chunked" in self.headers.get(b"transfer-encoding", b"").lower():
+        if self.status in (204, 304):
+            self.complete = True
+        elif b"chunked" in self.headers.get(b"transfer-encoding", b"").lower():
             while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
                 yield (await reader.readexactly(size + 2))[:-2]
             while await reader.readuntil(b"\r\n") != b"\r\n":
@@ -82,9 +84,14 @@ class HttpClient:
         self.num_opened = 0
 
     @asynccontextmanager
-    async def send(self, method: str, path: str, body: bytes | None = None) -> AsyncIterator[Response]:
-        """The response, once its head is there. Raises ConnectionLost; leaving early closes the connection."""
-        request = self._request(method, path, body)
+    async def send(
+        self, method: str, path: str, body: bytes | None = None, head: bytes = b""
+    ) -> AsyncIterator[Response]:
+        """The response, once its head is there. Raises ConnectionLost; leaving early closes the connection.
+
+        `head` has header lines of this request, each with its end; without any a body is JSON.
+        """
+        request = self._request(method, path, body, head)
         try:
             response, connection = await self._answered(request)
         except (OSError, EOFError, ValueError) as fault:
@@ -106,11 +113,12 @@ class HttpClient:
                 await writer.wait_closed()
         self._idle.clear()
 
-    def _request(self, method: str, path: str, body: bytes | None) -> bytes:
+    def _request(self, method: str, path: str, body: bytes | None, own: bytes) -> bytes:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}"
         if body is not None:
-            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        return f"{head}\r\n".encode("latin-1") + (body or b"")
+            kind = "" if own else "Content-Type: application/json\r\n"
+            head += f"{kind}Content-Length: {len(body)}\r\n"
+        return head.encode("latin-1") + own + b"\r\n" + (body or b"")
 
     async def _answered(
         self, request: bytes

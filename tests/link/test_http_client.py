@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from quire.bench.http_client import ConnectionLost, HttpClient
 from quire.core.errors import ConfigError
+from quire.link.http_client import ConnectionLost, HttpClient
 
 Answer = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

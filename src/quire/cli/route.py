@@ -1,0 +1,84 @@
+"""`quire route URL…`: sends requests to OpenAI-compatible servers, each where it adds the least work."""
+
+import argparse
+import asyncio
+import socket
+
+import uvicorn
+
+from quire.cli.parser import Parser
+from quire.core.errors import ConfigError
+from quire.fleet.policies import DEFAULT, POLICIES
+from quire.fleet.proxy import RouterApp
+from quire.fleet.servers import CACHE_TOKENS, Servers
+from quire.observe import logs
+
+HOST, PORT = "127.0.0.1", 8001
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("urls", nargs="+", metavar="URL", help="the servers, such as http://127.0.0.1:8000")
+    names = ", ".join(POLICIES)
+    parser.add_argument(
+        "--policy",
+        default=DEFAULT,
+        metavar="NAME",
+        help=f"which server gets a request: {names} (default: {DEFAULT})",
+    )
+    parser.add_argument("--host", default=HOST, help=f"address to listen on (default: {HOST})")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port, 0 for any free one (default: {PORT})")
+    parser.add_argument(
+        "--cache-tokens",
+        type=int,
+        default=CACHE_TOKENS,
+        help=f"size of a server's prefix cache in tokens (default: {CACHE_TOKENS}; answers that count cached tokens "
+        "correct it)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    logs.configure()
+    if arguments.cache_tokens < 1:
+        raise ConfigError(f"--cache-tokens is {arguments.cache_tokens}: give 1 or more")
+    servers = Servers(arguments.urls, arguments.policy, arguments.cache_tokens)
+    listener = _bind(arguments.host, arguments.port)
+    try:
+        asyncio.run(_serve(servers, listener))
+    finally:
+        listener.close()
+    return 0
+
+
+async def _serve(servers: Servers, listener: socket.socket) -> None:
+    log = logs.get_logger(__name__)
+    await servers.start()
+    host, port = listener.getsockname()[:2]
+    log.info("routing   %d servers, requests by %s", len(servers.servers), servers.policy)
+    log.info("serving   http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)
+    config = uvicorn.Config(
+        RouterApp(servers),  # type: ignore[arg-type]
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,  # the server that answers has one
+        ws="none",
+    )
+    try:
+        await uvicorn.Server(config).serve(sockets=[listener])
+    finally:
+        await servers.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({why}): choose another --host or --port"
+        ) from error
+    return listener

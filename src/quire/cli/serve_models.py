@@ -1,0 +1,148 @@
+"""`quire serve A B …` and `quire serve --models FILE`: several models behind one port, started on demand."""
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+
+from quire.bench.capacity import Device, plan_capacity
+from quire.cli.flags import parse_gigabytes
+from quire.cli.parser import FlagGroup, read_config_file
+from quire.cli.start import described_source
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError, QuireError
+from quire.fleet.model_set import BUILTIN, ModelEntry, ModelSet, keep_alive_seconds, read_models
+from quire.fleet.models_app import ModelsApp
+from quire.observe import logs
+
+MEMORY_SHARE = 0.8  # of this machine's, for all models together
+MAX_RUNNING = 16
+UNKNOWN_NEED = 2 << 30  # of a model that is not here yet
+# Flags of the front, which the models' servers do not get. The value is how many words follow.
+_OWN = {"--host": 1, "--port": 1, "--models": 1, "--models-memory": 1, "--models-max": 1, "--keep-alive": 1}
+_FIELDS = {"models", "memory", "max_running"}
+
+
+def add_arguments(group: FlagGroup) -> None:
+    group.add_argument(
+        "--models", metavar="FILE", help="YAML file of models, each started by its first request"
+    )
+    group.add_argument(
+        "--models-memory", type=parse_gigabytes, metavar="GB", help="memory of all of them together"
+    )
+    group.add_argument(
+        "--models-max", type=int, metavar="N", help=f"models at a time (default: {MAX_RUNNING})"
+    )
+    group.add_argument(
+        "--keep-alive", help="idle time after which a model is stopped, such as 5m (default: 5m; -1: never)"
+    )
+
+
+def is_asked(arguments: argparse.Namespace) -> bool:
+    return arguments.models is not None or bool(arguments.more_models)
+
+
+def run(arguments: argparse.Namespace, host: str, port: int) -> int:
+    document = read_config_file(arguments.models) if arguments.models else {}
+    unknown = sorted(set(document) - _FIELDS)
+    if unknown:
+        raise ConfigError(
+            f"{arguments.models}: {unknown[0]!r} is not a field: choose from {', '.join(sorted(_FIELDS))}"
+        )
+    named = [name for name in (arguments.model_named, *arguments.more_models) if name is not None]
+    entries = read_models(
+        {**{_short(name): {"model": name} for name in named}, **(document.get("models") or {})}
+    )
+    if not entries:
+        raise ConfigError(f"{arguments.models} names no model under `models`: add one")
+    if arguments.keep_alive is not None:
+        seconds = keep_alive_seconds(arguments.keep_alive)
+        if seconds is None:
+            raise ConfigError(f"--keep-alive is {arguments.keep_alive!r}: write seconds, 5m or -1")
+        entries = [replace(entry, keep_alive=seconds) for entry in entries]
+    memory = arguments.models_memory or document.get("memory") or int(MEMORY_SHARE * _machine_memory())
+    most = arguments.models_max or document.get("max_running") or MAX_RUNNING
+    if most < 1:
+        raise ConfigError(f"--models-max is {most}: give 1 or more")
+    listener = bind(host, port)
+    common = common_flags(arguments.given_words, named)
+    try:
+        asyncio.run(_serve(entries, int(memory), most, common, listener))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        listener.close()
+    return 0
+
+
+def _short(name: str) -> str:
+    return Path(name).name if Path(name).exists() else name
+
+
+def common_flags(words: Sequence[str], named: Sequence[str]) -> tuple[str, ...]:
+    """The flags of the command line but the front's own and the models."""
+    kept, skip = [], 0
+    for word in words:
+        if skip:
+            skip -= 1
+        elif word.partition("=")[0] in _OWN:
+            skip = 0 if "=" in word else _OWN[word]
+        elif word not in named:
+            kept.append(word)
+    return tuple(kept)
+
+
+def estimated(entry: ModelEntry) -> int:
+    """Bytes of the model's server by the plan; a guess where the model is not here."""
+    try:
+        config = EngineConfig.of(model=None if entry.source == BUILTIN else entry.source)
+        device = Device("this machine", False, None, 0.0, 0.0, "")
+        return plan_capacity(config, described_source(config), device).server_bytes
+    except (QuireError, OSError):
+        return UNKNOWN_NEED
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error}): choose another --host or --port"
+        ) from error
+    return listener
+
+
+async def _serve(
+    entries: list[ModelEntry], memory: int, most: int, common: tuple[str, ...], listener: socket.socket
+) -> None:
+    log = logs.get_logger(__name__)
+    models = ModelSet(entries, memory, most, common=common, estimate=estimated)
+    log.info("models    %s", ", ".join(f"{e.name}{' (pinned)' if e.pinned else ''}" for e in entries))
+    log.info("memory    %.1f GB for all of them, %d at a time", memory / 1e9, most)
+    app = ModelsApp(models)
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        lifespan="off", log_config=None, access_log=False, server_header=False, date_header=False, ws="none",
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    try:
+        await models.open()
+        host, port = listener.getsockname()[:2]
+        log.info("serving   http://%s:%d/v1", f"[{host}]" if ":" in host else host, port)
+        sys.stderr.flush()
+        await server.serve(sockets=[listener])
+    finally:
+        await models.close()

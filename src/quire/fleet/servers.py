@@ -1,0 +1,157 @@
+"""Servers: OpenAI-compatible servers that run elsewhere, their health, and which of them gets a request."""
+
+import asyncio
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.core.errors import ConfigError
+from quire.fleet.policies import DEFAULT, find_policy
+from quire.fleet.prefixes import Prefix, prefix_of
+from quire.fleet.router import Router
+from quire.link.http_client import ConnectionLost, HttpClient
+from quire.observe.logs import get_logger
+
+log = get_logger(__name__)
+HEALTH_SECONDS = 1.0  # between two looks at a server
+HEALTH_TIMEOUT = 5.0
+CACHE_TOKENS = 1 << 19  # of a server's prefix cache, until its answers say otherwise
+_COUNTS = re.compile(rb'"(prompt_tokens|cached_tokens)"\s*:\s*(\d+)')
+
+
+class RequestBody(msgspec.Struct):
+    """What routing looks at in a request; the prompt's JSON as it came, not decoded."""
+
+    model: str | None = None
+    cache_salt: str | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    system: msgspec.Raw = msgspec.Raw(b"")
+    instructions: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+
+    def prefix(self) -> Prefix:
+        """In the order in which chat templates write the parts. Names of models and adapters are kept apart."""
+        parts = (self.tools, self.system, self.instructions, self.messages, self.prompt, self.input)
+        return prefix_of(b"".join(map(bytes, parts)), f"{self.model or ''}\0{self.cache_salt or ''}")
+
+
+_decode = msgspec.json.Decoder(RequestBody).decode
+
+
+def prefix_of_body(body: bytes) -> Prefix:
+    """By the bytes of the prompt; a body that is no JSON object has none, and its server will say what is wrong."""
+    try:
+        return _decode(body).prefix()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Prefix(len(body) // 4, ())
+
+
+class Server:
+    """One of the servers. `fault` says why it gets no requests now."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.client = HttpClient(self.url)
+        self.fault: str | None = "it was not asked yet"
+        self.num_failures = 0
+
+    @property
+    def is_up(self) -> bool:
+        return self.fault is None
+
+    def failed(self, why: str) -> None:
+        """Logged once until it answers again."""
+        if self.fault is None or self.fault == "it was not asked yet":
+            log.error("%s cannot be reached (%s): it gets no requests until it answers", self.url, why)
+        self.num_failures += 1
+        self.fault = why
+
+    async def look(self) -> None:
+        """Any answer but a 5xx is health: other servers may have no /health."""
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT), self.client.send("GET", "/health") as response:
+                await response.read()
+        except (ConnectionLost, TimeoutError) as error:
+            self.failed(str(error) or f"no answer within {HEALTH_TIMEOUT:g} s")
+            return
+        if response.status >= 500:
+            self.failed(f"/health answers {response.status}")
+        elif self.fault is not None:
+            log.info("%s serves", self.url)
+            self.fault = None
+
+
+class Servers:
+    """Made and used in one event loop; must be closed."""
+
+    def __init__(self, urls: Sequence[str], policy: str = DEFAULT, cache_tokens: int = CACHE_TOKENS) -> None:
+        self.servers = [Server(url) for url in urls]
+        known = [server.url for server in self.servers]
+        twice = next((url for url in known if known.count(url) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"{twice} is named twice: name each server once")
+        self.policy = policy
+        self.router = Router(find_policy(policy), [cache_tokens] * len(urls))
+        self._ids = map(str, itertools.count())
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when each server was asked once."""
+        await asyncio.gather(*(server.look() for server in self.servers))
+        self._watching = asyncio.create_task(self._watch(), name="server-health")
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        await asyncio.gather(*(server.client.close() for server in self.servers))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_SECONDS)
+            before = [server.is_up for server in self.servers]
+            await asyncio.gather(*(server.look() for server in self.servers))
+            for number, server in enumerate(self.servers):
+                if server.is_up and not before[number]:  # another process: its cache is empty
+                    self.router.loads[number].forget_cache()
+
+    @property
+    def num_up(self) -> int:
+        return sum(server.is_up for server in self.servers)
+
+    def order(self, prefix: Prefix) -> list[int]:
+        """The servers that answer, the best first."""
+        return self.router.order(
+            prefix, [number for number, server in enumerate(self.servers) if server.is_up]
+        )
+
+    def sent(self, prefix: Prefix, number: int) -> str:
+        """Notes a request; the id that the router knows it by."""
+        request_id = next(self._ids)
+        self.router.sent(request_id, prefix, number)
+        return request_id
+
+    def counted(self, request_id: str, prefix: Prefix, piece: bytes) -> None:
+        """Corrects the shadow by the usage in an answer's last bytes, where the server counts cached tokens."""
+        counts = {name: int(value) for name, value in _COUNTS.findall(piece)}
+        prompt, cached = counts.get(b"prompt_tokens", 0), counts.get(b"cached_tokens")
+        if prompt and cached is not None:
+            self.router.first_token(request_id, cached * prefix.num_tokens // prompt)
+
+    def described(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "url": server.url,
+                "status": "ready" if server.is_up else server.fault,
+                "failures": server.num_failures,
+                "requests_routed": load.stats.num_routed,
+                "requests_open": load.num_open,
+                "pending_tokens": load.pending_tokens,
+                "cached_tokens_known": load.shadow.num_tokens,
+            }
+            for server, load in zip(self.servers, self.router.loads, strict=True)
+        ]

@@ -1,0 +1,117 @@
+"""Several models behind one port: started on demand, stopped for each other, errors that leave the others alone."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.cli.serve_models import common_flags
+from quire.core.errors import ConfigError
+from quire.fleet.model_set import ModelEntry, ModelSet, keep_alive_seconds, read_models
+from tests.server.running import RunningServer
+
+SETTINGS = {"max-num-seqs": 4, "kv-cache-memory-bytes": "64M"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Memory for one of the chat models; one of the others cannot be loaded."""
+    path = tmp_path_factory.mktemp("models") / "models.json"
+    model = {"model": "builtin", "settings": SETTINGS, "memory": 900_000_000}
+    entries = {"one": model, "two": {**model, "aliases": ["deux"]}, "broken": {"model": "/no/such/folder"}}
+    path.write_text(json.dumps({"memory": 1_000_000_000, "models": entries}))
+    running = RunningServer("--models", str(path))
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def ask(server: RunningServer, model: str | None, **more: object) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0, **more}
+    return httpx.post(f"{server.url}/v1/chat/completions", json={**body, "model": model}, timeout=120)
+
+
+def states(server: RunningServer) -> dict[str, str]:
+    listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+    return {model["id"]: model["state"] for model in listed}
+
+
+def test_a_model_starts_for_its_request_and_makes_room_for_another(server: RunningServer) -> None:
+    assert states(server)["one"] == "stopped"
+    first = ask(server, "one")
+    assert first.json()["model"] == "one"
+    assert float(first.headers["x-quire-model-wait"]) > 0.1
+    again = ask(server, "one")
+    assert float(again.headers["x-quire-model-wait"]) < 0.1
+    assert again.json()["choices"][0]["message"] == first.json()["choices"][0]["message"]
+    other = ask(server, "deux")
+    assert other.json()["model"] == "two"
+    assert states(server) == {"one": "stopped", "two": "ready", "broken": "stopped"}
+    unnamed = ask(server, None)
+    assert unnamed.json()["model"] == "two"  # the last one that was used
+
+
+def test_a_stream_is_passed_on_as_it_comes(server: RunningServer) -> None:
+    body = {"model": "two", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=120) as response:
+        pieces = list(response.iter_raw())
+    assert len(pieces) > 3
+    assert b"[DONE]" in pieces[-1]
+
+
+def test_a_model_that_cannot_start_says_why_and_the_others_go_on(server: RunningServer) -> None:
+    broken = ask(server, "broken")
+    assert broken.status_code == 503
+    assert "broken cannot be started: /no/such/folder" in broken.json()["error"]["message"]
+    assert states(server)["broken"] == "failed"
+    assert ask(server, "nope").status_code == 404
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/api/tags").json()["models"][0]["name"] == "one"
+
+
+def test_a_model_is_unloaded_by_hand_and_by_keep_alive(server: RunningServer) -> None:
+    assert ask(server, "two", keep_alive=600).status_code in (200, 400)
+    gone = httpx.post(f"{server.url}/v1/models/unload", json={"model": "two"}, timeout=60)
+    assert gone.json()["state"] == "stopped"
+    assert httpx.post(f"{server.url}/v1/models/unload", json={"model": "nope"}).status_code == 404
+
+
+def test_entries_of_a_file() -> None:
+    entries = read_models(
+        {
+            "a": "org/a",
+            "b": {"model": "org/b", "settings": {"enable_lora": True, "seed": 3}, "keep_alive": -1},
+        }
+    )
+    assert entries[0] == ModelEntry("a", "org/a")
+    assert entries[1].flags == ("--enable-lora", "--seed", "3")
+    assert entries[1].keep_alive == float("inf")
+    assert keep_alive_seconds("5m") == 300
+    for document, message in (
+        ({"a": {"colour": 1}}, "'colour' is not a field"),
+        ({"a": {"keep_alive": "soon"}}, "keep_alive is 'soon'"),
+        ({"a": {"aliases": ["b"]}, "b": {}}, "'b' is given to two models"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_models(document)
+
+
+def test_pinned_models_must_fit() -> None:
+    entries = [ModelEntry("a", "x", pinned=True, need=10), ModelEntry("b", "y", pinned=True, need=10)]
+    with pytest.raises(ConfigError, match="the pinned models need"):
+        ModelSet(entries, memory=15, max_running=2)
+
+
+def test_flags_of_the_command_line_go_to_every_model() -> None:
+    words = ["a", "--port", "9", "b", "--seed", "3", "--models-memory=4", "--api-key", "k"]
+    assert common_flags(words, ["a", "b"]) == ("--seed", "3", "--api-key", "k")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    running = RunningServer("--models", str(tmp_path / "none.yaml"))
+    assert running.process.wait(60) == 2
+    assert any("cannot be read" in line for line in running.lines)
+    running.close()
