@@ -139,11 +139,11 @@ def memory_of(pid: int) -> int | None:
     total = 0
     pids = [pid]
     while pids:
-        one = pids.pop()
+        process = pids.pop()
         try:
-            with open(f"/proc/{one}/smaps_rollup", encoding="ascii") as rollup:
+            with open(f"/proc/{process}/smaps_rollup", encoding="ascii") as rollup:
                 total += sum(int(line.split()[1]) << 10 for line in rollup if line.startswith("Pss:"))
-            with open(f"/proc/{one}/task/{one}/children", encoding="ascii") as children:
+            with open(f"/proc/{process}/task/{process}/children", encoding="ascii") as children:
                 pids += [int(child) for child in children.read().split()]
         except (OSError, ValueError):
             continue
