@@ -19,7 +19,7 @@ from quire.core.errors import ConfigError, InvalidRequest, NotFound, QuireError,
 from quire.rag import ingest
 from quire.rag.database import PageQuery, RagDatabase
 from quire.rag.files import FileStore, checked_disk, plain_name
-from quire.rag.stores import NewStoreFile, Passage, VectorStore, VectorStores
+from quire.rag.stores import NewStoreFile, StorePassage, VectorStore, VectorStores
 from tests.rag.ingesting import DataFolder, HashEncoder, ingest_all, vector_of
 
 ME = "owner"
@@ -46,7 +46,7 @@ def new_store(data: DataFolder, days: int | None = None) -> VectorStore:
     return data.stores.create(ME, "store", None, {}, days)
 
 
-def search(data: DataFolder, store: VectorStore, text: str, limit: int = 5) -> list[Passage]:
+def search(data: DataFolder, store: VectorStore, text: str, limit: int = 5) -> list[StorePassage]:
     vector = numpy.frombuffer(vector_of(text), dtype=numpy.float32)
     find = partial(lambda index, most: index.search(vector, text, most))
     return data.stores.search(data.stores.get(ME, store.id), limit, find)

@@ -85,7 +85,7 @@ class FileBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class StorePassage:
     """A chunk that a search returned."""
 
     store_id: str
@@ -422,7 +422,7 @@ class VectorStores:
 
     def search(
         self, store: VectorStore, limit: int, find: Callable[[VectorIndex, int], list[Hit]]
-    ) -> list[Passage]:
+    ) -> list[StorePassage]:
         """What `find` returns from the index, as passages of completed files; the best first."""
         with self._lock:
             index = self._index(store)
@@ -442,7 +442,7 @@ class VectorStores:
             )
         }
         return [
-            Passage(
+            StorePassage(
                 store.id,
                 row["file_id"],
                 row["filename"],
