@@ -1,11 +1,18 @@
 """The tool file_search in responses and chats: the model answers from files and says from which."""
 
+import asyncio
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import openai
 import pytest
 
+from quire.rag.stores import StorePassage, VectorStore
+from quire.server.app import create_app
+from quire.server.retrieval.file_search import FileSearch
 from tests.server.running import MODEL, RunningServer
+from tests.server.scripted import TEMPLATE, ScriptedEngine, posted, scripted_service, update
 
 QUESTION = "How many parameters does Grok-0 have?"
 GROK = "Grok-0 is the first language model of xAI. Grok-0 has 33 billion parameters."
@@ -209,3 +216,92 @@ def test_a_filter_of_the_tool_holds(client: openai.OpenAI, store: tuple[str, str
     )
     call: Any = answer.output[0]
     assert call.results == []
+
+
+# ---------------------------------------------------------------------- models that call tools
+
+
+class TwoAnswers(ScriptedEngine):
+    """A first answer, and one after the search."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(())
+        self._answers = [first, second]
+        self.prompts: list[Any] = []
+
+    def submit(self, requests: Sequence[Any]) -> Any:
+        self.prompts.append(requests[0].prompt_token_ids)
+        answer = self._answers.pop(0)
+        self.script = [[update(answer)], [update("", finish_reason="stop")]]
+        return super().submit(requests)
+
+
+class OneStore:
+    """Stands for the open data folder: a store that finds one passage for every query."""
+
+    def __init__(self) -> None:
+        self.stores = self
+        self.file_search: FileSearch | None = None
+        self.queries: list[str] = []
+
+    def usable(self, owner: str, store_id: str) -> VectorStore:
+        return VectorStore(store_id, owner, "", None, {}, 0, None, 0, "model", 4)
+
+    async def run(self, call: Any, *values: Any) -> Any:
+        return call(*values)
+
+    async def search(self, store: VectorStore, queries: Sequence[str], *_: Any) -> list[StorePassage]:
+        self.queries += queries
+        return [StorePassage(store.id, "file-1", "grok.txt", {}, 0, len(GROK), GROK, 1.0)]
+
+    async def opened(self) -> "OneStore":
+        return self
+
+
+def asked(engine: ScriptedEngine, template: str, **body: Any) -> tuple[dict[str, Any], OneStore]:
+    service, store = scripted_service(engine, chat_template=template), OneStore()
+    store.file_search = FileSearch(service, store)  # type: ignore[arg-type]
+    service.retrieval = store  # type: ignore[assignment]
+    tools = [{"type": "file_search", "vector_store_ids": ["vs_1"]}]
+    fields = {"input": QUESTION, "tools": tools, **body}
+    status, pieces = asyncio.run(posted(create_app(service), "/v1/responses", fields))
+    assert status == 200, pieces
+    return json.loads(b"".join(pieces)), store
+
+
+CALL = '<tool_call>{"name": "file_search", "arguments": {"query": "size of Grok-0"}}</tool_call>'
+WITH_TOOLS = "{% if tools %}<tool_call> {{ tools }}{% endif %}" + TEMPLATE
+
+
+def test_a_model_with_tools_chooses_the_query() -> None:
+    engine = TwoAnswers(CALL, "It has 33 billion parameters.")
+    response, store = asked(engine, WITH_TOOLS)
+    assert store.queries == ["size of Grok-0"]
+    call, message = response["output"]
+    assert (call["type"], call["queries"]) == ("file_search_call", ["size of Grok-0"])
+    assert message["content"][0]["annotations"][0]["file_id"] == "file-1"
+    assert len(engine.prompts) == 2
+
+
+def test_a_model_with_tools_may_answer_without_a_search() -> None:
+    response, store = asked(TwoAnswers("Hello!", "Hello again!"), WITH_TOOLS, input="Hi")
+    assert store.queries == []
+    assert [item["type"] for item in response["output"]] == ["message"]
+    assert response["output"][0]["content"][0]["annotations"] == []
+
+
+def test_a_forced_search_asks_no_model() -> None:
+    engine = TwoAnswers("It has 33 billion parameters.", "")
+    response, store = asked(engine, WITH_TOOLS, tool_choice={"type": "file_search"})
+    assert store.queries == [QUESTION]
+    assert len(engine.prompts) == 1
+    assert response["output"][0]["type"] == "file_search_call"
+
+
+def test_other_tools_stay_with_the_model() -> None:
+    weather = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+    search = {"type": "file_search", "vector_store_ids": ["vs_1"]}
+    called = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    response, store = asked(TwoAnswers(called, called), WITH_TOOLS, tools=[search, weather])
+    assert store.queries == []
+    assert [item["type"] for item in response["output"]] == ["function_call"]
