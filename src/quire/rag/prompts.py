@@ -37,7 +37,7 @@ def ask_prompt(
         sources.append(passage)
         room -= cost
     listed = "\n".join(reversed(parts)) if parts else "(none)"
-    content = f"{INSTRUCTION}\n\nPassages:\n{listed}\n\nQuestion: {question}\nAnswer:"
+    content = f"{INSTRUCTION}\n\nPassages:\n{listed}\n\nQuestion: {question}"
     return AskPrompt([{"role": "user", "content": content}], sources)
 
 
