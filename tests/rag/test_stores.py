@@ -17,9 +17,10 @@ import pytest
 
 from quire.core.errors import ConfigError, InvalidRequest, NotFound, QuireError, StorageFull
 from quire.rag import ingest
+from quire.rag import stores as stores_module
 from quire.rag.database import PageQuery, RagDatabase
 from quire.rag.files import FileStore, checked_disk, plain_name
-from quire.rag.stores import NewStoreFile, Passage, VectorStore, VectorStores
+from quire.rag.stores import NewStoreFile, StorePassage, VectorStore, VectorStores
 from tests.rag.ingesting import DataFolder, HashEncoder, ingest_all, vector_of
 
 ME = "owner"
@@ -46,7 +47,7 @@ def new_store(data: DataFolder, days: int | None = None) -> VectorStore:
     return data.stores.create(ME, "store", None, {}, days)
 
 
-def search(data: DataFolder, store: VectorStore, text: str, limit: int = 5) -> list[Passage]:
+def search(data: DataFolder, store: VectorStore, text: str, limit: int = 5) -> list[StorePassage]:
     vector = numpy.frombuffer(vector_of(text), dtype=numpy.float32)
     find = partial(lambda index, most: index.search(vector, text, most))
     return data.stores.search(data.stores.get(ME, store.id), limit, find)
@@ -156,6 +157,27 @@ def test_a_full_disk_is_said_and_leaves_nothing(data: DataFolder) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
+
+
+def test_a_database_without_room_says_so_and_goes_on(data: DataFolder) -> None:
+    data.database.rows(f"PRAGMA max_page_count = {data.database.rows('PRAGMA page_count')[0][0]}")
+    store_id = new_store(data).id
+    with pytest.raises(StorageFull, match="has no room"):
+        data.stores.create(ME, "x" * 100_000, None, {}, None)
+    data.database.rows("PRAGMA max_page_count = 100000")
+    assert data.stores.get(ME, store_id)
+    new_store(data)
+
+
+def test_few_indexes_are_open_at_a_time(data: DataFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores_module, "MAX_OPEN", 2)
+    stores, file_id = [new_store(data) for _ in range(4)], add_file(data, "text")
+    for store in stores:
+        add_to(data, store, file_id)
+    run(data)
+    for store in stores * 2:
+        assert search(data, store, "text")
+    assert len(data.stores._open) == 2
 
 
 def test_a_database_of_a_later_version_is_refused(tmp_path: Path) -> None:

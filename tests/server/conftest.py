@@ -20,8 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[RunningServer]:
-    running = RunningServer()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    running = RunningServer("--data-dir", str(tmp_path_factory.mktemp("data")))
     try:
         yield running.wait_ready()
         running.wait_idle()

@@ -1,4 +1,7 @@
-"""The prompt that answers a question with passages: as many as fit the model's context, the best first."""
+"""The prompt that answers a question with passages: as many as fit the model's context.
+
+The best passage is the last one, next to the question: small models answer from what they read last.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,14 +9,14 @@ from typing import NamedTuple
 from quire.rag.library import Passage
 from quire.text.tokenizer import Tokenizer
 
-INSTRUCTION = "Use the passages to answer the question. If they do not hold the answer, say so."
+INSTRUCTION = "Use the passages to answer the question."
 _MARGIN = 64  # tokens of the chat template and of the words around passages
 _LEAST = 32  # tokens of a passage that is worth to be cut
 
 
 class AskPrompt(NamedTuple):
     messages: list[dict[str, str]]
-    sources: list[Passage]  # those in the prompt, in its order
+    sources: list[Passage]  # that are in the prompt, the best first, [1] to [n]
 
 
 def ask_prompt(
@@ -33,8 +36,8 @@ def ask_prompt(
         parts.append(f"[{len(parts) + 1}] {text}")
         sources.append(passage)
         room -= cost
-    listed = "\n".join(parts) if parts else "(none)"
-    content = f"{INSTRUCTION}\n\nPassages:\n{listed}\n\nQuestion: {question}\nAnswer:"
+    listed = "\n".join(reversed(parts)) if parts else "(none)"
+    content = f"{INSTRUCTION}\n\nPassages:\n{listed}\n\nQuestion: {question}"
     return AskPrompt([{"role": "user", "content": content}], sources)
 
 

@@ -25,6 +25,7 @@ CHUNK_TOKENS, CHUNK_OVERLAP = (
 )  # what the built-in encoder reads at once: short prompts, precise sources
 EMBED_WINDOWS = 256  # that are embedded together
 ANSWER_TOKENS = 256
+ASK_THRESHOLD = 0.5  # of a passage's score: first by meaning or by words, or well placed in both
 _BOTH = (1.0, 1.0)
 
 
@@ -161,6 +162,7 @@ class Retriever:
         if not len(self.library):
             raise InvalidRequest("there is nothing to search: add files first")
         llm = self.llm
+        search.setdefault("score_threshold", ASK_THRESHOLD)
         room = min(llm.report.limits.max_model_len, llm.report.pool.num_tokens) - max_tokens
         return ask_prompt(question, self.search(question, k, **search), llm.tokenizer, room)
 

@@ -46,6 +46,12 @@ EXPERIMENTS = {
     "adapters": Listed(
         "quire_lab.experiments.adapters", "many adapters: batched together, or merged one by one"
     ),
+    "search": Listed(
+        "quire_lab.experiments.search", "exact vector search against a graph (HNSW): recall, distances, time"
+    ),
+    "rag": Listed(
+        "quire_lab.experiments.rag", "XQuAD's questions: passages found, answers with and without them"
+    ),
     "batched": Listed(
         "quire_lab.experiments.batched", "requests that fit at once, by how memory is given (simulated)"
     ),

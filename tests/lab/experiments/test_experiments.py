@@ -216,3 +216,20 @@ def test_hardly_any_time_gives_a_report_without_claims(setup):
     finding = find("prefix").run(replace(setup, time_limit=1e-6))
     assert finding.take_away.count("not resolved on this machine") == 2
     assert [system["speedup"]["n"] for system in finding.results["systems"]] == [1, 1]
+
+
+def test_search_compares_a_graph_with_every_vector(setup, tmp_path):
+    finding = found("search", setup, tmp_path)
+    points = finding.results["points"]
+    assert {point["metric"] for point in points} == {"cosine", "euclidean"}
+    assert max(point["recall"] for point in points) > 0.95
+    assert all(0 < point["share"] <= 1.5 for point in points)  # of 400 vectors a wide search sees most
+    served = {point["kind"]: point for point in finding.results["served"]}
+    assert served["exact"]["recall"] == served["exact, a tenth by a filter"]["recall"] == 1.0
+    if "HNSW" in served:
+        assert held(finding, "HNSW, a tenth by a filter: recall@10")
+
+
+def test_rag_needs_its_questions_and_says_so(setup):
+    with pytest.raises(ConfigError, match=r"`rag` needs XQuAD's questions: give --data-dir"):
+        find("rag").run(setup)
