@@ -228,7 +228,7 @@ def _finding(
     take_away = (
         f"Of {num_questions:,} questions, hybrid search finds the paragraph first for {hybrid[1]:.1%} and among five "
         f"for {hybrid[5]:.1%}. The model's text holds the answer for {alone.contains:.0%} of {num_asked} questions "
-        f"alone, and for {best.contains:.0%} with {best.k} passages."
+        f"alone, and for {best.contains:.0%} with {best.k} of the passages found."
     )
     checks = [
         Check(
