@@ -14,6 +14,7 @@ from quire.server.protocol.base import Usage
 from quire.server.protocol.completions import ChatCompletionRequest
 from quire.server.reply import named_events
 from quire.server.service import Service
+from quire.server.stored_chats import Answering
 from quire.text.prompts import PreparedPrompt
 
 Payloads = list[dict[str, Any]]  # of typed events
@@ -32,11 +33,15 @@ class EventBuilder(Protocol):
 
 
 async def translated_chat(
-    service: Service, request: Request, fields: Mapping[str, Any], names: Mapping[str, str]
+    service: Service,
+    request: Request,
+    fields: Mapping[str, Any],
+    names: Mapping[str, str],
+    answer: Answering = answer_chat,
 ) -> ChatReply:
     """Submits the chat request with these fields; `names` are what errors call them."""
     with renamed_errors(names):
-        return await answer_chat(service, request, _chat_request(fields))
+        return await answer(service, request, _chat_request(fields))
 
 
 async def translated_prompt(
@@ -68,12 +73,14 @@ class TranslatedEvents:
         builder: EventBuilder,
         names: Mapping[str, str],
         on_end: Callable[[], None] | None = None,
+        encode: Callable[[Payloads], bytes] = named_events,
     ) -> None:
         self.generation = reply.generation
         self._reply = reply
         self._builder = builder
         self._names = names
         self._on_end = on_end
+        self._encode = encode
         self._begun = False
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
@@ -93,16 +100,16 @@ class TranslatedEvents:
                         choice["finish_reason"],
                         choice.get("stop_reason"),
                     )
-        return named_events(payloads)
+        return self._encode(payloads)
 
     def end(self) -> bytes:
         payloads = self._builder.end(self._finish_reason, self._stop_reason, self._reply.usage())
         if self._on_end is not None:
             self._on_end()
-        return named_events(payloads)
+        return self._encode(payloads)
 
     def fail(self, error: ApiError) -> bytes:
-        return named_events(self._builder.fail(error))
+        return self._encode(self._builder.fail(error))
 
 
 def string_field(item: Mapping[str, Any], name: str, path: str) -> str:
