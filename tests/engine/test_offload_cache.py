@@ -127,6 +127,25 @@ def test_another_engine_finds_it_in_the_folder(model, kept, wanted):
         assert any("blocks there from before" in line for line in home.built.report.lines())
 
 
+def test_engines_that_run_beside_each_other_share_the_folder(model, tmp_path, wanted, monkeypatch):
+    """One finds what the other computed and evicted since; a file that is gone again is computed."""
+    monkeypatch.setattr("quire.memory.offload_cache.READ_TIMEOUT", 30.0)  # a busy machine reads slowly
+    with (
+        Home(model, kv_offload_dir=str(tmp_path)) as first,
+        Home(model, kv_offload_dir=str(tmp_path)) as second,
+    ):
+        assert first.answer(prompts()) == wanted
+        deadline = time.monotonic() + 20
+        while len(files(tmp_path)) < 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert second.answer(prompts()[:4]) == wanted[:4]
+        assert second.stats.disk_hits > 10
+        assert second.stats.disk_faults == 0
+        first.engine.reset_prefix_cache()
+        assert second.answer(prompts()[4:]) == wanted[4:]
+
+
 def test_another_model_or_layout_has_another_place(model, kept):
     before = set(files(kept))
     for other in ({"seed": 1}, {"block_size": 8}, {"kv_cache_dtype": "float16"}):

@@ -83,7 +83,8 @@ class FileDiskTier:
     # ------------------------------------------------------------------ called by the engine's thread: nothing waits
 
     def has(self, content: bytes) -> bool:
-        return content in self._known
+        """Written by this engine, or by another one that shares the folder: then its name is looked up."""
+        return content in self._known or os.path.exists(self._path(content))
 
     def write(self, content: bytes, host: int, ticket: int) -> bool:
         """Takes the host block to be written once the moves of `ticket` are made; False if it is too far behind."""
