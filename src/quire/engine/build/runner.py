@@ -1,6 +1,7 @@
 """The runner of a model: its limits, and its warm-up."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import AdapterSlots
 from quire.runner.cross import CrossCpuOps
+from quire.runner.cross_cuda import CrossCudaOps
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.drafts import Proposals
 from quire.runner.runner import Runner
@@ -35,7 +37,9 @@ def build_runner(
     adapters: AdapterSlots | None = None,
     transfers: TransferEngine | None = None,
 ) -> BuiltRunner:
-    make_ops = CrossCpuOps if isinstance(model, EncoderDecoder) else None
+    make_ops: Any = None  # as the device has it
+    if isinstance(model, EncoderDecoder):
+        make_ops = CrossCudaOps if device.type == "cuda" else CrossCpuOps
     runner = Runner(model, pool, limits, device, proposals, adapters, transfers, make_ops)
     return BuiltRunner(runner, runner.warm_up(GRAPH_SECONDS))
 
