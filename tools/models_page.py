@@ -28,14 +28,16 @@ decoder's, which begins with `decoder_start_token_id` and, where generation_conf
   encoder takes its input in one step, so `--max-num-batched-tokens` is at least as long by default, and
   `--max-prompt-chunk` and `--itl-goal` do not cut a prompt.
 - **Served as others**: continuous batching, `n`, beams, structured output, penalties, logprobs of answers, preemption
-  by recomputation and by swap, int8 and the other number formats, int8 KV. `repetition_penalty` counts the prompt's
-  tokens too, as for decoders; transformers counts the decoder's alone.
+  by recomputation and by swap, int8 and the other number formats, int8 KV. `repetition_penalty` counts the decoder's
+  tokens, not the prompt's, as in transformers.
 - **Chat**: these models have no chat template. Without `--chat-template` the prompt is the messages' texts, one after
   the other.
 - **Refused**, each in one line: `echo`, `prompt_logprobs`, adapters, speculation, `--pin-prefix`, `--kv-offload-gb`,
   `--cpu-offload-gb`, `--weights-memory-gb`. GGUF files of T5 are not read.
 - **Kernels**: scores by distance (T5) are computed by the attention kernels over pages on CPU and GPU. On a GPU the
   encoder runs without a CUDA graph, its attention by torch's fused kernel; decodes run in graphs.
+  Take bfloat16 there: transformers keeps the last matrix of T5's feed-forward in float32 when the rest is float16, and
+  Quire does not.
 """
 NOTES = """
 ## What to know

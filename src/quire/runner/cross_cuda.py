@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from quire.core.layout import BlockLayout
-from quire.core.step import RowStart, Step
+from quire.core.step import Step
 from quire.layers.attention import Pool
 from quire.layers.batch import AttentionPlans, Batch
 from quire.layers.cross import CrossBatch
 from quire.layers.encoder import assemble_encoder_batch
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.runner.adapters import AdapterSlots
-from quire.runner.cross import split_step
+from quire.runner.cross import decoder_starts, encode, encoder_end, split_step
 from quire.runner.cuda import CudaOps, attention_planner
 from quire.runner.device_inputs import DeviceInputs
 from quire.runner.device_ops import ForwardPass, RunnerLimits
@@ -33,7 +33,7 @@ class CrossInputs(DeviceInputs):
         self.cross_planner: Any = None  # attention's for the encoder's pages, if its kernel has one
 
     def apply(self, step: Step) -> None:
-        super().apply(step)
+        super().apply(replace(step, starts=decoder_starts(step.starts, self._block_size)))
         if step.starts:
             rows = np.array([start.row for start in step.starts], np.int32)
             lens = np.array([start.num_encoder_tokens for start in step.starts], np.int32)
@@ -52,11 +52,11 @@ class CrossInputs(DeviceInputs):
         columns = first_blocks[:, None] + torch.arange(width, device=self.device)
         tables = batch.block_tables.gather(1, columns.clamp(max=width - 1))
         contexts = (batch.context_lens - first_blocks * size).clamp(min=0)
-        owners = torch.arange(num_tokens, device=self.device)
-        if num_tokens != rows.shape[0]:
-            owners = torch.searchsorted(query_starts[1:], owners.int(), right=True)
         cross_starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=self.device)
-        cross_lens, cross_tables = lens[owners], batch.block_tables[owners]
+        cross_lens, cross_tables, offsets = lens, batch.block_tables, first_blocks * size
+        if num_tokens != rows.shape[0]:  # a row has several tokens
+            owners = torch.searchsorted(query_starts[1:], cross_starts[:-1], right=True)
+            cross_lens, cross_tables, offsets = lens[owners], cross_tables[owners], offsets[owners]
         plans = cross_plans = None
         if batch.plans is not None:
             plans = replace(batch.plans, context_lens=contexts, paged_lens=contexts, block_tables=tables)
@@ -66,7 +66,7 @@ class CrossInputs(DeviceInputs):
             )
         return CrossBatch(
             token_ids=batch.token_ids,
-            positions=(batch.positions - (first_blocks * size)[owners]).clamp(min=0),
+            positions=(batch.positions - offsets).clamp(min=0),
             slots=batch.slots,
             query_starts=batch.query_starts,
             context_lens=contexts,
@@ -109,36 +109,20 @@ class CrossCudaOps(CudaOps):
 
     def change_rows(self, step: Step) -> None:
         super().change_rows(step)
-        size = self._pool.layout.block_size
         for start in step.starts:
-            self._encoder_ends[start.row] = -(-start.num_encoder_tokens // size) * size
+            self._encoder_ends[start.row] = encoder_end(start, self._pool.layout.block_size)
 
     def forward(self, step: Step) -> ForwardPass:
         inputs = step_inputs(step, self._settings)
         split = split_step(inputs, self._encoder_ends)
         if len(split.encoded):
-            self._encode(step, split.encoded)
+            encode(self._model, self._pool, self._device, step, split.encoded)
         if split.decoder is None:
             return ForwardPass(inputs, np.zeros(0, np.int64), None)
         return self._forward(replace(split.decoder, computed=split.decoder.computed + split.offsets))
 
-    def _encode(self, step: Step, rows: np.ndarray) -> None:
-        """A row whose prompt is encoded starts in the same step, so its tokens and blocks are known here."""
-        wanted = set(rows.tolist())
-        starts = [start for start in step.starts if start.row in wanted]
-        prompts = [start.token_ids[: start.num_encoder_tokens] for start in starts]
-        slots = np.concatenate([_slots(start, self._pool.layout.block_size) for start in starts])
-        batch = assemble_encoder_batch(prompts, self._device)
-        self._model.encode(batch, torch.from_numpy(slots).to(self._device), self._pool)
-
     def _stops(self) -> tuple[int, ...]:
         return ()
-
-
-def _slots(start: RowStart, block_size: int) -> np.ndarray:
-    """[T] int64, of the encoder's tokens."""
-    places = np.arange(start.num_encoder_tokens, dtype=np.int64)
-    return np.asarray(start.block_ids, np.int64)[places // block_size] * block_size + places % block_size
 
 
 @torch.inference_mode()

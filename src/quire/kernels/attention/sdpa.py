@@ -45,9 +45,9 @@ def _mask(length: int, reach: int, slopes: Tensor | None, q: Tensor) -> Tensor |
         return None
     positions = torch.arange(length, device=q.device)
     distances = positions[None, :] - positions[:, None]
-    mask = (
-        torch.zeros(1, length, length, device=q.device) if slopes is None else by_distance(slopes, distances)
-    )
+    mask = torch.zeros(1, length, length, dtype=q.dtype, device=q.device)
+    if slopes is not None:
+        mask = by_distance(slopes.to(q.dtype), distances)
     if reach:
         mask = mask.masked_fill(distances.abs() > reach, float("-inf"))
-    return mask.to(q.dtype)
+    return mask
