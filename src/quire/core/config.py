@@ -302,6 +302,22 @@ class RunnerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Ranks: processes that compute one model together, each on a device or some cores of its own."""
+
+    tensor_parallel_size: int = setting(
+        1, "ranks that divide each layer's heads and columns among them, evenly or not"
+    )
+
+    def __post_init__(self) -> None:
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterConfig:
     """LoRA adapters: enabled by `enable_lora`, `lora_modules` or `lora_dir`."""
 
@@ -487,6 +503,7 @@ class EngineConfig:
         },
     )
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    parallel: ParallelConfig = ParallelConfig()
 
     @classmethod
     def of(cls, **flat: Any) -> "EngineConfig":

@@ -1,7 +1,6 @@
 """The runner of a model: its limits, and its warm-up."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -11,11 +10,13 @@ from quire.layers.attention import Pool
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
+from quire.parallel.group import Group
 from quire.runner.adapters import AdapterSlots
 from quire.runner.cross import CrossCpuOps
 from quire.runner.cross_cuda import CrossCudaOps
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.drafts import Proposals
+from quire.runner.ranked import RankRunner
 from quire.runner.runner import Runner
 from quire.runner.transfer import TransferEngine
 
@@ -36,11 +37,16 @@ def build_runner(
     proposals: Proposals | None = None,
     adapters: AdapterSlots | None = None,
     transfers: TransferEngine | None = None,
+    group: Group | None = None,
 ) -> BuiltRunner:
-    make_ops: Any = None  # as the device has it
-    if isinstance(model, EncoderDecoder):
-        make_ops = CrossCudaOps if device.type == "cuda" else CrossCpuOps
-    runner = Runner(model, pool, limits, device, proposals, adapters, transfers, make_ops)
+    """`group`: of the ranks that compute the model."""
+    parts = (model, pool, limits, device, proposals, adapters, transfers)
+    if group is not None:
+        runner: Runner = RankRunner(group, *parts)
+    elif isinstance(model, EncoderDecoder):
+        runner = Runner(*parts, CrossCudaOps if device.type == "cuda" else CrossCpuOps)  # type: ignore[arg-type]
+    else:
+        runner = Runner(*parts)
     return BuiltRunner(runner, runner.warm_up(GRAPH_SECONDS))
 
 
