@@ -13,7 +13,7 @@ from quire.layers.cross import CrossBatch
 from quire.layers.encoder import assemble_encoder_batch
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.runner.adapters import AdapterSlots
-from quire.runner.cpu import Assembler, CpuOps, Rows, _Buffer
+from quire.runner.cpu import Assembler, Buffer, CpuOps, Rows
 from quire.runner.device_ops import ForwardPass
 from quire.runner.step_inputs import StepInputs, TokenInputs, step_inputs, token_inputs
 
@@ -120,8 +120,8 @@ class CrossAssembler(Assembler):
     ) -> None:
         super().__init__(rows, max_rows, max_tokens, block_size, device, adapters)
         self._cross_starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
-        self._cross_lens = _Buffer((max_tokens,), torch.int32, device)
-        self._cross_tables = _Buffer((max_tokens, rows.max_blocks), torch.int32, device)
+        self._cross_lens = Buffer((max_tokens,), torch.int32, device)
+        self._cross_tables = Buffer((max_tokens, rows.max_blocks), torch.int32, device)
 
     def assemble_cross(self, tokens: TokenInputs, offsets: np.ndarray) -> CrossBatch:
         rows, inputs = self._rows, tokens.inputs
