@@ -64,7 +64,7 @@ def main() -> None:
             "date": date.today().isoformat(),
             "machine": describe_machine(),
             "versions": describe_versions(),
-            "settings": {**vars(options), "settings": settings},
+            "settings": {**vars(options), "output": None, "settings": settings},
             "results": results,
         }
         Path(options.output).write_text(json.dumps(record, indent=1) + "\n")
