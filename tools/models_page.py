@@ -15,10 +15,35 @@ HEAD = """# Models
 A model is served by the name in `architectures` of its config.json, from a folder or hub id with safetensors or from
 a `.gguf` file. `quire models --known` prints the tables of this page, `--json` for programs.
 """
+PAIRS = """
+The prompt is the encoder's input, as the model's tokenizer makes it (`</s>` at its end included); the answer is the
+decoder's, which begins with `decoder_start_token_id` and, where generation_config.json has one, `forced_bos_token_id`.
+
+- **Pages.** K and V of cross-attention are computed once, when the request is admitted, and lie in the first blocks of
+  its table; the decoder's own follow in blocks of their own. All samples and beams of a request share the first kind,
+  and so do requests with an equal prompt (prefix caching). A prompt that differs in one token shares nothing: what an
+  encoder makes of a token depends on all others.
+- **Limits.** `--max-model-len` bounds the prompt, rounded up to whole blocks, and the answer together. T5's own bound
+  is four times `n_positions`, since distances have no end; BART has `max_position_embeddings` for each of the two. An
+  encoder takes its input in one step, so `--max-num-batched-tokens` is at least as long by default, and
+  `--max-prompt-chunk` and `--itl-goal` do not cut a prompt.
+- **Served as others**: continuous batching, `n`, beams, structured output, penalties, logprobs of answers, preemption
+  by recomputation and by swap, int8 and the other number formats, int8 KV. `repetition_penalty` counts the decoder's
+  tokens, not the prompt's, as in transformers.
+- **Chat**: these models have no chat template. Without `--chat-template` the prompt is the messages' texts, one after
+  the other.
+- **Refused**, each in one line: `echo`, `prompt_logprobs`, adapters, speculation, `--pin-prefix`, `--kv-offload-gb`,
+  `--cpu-offload-gb`, `--weights-memory-gb`. GGUF files of T5 are not read.
+- **Kernels**: scores by distance (T5) are computed by the attention kernels over pages on CPU and GPU. On a GPU the
+  encoder runs without a CUDA graph, its attention by torch's fused kernel; decodes run in graphs.
+  Take bfloat16 there: transformers keeps the last matrix of T5's feed-forward in float32 when the rest is float16, and
+  Quire does not.
+"""
 NOTES = """
 ## What to know
 
-- **Adapters**: every decoder takes LoRA at each of its matrices but experts, embeddings and output head included.
+- **Adapters**: every decoder without an encoder takes LoRA at each of its matrices but experts, embeddings and output
+  head included.
 - **Number formats**: every architecture takes each format that its device has, see [Quantization](quantization.md);
   [mixtures](mixtures.md) on a GPU take 16 bits only.
 - **Windows**: attention of layers with a sliding window reads the window alone. Their KV blocks are kept until the
@@ -39,7 +64,10 @@ NOTES = """
 
 def page() -> str:
     """The whole page."""
-    decoders = {name: known for name, known in KNOWN.items() if known.task == "generate"}
+    generating = {name: known for name, known in KNOWN.items() if known.task == "generate"}
+    decoders = {name: known for name, known in generating.items() if not known.encoder_decoder}
+    pairs = [f"| `{name}` | {known.models} |" for name, known in generating.items() if known.encoder_decoder]
+    pair_rows = "\n".join(pairs)
     encoders = [f"`{name}`" for name, known in KNOWN.items() if known.task == "embed"]
     rows = "\n".join(_row(name, known) for name, known in decoders.items())
     texts = "\n".join(f"| `{name}` | `{text}` |" for name, (_, text) in TEXT_PARTS.items())
@@ -50,6 +78,12 @@ def page() -> str:
 | --- | --- | --- | --- |
 {rows}
 
+## Encoder-decoder models
+
+| architecture | models |
+| --- | --- |
+{pair_rows}
+{PAIRS}
 ## Text parts
 
 Of a model that also reads images, the text part is served alone; its other tensors are left out.

@@ -13,7 +13,11 @@ from quire.core.errors import ConfigError, InvalidRequest
 from quire.core.request import Request
 from quire.engine import build as building
 from quire.engine.engine import Engine
+from quire.kernels.registry import alternatives, load
+from quire.layers.factory import LayerFactory
 from quire.models.encoder_decoder import EncoderDecoder
+from quire.runner.cross_cuda import CrossCudaOps
+from tests.engine.test_device_runner import EagerGraphs
 from tests.models.seq2seq import SMALL, VARIANTS, flan, generate, prompts, save
 
 PROMPTS = prompts(5, 16, 1, 33, 40)
@@ -76,6 +80,18 @@ def test_beams_are_those_of_transformers(variant: str, checkpoints: Any) -> None
             for prompt in PROMPTS[:4]
         ]  # fmt: skip
         assert _tokens(llm, PROMPTS[:4], asked) == expected
+    llm.close()
+
+
+def test_penalties_count_the_tokens_of_the_decoder(checkpoints: Any) -> None:
+    folder, model = checkpoints("flan-untied")
+    llm = _llm(folder)
+    ends = llm.engine.limits.eos_token_ids
+    texts = [[*prompt[:20], *ends] for prompt in PROMPTS]  # a prompt has the end token itself
+    asked = SamplingParams(temperature=0, max_tokens=14, repetition_penalty=1.6)
+    expected = [generate(model, text, 14, ends=ends, repetition_penalty=1.6) for text in texts]
+    assert expected != [generate(model, text, 14, ends=ends) for text in texts]
+    assert _tokens(llm, texts, asked) == expected
     llm.close()
 
 
@@ -278,4 +294,60 @@ def test_a_forced_first_token_follows_the_start_token(checkpoints: Any, tmp_path
         do_sample=False,
     )
     assert _tokens(llm, [prompt], GREEDY)[0][0] == expected[0, 2:].tolist()
+    llm.close()
+
+
+# ---------------------------------------------------------------------- the operations of a GPU, here on the CPU
+
+
+class PaddedCrossOps(CrossCudaOps):
+    """Pads decodes as graphs do, and runs at once what a graph would have captured."""
+
+    def __init__(self, model: Any, pool: Any, limits: Any, device: Any, adapters: Any = None) -> None:
+        super().__init__(model, pool, limits, device, adapters)
+        self._graphs = EagerGraphs(model, pool, self._inputs, self._drafts, limits, adapters)
+        self._graphs._prompt_shapes = []
+
+
+def _triton_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by Triton's interpreter, with the plans that a GPU's steps have."""
+    plain = LayerFactory.kernel
+
+    def kernel(self: LayerFactory, operation: str) -> Any:
+        return load("attention", "triton") if operation == "attention" else plain(self, operation)
+
+    def planner(config: Any, limits: Any, layout: Any, device: Any) -> Any:
+        return load("attention", "triton").StepPlanner(
+            limits.max_num_seqs + 1, config.num_heads, config.num_kv_heads, config.head_dim, device,
+            max_tokens=limits.max_num_batched_tokens, max_context=limits.max_model_len,
+            block_size=layout.block_size, kv_dtype=layout.dtype, dtype=limits.activation_dtype,
+        )  # fmt: skip
+
+    monkeypatch.setattr(LayerFactory, "kernel", kernel)
+    monkeypatch.setattr("quire.runner.cuda.attention_planner", planner)
+    monkeypatch.setattr("quire.runner.cross_cuda.attention_planner", planner)
+
+
+@pytest.mark.parametrize(("variant", "ops", "by_triton"), [
+    ("flan-untied", CrossCudaOps, False), ("bart", PaddedCrossOps, False), ("t5", PaddedCrossOps, True),
+])  # fmt: skip
+def test_the_operations_of_a_gpu_give_the_same_tokens(
+    variant: str, ops: Any, by_triton: bool, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = checkpoints(variant)
+    settings = {"block_size": 4, "num_blocks": 18, "max_num_seqs": 6}
+    texts = prompts(5, 21) if by_triton else prompts(5, 16, 11, 20, 9)
+    sampling = [_mixed()[i % 4] for i in range(len(texts))]
+    if by_triton:  # an interpreter is slow
+        sampling = [GREEDY.changed(max_tokens=3), GREEDY.changed(max_tokens=2)]
+    expected = _tokens(_llm(folder, **settings), texts, sampling)
+    monkeypatch.setattr("quire.engine.build.runner.CrossCpuOps", ops)
+    if by_triton:
+        if "triton" not in alternatives("attention"):
+            pytest.skip("Triton does not run on this machine")
+        _triton_attention(monkeypatch)
+    llm = _llm(folder, **settings)
+    assert isinstance(llm.engine._runner._ops, CrossCudaOps)
+    assert _tokens(llm, texts, sampling) == expected
+    assert by_triton or llm.engine.scheduler.stats.num_preemptions > 0
     llm.close()

@@ -256,7 +256,7 @@ def test_accepted_paths_agree(kernel: Kernel) -> None:
         check_settling(module, block_size=4, position_bytes=8)
 
 
-@_parametrize("attention", ("cpu",))
+@_parametrize("attention", ("cpu", "triton"))
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 12, 32), (4, 2, 24), (3, 3, 80)])
 def test_full_attention_agrees(kernel: Kernel, heads: int, kv_heads: int, head_dim: int) -> None:
     native, reference = kernel

@@ -184,3 +184,20 @@ def test_a_virtual_clock_never_goes_back():
     clock.advance_to(2.0)
     clock.advance_to(1.0)
     assert clock() == 2.0
+
+
+def test_prompts_of_an_encoder_decoder_model_are_charged_for_the_encoder():
+    settings = {"model": "flan-t5-xl", "device": "simulated:h200", "enable_prefix_caching": False}
+    engine = build(EngineConfig.of(**settings)).engine
+    times = []
+    for count in (1, 2):
+        started = engine.clock()
+        engine.add(Request("one", list(range(5, 517)), SamplingParams(max_tokens=count, ignore_eos=True)))
+        while engine.has_work:
+            engine.step()
+        times.append(engine.clock() - started)
+        engine.check_integrity()
+    # 2.72 GB of encoder and 2.85 GB of decoder for the first token, the decoder's alone for the second
+    assert times[0] > 1.5 * (times[1] - times[0])
+    layout = engine.memory.block_size
+    assert engine.limits.encoder.max_tokens == (2048 - 2) // layout * layout

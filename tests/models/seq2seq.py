@@ -1,11 +1,13 @@
 """Tiny random encoder-decoder checkpoints, made by transformers."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 VOCAB = 97
 T5 = {
@@ -69,7 +71,7 @@ def save(folder: Path, config: transformers.PreTrainedConfig, untied: bool = Fal
     torch.manual_seed(0)
     model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters() if config.vocab_size == VOCAB else ():
+        for name, parameter in model.named_parameters() if config.vocab_size <= VOCAB else ():
             if parameter.dim() == 1:
                 parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
             else:
@@ -114,3 +116,23 @@ def generate(model: Any, prompt: list[int], max_tokens: int, **settings: Any) ->
         end = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
         outputs.append(tokens[:end])
     return outputs
+
+
+WORDS = ("▁", "▁the", "▁cat", "▁sat", "▁on", "▁a", "▁mat", "▁translate", ":", "▁dog", "s", ".", "▁sleeps")
+
+
+def write_text_model(folder: Path) -> Any:
+    """A tiny Flan-T5 with a tokenizer of T5's kind: unigrams, and an end token behind every prompt."""
+    pieces = [*WORDS, *"abcdefghijklmnopqrstuvwxyz"]
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    vocabulary += [(piece, -0.2 * i) for i, piece in enumerate(pieces)]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    model = save(folder, flan(vocab_size=len(vocabulary)), untied=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    return model

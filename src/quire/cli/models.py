@@ -70,7 +70,8 @@ COLUMNS = ("architecture", "models", "task", "LoRA", "quantization", "GGUF", "wi
 def features(known: Architecture) -> list[str]:
     """What stands behind the name, one entry per column."""
     lora, windows = ("yes" if on else "no" for on in (known.lora, known.windows))
-    return [known.models, known.task, lora, "yes", known.gguf or "no", windows]
+    task = "generate, encoder-decoder" if known.encoder_decoder else known.task
+    return [known.models, task, lora, "yes", known.gguf or "no", windows]
 
 
 def _name(item: CachedItem) -> str:

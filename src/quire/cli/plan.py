@@ -143,11 +143,19 @@ def _parameters(weights: WeightShape) -> str:
 
 
 def _read(weights: WeightShape) -> str:
+    if weights.encoder_bytes:
+        return f"{in_bytes(weights.read_bytes)}, and {in_bytes(weights.encoder_bytes)} of the encoder for prompts"
     if weights.experts is None:
         return in_bytes(weights.read_bytes)
     return (
         f"{in_bytes(weights.read_bytes)} for one token, {in_bytes(weights.bytes_read(EXAMPLE))} for {EXAMPLE}"
     )
+
+
+def _cross(capacity: Capacity) -> str:
+    if capacity.model.encoder is None:
+        return ""
+    return ": of the prompt for cross-attention, in whole blocks, and of the answer for its own"
 
 
 def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor], price: float | None) -> str:
@@ -166,7 +174,7 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
             f"parameter; a step reads {_read(weights)}",
         ],
         *([" ", line] for line in _group_lines(weights.groups)),
-        ["kv cache", f"{in_bytes(capacity.kv_bytes_per_token)} a token in {pool.dtype}"],
+        ["kv cache", f"{in_bytes(capacity.kv_bytes_per_token)} a token in {pool.dtype}{_cross(capacity)}"],
         [
             "pool",
             f"{in_bytes(pool.num_bytes)}: {pool.num_blocks:,} blocks of {pool.block_size} tokens (set by {pool.limit})",

@@ -51,7 +51,8 @@ class AsyncLLM:
         limits, given = self._built.engine.limits, sampling or self._built.default_sampling
 
         def make() -> tuple[PreparedPrompt, SamplingParams]:
-            prepared = prepare(prompt, self.tokenizer, max_model_len=limits.max_model_len)
+            goes_on = limits.encoder is None
+            prepared = prepare(prompt, self.tokenizer, goes_on=goes_on, max_model_len=limits.max_model_len)
             return prepared, ready_to_sample(given, self.tokenizer)
 
         is_long = given.bad_words or (isinstance(prompt, (str, list)) and len(prompt) > LONG)

@@ -126,13 +126,13 @@ class LLM:
         self, prompt: Prompt, add_special_tokens: bool = True, goes_on: bool = True
     ) -> PreparedPrompt:
         """A prompt as tokens. Raises ContextExceeded, before any work, for a text that cannot fit."""
-        limit = self.engine.limits.max_model_len
+        limits = self.engine.limits
         return prepare(
             prompt,
             self.tokenizer,
             add_special_tokens=add_special_tokens,
-            goes_on=goes_on,
-            max_model_len=limit,
+            goes_on=goes_on and limits.encoder is None,
+            max_model_len=limits.max_model_len,
         )
 
     # ------------------------------------------------------------------ streaming; one iterator at a time

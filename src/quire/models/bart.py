@@ -150,6 +150,8 @@ class BartDecoderLayer(BartLayer):
 class Bart(EncoderDecoder):
     """One table of embeddings; positions and a norm of embeddings for each half."""
 
+    encoder_names = ("model.encoder.", ".encoder_attn.k_proj.", ".encoder_attn.v_proj.")
+
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
         super().__init__(config, factory)
         hf, hidden, heads, head_dim = config.hf, config.hidden_size, config.num_heads, config.head_dim

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from quire.layers.encoder import EncoderBatch
 from quire.layers.factory import LayerFactory
 from quire.layers.linear import Linear, OutputHead
 from quire.layers.lora import LoraBatch
-from quire.layers.parameters import Composite, LayerStack, Stateful
+from quire.layers.parameters import Composite, LayerStack, Loader, Stateful
 
 
 class EncoderLayer(Protocol):
@@ -39,6 +39,9 @@ class EncoderDecoder(LayerStack):
     """A DecoderModel with `encode`. In `blocks` the encoder's layers come first."""
 
     head: OutputHead
+    encoder_names: ClassVar[
+        tuple[str, ...]
+    ]  # how a checkpoint names the encoder, and K and V of cross-attention
     encoder_blocks: Sequence[Any]  # EncoderLayer
     decoder_blocks: Sequence[Any]  # DecoderLayer
 
@@ -59,6 +62,9 @@ class EncoderDecoder(LayerStack):
     def stack(self) -> Sequence[Any]:
         """The decoder's layers. They do not stream."""
         return self.decoder_blocks
+
+    @abstractmethod
+    def loaders(self) -> dict[str, Loader]: ...
 
     @abstractmethod
     def _embed_prompt(self, batch: EncoderBatch) -> Tensor:
@@ -94,6 +100,22 @@ class EncoderDecoder(LayerStack):
         for block in self.decoder_blocks:
             hidden = block(hidden, batch, pool)
         return self._decoded(self._select(hidden, batch.logits_indices))
+
+    def encoder_parameters(self) -> list[str]:
+        """Names of parameters that prompts go through and the decoder's tokens do not."""
+        layers = tuple(f"layers.{i}." for i in range(len(self.encoder_blocks)))
+        own = (*layers, "encoder_")
+        return [name for name in self.parameters() if name.startswith(own) or ".cross_kv/" in name]
+
+    def encoder_loaders(self) -> list[str]:
+        """The same as a checkpoint names them, but for tables that are read row by row."""
+        prefix, *parts = self.encoder_names
+        return [
+            name
+            for name in self.loaders()
+            if (name.startswith(prefix) and "embed_positions" not in name)
+            or any(part in name for part in parts)
+        ]
 
     def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         return self.head(hidden)

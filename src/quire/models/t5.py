@@ -194,6 +194,8 @@ class T5DecoderLayer(T5Layer):
 class T5(EncoderDecoder):
     """One table of embeddings, and one of scores by distance for each of the two halves."""
 
+    encoder_names = ("encoder.", ".EncDecAttention.k.", ".EncDecAttention.v.")
+
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
         super().__init__(config, factory)
         self._factory = factory

@@ -12,6 +12,7 @@ from quire.core.config import ModelConfig
 from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
 from quire.models import registry
+from quire.models.encoder_decoder import EncoderDecoder
 from quire.models.model import DecoderModel, Loadable
 from quire.quant.encoded import Encoded, Scheme
 from quire.quant.encoded_matrix import EncodedFormat
@@ -25,11 +26,14 @@ from quire.quant.schemes import FLOATS, MAIN, named
 META = torch.device("meta")
 CPU = torch.device("cpu")
 ENCODED = "embedding/0:"  # how parameters name a token table that stays encoded
-EMBEDDING, HEAD, VECTORS = "embedding", "head", "norms and biases"
+EMBEDDING, HEAD, VECTORS, CROSS = "embedding", "head", "norms and biases", "cross-attention"
 PARTS = {  # what the layers that models name so belong to, in the order of reports
-    "qkv": "attention", "output": "attention", "gate_up": "MLP", "up": "MLP", "down": "MLP",
+    "qkv": "attention", "output": "attention", "cross_query": CROSS, "cross_kv": CROSS, "cross_output": CROSS,
+    "gate_up": "MLP", "up": "MLP", "down": "MLP",
     "mixture.experts.gate_up": "experts", "mixture.experts.down": "experts", "mixture.router": "router",
     "embedding": EMBEDDING, "tokens": EMBEDDING, "positions": EMBEDDING, "types": EMBEDDING, "project_in": EMBEDDING,
+    "encoder_positions": EMBEDDING, "decoder_positions": EMBEDDING, "encoder_distances": VECTORS,
+    "decoder_distances": VECTORS,
     "head": HEAD, "project_out": HEAD,
 }  # fmt: skip
 # how models name the layers of their blocks, and the experts of a layer
@@ -48,6 +52,9 @@ class WeightShape:
     )
     read_parameters: int  # what one token is multiplied with
     experts: "ExpertWeights | None" = None  # of a mixture
+    # of an encoder-decoder model: what prompts go through and decodes do not
+    encoder_bytes: int = 0
+    encoder_parameters: int = 0
 
     @property
     def active_parameters(self) -> int:
@@ -94,13 +101,21 @@ def weight_shape(
     if experts is not None:
         read_bytes -= round((1 - experts.share(1)) * experts.num_bytes)
         read_parameters -= experts.idle_parameters
+    encoder_bytes = encoder_parameters = 0
+    if isinstance(built, EncoderDecoder):
+        encoder_bytes = sum(
+            _bytes(parameters[name]) for name in built.encoder_parameters() if name not in gathered
+        )
+        encoder_parameters = sum(math.prod(loaders[name].shape) for name in built.encoder_loaders())
     return WeightShape(
         groups=weight_groups(built),
         num_parameters=num_parameters,
         num_bytes=sum(_bytes(tensor) for tensor in parameters.values()),
-        read_bytes=read_bytes,
-        read_parameters=read_parameters,
+        read_bytes=read_bytes - encoder_bytes,
+        read_parameters=read_parameters - encoder_parameters,
         experts=experts,
+        encoder_bytes=encoder_bytes,
+        encoder_parameters=encoder_parameters,
     )
 
 

@@ -53,7 +53,7 @@ class Rows:
         self.settings.start(start)
 
 
-class _Buffer:
+class Buffer:
     """Persistent memory, as a tensor for kernels and an array for the host."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -89,15 +89,15 @@ class Assembler:
         self._rows = rows
         self._adapters = adapters
         self._block_size = block_size
-        self._token_ids = _Buffer((max_tokens,), torch.int32, device)
-        self._positions = _Buffer((max_tokens,), torch.int32, device)
-        self._slots = _Buffer((max_tokens,), torch.int64, device)
-        self._query_starts = _Buffer((max_rows + 1,), torch.int32, device)
-        self._context_lens = _Buffer((max_rows,), torch.int32, device)
-        self._tables = _Buffer((max_rows, rows.max_blocks), torch.int32, device)
-        self._tree_starts = _Buffer((max_tokens,), torch.int32, device)
-        self._ancestors = _Buffer((max_tokens,), torch.int64, device)
-        self._logits_indices = _Buffer((max_tokens + max_rows,), torch.int64, device)
+        self._token_ids = Buffer((max_tokens,), torch.int32, device)
+        self._positions = Buffer((max_tokens,), torch.int32, device)
+        self._slots = Buffer((max_tokens,), torch.int64, device)
+        self._query_starts = Buffer((max_rows + 1,), torch.int32, device)
+        self._context_lens = Buffer((max_rows,), torch.int32, device)
+        self._tables = Buffer((max_rows, rows.max_blocks), torch.int32, device)
+        self._tree_starts = Buffer((max_tokens,), torch.int32, device)
+        self._ancestors = Buffer((max_tokens,), torch.int64, device)
+        self._logits_indices = Buffer((max_tokens + max_rows,), torch.int64, device)
 
     def assemble(self, tokens: TokenInputs, all_sampled: bool) -> Batch:
         rows, trees = tokens.inputs.rows, tokens.trees

@@ -1,16 +1,19 @@
 """CrossCpuOps: steps of an encoder-decoder model. Prompts go through the encoder, other tokens through the decoder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from quire.core.step import Step
+from quire.core.request import ints
+from quire.core.step import RowStart, Step
+from quire.layers.attention import Pool
 from quire.layers.cross import CrossBatch
 from quire.layers.encoder import assemble_encoder_batch
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.runner.adapters import AdapterSlots
-from quire.runner.cpu import Assembler, CpuOps, Rows, _Buffer
+from quire.runner.cpu import Assembler, Buffer, CpuOps, Rows
 from quire.runner.device_ops import ForwardPass
 from quire.runner.step_inputs import StepInputs, TokenInputs, step_inputs, token_inputs
 
@@ -47,6 +50,44 @@ def split_step(inputs: StepInputs, encoder_ends: np.ndarray) -> SplitStep:
     return SplitStep(encoded, decoder, ends[kept])
 
 
+def decoder_starts(starts: tuple[RowStart, ...], block_size: int) -> tuple[RowStart, ...]:
+    """Rows as the decoder and the sampler know them: its first token in place of the encoder's.
+
+    So penalties count the decoder's tokens alone, as in transformers: a prompt's end token must not keep answers from
+    ending.
+    """
+    changed = []
+    for start in starts:
+        end = encoder_end(start, block_size)
+        first = start.token_ids[end : end + 1] if end else ints()
+        changed.append(replace(start, token_ids=first * end + start.token_ids[end:]))
+    return tuple(changed)
+
+
+def encoder_end(start: RowStart, block_size: int) -> int:
+    """Where the decoder's tokens begin."""
+    return -(-start.num_encoder_tokens // block_size) * block_size
+
+
+def encoder_slots(starts: Sequence[RowStart], block_size: int) -> np.ndarray:
+    """[T] int64: where K and V of these rows' encoder tokens go."""
+    slots = []
+    for start in starts:
+        places = np.arange(start.num_encoder_tokens, dtype=np.int64)
+        blocks = np.asarray(start.block_ids, np.int64)
+        slots.append(blocks[places // block_size] * block_size + places % block_size)
+    return np.concatenate(slots)
+
+
+def encode(model: EncoderDecoder, pool: Pool, device: torch.device, step: Step, rows: np.ndarray) -> None:
+    """A row whose prompt is encoded starts in the same step, which has its tokens and blocks."""
+    wanted = set(rows.tolist())
+    starts = [start for start in step.starts if start.row in wanted]
+    prompts = [start.token_ids[: start.num_encoder_tokens] for start in starts]
+    slots = torch.from_numpy(encoder_slots(starts, pool.layout.block_size))
+    model.encode(assemble_encoder_batch(prompts, device), slots.to(device), pool)
+
+
 class CrossRows(Rows):
     """Rows that know their encoder's part."""
 
@@ -57,11 +98,10 @@ class CrossRows(Rows):
         self.encoder_ends = np.zeros(max_rows, np.int32)  # [max_rows], the same in whole blocks
 
     def apply(self, step: Step) -> None:
-        super().apply(step)
+        super().apply(replace(step, starts=decoder_starts(step.starts, self._block_size)))
         for start in step.starts:
-            count = start.num_encoder_tokens
-            self.encoder_lens[start.row] = count
-            self.encoder_ends[start.row] = -(-count // self._block_size) * self._block_size
+            self.encoder_lens[start.row] = start.num_encoder_tokens
+            self.encoder_ends[start.row] = encoder_end(start, self._block_size)
 
 
 class CrossAssembler(Assembler):
@@ -80,8 +120,8 @@ class CrossAssembler(Assembler):
     ) -> None:
         super().__init__(rows, max_rows, max_tokens, block_size, device, adapters)
         self._cross_starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
-        self._cross_lens = _Buffer((max_tokens,), torch.int32, device)
-        self._cross_tables = _Buffer((max_tokens, rows.max_blocks), torch.int32, device)
+        self._cross_lens = Buffer((max_tokens,), torch.int32, device)
+        self._cross_tables = Buffer((max_tokens, rows.max_blocks), torch.int32, device)
 
     def assemble_cross(self, tokens: TokenInputs, offsets: np.ndarray) -> CrossBatch:
         rows, inputs = self._rows, tokens.inputs
@@ -98,7 +138,7 @@ class CrossAssembler(Assembler):
         return CrossBatch(
             token_ids=self._token_ids.put(rows.tokens[token_rows, places]),
             positions=self._positions.put(positions),
-            slots=self._slots.put(self.slots_of(token_rows, places)),
+            slots=self._slots.put(self._slots_of(token_rows, places)),
             query_starts=self._query_starts.first(len(inputs.rows) + 1),
             context_lens=self._context_lens.put(tokens.contexts),
             block_tables=self._tables.first(len(inputs.rows)),
@@ -108,12 +148,9 @@ class CrossAssembler(Assembler):
             cross_tables=self._cross_tables.first(len(token_rows)),
         )
 
-    def slots_of(self, token_rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-        return self._slots_of(token_rows, places)
-
 
 class CrossCpuOps(CpuOps):
-    """On a GPU it works too, with rows in host memory and no graphs."""
+    """Decodes are replayed from tapes; the encoder runs operation by operation."""
 
     rows_type = CrossRows
     assembler_type = CrossAssembler
@@ -125,7 +162,7 @@ class CrossCpuOps(CpuOps):
         inputs = step_inputs(step, self._rows.settings)
         split = split_step(inputs, self._rows.encoder_ends)
         if len(split.encoded):
-            self._encode(split.encoded)
+            encode(self._model, self._pool, self._device, step, split.encoded)
         if split.decoder is None:
             return ForwardPass(inputs, np.zeros(0, np.int64), None)
         tokens = token_inputs(split.decoder)
@@ -136,13 +173,3 @@ class CrossCpuOps(CpuOps):
         hidden = self._model(batch, self._pool)
         logits = self._model.logits(hidden) if len(inputs.sample_rows) else None
         return ForwardPass(inputs, positions, logits)
-
-    def _encode(self, rows: np.ndarray) -> None:
-        lens = self._rows.encoder_lens[rows]
-        batch = assemble_encoder_batch(
-            [self._rows.tokens[row, :count].tolist() for row, count in zip(rows, lens, strict=True)],
-            self._device,
-        )
-        places = np.concatenate([np.arange(count) for count in lens])
-        slots = torch.from_numpy(self._assembler.slots_of(np.repeat(rows, lens), places))
-        self._model.encode(batch, slots.to(self._device), self._pool)

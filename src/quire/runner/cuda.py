@@ -49,6 +49,7 @@ class CudaOps:
     """
 
     compiles = True
+    inputs_type: type[DeviceInputs] = DeviceInputs
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class CudaOps:
         planner = attention_planner(model.config, limits, pool.layout, device)
         self.tiles: str = getattr(planner, "tiles", "")
         max_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        self._inputs = DeviceInputs(
+        self._inputs = self.inputs_type(
             limits.max_num_seqs,
             max_tokens,
             limits.max_model_len,
@@ -105,7 +106,9 @@ class CudaOps:
 
     def forward(self, step: Step) -> ForwardPass:
         """Queues everything up to the logits of the sampled rows."""
-        inputs = step_inputs(step, self._settings)
+        return self._forward(step_inputs(step, self._settings))
+
+    def _forward(self, inputs: StepInputs) -> ForwardPass:
         rows = inputs.rows
         adapters = self._adapters if self._adapters is not None and self._adapters.runs_in(rows) else None
         if not inputs.is_decode:

@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from quire.core.errors import InvalidRequest
 from quire.core.step import TokenLogprobs
 from quire.server.errors import ApiError
 from quire.server.generation import Change, Generation
@@ -39,6 +40,12 @@ def completions_router(service: Service) -> APIRouter:
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one prompt or several, whole or in pieces."""
         model = service.model_named(body.model)
+        if body.echo and model.ready.limits.encoder is not None:
+            raise InvalidRequest(
+                "echo is not available from an encoder-decoder model, whose answers do not continue the prompt: "
+                "leave it out",
+                "echo",
+            )
         body, copies = greedy_copies(body, model.ready)
         sampling = with_served_form(request, completion_sampling(body, model.ready.default_sampling))
         service.check_room(num_prompts=len(as_list(body.prompt)), sampling=sampling)

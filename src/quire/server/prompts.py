@@ -69,6 +69,7 @@ class PromptMaker:
     ) -> None:
         described = ready.described
         self.max_model_len = ready.max_model_len
+        self._may_go_on = ready.limits.encoder is None  # answers may continue the prompt's text
         self.tokenizer: Tokenizer | None = None
         if described.tokenizer_json is not None:
             self.tokenizer = Tokenizer(described.tokenizer_json, described.tokenizer_config)
@@ -222,6 +223,7 @@ class PromptMaker:
         self, prompts: Sequence[Any], add_special_tokens: bool, must_fit: bool, goes_on: bool = True
     ) -> list[PreparedPrompt]:
         self._check_length(prompts, must_fit)
+        goes_on = goes_on and self._may_go_on
 
         def make() -> list[PreparedPrompt]:
             return [

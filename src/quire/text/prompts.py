@@ -69,7 +69,7 @@ def prepare(
     elif isinstance(prompt, str):
         text = prompt
     else:
-        return PreparedPrompt(None, _token_ids(prompt))
+        return PreparedPrompt(None, _token_ids(prompt), goes_on=goes_on)
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: give prompt_token_ids instead of text", "prompt")
     if max_model_len is not None:

@@ -80,7 +80,32 @@ _QWEN3_MOE: dict[str, Any] = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+_FLAN_T5: dict[str, Any] = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
+    "is_encoder_decoder": True,
+    "vocab_size": 32128,
+    "n_positions": 512,
+    "d_kv": 64,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def _flan_t5(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return _FLAN_T5 | {"d_model": hidden, "d_ff": inner, "num_layers": layers, "num_heads": heads}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
+    "flan-t5-small": _flan_t5(512, 1024, 8, 6),
+    "flan-t5-base": _flan_t5(768, 2048, 12, 12),
+    "flan-t5-large": _flan_t5(1024, 2816, 24, 16),
+    "flan-t5-xl": _flan_t5(2048, 5120, 24, 32),
+    "flan-t5-xxl": _flan_t5(4096, 10240, 24, 64),
     "opt-125m": _opt(768, 12, 12),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-6.7b": _opt(4096, 32, 32),

@@ -21,6 +21,8 @@ from quire.weights.tokenizer_files import folder_tokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Of an encoder-decoder model, which has none of its own: the messages' texts, as its tokenizer delimits a prompt.
+PLAIN_CHAT = "{{ bos_token }}{{ messages | map(attribute='content') | join('\n') }}{{ eos_token }}"
 _LARGEST_HEADER = 100_000_000  # the format's own limit: a larger number means a foreign file
 _KEPT = (torch.float32, torch.float16, torch.bfloat16)
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -140,6 +142,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json's content, with the template of chat_template.jinja where that file exists."""
     config = read_json(folder / "tokenizer_config.json") or {}
+    if (read_json(folder / "config.json") or {}).get("is_encoder_decoder"):
+        config = {"chat_template": PLAIN_CHAT, **config}
     template = read_text(folder / "chat_template.jinja")
     if template is None:
         return config

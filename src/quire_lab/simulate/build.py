@@ -13,6 +13,7 @@ from quire.core.stats import PoolSize, StartStats
 from quire.engine.build import Built, Report, default_sampling, end_token_ids
 from quire.engine.build.adapters import separate_blocks
 from quire.engine.build.assemble import model_vocabulary
+from quire.engine.build.encoder_decoder import encoder_decoder_config, encoder_input
 from quire.engine.build.report import policies_in_words, running_on
 from quire.engine.build.resolve import (
     Precision,
@@ -25,6 +26,8 @@ from quire.engine.engine import Engine
 from quire.engine.policies import make_memory
 from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
+from quire.memory.cross import CrossMemory
+from quire.memory.paged import PagedMemory
 from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, GPU_MARGIN, pool_size
@@ -59,6 +62,8 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
     """The real scheduler and memory over a runner that only charges time, on a clock of its own."""
     source = open_shape(config)
     described = registry.describe(source.config)
+    if described.encoder is not None:
+        config = with_encoder_limits(config, described)
     ends = end_token_ids(source, described)
     parts = simulated_parts(config, described, ends)
     size, scheduler = parts.pool, parts.scheduler
@@ -70,12 +75,14 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
         source.fingerprint,
         parts.num_swap_blocks,
         num_separate_blocks=parts.num_adapter_blocks,
+        kind=PagedMemory if described.encoder is None else CrossMemory,
     )
     adapters = None
     if parts.adapters is not None:
         adapters = parts.adapters.serve(config, memory, parts.clock)
     max_num_seqs, max_tokens = scheduler.limits
-    limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends, max_tokens)
+    encoder = encoder_input(described, source, config.memory.block_size, parts.max_model_len, max_tokens)
+    limits = Limits(described.vocab_size, parts.max_model_len, max_num_seqs, ends, max_tokens, encoder)
     make_compiler = partial(Compiler, partial(model_vocabulary, config.model, source, limits))
     preemption = Preemption(scheduler.preemption_mode, parts.move_seconds)
     engine = Engine(
@@ -102,6 +109,13 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
         started=f"in {seconds:.2f} s",
     )
     return Built(engine, source, described, default_sampling(source), report)
+
+
+def with_encoder_limits(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """As a real start has it: a step holds the longest prompt."""
+    device = torch.device("meta" if find_device(config.runner.device).on_gpu else "cpu")
+    usual = default_limits(config.scheduler, device)
+    return encoder_decoder_config(config, resolve_max_model_len(config, model), usual)
 
 
 def open_shape(config: EngineConfig) -> Source:
@@ -194,6 +208,8 @@ def _costs(
         activation_bytes=precision.format.activation_dtype.itemsize,
         expert_bytes=weights.experts.num_bytes if weights.experts else 0,
         expert_share=weights.experts.share(1) if weights.experts else 0.0,
+        encoder_bytes=weights.encoder_bytes,
+        encoder_parameters=weights.encoder_parameters,
     )
 
 

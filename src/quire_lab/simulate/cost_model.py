@@ -30,6 +30,7 @@ class StepCounts:
     num_starts: int = 0  # sequences that are admitted
     num_copies: int = 0  # blocks copied before the pass
     num_moves: int = 0  # blocks that go to host memory or come back
+    num_encoder_tokens: int = 0  # of `num_tokens`: they go through the encoder and not through the decoder
 
 
 def count_step(step: Step) -> StepCounts:
@@ -43,9 +44,22 @@ def count_step(step: Step) -> StepCounts:
         not start.sampling.use_beam_search or len(start.token_ids) == start.num_prompt_tokens
         for start in step.starts
     )
+    encoded = {start.row: start.num_encoder_tokens for start in step.starts if start.num_encoder_tokens}
+    num_encoder_tokens = 0
+    if encoded:  # a prompt is whole in its step
+        rows = zip(step.rows, step.num_computed, strict=True)
+        num_encoder_tokens = sum(encoded.get(row, 0) for row, computed in rows if computed == 0)
     moves = 0 if step.moves is None else len(step.moves.out_blocks) + len(step.moves.in_blocks)
     return StepCounts(
-        num_rows, num_tokens, len(step.sample_rows), context, attended, starts, len(step.copy_sources), moves
+        num_rows,
+        num_tokens,
+        len(step.sample_rows),
+        context,
+        attended,
+        starts,
+        len(step.copy_sources),
+        moves,
+        num_encoder_tokens,
     )
 
 
@@ -65,6 +79,8 @@ class ModelNumbers:
     activation_bytes: int  # of one number
     expert_bytes: int = 0  # of all experts of a mixture
     expert_share: float = 0.0  # of a layer's experts, what one token goes through
+    encoder_bytes: int = 0  # weights that prompts of an encoder-decoder model go through
+    encoder_parameters: int = 0
 
     def bytes_read(self, num_tokens: int) -> float:
         """Weights that a step reads: expected experts of its tokens, if all are equally likely."""
@@ -109,7 +125,10 @@ def ideal_terms(rates: Rates, model: ModelNumbers, counts: StepCounts, ranks: in
     """What each of the factors multiplies, in their order. Weights and products do not add: the slower counts."""
     read = 1.0 / (rates.bandwidth * ranks)
     compute = 2.0 / (rates.flops * ranks)
-    products = counts.num_tokens * model.dense_parameters + counts.num_samples * model.head_parameters
+    decoded = counts.num_tokens - counts.num_encoder_tokens
+    products = decoded * model.dense_parameters + counts.num_samples * model.head_parameters
+    products += counts.num_encoder_tokens * model.encoder_parameters
+    weights = model.bytes_read(decoded) + (model.encoder_bytes if counts.num_encoder_tokens else 0)
     kv = counts.context_tokens * model.kv_bytes_per_token + 2 * counts.num_copies * model.block_bytes
     moved = counts.num_tokens * model.num_layers * model.hidden_size * model.activation_bytes
     return (
@@ -117,7 +136,7 @@ def ideal_terms(rates: Rates, model: ModelNumbers, counts: StepCounts, ranks: in
         model.num_layers,
         counts.num_rows,
         counts.num_starts,
-        model.bytes_read(counts.num_tokens) * read,
+        weights * read,
         products * compute,
         kv * read,
         2.0 * counts.attended * model.num_layers * model.attention_width * compute,

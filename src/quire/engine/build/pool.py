@@ -15,9 +15,11 @@ from quire.engine.build.resolve import BuildPlan, Precision, block_layout, defau
 from quire.engine.build.weights import LoadedDraft, LoadedModels
 from quire.layers.attention import Pool
 from quire.layers.lora import MANY_FROM
+from quire.models.encoder_decoder import EncoderDecoder
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
 from quire.runner.adapters import device_bytes
+from quire.runner.cross_cuda import cross_activation_bytes
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.graphs import token_counts
 from quire.runner.sizing import DeviceMemory, divide_gpu, free_host_bytes, pool_size
@@ -114,8 +116,14 @@ def _divide_gpu(
 ) -> DeviceMemory:
     config, precision = plan.config, plan.precision
     max_rows, max_tokens = default_limits(config.scheduler, precision.device)
-    measure = partial(
-        activation_bytes, model, layout, max_rows, max_tokens, plan.max_model_len, precision.device
+    measure: Callable[[], int] = partial(
+        cross_activation_bytes if isinstance(model, EncoderDecoder) else activation_bytes,
+        model,  # type: ignore[arg-type]
+        layout,
+        max_rows,
+        max_tokens,
+        plan.max_model_len,
+        precision.device,
     )
     if warmup.goes_on:
         with suppress(Exception):  # this compiles beside it; the measurement counts once it runs alone

@@ -13,6 +13,7 @@ from quire.models.offload import is_streamed
 from quire.parallel.group import Group
 from quire.runner.adapters import AdapterSlots
 from quire.runner.cross import CrossCpuOps
+from quire.runner.cross_cuda import CrossCudaOps
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.drafts import Proposals
 from quire.runner.ranked import RankRunner
@@ -42,8 +43,10 @@ def build_runner(
     parts = (model, pool, limits, device, proposals, adapters, transfers)
     if group is not None:
         runner: Runner = RankRunner(group, *parts)
+    elif isinstance(model, EncoderDecoder):
+        runner = Runner(*parts, CrossCudaOps if device.type == "cuda" else CrossCpuOps)  # type: ignore[arg-type]
     else:
-        runner = Runner(*parts, CrossCpuOps if isinstance(model, EncoderDecoder) else None)
+        runner = Runner(*parts)
     return BuiltRunner(runner, runner.warm_up(GRAPH_SECONDS))
 
 

@@ -74,7 +74,7 @@ def full_attention(
         if reach:
             hidden = distances.abs() > reach
         if slopes is not None:
-            bias = _by_distance(slopes, distances)
+            bias = by_distance(slopes, distances)
         result[first:last] = _attend_all(
             q[first:last], k[first:last], v[first:last], scale, hidden, bias=bias
         )
@@ -116,11 +116,11 @@ def _attend(
         hidden |= key_positions[None, :] <= query_positions[:, None] - window
     bias = None
     if slopes is not None:
-        bias = _by_distance(slopes, key_positions[None, :] - query_positions[:, None])
+        bias = by_distance(slopes, key_positions[None, :] - query_positions[:, None])
     return _attend_all(q, k, v, scale, hidden, soft_cap, bias)
 
 
-def _by_distance(slopes: Tensor, distances: Tensor) -> Tensor:
+def by_distance(slopes: Tensor, distances: Tensor) -> Tensor:
     """[heads, queries, keys]: what scores gain. distances [queries, keys], of the keys."""
     if slopes.dim() == 1:
         return slopes[:, None, None] * distances

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.kernels.attention.reference import full_attention
+from quire.kernels.attention.sdpa import full_attention
 from quire.kernels.attention.triton_decode import decode
 from quire.kernels.attention.triton_plan import AttentionPlan, AttentionPlanner, StepPlanner
 from quire.kernels.attention.triton_prompt import fixed_decode, prompt
