@@ -21,6 +21,8 @@ def paged_attention(
     *,
     soft_cap: float = 0.0,  # 0: none; else scores become soft_cap * tanh(score / soft_cap)
     slopes: Tensor | None = None,  # [Hq] float32: a score loses slope * distance of its key (ALiBi)
+    sinks: Tensor
+    | None = None,  # [Hq] float32: a score of every query in this head, for a key without a value
     k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
     v_scales: Tensor | None = None,
 ) -> Tensor:  # [T, Hq * D]
@@ -41,12 +43,13 @@ def paged_attention(
         k = _gather(k_pages, k_scales, block_tables[row], context_len)
         v = _gather(v_pages, v_scales, block_tables[row], context_len)
         if tree_starts is None or ancestors is None or (start := int(tree_starts[first])) < 0:
-            result[first:last] = _attend(q[first:last], k, v, context_len, scale, window, soft_cap, slopes)
+            seen = (k, v, context_len)
+            result[first:last] = _attend(q[first:last], *seen, scale, window, soft_cap, slopes, sinks)
             continue
         for query in range(first, last):
             path = _path(start, int(ancestors[query]))
             seen = (k[path], v[path], len(path))
-            result[query] = _attend(q[query : query + 1], *seen, scale, window, soft_cap, slopes)[0]
+            result[query] = _attend(q[query : query + 1], *seen, scale, window, soft_cap, slopes, sinks)[0]
     flat = result.view(num_tokens, num_heads * head_dim)
     return flat if out is None else out.copy_(flat)
 
@@ -99,6 +102,7 @@ def _attend(
     window: int,
     soft_cap: float,
     slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     num_queries = len(q)
     key_positions = torch.arange(context_len, device=q.device)
@@ -109,7 +113,7 @@ def _attend(
     bias = None
     if slopes is not None:
         bias = slopes[:, None, None] * (key_positions[None, :] - query_positions[:, None])
-    return _attend_all(q, k, v, scale, hidden, soft_cap, bias)
+    return _attend_all(q, k, v, scale, hidden, soft_cap, bias, sinks)
 
 
 def _attend_all(
@@ -120,6 +124,7 @@ def _attend_all(
     hidden: Tensor | None = None,
     soft_cap: float = 0.0,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """hidden [queries, keys]: pairs that do not count; bias [heads, queries, keys] is added to scores."""
     group = q.shape[1] // k.shape[1]
@@ -132,4 +137,7 @@ def _attend_all(
         scores = scores + bias
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).to(q.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : k.shape[0]]
+    return torch.einsum("hqk,khd->qhd", shares, v).to(q.dtype)
