@@ -30,6 +30,8 @@ VARIANT_NAMES = (
     *("starcoder2", "neox", "neox-one-after-another-tied", "falcon-7b", "falcon-40b", "falcon-rw", "bloom"),
     *("mixtral", "qwen2-moe-dense-layers", "qwen3-moe", "olmoe"),
 )
+# behind their window they free blocks: a smaller pool for as many preemptions
+WINDOWED = ("smollm3-window-untied", "gemma2", "gemma3", "gemma3-untied-256")
 IN_INT8 = ("phi3", "granite", "olmo2", "gemma2", "gemma3", "neox", "bloom", "mixtral", "olmoe")
 
 
@@ -61,6 +63,8 @@ def test_in_fp32_greedy_tokens_are_those_of_transformers(variant: str, tmp_path:
     reference = save(tmp_path, VARIANTS[variant]())
     answers = {}
     for name, settings in SETTINGS.items():
+        if variant in WINDOWED and "num_blocks" in settings:
+            settings = {**settings, "num_blocks": 14}
         answers[name], num_preemptions, num_cached = generate(
             tmp_path, dtype="float32", quantization="none", **settings
         )

@@ -2,6 +2,7 @@
 
 from quire.core import laboratory
 from quire.core.config import MemoryConfig, SchedulerConfig
+from quire.core.layout import LayerGroups
 from quire.core.request import Clock
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.offload_cache import OffloadCache
@@ -20,6 +21,8 @@ def make_memory(
     transfers: PendingTransfers | None = None,
     offload_cache: OffloadCache | None = None,
     num_separate_blocks: int = 0,
+    groups: LayerGroups | None = None,
+    max_step_tokens: int = 0,
 ) -> PagedMemory:
     """`config` is resolved: memory that is reserved up front has blocks of one token. `num_separate_blocks` behind the
     pool's `num_blocks` are for adapters alone.
@@ -43,6 +46,8 @@ def make_memory(
         transfers,
         offload_cache,
         adapter_pages,
+        groups,
+        max_step_tokens,
     )
 
 

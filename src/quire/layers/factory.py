@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
+from quire.core.layout import LayerGroups
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
 from quire.layers.attention import Attention
@@ -29,11 +30,18 @@ GATES = ("silu", "gelu", *_TANH)
 
 
 class LayerFactory:
-    """`max_position` caps the tables that grow with the context; None takes the model's own limit."""
+    """`max_position` caps the tables that grow with the context; None takes the model's own limit. `groups`: which
+    layers share a block; None: all.
+    """
 
     def __init__(
-        self, number_format: NumberFormat, device: str | torch.device = "cpu", max_position: int | None = None
+        self,
+        number_format: NumberFormat,
+        device: str | torch.device = "cpu",
+        max_position: int | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
+        self._groups = groups
         self.device = torch.device(device)
         self.number_format = number_format
         self.dtype = number_format.activation_dtype
@@ -152,10 +160,11 @@ class LayerFactory:
         slopes: Tensor | None = None,
     ) -> Attention:
         """Attention of layer `index`; the scale is 1 / sqrt(head_dim) by default. The rest as Attention has it."""
+        group, in_group = self._groups.places[index] if self._groups is not None else (0, index)
         return Attention(
             self.kernel("rotary"),
             self.kernel("attention"),
-            index,
+            in_group,
             num_heads,
             num_kv_heads,
             head_dim,
@@ -164,6 +173,7 @@ class LayerFactory:
             cos_sin,
             soft_cap,
             slopes,
+            group,
         )
 
     def full_attention(

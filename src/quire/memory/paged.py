@@ -1,8 +1,10 @@
 """PagedMemory: block tables. Sharing, copy-on-write and prefix hits happen here."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from quire.core.layout import LayerGroups
 from quire.core.request import Request, Sequence, ints
 from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
@@ -56,6 +58,9 @@ class HeldBlocks:
 class PagedMemory:
     """All-or-nothing: a call that cannot be granted changes nothing and says so.
 
+    A table has `num_groups` blocks for the same positions, one after another. Of groups whose layers have a sliding
+    window, blocks that no later query sees are freed and become block 0 in the table.
+
     It is the only writer of a sequence's `block_ids`, `host_block_ids`, `block_hashes` and `num_indexed`.
     """
 
@@ -70,13 +75,21 @@ class PagedMemory:
         transfers: PendingTransfers | None = None,
         offload_cache: OffloadCache | None = None,
         adapter_pages: AdapterPages | None = None,
+        groups: LayerGroups | None = None,
+        max_step_tokens: int = 0,
     ) -> None:
         """`offload_cache` is built over the same `transfers`. Without `share` a fork copies its blocks at once, the
-        baseline of sharing. `adapter_pages` replaces pages in this pool, for the baseline of unified paging.
+        baseline of sharing. `adapter_pages` replaces pages in this pool, for the baseline of unified paging. `groups`:
+        None if all layers share a block; with `max_step_tokens` they give the most blocks of a sequence.
         """
+        groups = groups or LayerGroups.together(1)
         self.block_size = block_size
+        self.num_groups, self.num_full = groups.num_groups, groups.num_full
+        self._num_window, self._window = groups.num_window, groups.window
+        # of a group with a window: a step's new positions, and those of the step before, which are not indexed yet
+        self._most_kept = self._whole_blocks(groups.window + 2 * max_step_tokens) + 2
         self.pool = BlockPool(num_blocks)
-        self.index = PrefixIndex(num_blocks, fingerprint)
+        self.index = PrefixIndex(num_blocks, fingerprint, self.num_groups)
         self.adapter_pages = adapter_pages or AdapterPages(self.pool, self._take)
         self.stats = MemoryStats()
         self.transfers = transfers if transfers is not None else PendingTransfers()
@@ -99,51 +112,91 @@ class PagedMemory:
     def usage(self) -> float:
         return 1.0 - self.num_free / self.num_blocks
 
-    def blocks_for(self, num_positions: int) -> int:
-        return -(-num_positions // self.block_size)
+    def blocks_for(self, num_positions: int, num_held: int = 0) -> int:
+        """The most blocks that a sequence whose table has `num_held` still needs at once."""
+        new = self._whole_blocks(num_positions) - num_held // self.num_groups
+        return new * self.num_full + min(new, self._most_kept) * self._num_window
+
+    def blocks_shared(self, request: Request) -> int:
+        """Full blocks of the prompt, which its sequences share; those of a window may be freed before a fork."""
+        return request.num_prompt_tokens // self.block_size * self.num_full if self._share else 0
 
     def blocks_at_most(self, request: Request) -> int:
         """The most blocks that the request can ever hold: full prompt blocks are shared, others are per sequence."""
-        shared = request.num_prompt_tokens // self.block_size if self._share else 0
+        # where a window was freed, a sequence may have to compute its prompt on its own
+        shared = 0 if self._num_window else self.blocks_shared(request)
         own = self.blocks_for(request.max_len - 1) - shared
         return shared + own * request.sampling.num_sequences
 
+    def positions_in(self, num_blocks: int, request: Request) -> int:
+        """How long each of the request's sequences may become in `num_blocks`: the inverse of `blocks_at_most`."""
+        num_sequences = request.sampling.num_sequences
+        if not self._num_window:
+            shared = self.blocks_shared(request)
+            return (shared + max(0, num_blocks - shared) // num_sequences) * self.block_size
+        own = num_blocks // num_sequences
+        if own <= self._most_kept * self.num_groups:
+            return own // self.num_groups * self.block_size
+        if not self.num_full:
+            return sys.maxsize
+        return (own - self._most_kept * self._num_window) // self.num_full * self.block_size
+
+    def _whole_blocks(self, num_positions: int) -> int:
+        """Of one group."""
+        return -(-num_positions // self.block_size)
+
+    def _first_seen(self, num_computed: int) -> int:
+        """The first block of a window that the last computed position sees; later ones see no more."""
+        return max(0, num_computed - self._window) // self.block_size
+
     def held_blocks(self, sequences: Iterable[Sequence]) -> HeldBlocks:
         counts: dict[int, int] = {}
-        for block in (block for s in sequences for block in s.block_ids):
+        for block in (block for s in sequences for block in s.block_ids if block):
             counts[block] = counts.get(block, 0) + 1
         indexed = {block: count for block, count in counts.items() if self.index.knows(block)}
         num_shared = sum(self.pool.ref_counts[block] > count for block, count in indexed.items())
         return HeldBlocks(len(counts), num_shared, len(indexed) - num_shared)
 
     def admit(self, leader: Sequence, num_sequences: int, num_blocks: int, headroom: int) -> bool:
-        """Whether the leader's group fits: `num_blocks` for its `num_sequences`, with `headroom` blocks left free.
+        """Whether the leader's group fits: `num_blocks` more for its `num_sequences`, with `headroom` blocks left free.
 
         Takes nothing: blocks are allocated when they are needed.
         """
-        return num_blocks - len(leader.block_ids) + headroom <= self.pool.num_free
+        return num_blocks + headroom <= self.pool.num_free
 
     # ------------------------------------------------------------------ the prefix cache
 
     def match_prefix(self, sequence: Sequence) -> int:
         """Shares the longest cached prefix into an empty table; returns the number of positions it covers.
 
-        The last known token is always computed: its logits are needed.
+        The last known token is always computed: its logits are needed. Of a group with a window only the last blocks
+        are needed.
         """
-        for content in self._prefix_hashes(sequence):
-            block = self.index.find(content)
-            if block is None:
+        table: list[int] = []
+        num_found = num_hit = 0  # blocks of all groups that were found in a row; blocks of the longest hit
+        for i, content in enumerate(self._prefix_hashes(sequence), 1):
+            blocks = [self.index.find(each) or 0 for each in self.index.contents(content)]
+            if not all(blocks[: self.num_full]):
                 break
+            table += blocks
+            num_found = num_found + 1 if all(blocks) else 0
+            if num_found >= i - self._first_seen(i * self.block_size):
+                num_hit = i
+        del table[num_hit * self.num_groups :]
+        for i in range(self._first_seen(num_hit * self.block_size) if self._num_window else 0):
+            table[self._windows_of(i)] = [0] * self._num_window
+        sequence.block_ids = table
+        for block in table:
             self.pool.share(block)
-            sequence.block_ids.append(block)
-        sequence.num_indexed = len(sequence.block_ids)
-        return len(sequence.block_ids) * self.block_size
+        sequence.num_indexed = num_hit
+        return num_hit * self.block_size
 
     def is_loading_prefix(self, sequence: Sequence) -> bool:
         """Whether more of the prefix is being read from the disk tier, and worth waiting for."""
         if self.offload_cache is None:
             return False
-        missing = (c for c in self._prefix_hashes(sequence) if self.index.find(c) is None)
+        contents = (c for content in self._prefix_hashes(sequence) for c in self.index.contents(content))
+        missing = (c for c in contents if self.index.find(c) is None)
         return self.offload_cache.is_loading(sequence.request.request_id, missing)
 
     def fetch_prefix(self, sequence: Sequence) -> int:
@@ -154,29 +207,44 @@ class PagedMemory:
         """
         if self.offload_cache is None:
             return 0
-        num_before = len(sequence.block_ids)
-        for content in self._prefix_hashes(sequence)[num_before:]:
-            block = self.index.find(content)
-            if block is not None:
-                self.pool.share(block)
-            elif self.offload_cache.has(content):
-                block = self._take_for(content)
-            if block is None:
+        cache, hashes = self.offload_cache, self._prefix_hashes(sequence)
+        num_before = num_found = num_after = len(sequence.block_ids) // self.num_groups
+        for i, content in enumerate(hashes[num_before:], num_before + 1):
+            there = [self.index.find(each) or cache.has(each) for each in self.index.contents(content)]
+            if not all(there[: self.num_full]):
                 break
-            sequence.block_ids.append(block)
-        return (len(sequence.block_ids) - num_before) * self.block_size
+            num_found = num_found + 1 if all(there) else 0
+            if num_found >= i - self._first_seen(i * self.block_size):
+                num_after = i
+        table: list[int] = []
+        for i in range(num_before, num_after):
+            contents = self.index.contents(hashes[i])
+            if i < self._first_seen(num_after * self.block_size):
+                contents = contents[: self.num_full]
+            blocks = [self._fetch(each) for each in contents]
+            table += [block or 0 for block in blocks] + [0] * (self.num_groups - len(blocks))
+            if not all(blocks):  # evicted by those before it: nothing is fetched
+                num_after = num_before
+                break
+        if num_after == num_before:
+            for block in filter(None, table):
+                self.pool.release(block, keep=self.index.knows(block))
+            return 0
+        for _ in range(table.count(0)):
+            self.pool.share(0)
+        sequence.block_ids += table
+        return (num_after - num_before) * self.block_size
 
     def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
         """Indexes blocks that became full: tokens known to the host, K and V computed up to `num_computed`."""
         if not self._enable_prefix_caching:
             return
         full = min(num_computed, len(sequence.token_ids)) // self.block_size
-        full = min(full, len(sequence.block_ids))
+        full = min(full, len(sequence.block_ids) // self.num_groups)
         if full <= sequence.num_indexed:
             return
         self._extend_hashes(sequence, full)
-        for i in range(sequence.num_indexed, full):
-            self.index.put(sequence.block_hashes[i], sequence.block_ids[i])
+        self._put(sequence, sequence.num_indexed, full)
         sequence.num_indexed = full
 
     def pin(self, request: Request) -> int:
@@ -187,8 +255,8 @@ class PagedMemory:
         self.match_prefix(pinned)
         self._pinned.append(pinned)
         # pinned prefixes may share blocks
-        self.num_pinned = len({block for prefix in self._pinned for block in prefix.block_ids})
-        return len(pinned.block_ids)
+        self.num_pinned = len({block for prefix in self._pinned for block in prefix.block_ids if block})
+        return len(pinned.block_ids) - pinned.block_ids.count(0)
 
     def reset_prefix_index(self) -> None:
         """Empties the cache but for pinned prefixes; blocks in use stay with their sequences."""
@@ -196,8 +264,16 @@ class PagedMemory:
         if self.offload_cache is not None:
             self.offload_cache.clear()
         for pinned in self._pinned:
-            for content, block in zip(pinned.block_hashes, pinned.block_ids, strict=False):
-                self.index.put(content, block)
+            self._put(pinned, 0, pinned.num_indexed)
+
+    def _put(self, sequence: Sequence, first: int, last: int) -> None:
+        """Indexes the blocks of every group."""
+        groups = self.num_groups
+        for i in range(first, last):
+            blocks = sequence.block_ids[i * groups : (i + 1) * groups]
+            for content, block in zip(self.index.contents(sequence.block_hashes[i]), blocks, strict=True):
+                if block:
+                    self.index.put(content, block)
 
     def _prefix_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of the full blocks before the last known token; none if the sequence must compute its whole prompt."""
@@ -225,17 +301,21 @@ class PagedMemory:
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether the next position can be written without an allocation: the common case of a decode, kept cheap."""
-        index = sequence.num_computed // self.block_size
+        index = sequence.num_computed // self.block_size * self.num_groups
         block_ids = sequence.block_ids
         return self._share and index < len(block_ids) and self.pool.ref_counts[block_ids[index]] == 1
 
     def allocate(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
-        """Makes positions num_computed … num_positions writable by this sequence alone, or changes nothing."""
+        """Makes positions num_computed … num_positions writable by this sequence alone, or changes nothing but that
+        blocks behind its window are freed.
+        """
+        if self._num_window:
+            self._free_behind(sequence, delta)
         block_ids = sequence.block_ids
         ref_counts = self.pool.ref_counts
-        first = sequence.num_computed // self.block_size if self._share else 0
+        first = sequence.num_computed // self.block_size * self.num_groups if self._share else 0
         shared = [i for i in range(first, len(block_ids)) if ref_counts[block_ids[i]] > 1]
-        num_new = self.blocks_for(num_positions) - len(block_ids)
+        num_new = self._whole_blocks(num_positions) * self.num_groups - len(block_ids)
         if num_new <= 0 and not shared:
             return True
         if len(shared) + max(num_new, 0) > self.pool.num_free:
@@ -248,6 +328,25 @@ class PagedMemory:
             block_ids.append(block)
         return True
 
+    def _free_behind(self, sequence: Sequence, delta: TableDelta) -> None:
+        """Frees blocks behind the window. Those to be indexed when their step is committed are freed after that."""
+        first = self._first_seen(sequence.num_computed)
+        if self._enable_prefix_caching:
+            first = min(first, sequence.num_indexed)
+        for i in range(first - 1, -1, -1):
+            blocks = sequence.block_ids[self._windows_of(i)]
+            if not all(blocks):
+                break  # and so are all before
+            sequence.block_ids[self._windows_of(i)] = [0] * self._num_window
+            for index, block in enumerate(blocks, i * self.num_groups + self.num_full):
+                self.pool.share(0)
+                self.pool.release(block, keep=self.index.knows(block))
+                delta.add(sequence.row, index, 0)
+
+    def _windows_of(self, index: int) -> slice:
+        """Where a table has the blocks of groups with a window."""
+        return slice(index * self.num_groups + self.num_full, (index + 1) * self.num_groups)
+
     def _copy_on_write(self, sequence: Sequence, index: int, delta: TableDelta) -> None:
         """Gives the sequence its own copy of a shared block."""
         source, target = sequence.block_ids[index], self._take()
@@ -256,18 +355,26 @@ class PagedMemory:
         self.pool.release(source)  # other sequences still hold it
         sequence.block_ids[index] = target
         delta.add(sequence.row, index, target)
-        sequence.num_indexed = min(sequence.num_indexed, index)
+        sequence.num_indexed = min(sequence.num_indexed, index // self.num_groups)
         self.stats.copies += 1
 
-    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """The child shares every block that holds one of its parent's first `num_computed` positions."""
-        child.block_ids = parent.block_ids[: self.blocks_for(num_computed)]
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> int:
+        """The child shares every block that holds one of its parent's first `num_computed` positions.
+
+        Returns the positions that the child has: where the parent has freed what a window would see, the ones that the
+        prefix index finds.
+        """
+        first = self._first_seen(num_computed) * self.num_groups
+        if self._num_window and 0 in parent.block_ids[first : first + self.num_groups]:
+            return self.match_prefix(child)
+        child.block_ids = parent.block_ids[: self._whole_blocks(num_computed) * self.num_groups]
         for block in child.block_ids:
             self.pool.share(block)
         # Past the shared prefix the tokens diverge, so do the block hashes.
         shared = num_computed // self.block_size
         child.num_indexed = min(parent.num_indexed, shared)
         child.block_hashes = parent.block_hashes[:shared]
+        return num_computed
 
     def release(self, sequence: Sequence) -> None:
         """Frees all blocks, the last first, so that a prefix is reused after its end: it serves more requests."""
@@ -286,6 +393,14 @@ class PagedMemory:
         self.index.forget(block)
         if block in self.adapter_pages.owner:
             self.adapter_pages.evict_owner(block)
+        return block
+
+    def _fetch(self, content: bytes) -> int | None:
+        """A reference to the block with this content, from the pool or the offload cache."""
+        block = self.index.find(content)
+        if block is None:
+            return self._take_for(content)
+        self.pool.share(block)
         return block
 
     def _take_for(self, content: bytes) -> int | None:
@@ -309,7 +424,7 @@ class PagedMemory:
             for block in sequence.block_ids:
                 counts[block] += 1
         self.adapter_pages.count_references(counts)
-        if counts[0]:
+        if counts[0] and not self._num_window:
             raise RuntimeError("block 0 was given out")
         self.pool.check_counts(counts, "block")
         free = self.pool.free_blocks()

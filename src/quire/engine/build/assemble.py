@@ -98,7 +98,7 @@ def assemble(plan: BuildPlan, load: Callable[[BuildPlan], LoadedModels], started
 
 def _make_parts(plan: BuildPlan, models: LoadedModels, pool: BuiltPool) -> _Parts:
     config, device = plan.config, plan.precision.device
-    scheduler = resolve_scheduler(config.scheduler, device, pool.num_blocks)
+    scheduler = resolve_scheduler(config.scheduler, device, pool.num_blocks // plan.groups.num_groups)
     max_num_seqs, max_tokens = scheduler.limits
     end_ids = end_token_ids(plan.source, plan.model)
     limits = Limits(plan.model.vocab_size, plan.max_model_len, max_num_seqs, end_ids, max_tokens)
@@ -132,6 +132,8 @@ def _make_engine(plan: BuildPlan, models: LoadedModels, pool: BuiltPool, parts: 
         pending,
         host.make_offload_cache(pending),
         pool.num_adapter_blocks,
+        plan.groups,
+        parts.limits.max_num_batched_tokens,
     )
     adapters = None
     if parts.adapters is not None:

@@ -46,7 +46,7 @@ class LoadedModels:
 def load_models(plan: BuildPlan, progress: Progress | None) -> LoadedModels:
     """The target, all in memory unless the settings say otherwise, and the draft model."""
     config, precision = plan.config, plan.precision
-    factory = LayerFactory(precision.format, precision.device, max_position=plan.max_model_len)
+    factory = LayerFactory(precision.format, precision.device, plan.max_model_len, plan.groups)
     advance = partial(progress, "weights") if progress is not None else None
     offload = resolve_offload(config, precision)
     if offload is None:
