@@ -12,6 +12,7 @@ from quire.weights.quantized.gptq import Awq, Gptq
 from quire.weights.quantized.reader import MARKS, Get, Header, QuantizedReader
 
 WEIGHT = ".weight"
+MXFP4, MXFP4_PARTS = "mxfp4", ("_blocks", "_scales")  # of gpt-oss: one tensor holds all experts of a layer
 
 READERS: dict[str, type[QuantizedReader]] = {
     reader.method: reader for reader in (CompressedTensors, Awq, Gptq, BitsAndBytes)
@@ -25,10 +26,15 @@ class QuantizedWeights:
     encodings: Mapping[str, Encoded]  # by the weight's name; shapes without content
     owned: frozenset[str]  # tensors that encoded weights are made of
     _reader: QuantizedReader | None
+    raw: frozenset[str] = frozenset()  # tensors of whole numbers that the model's own loaders decode
 
     @classmethod
     def of(cls, config: Mapping[str, Any], headers: Mapping[str, Header], get: Get) -> "QuantizedWeights":
         """ModelError or WeightsError in one line where config and tensors do not fit each other."""
+        quantization = config.get("quantization_config")
+        if isinstance(quantization, Mapping) and quantization.get("quant_method") == MXFP4:
+            raw = frozenset(name for name in headers if name.endswith(MXFP4_PARTS))
+            return cls({}, frozenset(), None, raw)
         reader = _open_reader(config, headers)
         if reader is None:
             return cls({}, frozenset(), None)
@@ -56,7 +62,7 @@ def _open_reader(config: Mapping[str, Any], headers: Mapping[str, Header]) -> Qu
     reader = READERS.get(str(named).lower())
     if reader is None or not isinstance(quantization, Mapping):
         raise ModelError(
-            f"weights quantized with {named!r} cannot be loaded: known are {', '.join(READERS)}; or use the "
+            f"weights quantized with {named!r} cannot be loaded: known are {', '.join(READERS)}, {MXFP4}; or use the "
             "unquantized model"
         )
     return reader(quantization, headers)
