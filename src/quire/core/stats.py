@@ -282,7 +282,7 @@ class PoolSize:
         if not self.num_window:
             return ""
         share = self.num_window / (self.num_full + self.num_window)
-        return f"; {share:.0%} of a token is freed behind the window of {self.window:,} tokens"
+        return f"; {share:.0%} of a token's K and V are freed behind the window of {self.window:,} tokens"
 
     def blocks_of(self, num_tokens: int) -> int:
         """Blocks of a sequence of `num_tokens` that decodes."""

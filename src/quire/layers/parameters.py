@@ -107,7 +107,7 @@ class Vector:
 
 
 class Table:
-    """A parameter of any shape in full precision that stands on its own, such as the biases of experts."""
+    """Biases of any shape in full precision that stand on their own, such as those of experts."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.value = torch.zeros(shape, dtype=dtype, device=device)
@@ -121,11 +121,11 @@ class Table:
         return Loader(tuple(self.value.shape), take)
 
     def state(self) -> dict[str, Tensor]:
-        return {"value": self.value}
+        return {"bias": self.value}
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        check_shape(state["value"], tuple(self.value.shape))
-        self.value = state["value"].to(device=self.value.device, dtype=self.value.dtype)
+        check_shape(state["bias"], tuple(self.value.shape))
+        self.value = state["bias"].to(device=self.value.device, dtype=self.value.dtype)
 
 
 @runtime_checkable

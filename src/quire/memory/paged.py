@@ -1,10 +1,9 @@
 """PagedMemory: block tables. Sharing, copy-on-write and prefix hits happen here."""
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire.core.layout import LayerGroups
+from quire.core.layout import BlockCounts, LayerGroups
 from quire.core.request import Request, Sequence, ints
 from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
@@ -85,9 +84,8 @@ class PagedMemory:
         groups = groups or LayerGroups.together(1)
         self.block_size = block_size
         self.num_groups, self.num_full = groups.num_groups, groups.num_full
-        self._num_window, self._window = groups.num_window, groups.window
-        # of a group with a window: a step's new positions, and those of the step before, which are not indexed yet
-        self._most_kept = self._whole_blocks(groups.window + 2 * max_step_tokens) + 2
+        self._num_window = groups.num_window
+        self._counts = BlockCounts(groups, block_size, max_step_tokens)
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks, fingerprint, self.num_groups)
         self.adapter_pages = adapter_pages or AdapterPages(self.pool, self._take)
@@ -114,8 +112,7 @@ class PagedMemory:
 
     def blocks_for(self, num_positions: int, num_held: int = 0) -> int:
         """The most blocks that a sequence whose table has `num_held` still needs at once."""
-        new = self._whole_blocks(num_positions) - num_held // self.num_groups
-        return new * self.num_full + min(new, self._most_kept) * self._num_window
+        return self._counts.needed(num_positions, num_held)
 
     def blocks_shared(self, request: Request) -> int:
         """Full blocks of the prompt, which its sequences share; those of a window may be freed before a fork."""
@@ -130,24 +127,9 @@ class PagedMemory:
 
     def positions_in(self, num_blocks: int, request: Request) -> int:
         """How long each of the request's sequences may become in `num_blocks`: the inverse of `blocks_at_most`."""
-        num_sequences = request.sampling.num_sequences
-        if not self._num_window:
-            shared = self.blocks_shared(request)
-            return (shared + max(0, num_blocks - shared) // num_sequences) * self.block_size
-        own = num_blocks // num_sequences
-        if own <= self._most_kept * self.num_groups:
-            return own // self.num_groups * self.block_size
-        if not self.num_full:
-            return sys.maxsize
-        return (own - self._most_kept * self._num_window) // self.num_full * self.block_size
-
-    def _whole_blocks(self, num_positions: int) -> int:
-        """Of one group."""
-        return -(-num_positions // self.block_size)
-
-    def _first_seen(self, num_computed: int) -> int:
-        """The first block of a window that the last computed position sees; later ones see no more."""
-        return max(0, num_computed - self._window) // self.block_size
+        shared = 0 if self._num_window else self.blocks_shared(request)
+        own = max(0, num_blocks - shared) // request.sampling.num_sequences
+        return self._counts.positions_in(shared + own)
 
     def held_blocks(self, sequences: Iterable[Sequence]) -> HeldBlocks:
         counts: dict[int, int] = {}
@@ -180,11 +162,11 @@ class PagedMemory:
                 break
             table += blocks
             num_found = num_found + 1 if all(blocks) else 0
-            if num_found >= i - self._first_seen(i * self.block_size):
+            if num_found >= i - self._counts.first_seen(i * self.block_size):
                 num_hit = i
         del table[num_hit * self.num_groups :]
-        for i in range(self._first_seen(num_hit * self.block_size) if self._num_window else 0):
-            table[self._windows_of(i)] = [0] * self._num_window
+        for i in range(self._counts.first_seen(num_hit * self.block_size) if self._num_window else 0):
+            table[self._counts.windows_of(i)] = [0] * self._num_window
         sequence.block_ids = table
         for block in table:
             self.pool.share(block)
@@ -214,12 +196,12 @@ class PagedMemory:
             if not all(there[: self.num_full]):
                 break
             num_found = num_found + 1 if all(there) else 0
-            if num_found >= i - self._first_seen(i * self.block_size):
+            if num_found >= i - self._counts.first_seen(i * self.block_size):
                 num_after = i
         table: list[int] = []
         for i in range(num_before, num_after):
             contents = self.index.contents(hashes[i])
-            if i < self._first_seen(num_after * self.block_size):
+            if i < self._counts.first_seen(num_after * self.block_size):
                 contents = contents[: self.num_full]
             blocks = [self._fetch(each) for each in contents]
             table += [block or 0 for block in blocks] + [0] * (self.num_groups - len(blocks))
@@ -315,7 +297,7 @@ class PagedMemory:
         ref_counts = self.pool.ref_counts
         first = sequence.num_computed // self.block_size * self.num_groups if self._share else 0
         shared = [i for i in range(first, len(block_ids)) if ref_counts[block_ids[i]] > 1]
-        num_new = self._whole_blocks(num_positions) * self.num_groups - len(block_ids)
+        num_new = self._counts.whole(num_positions) * self.num_groups - len(block_ids)
         if num_new <= 0 and not shared:
             return True
         if len(shared) + max(num_new, 0) > self.pool.num_free:
@@ -330,22 +312,18 @@ class PagedMemory:
 
     def _free_behind(self, sequence: Sequence, delta: TableDelta) -> None:
         """Frees blocks behind the window. Those to be indexed when their step is committed are freed after that."""
-        first = self._first_seen(sequence.num_computed)
+        first = self._counts.first_seen(sequence.num_computed)
         if self._enable_prefix_caching:
             first = min(first, sequence.num_indexed)
         for i in range(first - 1, -1, -1):
-            blocks = sequence.block_ids[self._windows_of(i)]
+            blocks = sequence.block_ids[self._counts.windows_of(i)]
             if not all(blocks):
                 break  # and so are all before
-            sequence.block_ids[self._windows_of(i)] = [0] * self._num_window
+            sequence.block_ids[self._counts.windows_of(i)] = [0] * self._num_window
             for index, block in enumerate(blocks, i * self.num_groups + self.num_full):
                 self.pool.share(0)
                 self.pool.release(block, keep=self.index.knows(block))
                 delta.add(sequence.row, index, 0)
-
-    def _windows_of(self, index: int) -> slice:
-        """Where a table has the blocks of groups with a window."""
-        return slice(index * self.num_groups + self.num_full, (index + 1) * self.num_groups)
 
     def _copy_on_write(self, sequence: Sequence, index: int, delta: TableDelta) -> None:
         """Gives the sequence its own copy of a shared block."""
@@ -364,10 +342,10 @@ class PagedMemory:
         Returns the positions that the child has: where the parent has freed what a window would see, the ones that the
         prefix index finds.
         """
-        first = self._first_seen(num_computed) * self.num_groups
+        first = self._counts.first_seen(num_computed) * self.num_groups
         if self._num_window and 0 in parent.block_ids[first : first + self.num_groups]:
             return self.match_prefix(child)
-        child.block_ids = parent.block_ids[: self._whole_blocks(num_computed) * self.num_groups]
+        child.block_ids = parent.block_ids[: self._counts.whole(num_computed) * self.num_groups]
         for block in child.block_ids:
             self.pool.share(block)
         # Past the shared prefix the tokens diverge, so do the block hashes.

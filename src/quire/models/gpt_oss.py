@@ -51,11 +51,12 @@ def describe(architecture: str, given: Mapping[str, Any]) -> ModelConfig:
     if "rope_parameters" in hf:
         del hf["rope_scaling"]
     quantization = hf.pop("quantization_config", None)  # experts are decoded when they are loaded
-    if quantization is not None and quantization.get("quant_method") != "mxfp4":
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if method not in (None, "mxfp4"):
         raise ModelError(
-            f"quantization_config of {architecture} names {quantization.get('quant_method')!r}: only mxfp4 is known"
+            f"weights of {architecture} quantized with {method!r} cannot be loaded: known is mxfp4"
         )
-    hf["mxfp4"] = quantization is not None
+    hf["mxfp4"] = method is not None
     config = llama.describe(architecture, hf)
     shape = mixture_shape(config)
     if hf["mxfp4"] and (shape.hidden % BLOCK or shape.inner % BLOCK):

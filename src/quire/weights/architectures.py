@@ -80,6 +80,22 @@ _QWEN3_MOE: dict[str, Any] = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+_GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_act": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+}
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "opt-125m": _opt(768, 12, 12),
     "opt-1.3b": _opt(2048, 24, 32),
@@ -94,6 +110,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192, rope_theta=5e5),
     "mixtral-8x7b": _llama(4096, 14336, 32, 32, 8, 32000, 32768, rope_theta=1e6, **_MIXTRAL),
     "qwen3-30b-a3b": _llama(2048, 6144, 48, 32, 4, 151936, 40960, rope_theta=1e6, **_QWEN3_MOE),
+    "gemma-3-4b": _llama(2560, 10240, 34, 8, 4, 262208, 131072, **_GEMMA3),
+    "gpt-oss-20b": _llama(2880, 2880, 24, 64, 8, 201088, 131072, **_GPT_OSS),
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, 8192, rope_theta=1e5, tie_word_embeddings=True),
 }
 

@@ -12,7 +12,8 @@ from quire.weights.quantized.gptq import Awq, Gptq
 from quire.weights.quantized.reader import MARKS, Get, Header, QuantizedReader
 
 WEIGHT = ".weight"
-MXFP4, MXFP4_PARTS = "mxfp4", ("_blocks", "_scales")  # of gpt-oss: one tensor holds all experts of a layer
+GPT_OSS = "GptOssForCausalLM"  # its file decodes MXFP4: one tensor holds all experts of a layer
+MXFP4_PARTS = ("_blocks", "_scales")
 
 READERS: dict[str, type[QuantizedReader]] = {
     reader.method: reader for reader in (CompressedTensors, Awq, Gptq, BitsAndBytes)
@@ -31,10 +32,8 @@ class QuantizedWeights:
     @classmethod
     def of(cls, config: Mapping[str, Any], headers: Mapping[str, Header], get: Get) -> "QuantizedWeights":
         """ModelError or WeightsError in one line where config and tensors do not fit each other."""
-        quantization = config.get("quantization_config")
-        if isinstance(quantization, Mapping) and quantization.get("quant_method") == MXFP4:
-            raw = frozenset(name for name in headers if name.endswith(MXFP4_PARTS))
-            return cls({}, frozenset(), None, raw)
+        if GPT_OSS in (config.get("architectures") or ()):
+            return cls({}, frozenset(), None, frozenset(n for n in headers if n.endswith(MXFP4_PARTS)))
         reader = _open_reader(config, headers)
         if reader is None:
             return cls({}, frozenset(), None)
@@ -62,7 +61,7 @@ def _open_reader(config: Mapping[str, Any], headers: Mapping[str, Header]) -> Qu
     reader = READERS.get(str(named).lower())
     if reader is None or not isinstance(quantization, Mapping):
         raise ModelError(
-            f"weights quantized with {named!r} cannot be loaded: known are {', '.join(READERS)}, {MXFP4}; or use the "
+            f"weights quantized with {named!r} cannot be loaded: known are {', '.join(READERS)}; or use the "
             "unquantized model"
         )
     return reader(quantization, headers)
