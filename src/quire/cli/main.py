@@ -26,10 +26,13 @@ COMMANDS = {
     "serve": Command("quire.cli.serve", "serve a model over HTTP with OpenAI's API"),
     "chat": Command("quire.cli.chat", "chat with a model in the terminal"),
     "generate": Command("quire.cli.generate", "complete prompts from flags, a file or standard input"),
+    "ask": Command("quire.cli.ask", "answer a question from files, with the sources"),
+    "index": Command("quire.cli.index", "add files to a folder that is searched, list them, search them"),
     "bench": Command(
         "quire.cli.bench", "measure throughput, latency and startup here, or load-test a server"
     ),
     "run-batch": Command("quire.cli.run_batch", "run a file of requests in OpenAI's batch format"),
+    "finetune": Command("quire.cli.finetune", "train a LoRA or QLoRA adapter of a model on examples"),
     "plan": Command("quire.cli.plan", "estimate memory, sequences, speed and cost of a model on a device"),
     "tune": Command("quire.cli.tune", "measure attention tile sizes on this GPU, once, and cache the best"),
     "models": Command("quire.cli.models", "list the cached models, or the architectures that are served"),

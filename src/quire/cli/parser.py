@@ -23,8 +23,6 @@ OTHER_ENGINES = {
             "--tp",
             "--pipeline-parallel-size",
             "-pp",
-            "--data-parallel-size",
-            "-dp",
         ),
         "a model runs on one device here: leave it out",
     ),

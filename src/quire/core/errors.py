@@ -20,6 +20,10 @@ class WeightsError(QuireError):
     """Weights that cannot be found, read or trusted."""
 
 
+class TrainingError(QuireError):
+    """Training that cannot start or go on: bad data, a loss that is no number, no room for a checkpoint."""
+
+
 class FieldName(str):
     """The name of a request's field within an error's values: `InvalidRequest.renamed` translates it."""
 
@@ -66,6 +70,18 @@ def renamed_field(field: str, names: Mapping[str, str]) -> str:
             field = field.replace(part, name)
     root = field.split(".")[0].split("[")[0]
     return names.get(field) or names.get(root, root) + field[len(root) :]
+
+
+class NotFound(InvalidRequest):
+    """There is no such object, or it belongs to another key."""
+
+    @classmethod
+    def of(cls, what: str, object_id: str) -> "NotFound":
+        return cls(f"there is no {what} {object_id[:80]!r} of this key: list them to see their ids")
+
+
+class StorageFull(QuireError):
+    """The disk has no room for what a request sends."""
 
 
 class ContextExceeded(InvalidRequest):

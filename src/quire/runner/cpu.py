@@ -141,11 +141,14 @@ class Assembler:
     ) -> GroupTables:
         """Slots of tokens in one group of layers, and the tables of rows as far as the longest goes."""
         tables, gathered, size = self._rows.tables[group], self._tables[group], self._block_size
-        blocks = tables[token_rows, places // size].astype(np.int64)
         width = -(-longest // size)
         gathered.array[: len(rows), :width] = tables[rows, :width]
-        slots = self._slots[group].put(blocks * size + places % size)
+        slots = self._slots[group].put(self._slots_of(group, token_rows, places))
         return GroupTables(slots, gathered.first(len(rows)))
+
+    def _slots_of(self, group: int, token_rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        blocks = self._rows.tables[group][token_rows, places // self._block_size].astype(np.int64)
+        return blocks * self._block_size + places % self._block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,8 @@ class CpuOps:
 
     compiles = False
     tiles = ""
+    rows_type: type[Rows] = Rows
+    assembler_type: type[Assembler] = Assembler
 
     def __init__(
         self,
@@ -205,8 +210,10 @@ class CpuOps:
         self._pool = pool
         self._adapters = adapters
         vocab_size, num_groups = model.config.vocab_size, pool.layout.num_groups
-        self._rows = Rows(limits.max_num_seqs, limits.max_model_len, block_size, vocab_size, num_groups)
-        self._assembler = Assembler(
+        self._rows = self.rows_type(
+            limits.max_num_seqs, limits.max_model_len, block_size, vocab_size, num_groups
+        )
+        self._assembler = self.assembler_type(
             self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size, device, adapters
         )
         self._tapes = Tapes(model, pool) if limits.record_decodes else None

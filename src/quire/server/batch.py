@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
+from starlette.types import ASGIApp
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -28,11 +29,12 @@ from quire.server.service import SICK_AFTER, Service
 from quire.server.settings import ServerSettings
 
 MAX_ATTEMPTS = 3
+FULL_SECONDS = 1.0  # between attempts while the queue of a server is full
 MAX_RESTART_SECONDS = 120.0  # for an engine that is being restarted
 RETRIED = (429, 500, 502, 503)  # statuses that may not be the request's own fault
 STREAM = "-"  # standard input or output
 URLS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"),
     *("/v1/classify", "/v1/score", "/v1/rerank", "/v1/fill-mask"),
 )
 
@@ -224,7 +226,7 @@ async def run_batch(
     async with _started(config, on_progress) as service:
         ready = service.models.main.ready
         on_ready(ready)
-        batch = _Batch(service, rows, on_row)
+        batch = BatchRun(service, create_app(service), rows, on_row)
         # twice what runs at once: the engine never waits for the next line
         await batch.run(lines, max_concurrency or 2 * ready.max_num_seqs)
         return batch.summary
@@ -235,7 +237,7 @@ async def _started(config: EngineConfig, on_progress: OnProgress | None) -> Asyn
     """The queue has no bound of its own: the number of lines under way is one."""
     name = config.model.served_model_name
     settings = ServerSettings(
-        max_queue_requests=None, max_queue_tokens=None, served_names=(name,) if name else ()
+        max_queue_requests=None, max_queue_tokens=None, served_names=(name,) if name else (), data_dir="none"
     )
     service = Service.of(config, settings, on_progress)
     try:
@@ -245,14 +247,26 @@ async def _started(config: EngineConfig, on_progress: OnProgress | None) -> Asyn
         await service.close()
 
 
-class _Batch:
-    def __init__(self, service: Service, rows: RowFile, on_row: OnRow) -> None:
+class BatchRun:
+    """The lines of one file through an application."""
+
+    def __init__(
+        self,
+        service: Service,
+        app: ASGIApp,
+        rows: RowFile,
+        on_row: OnRow,
+        slots: "asyncio.Semaphore | None" = None,
+    ) -> None:
+        """With `slots` it shares a server with other requests: it has that many under way, waits for as long as the
+        queue is full, and sends nothing more once the server shuts down."""
         self.summary = BatchSummary()
         self._service = service
+        self._slots = slots
         self._rows = rows
         self._on_row = on_row
         self._seen: set[str] = set()
-        transport = httpx.ASGITransport(create_app(service))
+        transport = httpx.ASGITransport(app)
         self._http = httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None)
 
     async def run(self, lines: BinaryIO, max_concurrency: int) -> None:
@@ -290,7 +304,11 @@ class _Batch:
 
     async def _work(self, waiting: "asyncio.Queue[BatchLine | None]") -> None:
         while (line := await waiting.get()) is not None:
-            response = await self._ask(line)
+            if self._slots is None:
+                response = await self._ask(line)
+            else:
+                async with self._slots:
+                    response = await self._ask(line)
             self._count(response)
             self._write(
                 answer_row(
@@ -302,7 +320,12 @@ class _Batch:
         """Sends the request; retries it if the engine died meanwhile."""
         attempt = 1
         while True:
+            if self._service.draining:
+                await asyncio.get_running_loop().create_future()  # until it is cancelled
             response = await self._http.post(line.url, json=line.body)
+            if response.status_code == 429 and self._slots is not None:
+                await asyncio.sleep(FULL_SECONDS)
+                continue
             if response.status_code not in RETRIED or attempt >= MAX_ATTEMPTS:
                 return response
             if not await self._engine_returns():
@@ -323,8 +346,10 @@ class _Batch:
         if response.status_code == 200:
             usage = content.get("usage") or {}
             self.summary.num_answered += 1
-            self.summary.num_prompt_tokens += usage.get("prompt_tokens") or 0
-            self.summary.num_output_tokens += usage.get("completion_tokens") or 0
+            self.summary.num_prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+            self.summary.num_output_tokens += (
+                usage.get("completion_tokens") or usage.get("output_tokens") or 0
+            )
         else:
             error = content.get("error") or {}
             self.summary.refused[f"HTTP {response.status_code} {error.get('code') or ''}".strip()] += 1

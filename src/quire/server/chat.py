@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: the path from a chat request to its reply, which other endpoints take too."""
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -39,6 +39,7 @@ from quire.server.reply import (
     event,
     last_error,
 )
+from quire.server.retrieval import has_file_search
 from quire.server.sampling import chat_sampling, greedy_copies, with_served_form
 from quire.server.served_models import ServedModel
 from quire.server.service import Service
@@ -60,9 +61,12 @@ def chat_router(service: Service) -> APIRouter:
         warn_without_effect(request, body, CHAT_WITHOUT_EFFECT)
         if body.modalities is not None and body.modalities != ["text"]:
             _check_modalities(request, body.modalities)
+        answer = answer_chat
+        if body.tools and has_file_search(body.tools):
+            answer = (await service.retrieval.opened()).file_search.answer_chat
         if body.store:
-            return await create_stored_chat(service, request, body, answer_chat)
-        reply = await answer_chat(service, request, body)
+            return await create_stored_chat(service, request, body, answer)
+        reply = await answer(service, request, body)
         if body.stream:
             return EventStream(reply, reply.response_id)
         return JsonReply(await reply.whole())
@@ -221,6 +225,7 @@ class ChatReply:
         self._readers: dict[int, AnswerReader] = {}  # of streamed answers that are not plain text
         if parsers is not None and parsers.drops_repeats:
             generation.stops = RepeatStop(parsers)
+        self.annotate: Callable[[str], list[dict[str, Any]]] | None = None  # of an answer from files
         self._begun = False
         self._num_choices = len(generation.answers[0].sequences) * copies
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -313,6 +318,8 @@ class ChatReply:
         reader = self._parsers.reader() if self._parsers is not None else AnswerReader()
         message = read_message(reader, sequence.text)
         reason = _finish_reason(sequence, reader)
+        if self.annotate is not None:
+            message["annotations"] = self._notes(sequence)
         if self._has_functions:
             message, reason = function_message(message), function_reason(reason)
         return {
@@ -356,9 +363,16 @@ class ChatReply:
         chunks = [self._choice(sequence.index, delta, None, None) for delta in added_deltas]
         if added:
             chunks[-1]["choices"][0]["logprobs"] = self._logprobs(sequence, change.first_token)
+        if reason is not None and self.annotate is not None:
+            chunks.append(self._choice(sequence.index, {"annotations": self._notes(sequence)}, None, None))
         if reason is not None:  # behind the last text, as in OpenAI's streams
             chunks.append(self._choice(sequence.index, {}, None, reason, sequence.stop_reason))
         return chunks if self._copies == 1 else self._copied(chunks)
+
+    def _notes(self, sequence: AnswerSequence) -> list[dict[str, Any]]:
+        reader = self._parsers.reader() if self._parsers is not None else AnswerReader()
+        text = read_message(reader, sequence.text)["content"] or ""
+        return self.annotate(text) if self.annotate is not None else []
 
     def _choice(
         self,

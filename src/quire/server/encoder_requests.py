@@ -9,6 +9,7 @@ from fastapi import Request
 
 from quire.core.errors import ContextExceeded, EngineDead, InvalidRequest, QueueFull, QuireError
 from quire.core.request import EmbedRequest, Pooled
+from quire.engine.streams import Stream
 from quire.server.access import context_of
 from quire.server.errors import ApiError
 from quire.server.generation import StreamWatch
@@ -42,9 +43,21 @@ async def encoded(
         raise service.refusal(refusal, encoder.client) from None
     context.allowance.spend_tokens(num_tokens)
     watch = StreamWatch(stream, request.receive, service.settings.request_timeout, service.metrics)
+    try:
+        pooled = await all_pooled(stream, len(embed.texts))
+    finally:
+        watch.close()
+    service.metrics.embedded(
+        encoder.names[0], len(embed.texts), num_tokens, time.monotonic() - context.arrival
+    )
+    return pooled
+
+
+async def all_pooled(stream: Stream[Pooled], num_texts: int) -> list[Pooled]:
+    """The answers of one request, when all have come. Closes the stream."""
     pooled: list[Pooled] = []
     try:
-        while len(pooled) < len(embed.texts):
+        while len(pooled) < num_texts:
             pooled += await stream.updates()
             wrong = next((item.error for item in pooled if item.error is not None), None)
             if wrong is not None:
@@ -52,10 +65,6 @@ async def encoded(
         stream.done(stream.request_ids[0])
     finally:
         stream.close()
-        watch.close()
-    service.metrics.embedded(
-        encoder.names[0], len(embed.texts), num_tokens, time.monotonic() - context.arrival
-    )
     return pooled
 
 

@@ -7,8 +7,10 @@ from quire.core.errors import (
     ContextExceeded,
     EngineDead,
     InvalidRequest,
+    NotFound,
     QueueFull,
     QuireError,
+    StorageFull,
     renamed_field,
 )
 from quire.server.protocol.base import ErrorBody
@@ -110,6 +112,10 @@ def as_api_error(error: Exception, retry_seconds: int = 1) -> ApiError:
                 return ApiError(400, str(error), param=param, code="context_length_exceeded")
             exceeded = context_exceeded(known["num_tokens"], None, known["max_model_len"], param)
             return exceeded.renamed({"prompt": param})
+        case NotFound():
+            return ApiError(404, str(error), param=error.param, code="not_found")
+        case StorageFull():
+            return ApiError(413, str(error), code="storage_full")
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
         case QueueFull():

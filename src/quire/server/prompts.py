@@ -232,6 +232,11 @@ class PromptMaker:
         return await self._threads.run(make, sum(len(item) for item in prompts))
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether the model was made to call tools: its own template shows them."""
+        return isinstance(self._template, ChatTemplate) and self._template.reads_tools
+
+    @property
     def max_characters(self) -> int:
         """Of a text that is tokenized to be counted or cut."""
         return max(MAX_CHARACTERS, 8 * self.max_model_len)

@@ -135,7 +135,7 @@ async def _scored(
     for part in (first, second):
         check_texts(part.texts, encoder, keep, part.param)
     if encoder.vectors.labels:
-        embed = await _paired(encoder, request_id, first, second, keep)
+        embed = await paired(encoder, request_id, first, second, keep)
         pooled = await encoded(service, encoder, embed, request, second.param)
         scores = [array("f", pair.vector)[0] for pair in pooled]
         return Scored(request_id, encoder.names[0], scores, embed.num_prompt_tokens)
@@ -157,7 +157,7 @@ async def _scored(
     return Scored(request_id, encoder.names[0], scores, embed.num_prompt_tokens)
 
 
-async def _paired(
+async def paired(
     encoder: ServedModel, request_id: str, first: Texts, second: Texts, keep: int | None
 ) -> EmbedRequest:
     """The pairs as a cross-encoder takes them: both texts in one sequence."""

@@ -20,6 +20,7 @@ from quire.server.errors import ApiError, Unavailable, as_api_error, context_exc
 from quire.server.generation import Generation
 from quire.server.metrics import Metrics
 from quire.server.protocol.base import SamplingFields
+from quire.server.retrieval import LazyRetrieval
 from quire.server.served_models import OnProgress, ServedModel, ServedModels
 from quire.server.settings import ServerSettings
 from quire.server.stored import ObjectStore
@@ -27,6 +28,7 @@ from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt
 
 if TYPE_CHECKING:
+    from quire.fleet.replicas import ReplicaSet
     from quire.link.relayed import RelayedEngine
 
 PROMPT_FIELDS = {
@@ -52,6 +54,7 @@ class Service:
             self.metrics.registry,
         )
         self.traces = open_traces(settings.otlp_traces_endpoint)
+        self.retrieval = LazyRetrieval(self)
         self.draining = False
         self._aliases = settings.aliases
 
@@ -75,20 +78,22 @@ class Service:
                     f"--model-alias {alias}={target}: there is no model {target!r} here: this server has "
                     f"{', '.join(self.names)}"
                 )
+        await self.retrieval.resume()
 
     async def close(self) -> None:
         """After the last request: ends the engines and template workers, and sends the last traces."""
+        await self.retrieval.close()
         await self.models.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
 
     @property
-    def main(self) -> EngineClient:
+    def main(self) -> "EngineClient | ReplicaSet":
         """The engine that the server was started for."""
         return self.models.main.client
 
     @property
-    def client(self) -> EngineClient:
+    def client(self) -> "EngineClient | ReplicaSet":
         """The generating engine's."""
         main = self.models.main
         if main.task != "generate":
@@ -192,7 +197,7 @@ class Service:
 
     def check_room(
         self,
-        engine: EngineClient | None = None,
+        engine: "EngineClient | ReplicaSet | None" = None,
         num_prompts: int = 1,
         sampling: SamplingParams | None = None,
     ) -> None:
@@ -269,7 +274,9 @@ class Service:
     def _salt(self, context: RequestContext, requested: str | None) -> str:
         return f"{context.key}\0{requested or ''}" if self.settings.isolate_keys else requested or ""
 
-    def refusal(self, refusal: EngineDead | QueueFull, engine: EngineClient | None = None) -> ApiError:
+    def refusal(
+        self, refusal: EngineDead | QueueFull, engine: "EngineClient | ReplicaSet | None" = None
+    ) -> ApiError:
         """The error for a request that `engine` (the generating one by default) does not take now."""
         if isinstance(refusal, QueueFull):
             self.metrics.refused("queue_full")

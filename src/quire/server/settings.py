@@ -15,6 +15,8 @@ class ServerSettings:
     port: int = 8000
     root_path: str = ""
     api_server_count: int = 1  # HTTP processes
+    data_parallel_size: int = 1  # engines that serve the main model
+    routing_policy: str = "prefix-work"  # which of them gets a request
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
@@ -33,6 +35,7 @@ class ServerSettings:
     shutdown_timeout: float = 25.0
     engine_timeout: float = 300.0  # for one step; then the engine hangs, and is replaced
     log_requests: bool = False
+    page: bool = True  # for browsers, at `/`
     otlp_traces_endpoint: str | None = None  # none: no traces
     max_queue_requests: int | None = 1024  # None: no bound
     max_queue_tokens: int | None = 1 << 20
@@ -44,6 +47,10 @@ class ServerSettings:
     embeddings: bool = True  # False: only an encoder that is the main model embeds
     embedding_truncate: bool = False  # texts longer than an encoder takes are cut, unless a request says how
     embedding_models: tuple[str, ...] = ()  # started with the server, not when asked for
+    data_dir: str | None = (
+        None  # of files and vector stores; None: in the cache folder; "none": there are none
+    )
+    max_file_bytes: int = 512 << 20  # of an uploaded file, and of a part of one
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     tool_call_parser: str | None = None  # none: as the chat template shows
@@ -58,6 +65,10 @@ class ServerSettings:
         pairs = [alias.partition("=") for alias in self.model_aliases]
         return {name.strip(): target.strip() or None for name, _, target in pairs}
 
+    @property
+    def keeps_files(self) -> bool:
+        return self.data_dir != "none" and self.api_server_count == 1
+
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is outside 0 to 65535 (0: any free one)")
@@ -71,6 +82,7 @@ class ServerSettings:
         for name in (
             *_PER_KEY,
             "max_body_bytes",
+            "max_file_bytes",
             "max_header_bytes",
             "max_queue_requests",
             "max_queue_tokens",
@@ -101,6 +113,11 @@ class ServerSettings:
         count = self.api_server_count
         if not 1 <= count <= MAX_PROCESSES:
             raise ConfigError(f"api_server_count={count} is outside 1 to {MAX_PROCESSES}")
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={self.data_parallel_size} needs one HTTP process, which knows what each replica "
+                f"has to do, and api_server_count={count}: leave one out, or start several servers behind quire route"
+            )
         for name in _PER_KEY:
             if getattr(self, name) is not None:
                 raise ConfigError(
@@ -110,6 +127,10 @@ class ServerSettings:
             raise ConfigError(
                 f"max_stored_responses={self.max_stored_responses} are kept in one process and "
                 f"api_server_count={count}: set it to 0, or use one process"
+            )
+        if self.data_dir not in (None, "none"):
+            raise ConfigError(
+                f"data_dir={self.data_dir!r} needs one process and api_server_count={count}: leave one of them out"
             )
         if self.embeddings:
             raise ConfigError(

@@ -14,6 +14,7 @@ from quire.server.protocol.base import Usage
 from quire.server.protocol.completions import ChatCompletionRequest
 from quire.server.reply import named_events
 from quire.server.service import Service
+from quire.server.stored_chats import Answering
 from quire.text.prompts import PreparedPrompt
 
 Payloads = list[dict[str, Any]]  # of typed events
@@ -32,11 +33,15 @@ class EventBuilder(Protocol):
 
 
 async def translated_chat(
-    service: Service, request: Request, fields: Mapping[str, Any], names: Mapping[str, str]
+    service: Service,
+    request: Request,
+    fields: Mapping[str, Any],
+    names: Mapping[str, str],
+    answer: Answering = answer_chat,
 ) -> ChatReply:
     """Submits the chat request with these fields; `names` are what errors call them."""
     with renamed_errors(names):
-        return await answer_chat(service, request, _chat_request(fields))
+        return await answer(service, request, _chat_request(fields))
 
 
 async def translated_prompt(

@@ -100,6 +100,10 @@ class Tokenizer:
         pair = self._inner.post_process(texts[0], texts[1], add_special_tokens=True)
         return pair.ids, pair.type_ids.index(1) if 1 in pair.type_ids else len(pair.ids)
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Where each token of `text` begins and ends, in characters; without the model's start and end tokens."""
+        return self._inner.encode_batch([text], add_special_tokens=False)[0].offsets
+
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not isinstance(text, str):
             raise InvalidRequest(f"a prompt must be text, not {type(text).__name__}: send a string", "prompt")

@@ -22,6 +22,7 @@ from quire.kernels.attention.triton_tile import (
     page_ids,
     row_slopes_of,
     slot_offsets,
+    table_width,
     tile_scales,
     visible_keys,
     with_sinks,
@@ -36,7 +37,7 @@ def prompt(
     launch_tiles(
         _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
         (plan.partial_acc, plan.partial_max, slopes, sinks),
-        CHUNK=plan.chunk, CAP=soft_cap, SLOPED=slopes is not None, SINKS=sinks is not None,
+        CHUNK=plan.chunk, CAP=soft_cap, SLOPED=table_width(slopes), SINKS=sinks is not None,
     )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def fixed_decode(
     launch_tiles(
         _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
         (plan.partial_acc, plan.partial_max, slopes, sinks), decodes=True,
-        CHUNK=plan.chunk, CAP=soft_cap, SLOPED=slopes is not None, SINKS=sinks is not None,
+        CHUNK=plan.chunk, CAP=soft_cap, SLOPED=table_width(slopes), SINKS=sinks is not None,
     )  # fmt: skip
     reduce_pieces(plan, q.shape[1], q.shape[2], out, sinks)
 

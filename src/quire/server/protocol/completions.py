@@ -167,6 +167,7 @@ class ChatMessage(TypedDict):
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
     function_call: NotRequired[FunctionCall]  # where the request has functions
+    annotations: NotRequired[list[dict[str, Any]]]  # of an answer from files
 
 
 class ChatChoice(TypedDict):
@@ -221,6 +222,7 @@ class ChatDelta(TypedDict):
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
     function_call: NotRequired[FunctionDelta]
+    annotations: NotRequired[list[dict[str, Any]]]
 
 
 class ChatChunkChoice(TypedDict):

@@ -2,11 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastapi import Request
 
 from quire.core.sampling import SamplingParams
 from quire.server.errors import ApiError
 from quire.server.protocol.base import Usage
+from quire.server.protocol.completions import ChatCompletionRequest
 from quire.server.protocol.responses import (
     Item,
     ResponseEvent,
@@ -15,9 +18,27 @@ from quire.server.protocol.responses import (
     ResponseUsage,
 )
 from quire.server.responses.convert_request import conversation_id, new_id
+from quire.server.service import Service
+
+if TYPE_CHECKING:
+    from quire.server.chat import ChatReply
 
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # what each type of item has its text in
 _ARGUMENTS = "response.function_call_arguments"
+
+
+class ResponseSearch(Protocol):
+    """What was searched in files before the answer."""
+
+    async def answer_chat(
+        self, service: Service, request: Request, body: ChatCompletionRequest
+    ) -> "ChatReply": ...
+
+    def items(self) -> list[Item]:
+        """The calls of the tool, as items of the response's output."""
+
+    def annotations(self, text: str) -> list[dict[str, Any]]:
+        """Where the text of an answer is taken from."""
 
 
 class ResponseBuilder:
@@ -26,8 +47,9 @@ class ResponseBuilder:
     A whole answer is taken as one large delta, so that both ways lead to the same response.
     """
 
-    def __init__(self, response: ResponseObject) -> None:
+    def __init__(self, response: ResponseObject, search: ResponseSearch | None = None) -> None:
         self.response = response
+        self._search = search
         self._sequence_number = 0
         self._open: Item | None = None  # the item that grows
         self._call_index: int | None = None  # a chat's number for it, if it is a call
@@ -39,9 +61,9 @@ class ResponseBuilder:
 
     def begin(self, _usage: Usage) -> list[ResponseEvent]:
         if self.response["status"] != "queued":
-            return self._begun()
+            return [*self._begun(), *self._searched()]
         self.response["status"] = "in_progress"
-        return [self._lifecycle("response.in_progress")]
+        return [self._lifecycle("response.in_progress"), *self._searched()]
 
     def take(self, delta: dict[str, Any], logprobs: Sequence[Any] = ()) -> list[ResponseEvent]:
         """A delta of a chat, with the logprobs of its tokens."""
@@ -68,7 +90,7 @@ class ResponseBuilder:
         """The last events. An answer without a word has one message, which is empty."""
         response = self.response
         events: list[ResponseEvent] = []
-        if not response["output"]:
+        if all(item["type"] == "file_search_call" for item in response["output"]):
             events += self._in_item("message")
             events += self._text("", self._taken_logprobs()) if self._logprobs else []
         cut = finish_reason == "length"
@@ -99,6 +121,34 @@ class ResponseBuilder:
         return [self._lifecycle("response.cancelled")]
 
     # ------------------------------------------------------------------ items
+
+    def _searched(self) -> list[ResponseEvent]:
+        """The searches that were made before the answer, each as an item with the events of its course."""
+        events: list[ResponseEvent] = []
+        for item in self._search.items() if self._search is not None else ():
+            events.append(self._added({**item, "status": "in_progress", "results": None}))
+            for stage in ("in_progress", "searching", "completed"):
+                events.append(self._event(f"response.file_search_call.{stage}"))
+            assert self._open is not None
+            self._open |= item
+            events.append(self._event("response.output_item.done", whole=True))
+            self._open = None
+        return events
+
+    def _annotated(self, part: dict[str, Any]) -> list[ResponseEvent]:
+        """The files that the text is taken from."""
+        if self._search is None or part["type"] != "output_text":
+            return []
+        part["annotations"] = self._search.annotations(part["text"])
+        return [
+            self._event(
+                "response.output_text.annotation.added",
+                content_index=0,
+                annotation_index=index,
+                annotation=annotation,
+            )
+            for index, annotation in enumerate(part["annotations"])
+        ]
 
     def _in_item(self, kind: str) -> list[ResponseEvent]:
         """Opens an item of text, unless it is open already."""
@@ -160,6 +210,7 @@ class ResponseBuilder:
             events.append(self._event(f"{_ARGUMENTS}.done", name=item["name"], arguments=item["arguments"]))
         else:
             part = item["content"][0]
+            events += self._annotated(part)
             text = {name: part[name] for name in ("text", "logprobs") if name in part}
             events.append(self._event(f"response.{part['type']}.done", content_index=0, **text))
             events.append(self._event("response.content_part.done", content_index=0, part=part))

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidRequest
 from quire.server.access import context_of, warn_without_effect
+from quire.server.chat import answer_chat
 from quire.server.conversations import MAX_CONVERSATION_BYTES, ItemFinder, add_items
 from quire.server.errors import ApiError, not_supported
 from quire.server.protocol.base import Deleted, InputTokens
@@ -31,7 +32,7 @@ from quire.server.responses.background import (
     ended_log,
     stay,
 )
-from quire.server.responses.builder import ResponseBuilder, new_response
+from quire.server.responses.builder import ResponseBuilder, ResponseSearch, new_response
 from quire.server.responses.convert_request import (
     NAMES,
     chat_fields,
@@ -40,6 +41,7 @@ from quire.server.responses.convert_request import (
     read_items,
     refuse_unsupported,
 )
+from quire.server.retrieval import has_file_search
 from quire.server.service import Service
 from quire.server.stored import CONVERSATION, RESPONSE, ObjectStore, check_encodable, page
 from quire.server.translation import (
@@ -68,10 +70,14 @@ def responses_router(service: Service) -> APIRouter:
             background.check_room(num_bytes)
             request = Request(request.scope, stay)
         fields = chat_fields(body, await _within(service, body, read.items))
-        reply = await translated_chat(service, request, fields, NAMES)
+        search: ResponseSearch | None = None
+        if has_file_search(body.tools):
+            search = (await service.retrieval.opened()).file_search.of_response(body.include or ())
+        answer = answer_chat if search is None else search.answer_chat
+        reply = await translated_chat(service, request, fields, NAMES, answer)
         response_id = f"resp_{reply.response_id.removeprefix('chatcmpl-')}"
         recommended = service.model_named(body.model).ready.default_sampling
-        builder = ResponseBuilder(new_response(body, response_id, reply.model, keep, recommended))
+        builder = ResponseBuilder(new_response(body, response_id, reply.model, keep, recommended), search)
 
         def on_end(events: bytes = b"") -> None:
             _end(store, read, builder.response, keep, events)

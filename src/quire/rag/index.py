@@ -1,0 +1,119 @@
+"""`open_index`: exact search for small indexes, and from 10,000 chunks on a graph, if qdrant-edge-py is installed."""
+
+import importlib
+import importlib.util
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+
+from quire.core.errors import ConfigError
+from quire.rag.exact import ExactIndex
+from quire.rag.filters import Filter
+from quire.rag.ranking import Hit as Hit
+from quire.rag.ranking import IndexFault as IndexFault
+from quire.rag.ranking import Point as Point
+from quire.rag.ranking import Ranker as Ranker
+from quire.rag.ranking import VectorIndex as VectorIndex
+
+EXACT_CHUNKS = 10_000
+_BATCH = 1000
+_GRAPH = "quire.rag.hnsw"  # imported when it is needed: its package may be missing
+
+
+def open_index(
+    folder: Path | None, dimension: int, kind: Literal["auto", "exact", "hnsw"] = "auto"
+) -> VectorIndex:
+    """The index in `folder`, made if it is not there; in memory if `folder` is None.
+
+    `auto` compares with every vector up to 10,000 chunks, and changes to a graph (HNSW) above that. An index that
+    became a graph stays one. Without qdrant-edge-py, and in memory, all search is exact.
+    """
+    has_graphs = importlib.util.find_spec("qdrant_edge") is not None
+    if kind == "hnsw":
+        if not has_graphs:
+            raise ConfigError("an HNSW index needs qdrant-edge-py: pip install 'quire[rag]'")
+        if folder is None:
+            raise ConfigError("an HNSW index needs a folder: give one, or choose kind='exact'")
+        return _graph_in(folder, dimension)
+    if kind == "exact" or not has_graphs or folder is None:
+        return ExactIndex(folder, dimension)
+    return GrowingIndex(folder, dimension)
+
+
+class GrowingIndex:
+    """Exact up to `exact_chunks`, then a graph."""
+
+    def __init__(self, folder: Path, dimension: int, exact_chunks: int = EXACT_CHUNKS) -> None:
+        self._folder, self._dimension, self._exact_chunks = folder, dimension, exact_chunks
+        self._lock = threading.RLock()
+        self._index: VectorIndex
+        if (folder / "hnsw").exists():
+            self._index = _graph_in(folder, dimension)
+        else:
+            self._index = ExactIndex(folder, dimension)
+
+    def upsert(self, points: Sequence[Point]) -> None:
+        with self._lock:
+            exact = self._index
+            if isinstance(exact, ExactIndex) and len(exact) + len(points) > self._exact_chunks:
+                self._index = self._grown(exact)
+            self._index.upsert(points)
+
+    def delete(self, chunk_ids: Sequence[int]) -> None:
+        with self._lock:
+            self._index.delete(chunk_ids)
+
+    def set_attributes(self, chunk_ids: Sequence[int], attributes: dict[str, Any]) -> None:
+        with self._lock:
+            self._index.set_attributes(chunk_ids, attributes)
+
+    def search(
+        self,
+        vector: numpy.ndarray,
+        text: str,
+        limit: int,
+        filter: Filter | None = None,
+        ranker: Ranker = "auto",
+        embedding_weight: float = 1.0,
+        text_weight: float = 1.0,
+        score_threshold: float = 0.0,
+    ) -> list[Hit]:
+        with self._lock:
+            return self._index.search(
+                vector, text, limit, filter, ranker, embedding_weight, text_weight, score_threshold
+            )
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def close(self) -> None:
+        with self._lock:
+            self._index.close()
+
+    def _grown(self, exact: ExactIndex) -> VectorIndex:
+        """A graph of the same points. It gets its final name when it is complete: a crash before leaves `exact`."""
+        unfinished = self._folder / "hnsw.growing"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        module = importlib.import_module(_GRAPH)
+        graph = module.HnswIndex(unfinished, self._dimension, exact.average_length, background=False)
+        batch = []
+        for stored in exact.stored():
+            batch.append(stored)
+            if len(batch) == _BATCH:
+                graph.upsert_stored(batch)
+                batch = []
+        graph.upsert_stored(batch)
+        graph.close()
+        (unfinished / "hnsw").rename(self._folder / "hnsw")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        exact.remove()
+        return _graph_in(self._folder, self._dimension)
+
+
+def _graph_in(folder: Path, dimension: int) -> VectorIndex:
+    graph: VectorIndex = importlib.import_module(_GRAPH).HnswIndex(folder, dimension)
+    return graph

@@ -1,0 +1,247 @@
+"""Ingest: turns the files of vector stores into chunks with vectors, in the background.
+
+The database says what is left to do, so a process that was killed goes on where it was: files that are not parsed,
+chunks that have no vectors, files whose chunks all have them.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol
+
+from quire.core.errors import NotFound, QuireError
+from quire.observe.logs import get_logger
+from quire.rag.chunks import chunk_text, windows
+from quire.rag.files import FileStore
+from quire.rag.parse import ParseError, parse_file
+from quire.rag.stores import StoreFile, VectorStores
+from quire.text.tokenizer import Tokenizer
+
+log = get_logger(__name__)
+MAX_CHUNKS = 50_000  # of one file
+NUM_PARSERS = 2  # files that are parsed at a time
+CHUNKS_AT_ONCE = 32  # that are embedded in one request
+BUSY_SHARE = 0.15  # of the time that embedding may take while text is generated
+RETRY_SECONDS = 2.0  # after an engine that is down
+MAX_RETRIES = 30
+SWEEP_SECONDS = 60.0  # between two looks for what has expired
+WINDOW_TOKENS = 254  # that an encoder reads, without special tokens
+
+
+class PassageEncoder:
+    """The model that makes a store's vectors."""
+
+    def __init__(self, name: str, width: int, max_tokens: int, tokenizer: Tokenizer) -> None:
+        """`max_tokens` of a text, with special tokens."""
+        self.name = name
+        self.width = width
+        self.max_tokens = max_tokens
+        self.tokenizer = tokenizer
+
+    async def embed(self, texts: Sequence[str]) -> list[bytes]:
+        """One float32 vector for each text. Raises EncoderDown if it cannot now, QuireError if it never can."""
+        raise NotImplementedError
+
+
+class PassageEncoders(Protocol):
+    """What the ingestion needs of a server."""
+
+    async def encoder(self, name: str | None) -> PassageEncoder:
+        """The encoder of that name, or the default one; raises QuireError that says why there is none."""
+        ...
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether text is being generated, which goes before ingestion."""
+        ...
+
+
+class EncoderDown(QuireError):
+    """The encoder cannot be used now; it may be later."""
+
+
+class Ingest:
+    """Runs while it is entered as a context. `wake` says that there is work."""
+
+    def __init__(self, files: FileStore, stores: VectorStores, encoders: PassageEncoders) -> None:
+        self._files = files
+        self._stores = stores
+        self._encoders = encoders
+        self._has_work = asyncio.Event()
+        self._has_chunks = asyncio.Event()
+        self._threads = ThreadPoolExecutor(NUM_PARSERS + 1, thread_name_prefix="ingest")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._parsing: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        self._has_work.set()
+        self._has_chunks.set()
+        for work in (self._parse_all(), self._embed_all(), self._sweep()):
+            self._tasks.append(asyncio.create_task(work, name="ingest"))
+
+    def wake(self) -> None:
+        self._has_work.set()
+
+    async def close(self) -> None:
+        for task in (*self._tasks, *self._parsing.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._parsing.values(), return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown, True)
+
+    async def _thread(self, call: Callable[..., Any], *values: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *values)
+
+    # ------------------------------------------------------------------ parsing
+
+    async def _parse_all(self) -> None:
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            await self._careful(self._start_parsers)
+
+    async def _start_parsers(self) -> None:
+        room = NUM_PARSERS - len(self._parsing)
+        if room <= 0:
+            return
+        for file in await self._thread(self._stores.unparsed, room, list(self._parsing)):
+            key = (file.store_id, file.id)
+            task = self._parsing[key] = asyncio.create_task(self._parse(file), name="parse")
+            task.add_done_callback(partial(self._parsed, key))
+
+    def _parsed(self, key: tuple[str, str], _task: "asyncio.Task[None]") -> None:
+        self._parsing.pop(key, None)
+        self._has_chunks.set()
+        self._has_work.set()
+
+    async def _parse(self, file: StoreFile) -> None:
+        try:
+            store = await self._thread(self._stores.by_id, file.store_id)
+            if store is None:
+                return
+            encoder = await self._usable_encoder(store.model)
+            await self._thread(self._stores.set_model, store.id, encoder.name, encoder.width)
+            await self._thread(self._make_chunks, file, store.owner, encoder)
+        except ParseError as error:
+            await self._thread(self._stores.fail_file, file, error.code, str(error))
+        except NotFound:
+            await self._thread(
+                self._stores.fail_file, file, "invalid_file", "the file was deleted or has expired"
+            )
+        except QuireError as error:
+            await self._thread(self._stores.fail_file, file, "server_error", str(error))
+        except Exception as fault:
+            log.exception("file %s of %s cannot be parsed", file.id, file.store_id)
+            await self._thread(
+                self._stores.fail_file, file, "server_error", f"{type(fault).__name__}: {fault}"
+            )
+
+    def _make_chunks(self, file: StoreFile, owner: str, encoder: PassageEncoder) -> None:
+        stored = self._files.get(owner, file.id)
+        text = parse_file(self._files.path(file.id), stored.filename)
+        chunks = chunk_text(text, encoder.tokenizer, file.max_tokens, file.overlap)
+        if not chunks:
+            raise ParseError("invalid_file", "the file holds no text")
+        if len(chunks) > MAX_CHUNKS:
+            raise ParseError(
+                "invalid_file", f"the file makes {len(chunks)} chunks, of at most {MAX_CHUNKS}: divide it"
+            )
+        self._stores.add_chunks(file, chunks)
+
+    async def _usable_encoder(self, name: str | None) -> PassageEncoder:
+        """Waits for an engine that is being restarted, for a while."""
+        for attempt in range(MAX_RETRIES):
+            try:
+                return await self._encoders.encoder(name)
+            except EncoderDown:
+                if attempt == MAX_RETRIES - 1:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
+        raise AssertionError
+
+    # ------------------------------------------------------------------ embedding
+
+    async def _embed_all(self) -> None:
+        while True:
+            await self._has_chunks.wait()
+            self._has_chunks.clear()
+            await self._careful(self._embed_waiting)
+
+    async def _embed_waiting(self) -> None:
+        """Until no chunk is left without vectors. Beside generation it pauses between requests."""
+        while chunks := await self._thread(self._stores.unembedded, CHUNKS_AT_ONCE):
+            store_id = chunks[0][1]
+            began = time.monotonic()
+            await self._embed([chunk for chunk in chunks if chunk[1] == store_id])
+            await self._thread(self._stores.complete_files)
+            if self._encoders.is_generating:
+                await asyncio.sleep((time.monotonic() - began) * (1 / BUSY_SHARE - 1))
+        await self._thread(self._stores.complete_files)
+
+    async def _embed(self, chunks: Sequence[tuple[int, str, str, str]]) -> None:
+        """Chunks of one store. A fault of the encoder fails their files."""
+        store_id = chunks[0][1]
+        try:
+            store = await self._thread(self._stores.by_id, store_id)
+            encoder = await self._usable_encoder(store.model if store is not None else None)
+            most = min(WINDOW_TOKENS, encoder.max_tokens - 2)
+            parts = await self._thread(
+                lambda: [windows(text, encoder.tokenizer, most) or [text] for _, _, _, text in chunks]
+            )
+            flat = [text for texts in parts for text in texts]
+            vectors: list[bytes] = []
+            for start in range(0, len(flat), 2 * CHUNKS_AT_ONCE):  # one chunk may have many windows
+                vectors += await self._embedded(encoder, flat[start : start + 2 * CHUNKS_AT_ONCE])
+        except QuireError as error:
+            for file_id in {chunk[2] for chunk in chunks}:
+                await self._thread(self._fail, store_id, file_id, str(error))
+            return
+        rest = iter(vectors)
+        joined = {
+            chunk[0]: b"".join(next(rest) for _ in texts) for chunk, texts in zip(chunks, parts, strict=True)
+        }
+        await self._thread(self._stores.set_vectors, joined)
+
+    async def _embedded(self, encoder: PassageEncoder, texts: Sequence[str]) -> list[bytes]:
+        for attempt in range(MAX_RETRIES):
+            try:
+                return await encoder.embed(texts)
+            except EncoderDown:
+                if attempt == MAX_RETRIES - 1:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
+        raise AssertionError
+
+    def _fail(self, store_id: str, file_id: str, message: str) -> None:
+        store = self._stores.by_id(store_id)
+        if store is not None:
+            with suppress(NotFound):
+                self._stores.fail_file(self._stores.file(store, file_id), "server_error", message)
+
+    # ------------------------------------------------------------------ upkeep
+
+    async def _sweep(self) -> None:
+        await self._careful(lambda: self._thread(self._stores.check_indexes))
+        while True:
+            await self._careful(lambda: self._thread(self._drop_expired))
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    def _drop_expired(self) -> None:
+        for file in self._files.expired():
+            self._stores.remove_everywhere(file.id)
+            with suppress(NotFound):
+                self._files.drop(file.id)
+        self._files.drop_old_uploads()
+        self._stores.drop_expired()
+
+    async def _careful(self, work: Callable[[], Awaitable[None]]) -> None:
+        """A fault of one round, such as a full disk, does not end the work: the next round tries again."""
+        try:
+            await work()
+        except Exception as fault:
+            log.error("ingest    %s: %s; trying again", type(fault).__name__, fault)
+            await asyncio.sleep(RETRY_SECONDS)
+            self._has_work.set()
+            self._has_chunks.set()

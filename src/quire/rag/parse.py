@@ -1,0 +1,188 @@
+"""parse_file: the text of a file, read in a process of its own with limits on time and memory.
+
+`python -m quire.rag.parse` is that process. A job is a line of JSON on stdin, its answer a line on stdout, and after
+it the text. The process is kept for the next file, and replaced after some files and whenever it is killed.
+"""
+
+import atexit
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from quire.core.errors import QuireError
+from quire.rag.parse_limits import ParseLimits as ParseLimits
+from quire.rag.parsers import FileProblem, parse
+
+START_SECONDS = 30.0
+USUAL_LIMITS = ParseLimits()
+FILES_EACH = 200  # of one process: what a parser leaks is bounded
+
+
+class ParseError(QuireError):
+    """`code` is OpenAI's for a file that cannot be indexed: unsupported_file, invalid_file or server_error."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def parse_file(path: Path, filename: str, limits: ParseLimits = USUAL_LIMITS) -> str:
+    """The text of the file at `path`, whose `filename` has the ending that says what it is.
+
+    ParseError says what is wrong with the file, within the limits. From several threads: one file at a time.
+    """
+    if not Path(path).is_file():
+        raise ParseError("server_error", f"{filename}: the file is not there any more: add it again")
+    return _process.parse(Path(path), filename, limits)
+
+
+class _ParseProcess:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_files = 0
+        self._memory_bytes = 0
+
+    def parse(self, path: Path, filename: str, limits: ParseLimits) -> str:
+        with self._lock:
+            if self._num_files >= FILES_EACH or self._memory_bytes != limits.memory_bytes:
+                self._close()
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._start(limits.memory_bytes)
+            job = {"path": str(path.resolve()), "filename": filename, "limits": asdict(limits)}
+            self._num_files += 1
+            answer, text = self._ask(process, job, limits.seconds)
+            if answer is None:
+                code = self._close()
+                excess = f"more than {limits.seconds:g} s" if code == -signal.SIGKILL else "too much memory"
+                raise ParseError(
+                    "invalid_file", f"{filename}: it takes {excess} to read: split or simplify it"
+                )
+        if "error" in answer:
+            raise ParseError(answer["code"], f"{filename}: {answer['error']}")
+        return text.decode()
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _start(self, memory_bytes: int) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire.rag.parse", str(memory_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._process, self._num_files, self._memory_bytes = process, 0, memory_bytes
+        answer, _ = self._ask(process, None, START_SECONDS)
+        if answer is None:
+            code = self._close()
+            raise ParseError(
+                "server_error", f"the process that reads files cannot be started (exit code {code})"
+            )
+        return process
+
+    def _ask(
+        self, process: "subprocess.Popen[bytes]", job: dict[str, Any] | None, seconds: float
+    ) -> tuple[dict[str, Any] | None, bytes]:
+        """The answer and its text, None if the process died or was killed. Without a job: its first line."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(seconds, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            if job is not None:
+                process.stdin.write(json.dumps(job).encode() + b"\n")
+                process.stdin.flush()
+            line = process.stdout.readline()
+            answer = json.loads(line) if line.endswith(b"\n") else None
+            text = process.stdout.read(answer.get("bytes", 0)) if answer is not None else b""
+            return (answer, text) if answer is None or len(text) == answer.get("bytes", 0) else (None, b"")
+        except OSError:
+            return None, b""
+        finally:
+            timer.cancel()
+
+    def _close(self) -> int | None:
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # unwritten data does not matter any more
+                if pipe is not None:
+                    pipe.close()
+        try:
+            return process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+
+_process = _ParseProcess()
+atexit.register(_process.close)
+
+
+# ---------------------------------------------------------------------- in the process itself
+
+
+def _answer(line: bytes) -> tuple[dict[str, Any], bytes]:
+    job = json.loads(line)
+    limits = ParseLimits(**job["limits"])
+    try:
+        with open(job["path"], "rb") as file:
+            text = parse(file, job["filename"], limits).encode()
+        return {"bytes": len(text)}, text
+    except FileProblem as problem:
+        return {"code": problem.code, "error": str(problem)}, b""
+    except MemoryError:
+        memory = limits.memory_bytes >> 20
+        return {
+            "code": "invalid_file",
+            "error": f"it takes more than {memory} MiB of memory to read: split it",
+        }, b""
+    except RecursionError:
+        return {"code": "invalid_file", "error": "it is nested too deep to read: simplify it"}, b""
+    except ImportError as error:
+        return {"code": "server_error", "error": f"{error}: pip install 'quire[rag]'"}, b""
+    except OSError as error:
+        return {"code": "server_error", "error": f"it cannot be read ({error})"[:300]}, b""
+    except Exception as fault:  # a parser's fault is this file's error
+        return {
+            "code": "invalid_file",
+            "error": f"it cannot be read ({type(fault).__name__}: {fault})"[:300],
+        }, b""
+
+
+def _write(stream: IO[bytes], answer: dict[str, Any], text: bytes) -> None:
+    stream.write(json.dumps(answer).encode() + b"\n")
+    stream.write(text)
+    stream.flush()
+
+
+def main() -> int:
+    memory_bytes = int(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
+    os.nice(5)  # running requests have priority
+    with suppress(ImportError):
+        import pypdf  # noqa: F401 # before the limits hold
+    with suppress(ValueError, OSError):  # some systems know no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _write(sys.stdout.buffer, {}, b"")
+    for line in sys.stdin.buffer:
+        _write(sys.stdout.buffer, *_answer(line))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

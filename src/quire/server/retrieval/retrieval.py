@@ -1,0 +1,190 @@
+"""Retrieval: an open data folder, with the workers that run over it and the searches of its stores."""
+
+import asyncio
+import fcntl
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy
+
+from quire.core.errors import ConfigError, EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.core.request import EmbedRequest
+from quire.rag.database import RagDatabase
+from quire.rag.files import FileStore
+from quire.rag.filters import Filter
+from quire.rag.index import Hit, VectorIndex
+from quire.rag.ingest import EncoderDown, Ingest, PassageEncoder
+from quire.rag.stores import Passage, VectorStore, VectorStores
+from quire.server.encoder_requests import all_pooled, new_id, token_ids
+from quire.server.errors import ApiError, Unavailable
+from quire.server.retrieval import DATABASE
+from quire.server.retrieval.search import SearchOptions, reranked
+from quire.server.served_models import ServedModel
+from quire.server.service import Service
+from quire.text.encoder_texts import with_prompt
+
+T = TypeVar("T")
+PATH = "/v1/embeddings"
+_PROMPTS = {"query": ("query",), "document": ("document", "passage")}  # an encoder's own names for them
+
+
+class Retrieval:
+    """Use it from one event loop; `run` is for calls that read or write the disk."""
+
+    def __init__(self, service: Service, folder: Path, lock: int) -> None:
+        """`lock` is a descriptor that holds the folder's lock."""
+        self.folder = folder
+        self._lock = lock
+        self.database = RagDatabase(folder / DATABASE)
+        self.files = FileStore(folder, self.database)
+        self.stores = VectorStores(folder, self.database)
+        self.encoders = ServedEncoders(service)
+        self.ingest = Ingest(self.files, self.stores, self.encoders)
+        self._service = service
+
+    @classmethod
+    async def open(cls, service: Service, folder: Path) -> "Retrieval":
+        """Raises ConfigError if the folder cannot be used, or another server uses it."""
+        retrieval = await asyncio.to_thread(_opened, service, folder)
+        retrieval.ingest.start()
+        return retrieval
+
+    async def run(self, call: Callable[..., T], *values: Any, **named: Any) -> T:
+        return await asyncio.to_thread(partial(call, *values, **named))
+
+    async def search(
+        self, store: VectorStore, queries: Sequence[str], options: SearchOptions, filter: Filter | None
+    ) -> list[Passage]:
+        """The passages that fit one of the queries best."""
+        if store.model is None:
+            return []
+        try:
+            encoder = await self.encoders.encoder(store.model)
+            vectors = await encoder.embed_queries(queries)
+        except EncoderDown as error:
+            raise Unavailable(str(error), "engine_down") from None
+        except QuireError as error:
+            raise ApiError(400, f"the vector store {store.id} cannot be searched: {error}") from None
+        best: dict[tuple[str, int], Passage] = {}
+        for query, vector in zip(queries, vectors, strict=True):
+            find = partial(_find, query=query, vector=vector, options=options, filter=filter)
+            for passage in await self.run(self.stores.search, store, options.num_candidates, find):
+                key = (passage.file_id, passage.start)
+                if key not in best or best[key].score < passage.score:
+                    best[key] = passage
+        passages = sorted(best.values(), key=lambda passage: -passage.score)
+        if options.reranker is not None:
+            passages = await reranked(self._service, options.reranker, queries[0], passages)
+        kept = [passage for passage in passages if passage.score >= options.score_threshold]
+        return kept[: options.max_num_results]
+
+    async def close(self) -> None:
+        await self.ingest.close()
+        await asyncio.to_thread(self.stores.close)
+        self.database.close()
+        os.close(self._lock)
+
+
+def _find(
+    index: VectorIndex,
+    limit: int,
+    *,
+    query: str,
+    vector: bytes,
+    options: SearchOptions,
+    filter: Filter | None,
+) -> list[Hit]:
+    try:
+        return index.search(
+            numpy.frombuffer(vector, dtype=numpy.float32),
+            query,
+            limit,
+            filter,
+            options.ranker,
+            options.embedding_weight,
+            options.text_weight,
+            0.0 if options.reranker is not None else options.score_threshold,
+        )
+    except ValueError as error:
+        raise InvalidRequest(str(error), "ranking_options") from None
+
+
+def _opened(service: Service, folder: Path) -> Retrieval:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"--data-dir {folder}: cannot be written ({error.strerror}): give another folder, or none"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return Retrieval(service, folder, lock)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(
+            f"--data-dir {folder} is in use by another server: give each server a folder of its own"
+        ) from None
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+class ServedEncoder(PassageEncoder):
+    """An encoder of the server, as `/v1/embeddings` uses it."""
+
+    def __init__(self, model: ServedModel) -> None:
+        tokenizer = model.prompts.tokenizer
+        if tokenizer is None:
+            raise QuireError(f"the embedding model {model.names[0]} has no tokenizer: choose another one")
+        super().__init__(model.names[0], model.vectors.width, model.ready.max_model_len, tokenizer)
+        self._model = model
+
+    async def embed(self, texts: Sequence[str]) -> list[bytes]:
+        return await self._embedded(texts, "document")
+
+    async def embed_queries(self, texts: Sequence[str]) -> list[bytes]:
+        return await self._embedded(texts, "query")
+
+    async def _embedded(self, texts: Sequence[str], kind: str) -> list[bytes]:
+        model = self._model
+        name = next((name for name in _PROMPTS[kind] if name in model.vectors.prompts), None)
+        prompted = with_prompt(list(texts), model.vectors, name)
+        try:
+            rows = await token_ids(prompted, model, self.max_tokens, param="query")
+            embed = EmbedRequest(new_id("ingest"), rows)
+            pooled = await all_pooled(model.client.submit([embed]), len(rows))
+        except (EngineDead, QueueFull) as refusal:
+            raise EncoderDown(f"the embedding model {self.name} does not answer: {refusal}") from None
+        vectors = [item.vector for item in sorted(pooled, key=lambda item: item.index)]
+        if model.vectors.normalize:
+            return vectors
+        return [_normalized(vector) for vector in vectors]
+
+
+def _normalized(vector: bytes) -> bytes:
+    numbers = numpy.frombuffer(vector, dtype=numpy.float32)
+    length = float(numpy.linalg.norm(numbers))
+    return (numbers / length).astype(numpy.float32).tobytes() if length else array("f", vector).tobytes()
+
+
+class ServedEncoders:
+    """What the ingestion needs of the server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def encoder(self, name: str | None) -> ServedEncoder:
+        try:
+            return ServedEncoder(await self._service.models.started_encoder(name, PATH))
+        except ApiError as error:
+            raise QuireError(str(error)) from None
+
+    @property
+    def is_generating(self) -> bool:
+        main = self._service.models.main
+        return main.task == "generate" and main.is_started and main.client.has_work

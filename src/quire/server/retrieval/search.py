@@ -1,0 +1,95 @@
+"""Searches of vector stores: their options, a cross-encoder that ranks again, and their results."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from quire.core.errors import EngineDead, InvalidRequest, QueueFull
+from quire.rag.filters import Filter, parse_filter
+from quire.rag.stores import Passage
+from quire.server.encoder_requests import all_pooled, new_id
+from quire.server.protocol.retrieval import MAX_RESULTS, SearchFields, SearchResult
+from quire.server.scoring import RERANK, Texts, paired
+from quire.server.service import Service
+
+DEFAULT_RESULTS = 10
+_AUTO = (None, "auto", "default-2024-11-15", "default_2024_08_21")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    max_num_results: int = DEFAULT_RESULTS
+    ranker: Literal["auto", "none"] = "auto"
+    reranker: str | None = None  # the name of a cross-encoder
+    score_threshold: float = 0.0
+    embedding_weight: float = 1.0
+    text_weight: float = 1.0
+
+    @classmethod
+    def of(cls, given: SearchFields) -> "SearchOptions":
+        options = cls(max_num_results=given.max_num_results or DEFAULT_RESULTS)
+        ranking = given.ranking_options
+        if ranking is None:
+            return options
+        hybrid = ranking.hybrid_search
+        if hybrid is not None and not hybrid.embedding_weight + hybrid.text_weight > 0:
+            raise InvalidRequest(
+                "ranking_options.hybrid_search has the weights 0 and 0: give at least one above 0",
+                "ranking_options",
+            )
+        return replace(
+            options,
+            ranker="none" if ranking.ranker == "none" else "auto",
+            reranker=None if ranking.ranker in (*_AUTO, "none") else ranking.ranker,
+            score_threshold=ranking.score_threshold or 0.0,
+            embedding_weight=hybrid.embedding_weight if hybrid is not None else 1.0,
+            text_weight=hybrid.text_weight if hybrid is not None else 1.0,
+        )
+
+    @property
+    def num_candidates(self) -> int:
+        """What the index is asked for: more, if it is ranked again."""
+        return self.max_num_results if self.reranker is None else MAX_RESULTS
+
+
+def filter_of(given: SearchFields, path: str = "filters") -> Filter | None:
+    if given.filters is None:
+        return None
+    try:
+        return parse_filter(given.filters, path)
+    except ValueError as error:
+        raise InvalidRequest(str(error).replace("{", "{{").replace("}", "}}"), "filters") from None
+
+
+async def reranked(service: Service, name: str, query: str, passages: Sequence[Passage]) -> list[Passage]:
+    """The passages in the order of a cross-encoder's scores."""
+    encoder = await service.encoder_named(name, RERANK)
+    if not encoder.vectors.labels:
+        raise InvalidRequest(
+            f"ranking_options.ranker={name!r} is no cross-encoder: give auto, none, or a model of {RERANK}",
+            "ranking_options",
+        )
+    if not passages:
+        return []
+    texts = [passage.text for passage in passages]
+    longest = encoder.ready.max_model_len
+    embed = await paired(
+        encoder, new_id("rerank"), Texts("query", [query]), Texts("documents", texts), longest
+    )
+    try:
+        pooled = await all_pooled(encoder.client.submit([embed]), len(texts))
+    except (EngineDead, QueueFull) as refusal:
+        raise service.refusal(refusal, encoder.client) from None
+    scored = [replace(passages[pair.index], score=array("f", pair.vector)[0]) for pair in pooled]
+    return sorted(scored, key=lambda passage: -passage.score)
+
+
+def shown_result(passage: Passage) -> SearchResult:
+    return {
+        "file_id": passage.file_id,
+        "filename": passage.filename,
+        "score": passage.score,
+        "attributes": passage.attributes,
+        "content": [{"type": "text", "text": passage.text}],
+    }
