@@ -1,6 +1,6 @@
 """PagedMemory: block tables. Sharing, copy-on-write and prefix hits happen here."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.core.layout import BlockCounts, LayerGroups
@@ -154,24 +154,34 @@ class PagedMemory:
         The last known token is always computed: its logits are needed. Of a group with a window only the last blocks
         are needed.
         """
-        table: list[int] = []
-        num_found = num_hit = 0  # blocks of all groups that were found in a row; blocks of the longest hit
-        for i, content in enumerate(self._prefix_hashes(sequence), 1):
-            blocks = [self.index.find(each) or 0 for each in self.index.contents(content)]
-            if not all(blocks[: self.num_full]):
+        hashes = self._prefix_hashes(sequence)
+        sequence.num_indexed = self._num_hit(hashes, 0, self.index.find)
+        sequence.block_ids = self._blocks_by(self.index.find, hashes, 0, sequence.num_indexed)
+        for block in sequence.block_ids:
+            self.pool.share(block)
+        return sequence.num_indexed * self.block_size
+
+    def _num_hit(self, hashes: list[bytes], num_held: int, find: Callable[[bytes], object]) -> int:
+        """Blocks of the longest prefix that goes on from `num_held`, by what `find` knows of each content."""
+        num_found = num_hit = num_held  # blocks of all groups in a row
+        for i, content in enumerate(hashes[num_held:], num_held + 1):
+            there = [find(each) for each in self.index.contents(content)]
+            if not all(there[: self.num_full]):
                 break
-            table += blocks
-            num_found = num_found + 1 if all(blocks) else 0
+            num_found = num_found + 1 if all(there) else 0
             if num_found >= i - self._counts.first_seen(i * self.block_size):
                 num_hit = i
-        del table[num_hit * self.num_groups :]
-        for i in range(self._counts.first_seen(num_hit * self.block_size) if self._num_window else 0):
-            table[self._counts.windows_of(i)] = [0] * self._num_window
-        sequence.block_ids = table
-        for block in table:
-            self.pool.share(block)
-        sequence.num_indexed = num_hit
-        return num_hit * self.block_size
+        return num_hit
+
+    def _blocks_by(
+        self, get: Callable[[bytes], int | None], hashes: list[bytes], first: int, last: int
+    ) -> list[int]:
+        """A table from `first` to `last`: 0 for what `get` has not, and for what no later position sees."""
+        seen, table = self._counts.first_seen(last * self.block_size), list[int]()
+        for i in range(first, last):
+            contents = self.index.contents(hashes[i])[: self.num_full if i < seen else None]
+            table += [get(each) or 0 for each in contents] + [0] * (self.num_groups - len(contents))
+        return table
 
     def is_loading_prefix(self, sequence: Sequence) -> bool:
         """Whether more of the prefix is being read from the disk tier, and worth waiting for."""
@@ -190,32 +200,18 @@ class PagedMemory:
         if self.offload_cache is None:
             return 0
         cache, hashes = self.offload_cache, self._prefix_hashes(sequence)
-        num_before = num_found = num_after = len(sequence.block_ids) // self.num_groups
-        for i, content in enumerate(hashes[num_before:], num_before + 1):
-            there = [self.index.find(each) or cache.has(each) for each in self.index.contents(content)]
-            if not all(there[: self.num_full]):
-                break
-            num_found = num_found + 1 if all(there) else 0
-            if num_found >= i - self._counts.first_seen(i * self.block_size):
-                num_after = i
-        table: list[int] = []
-        for i in range(num_before, num_after):
-            contents = self.index.contents(hashes[i])
-            if i < self._counts.first_seen(num_after * self.block_size):
-                contents = contents[: self.num_full]
-            blocks = [self._fetch(each) for each in contents]
-            table += [block or 0 for block in blocks] + [0] * (self.num_groups - len(blocks))
-            if not all(blocks):  # evicted by those before it: nothing is fetched
-                num_after = num_before
-                break
-        if num_after == num_before:
+        before = len(sequence.block_ids) // self.num_groups
+        after = self._num_hit(hashes, before, lambda content: self.index.find(content) or cache.has(content))
+        table = self._blocks_by(self._fetch, hashes, before, after)
+        num_unseen = max(0, self._counts.first_seen(after * self.block_size) - before) * self._num_window
+        if table.count(0) > num_unseen:  # one was evicted by those before it: nothing is fetched
             for block in filter(None, table):
                 self.pool.release(block, keep=self.index.knows(block))
             return 0
-        for _ in range(table.count(0)):
+        for _ in range(num_unseen):
             self.pool.share(0)
         sequence.block_ids += table
-        return (num_after - num_before) * self.block_size
+        return (after - before) * self.block_size
 
     def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
         """Indexes blocks that became full: tokens known to the host, K and V computed up to `num_computed`."""
