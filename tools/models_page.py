@@ -46,8 +46,12 @@ NOTES = """
   head included.
 - **Number formats**: every architecture takes each format that its device has, see [Quantization](quantization.md);
   [mixtures](mixtures.md) on a GPU take 16 bits only.
-- **Windows**: attention of layers with a sliding window reads the window alone. Their KV blocks are kept until the
-  sequence ends: they are not yet freed behind the window.
+- **Windows**: attention of layers with a sliding window reads the window alone, and their KV blocks are freed behind
+  it: all blocks where every layer has a window, otherwise those of the layers that have one, if at least half do.
+  With a draft model blocks are kept until the sequence ends. `quire plan` counts the smaller memory.
+- **gpt-oss**: experts in MXFP4 are decoded when they are loaded, and kept in the format of `--quantization` (int8 on a
+  CPU by default, 16 bits on a GPU): a checkpoint takes more memory than its file. Token trees on a GPU need
+  `--deterministic`.
 - **longrope** (Phi-3 and Phi-4-mini with long contexts) has one set of frequencies for short and one for long
   sequences. Keys are rotated once, so the set is chosen at start, as llama.cpp and vLLM do: the short one if
   `--max-model-len` is at most `original_max_position_embeddings`, otherwise the long one.

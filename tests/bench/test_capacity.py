@@ -136,3 +136,29 @@ def test_planning_takes_no_memory_for_weights(tmp_path):
     planned = plan_capacity(config, open_source(folder, load_format="dummy"), device)
     assert planned.weights.num_bytes > 30e9
     assert torch.empty(0).device.type == "cpu"  # "meta" did not stay the default
+
+
+def test_a_plan_counts_what_layers_with_a_window_keep(tmp_path):
+    """Six times as many sequences of 64 windows where five of six layers have one."""
+    shape = {"num_hidden_layers": 12, "max_position_embeddings": 8192, "head_dim": 16}
+    found = {}
+    for name, changes in (
+        ("full", {}),
+        ("window", {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 128}),
+        ("all", {"architectures": ["MistralForCausalLM"], "sliding_window": 128}),
+    ):
+        write_model(tmp_path / name, **{**shape, **changes})
+        config = EngineConfig.of(
+            model=str(tmp_path / name),
+            load_format="dummy",
+            device="cpu",
+            kv_cache_memory_bytes=200 << 20,
+            max_num_seqs=4096,
+        )
+        found[name] = plan_capacity(config, open_source(str(tmp_path / name), load_format="dummy"), HERE)
+    full, window, all_layers = (found[name].sequences_of(8192) for name in ("full", "window", "all"))
+    assert 5 * full < window < 6 * full
+    assert all_layers > 50 * full
+    assert "are freed behind the window of 128 tokens" in str(found["window"].pool)
+    assert found["window"].kv_bytes_read(8192) < 0.2 * found["full"].kv_bytes_read(8192)
+    assert found["window"].kv_bytes_per_token == found["full"].kv_bytes_per_token

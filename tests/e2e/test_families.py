@@ -28,9 +28,11 @@ VARIANT_NAMES = (
     ),
     *("gemma-multi-query-wide", "gemma2", "gemma3", "gemma3-untied-256"),
     *("starcoder2", "neox", "neox-one-after-another-tied", "falcon-7b", "falcon-40b", "falcon-rw", "bloom"),
-    *("mixtral", "qwen2-moe-dense-layers", "qwen3-moe", "olmoe"),
+    *("mixtral", "qwen2-moe-dense-layers", "qwen3-moe", "olmoe", "gpt-oss", "olmo3"),
 )
-IN_INT8 = ("phi3", "granite", "olmo2", "gemma2", "gemma3", "neox", "bloom", "mixtral", "olmoe")
+# free blocks behind their window, so that none is preempted here: test_windows.py does that
+WINDOWED = ("smollm3-window-untied", "gemma2", "gemma3", "gemma3-untied-256", "gpt-oss", "olmo3")
+IN_INT8 = ("gpt-oss", "phi3", "granite", "olmo2", "gemma2", "gemma3", "neox", "bloom", "mixtral", "olmoe")
 
 
 def texts() -> list[list[int]]:
@@ -65,7 +67,8 @@ def test_in_fp32_greedy_tokens_are_those_of_transformers(variant: str, tmp_path:
             tmp_path, dtype="float32", quantization="none", **settings
         )
         assert answers[name] == answers["alone"], name
-        assert (num_preemptions > 0) == (name == "chunked and preempted")
+        if variant not in WINDOWED:
+            assert (num_preemptions > 0) == (name == "chunked and preempted")
         assert num_cached > 0
     for text, answer in zip(texts(), answers["alone"], strict=True):
         logits = reference_logits(reference, [*text, *answer])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from quire.core.draft import ROOT, Draft
 from quire.core.errors import DeviceMemoryFull
+from quire.core.layout import LayerGroups
 from quire.core.request import ints
 from quire.core.step import (
     BeamCandidates,
@@ -48,8 +49,12 @@ class PageRunner:
         num_blocks: int,
         block_size: int,
         token_scores: Callable[[Sequence[int]], list[float]] | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
-        """`token_scores`: log probabilities after a context, where beams are to be searched."""
+        """`token_scores`: log probabilities after a context, where beams are to be searched. `groups`: of layers, of
+        which those with a window read the last positions only.
+        """
+        self.groups = groups or LayerGroups.together(1)
         self.token_scores = token_scores
         self.block_size = block_size
         self.pages = [[-1] * block_size for _ in range(num_blocks + 1)]
@@ -117,9 +122,9 @@ class PageRunner:
         contexts = []
         for row, start, count in zip(step.rows, step.num_computed, step.num_tokens, strict=True):
             for position in range(start, start + count):
-                self.pages[self.block(row, position)][position % self.block_size] = self.tokens[row][position]
+                self.write(row, position, self.tokens[row][position])
         for row, start, count in zip(step.rows, step.num_computed, step.num_tokens, strict=True):
-            contexts.append([self.read(row, position) for position in range(start + count)])
+            contexts.append([self.read(row, position, start) for position in range(start + count)])
         result = []
         offsets = step.sample_offsets or [0] * len(step.sample_rows)
         for source, row, offset in zip(step.sample_sources, step.sample_rows, offsets, strict=True):
@@ -153,7 +158,7 @@ class PageRunner:
         path = accepted_nodes(tree.token_ids, tree.parents, chosen)
         held = [self.read(tree.row, tree.position + node) for node in path]
         for position, token in enumerate(held, tree.position):
-            self.pages[self.block(tree.row, position)][position % self.block_size] = token
+            self.write(tree.row, position, token)
         self.tokens[tree.row][tree.position :] = [chosen[0], *(chosen[1 + node] for node in path)]
 
     def candidates(self, beams: BeamSet, contexts: list[list[int]]) -> BeamCandidates:
@@ -165,13 +170,23 @@ class PageRunner:
         ]
         return best_of(found, beams)
 
-    def block(self, row: int, position: int) -> int:
-        block = self.tables[row][position // self.block_size]
+    def page(self, row: int, position: int, group: int) -> list[int]:
+        block = self.tables[row][position // self.block_size * self.groups.num_groups + group]
         assert block != 0, "a real position was mapped to block 0"
-        return block
+        return self.pages[block]
 
-    def read(self, row: int, position: int) -> int:
-        return self.pages[self.block(row, position)][position % self.block_size]
+    def write(self, row: int, position: int, token: int) -> None:
+        for group in range(self.groups.num_groups):
+            self.page(row, position, group)[position % self.block_size] = token + 1000 * group
+
+    def read(self, row: int, position: int, query: int = 0) -> int:
+        """What a query finds at this position, by the pages of all groups that it sees."""
+        groups = self.groups
+        seen = range(groups.num_groups if position > query - groups.window else groups.num_full)
+        found = {self.page(row, position, group)[position % self.block_size] - 1000 * group for group in seen}
+        if not found:  # no layer sees it: for the answer, what the row knows
+            return self.tokens[row][position]
+        return found.pop() if len(found) == 1 else -1
 
 
 def best_of(found: list[tuple[float, int, int]], beams: BeamSet) -> BeamCandidates:

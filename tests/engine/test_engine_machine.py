@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.core.config import SchedulerConfig, SpeculativeConfig
 from quire.core.errors import InvalidRequest, QueueFull
+from quire.core.layout import LayerGroups
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
@@ -44,19 +45,23 @@ class EngineMachine(RuleBasedStateMachine):
         shelf=st.booleans(),
         width=st.sampled_from([1, 2, 4]),
         schedule=st.sampled_from(["fcfs", "priority", "fair", "shortest"]),
+        windows=st.sampled_from([None, None, (3,), (0, 5), (7, 0, 7)]),
     )
     def start(
         self, num_blocks, block_size, max_num_seqs, max_tokens, in_flight, caching, share, drafting, adaptive,
-        swap_blocks, mode, after, home_blocks, shelf, width, schedule="fcfs",
+        swap_blocks, mode, after, home_blocks, shelf, width, schedule="fcfs", windows=None,
     ):  # fmt: skip
-        runner = PageRunner(num_blocks, block_size, token_scores)
+        groups = LayerGroups.of(windows) if windows and share else None
+        num_blocks *= groups.num_groups if groups else 1
+        runner = PageRunner(num_blocks, block_size, token_scores, groups)
         transfers, offload_cache = PendingTransfers(), None
         if home_blocks and caching and share:
             disk_tier = PageShelf(runner) if shelf else None
             offload_cache = OffloadCache(swap_blocks + 1, home_blocks, transfers, runner.num_moved, disk_tier)
         memory = PagedMemory(
-            num_blocks, block_size, "test", caching, share, swap_blocks, transfers, offload_cache
-        )
+            num_blocks, block_size, "test", caching, share, swap_blocks, transfers, offload_cache, None, groups,
+            max_tokens,
+        )  # fmt: skip
         config = SchedulerConfig(
             max_num_seqs, max_tokens, max_queue_requests=8, steps_in_flight=in_flight,
             preemption_mode=mode, admit_after=after, schedule=schedule,

@@ -76,3 +76,19 @@ def test_attention_with_capped_scores_and_slopes_agrees(
     torch.testing.assert_close(actual, expected, rtol=5e-5, atol=5e-5)
     plain = reference.paged_attention(*case.arguments(window), **case.scales)
     assert (actual - plain).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (90, torch.float32), (0, torch.int8)])
+def test_attention_with_sinks_agrees(kernel: Kernel, window: int, dtype: torch.dtype) -> None:
+    """Small ones, and one so large that nothing else counts."""
+    native, reference = kernel
+    case = random_case(Shape(6, 2, 24, dtype=dtype), [600, 70, 5, 130, 64, 7], [1, 1, 5, 40, 3, 7])
+    more = {**case.scales, "sinks": torch.tensor([-3.0, 0.0, 2.0, 9.0, -200.0, 400.0])}
+    actual = native.paged_attention(*case.arguments(window), **more)
+    expected = reference.paged_attention(*case.arguments(window), **more)
+    torch.testing.assert_close(actual, expected, rtol=5e-5, atol=5e-5)
+    plain = reference.paged_attention(*case.arguments(window), **case.scales)
+    heads = (actual - plain).view(-1, 6, 24).abs().amax((0, 2))
+    assert (heads[:4] > 1e-3).all()
+    assert heads[4] < 1e-4
+    assert actual.view(-1, 6, 24)[:, 5].abs().max() < 1e-6

@@ -10,6 +10,7 @@ import torch
 from quire.core.layout import BlockLayout
 from quire.kernels import registry
 from quire.kernels.lora.records import A_OFFSET, B_OFFSET
+from quire.kernels.moe.records import ClampedGate
 from quire.layers.attention import Pool
 from tests.kernels.cases import Shape, instruction_set, instruction_sets, random_case
 from tests.kernels.lora_cases import lora_case, pack_case
@@ -495,6 +496,26 @@ def test_experts_agree_with_every_expert_run_on_every_token(
     for module in kernel:
         for invariant in (False, True):
             actual = module.experts(x, gate_up, down, routing, residual.clone(), beside, invariant)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@_parametrize("moe")
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_clamped_experts_with_biases_agree(kernel: Kernel, tokens: int) -> None:
+    _, reference = kernel
+    experts, hidden, inner = 6, 72, 40
+    x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
+    gate_up, down = torch.randn(experts, 2 * inner, hidden) * 0.2, torch.randn(experts, hidden, inner) * 0.2
+    clamped = ClampedGate(1.702, 1.5, torch.randn(experts, 2 * inner), torch.randn(experts, hidden))
+    routing = reference.choose(torch.randn(tokens, experts), experts, 2, True)
+    both = torch.einsum("th,efh->etf", x, gate_up) + clamped.gate_up_bias[:, None]
+    gate, up = both[..., :inner].clamp(max=1.5), both[..., inner:].clamp(-1.5, 1.5)
+    every = torch.einsum("etf,ehf->eth", gate * torch.sigmoid(1.702 * gate) * (up + 1), down)
+    weights = torch.zeros(tokens, experts).scatter(1, routing.experts.long(), routing.weights)
+    expected = residual + torch.einsum("te,eth->th", weights, every + clamped.down_bias[:, None])
+    for module in kernel:
+        for invariant in (False, True):
+            actual = module.experts(x, gate_up, down, routing, residual.clone(), None, invariant, clamped)
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 

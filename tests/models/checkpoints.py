@@ -128,6 +128,19 @@ def olmo2(**changes: Any) -> transformers.PreTrainedConfig:
     return transformers.Olmo2Config(**{**LLAMA, **changes})
 
 
+def olmo3(**changes: Any) -> transformers.PreTrainedConfig:
+    return transformers.Olmo3Config(**{**LLAMA, "num_hidden_layers": 4, "sliding_window": 7, **changes})
+
+
+def gpt_oss(**changes: Any) -> transformers.PreTrainedConfig:
+    rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    basic = {
+        "num_hidden_layers": 4, "sliding_window": 7, "head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "rope_parameters": {**rope, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False}, "swiglu_limit": 0.8,
+    }  # fmt: skip
+    return transformers.GptOssConfig(**{**LLAMA, **basic, **changes})
+
+
 def smollm3(**changes: Any) -> transformers.PreTrainedConfig:
     return transformers.SmolLM3Config(**{**LLAMA, "pad_token_id": 0, "no_rope_layer_interval": 2, **changes})
 
@@ -284,6 +297,26 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "olmoe-clipped-four": lambda: olmoe(
         num_experts_per_tok=4, norm_topk_prob=True, clip_qkv=0.8, attention_bias=True
     ),
+    "olmo3": olmo3,
+    "olmo3-two-ropes-without-groups": lambda: olmo3(
+        num_key_value_heads=6,
+        attention_bias=True,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "gpt-oss": gpt_oss,
+    "gpt-oss-multi-query": lambda: gpt_oss(
+        num_key_value_heads=1,
+        num_experts_per_tok=1,
+        layer_types=["full_attention", *["sliding_attention"] * 3],
+    ),
     "opt": opt,
     "opt-350m": lambda: opt(word_embed_proj_dim=32, do_layer_norm_before=False),
     "opt-gelu-untied": lambda: opt(activation_function="gelu", tie_word_embeddings=False),
@@ -301,7 +334,7 @@ def save(folder: Path, config: transformers.PreTrainedConfig, dtype: torch.dtype
     model = transformers.AutoModelForCausalLM.from_config(config).eval().to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
     model.save_pretrained(folder)
     return model

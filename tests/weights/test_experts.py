@@ -154,6 +154,6 @@ def test_experts_that_make_no_sense_are_named(change: dict[str, object], message
         describe(config)
 
 
-def test_gpt_oss_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match=r"GptOssForCausalLM is not known.*Qwen3MoeForCausalLM"):
-        describe({"architectures": ["GptOssForCausalLM"]})
+def test_a_mixture_that_is_not_served_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"GraniteMoeForCausalLM is not known.*Qwen3MoeForCausalLM"):
+        describe({"architectures": ["GraniteMoeForCausalLM"]})

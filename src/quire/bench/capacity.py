@@ -11,8 +11,14 @@ from dataclasses import dataclass, replace
 from quire.core.config import EngineConfig, ModelConfig
 from quire.core.errors import ConfigError
 from quire.core.stats import PoolSize
-from quire.engine.build import block_layout
-from quire.engine.build.resolve import Precision, default_limits, resolve_max_model_len, resolve_precision
+from quire.engine.build.resolve import (
+    Precision,
+    block_layout,
+    default_limits,
+    layer_groups,
+    resolve_max_model_len,
+    resolve_precision,
+)
 from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, free_host_bytes, pool_size
@@ -128,8 +134,14 @@ class Capacity:
 
     def sequences_of(self, context: int) -> int:
         """Number of sequences of `context` tokens that run at once."""
-        blocks_each = -(-context // self.pool.block_size)
-        return min(self.pool.num_blocks // blocks_each, self.max_num_seqs)
+        return min(self.pool.num_blocks // self.pool.blocks_of(context), self.max_num_seqs)
+
+    def kv_bytes_read(self, context: int) -> float:
+        """By a decode of one sequence: layers with a window read that much only."""
+        pool = self.pool
+        inside = min(context, pool.window) if pool.num_window else 0
+        share = (pool.num_full * context + pool.num_window * inside) / (pool.num_full + pool.num_window)
+        return share * self.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +166,11 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
     precision = _precision(config, model, device)
     max_model_len = resolve_max_model_len(config, model)
     weights = weight_shape(model, precision.format, source.encodings)
-    layout = block_layout(config.memory.block_size, model, precision)
+    groups = layer_groups(config, model, max_model_len)
+    layout = block_layout(config.memory.block_size, model, precision, groups)
     free = _free_bytes(config, device, weights, mapped=precision.format.worth_keeping)
     max_rows, _ = default_limits(config.scheduler, precision.device)
-    pool = pool_size(config.memory, layout, max_rows, max_model_len, free)
+    pool = pool_size(config.memory, layout, groups, max_rows, max_model_len, free)
     return Capacity(
         model_name=source.name,
         model=model,
@@ -167,14 +180,14 @@ def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capac
         kv_bytes_per_token=layout.bytes_per_token,
         pool=pool,
         max_model_len=max_model_len,
-        max_num_seqs=min(max_rows, pool.num_blocks),
+        max_num_seqs=min(max_rows, pool.num_blocks // groups.num_groups),
     )
 
 
 def floor_of(capacity: Capacity, device: Device, context: int, num_sequences: int) -> Floor:
     """The lower bound of a decode step with `num_sequences` sequences of `context` tokens each."""
     model, weights = capacity.model, capacity.weights
-    read = weights.bytes_read(num_sequences) + num_sequences * context * capacity.kv_bytes_per_token
+    read = weights.bytes_read(num_sequences) + num_sequences * capacity.kv_bytes_read(context)
     attention = 4 * context * model.num_layers * model.num_heads * model.head_dim
     operations = num_sequences * (2 * weights.read_parameters + attention)
     reading = read / device.read_rate

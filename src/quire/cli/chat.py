@@ -215,4 +215,4 @@ class ChatHistory:
 def _context(llm: LLM) -> int:
     """Tokens that one sequence can have: the model's context, or the whole pool where that is smaller."""
     memory = llm.engine.memory
-    return min(llm.engine.limits.max_model_len, memory.num_blocks * memory.block_size)
+    return min(llm.engine.limits.max_model_len, memory.num_blocks // memory.num_groups * memory.block_size)

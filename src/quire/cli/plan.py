@@ -174,7 +174,10 @@ def _text(capacity: Capacity, device: Device, context: int, floors: list[Floor],
             f"parameter; a step reads {_read(weights)}",
         ],
         *([" ", line] for line in _group_lines(weights.groups)),
-        ["kv cache", f"{in_bytes(capacity.kv_bytes_per_token)} a token in {pool.dtype}{_cross(capacity)}"],
+        [
+            "kv cache",
+            f"{in_bytes(capacity.kv_bytes_per_token)} a token in {pool.dtype}{pool.groups_in_words}{_cross(capacity)}",
+        ],
         [
             "pool",
             f"{in_bytes(pool.num_bytes)}: {pool.num_blocks:,} blocks of {pool.block_size} tokens (set by {pool.limit})",

@@ -80,6 +80,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    windows: tuple[int, ...] = ()  # of attention, per layer; 0: none; empty: no layer has one
     hf: Mapping[str, Any] = field(default_factory=dict)
     encoder: EncoderInput | None = None  # of an encoder-decoder model, whose other numbers are the decoder's
 
@@ -128,7 +129,9 @@ class MemoryConfig:
     """How the KV pool is divided, how large it may be, and which memory backs it."""
 
     block_size: int = setting(USUAL_BLOCK_SIZE, "tokens per block of the KV cache")
-    num_blocks: int | None = setting(None, "blocks in the KV cache, instead of a limit in bytes")
+    num_blocks: int | None = setting(
+        None, "blocks of all layers in the KV cache, instead of a limit in bytes"
+    )
     kv_cache_memory_bytes: int | None = setting(
         None, "size of the KV cache, such as 2GiB or 512M (default: from free memory)"
     )

@@ -1,5 +1,7 @@
-"""BlockLayout: offsets inside one block of the page-major KV pool. Numbers only, no tensors."""
+"""BlockLayout: offsets inside one block of the page-major KV pool. LayerGroups: which layers share a block."""
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
@@ -7,8 +9,91 @@ SCALE_DTYPE = "bfloat16"  # the range of float32: no K is too small or too large
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """Layers whose K and V lie in one block, and are kept equally long.
+
+    Layers with a sliding window need blocks of the last positions only. Where other layers need all, layers are divided
+    into groups of equal size, full ones first, and a sequence has one block of each group for the same positions.
+    """
+
+    places: tuple[tuple[int, int], ...]  # of each layer: its group, and its index there
+    num_full: int = 1  # groups that keep all positions
+    num_window: int = 0  # the groups after them, that keep the last `window` positions
+    window: int = 0
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_full + self.num_window
+
+    @property
+    def num_layers(self) -> int:
+        """In one block."""
+        return 1 + max(index for _, index in self.places)
+
+    @classmethod
+    def together(cls, num_layers: int) -> "LayerGroups":
+        """All layers in one block, which is kept as long as its sequence."""
+        return cls(tuple((0, index) for index in range(num_layers)))
+
+    @classmethod
+    def of(cls, windows: Sequence[int]) -> "LayerGroups":
+        """By each layer's window, 0 for none. Where few layers have one, all stay together: a group would be padded."""
+        full = [layer for layer, window in enumerate(windows) if not window]
+        inside = [layer for layer, window in enumerate(windows) if window]
+        if len(inside) < len(full) or not inside:
+            return cls.together(len(windows))
+        size = len(full) or len(inside)
+        places = {layer: (0, index) for index, layer in enumerate(full)}
+        first = 1 if full else 0
+        places |= {layer: (first + index // size, index % size) for index, layer in enumerate(inside)}
+        num_window = -(-len(inside) // size)
+        return cls(tuple(places[layer] for layer in range(len(windows))), first, num_window, max(windows))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks that sequences need, and which of a window are still seen."""
+
+    groups: LayerGroups
+    block_size: int
+    max_step_tokens: int = 0
+
+    def whole(self, num_positions: int) -> int:
+        """Blocks of one group."""
+        return -(-num_positions // self.block_size)
+
+    @property
+    def most_kept(self) -> int:
+        """Of one window: a step's new positions, and those of the step before, which are not indexed yet."""
+        return self.whole(self.groups.window + 2 * self.max_step_tokens) + 2
+
+    def needed(self, num_positions: int, num_held: int) -> int:
+        """The most blocks that a sequence whose table has `num_held` still needs at once."""
+        new = self.whole(num_positions) - num_held // self.groups.num_groups
+        return new * self.groups.num_full + min(new, self.most_kept) * self.groups.num_window
+
+    def positions_in(self, num_blocks: int) -> int:
+        """How long one sequence may become in `num_blocks`: the inverse of `needed`."""
+        groups = self.groups
+        if num_blocks <= self.most_kept * groups.num_groups or not groups.num_window:
+            return num_blocks // groups.num_groups * self.block_size
+        if not groups.num_full:
+            return sys.maxsize
+        return (num_blocks - self.most_kept * groups.num_window) // groups.num_full * self.block_size
+
+    def first_seen(self, num_computed: int) -> int:
+        """The first block of a window that the last computed position sees; later ones see no more."""
+        return max(0, num_computed - self.groups.window) // self.block_size
+
+    def windows_of(self, index: int) -> slice:
+        """Where a table has the blocks of groups with a window."""
+        num_groups = self.groups.num_groups
+        return slice(index * num_groups + self.groups.num_full, (index + 1) * num_groups)
+
+
+@dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Block b holds, for every layer, K and V of its positions: [layers, 2, block_size, kv_heads, head_dim].
+    """Block b holds, for every layer of a group, K and V of its positions: [layers, 2, block_size, kv_heads, head_dim].
 
     In int8 their scales follow, one per position and head: [layers, kv_heads, 2, block_size] in bfloat16. With blocks
     of 16 positions, a head's scales of K and V fill one cache line.
@@ -19,6 +104,7 @@ class BlockLayout:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    num_groups: int = 1  # blocks that a sequence has for the same positions, see LayerGroups
 
     @property
     def position_elements(self) -> int:
@@ -54,7 +140,8 @@ class BlockLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.block_bytes // self.block_size
+        """Of all groups."""
+        return self.num_groups * self.block_bytes // self.block_size
 
     def plane_offset(self, layer: int, value: bool) -> int:
         """Element offset of a layer's K (or V, with `value`) from the start of a block."""

@@ -273,6 +273,9 @@ class PoolSize:
     num_bytes: int = gauge("kv_cache_bytes", "Size of the pool.")  # with block 0
     dtype: str = ""  # of K and V
     limit: str = ""  # what set the size, in words
+    num_full: int = 1  # groups of layers that keep all tokens of a sequence, see LayerGroups
+    num_window: int = 0  # groups of layers that keep the last `window` tokens
+    window: int = 0
 
     def __bool__(self) -> bool:
         """An encoder has no pool."""
@@ -281,8 +284,22 @@ class PoolSize:
     def __str__(self) -> str:
         return (
             f"{self.num_bytes / 1e6:,.0f} MB: {self.num_blocks:,} blocks of {self.block_size} tokens "
-            f"= {self.num_tokens:,} tokens in {self.dtype} (set by {self.limit})"
+            f"= {self.num_tokens:,} tokens in {self.dtype} (set by {self.limit}){self.groups_in_words}"
         )
+
+    @property
+    def groups_in_words(self) -> str:
+        """What layers with a sliding window keep; empty where there are none."""
+        if not self.num_window:
+            return ""
+        share = self.num_window / (self.num_full + self.num_window)
+        return f"; {share:.0%} of a token's K and V are freed behind the window of {self.window:,} tokens"
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Blocks of a sequence of `num_tokens` that decodes."""
+        whole = -(-num_tokens // self.block_size)
+        kept = -(-self.window // self.block_size) + 1
+        return self.num_full * whole + self.num_window * min(whole, kept)
 
     @property
     def block_bytes(self) -> int:
@@ -290,4 +307,5 @@ class PoolSize:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Of sequences within their window, if there is one."""
+        return self.num_blocks // (self.num_full + self.num_window) * self.block_size

@@ -2,6 +2,7 @@
 
 from quire.core import laboratory
 from quire.core.config import MemoryConfig, SchedulerConfig
+from quire.core.layout import LayerGroups
 from quire.core.request import Clock
 from quire.memory.adapter_pages import AdapterPages
 from quire.memory.offload_cache import OffloadCache
@@ -21,6 +22,8 @@ def make_memory(
     offload_cache: OffloadCache | None = None,
     num_separate_blocks: int = 0,
     kind: type[PagedMemory] = PagedMemory,
+    groups: LayerGroups | None = None,
+    max_step_tokens: int = 0,
 ) -> PagedMemory:
     """`config` is resolved: memory that is reserved up front has blocks of one token. `num_separate_blocks` behind the
     pool's `num_blocks` are for adapters alone. `kind`: of memory that is not reserved.
@@ -44,6 +47,8 @@ def make_memory(
         transfers,
         offload_cache,
         adapter_pages,
+        groups,
+        max_step_tokens,
     )
 
 

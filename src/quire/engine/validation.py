@@ -149,14 +149,12 @@ class RequestValidator:
         num_prompt_tokens = request.num_prompt_tokens
         if sampling.max_tokens is not None:
             return min(num_prompt_tokens + sampling.max_tokens, limit)
-        # Without max_tokens the pool sets the length: n sequences share the full blocks of the prompt.
-        block_size = self._memory.block_size
-        shared = num_prompt_tokens // block_size
+        # Without max_tokens the pool sets the length.
         available = self._num_blocks
         if request.adapter is not None:  # its pages come out of the same pool, and its size is not known yet
             available //= 2
-        own_blocks = max(0, available - shared) // sampling.num_sequences
-        return max(num_prompt_tokens + 1, min(limit, (shared + own_blocks) * block_size + 1))
+        longest = self._memory.positions_in(available, request)
+        return max(num_prompt_tokens + 1, min(limit, longest + 1))
 
     def _check_pool(self, request: Request) -> None:
         needed, available = self._memory.blocks_at_most(request), self._num_blocks

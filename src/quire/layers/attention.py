@@ -82,7 +82,7 @@ class Attention:
 
     rotary: ModuleType
     attention: ModuleType
-    index: int  # which layer of the pool
+    index: int  # which layer of a block
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -91,6 +91,7 @@ class Attention:
     cos_sin: Tensor | None = None  # [positions, rotary_dim] float32; None: no rotation
     soft_cap: float = 0.0  # 0: none; else scores become soft_cap * tanh(score / soft_cap)
     slopes: Tensor | None = None  # [heads] float32: a score gains slope * position of its key (ALiBi)
+    group: int = 0  # of layers, whose blocks it reads and writes
 
     def __call__(
         self,
@@ -99,8 +100,10 @@ class Attention:
         pool: Pool,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """[T, heads * head_dim]; with norms, q and k are normalised before they are rotated.
+        """[T, heads * head_dim]; with norms, q and k are normalised before they are rotated. `sinks` [heads] float32:
+        of each head the score of a key without a value.
 
         A norm as wide as a head takes every head alone, one as wide as all of q or k takes them together.
         """
@@ -119,31 +122,32 @@ class Attention:
             self.head_dim,
             self.cos_sin,
             batch.positions,
-            batch.slots,
+            batch.group(self.group).slots,
             k_pages,
             v_pages,
             k_scales,
             v_scales,
         )
-        return self._attend(heads, batch, k_pages, v_pages, {"k_scales": k_scales, "v_scales": v_scales})
+        more = {"k_scales": k_scales, "v_scales": v_scales, "sinks": sinks}
+        return self._attend(heads, batch, k_pages, v_pages, more)
 
     def _attend(
-        self, heads: Tensor, batch: Batch, k_pages: Tensor, v_pages: Tensor, scales: dict[str, Tensor | None]
+        self, heads: Tensor, batch: Batch, k_pages: Tensor, v_pages: Tensor, more: dict[str, Tensor | None]
     ) -> Tensor:
-        """heads [T, heads + 2 * kv_heads, head_dim], rotated."""
+        """heads [T, heads + 2 * kv_heads, head_dim], rotated; `more` arguments of the kernel, by name."""
         queries = heads[:, : self.num_heads]
-        where = (k_pages, v_pages, batch.query_starts, batch.context_lens, batch.block_tables)
+        tables = batch.group(self.group).block_tables
+        where = (k_pages, v_pages, batch.query_starts, batch.context_lens, tables)
         trees = () if batch.trees is None else (batch.trees.starts, batch.trees.ancestors)
         if batch.plans is None:
             masks = (None, *trees) if trees else ()
             return self.attention.paged_attention(
                 queries, *where, self.scale, self.window, *masks,
-                soft_cap=self.soft_cap, slopes=self.slopes, **scales,
+                soft_cap=self.soft_cap, slopes=self.slopes, **more,
             )  # fmt: skip
         out = queries.new_empty(queries.shape[0], self.num_heads * self.head_dim)
-        whole = bool(
-            self.window or self.soft_cap or self.slopes is not None
-        )  # every row needs the paged kernel
+        # every row needs the paged kernel
+        whole = bool(self.window or self.soft_cap or self.slopes is not None or more["sinks"] is not None)
         fresh = () if whole else batch.fresh
         if fresh:
             spans = [(span.first, span.last, span.padded) for span in fresh]
@@ -160,6 +164,6 @@ class Attention:
                 max_query_len=batch.max_query_len,
                 soft_cap=self.soft_cap,
                 slopes=self.slopes,
-                **scales,
+                **more,
             )
         return out

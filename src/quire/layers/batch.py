@@ -54,6 +54,14 @@ class TreeMasks:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTables:
+    """Where the K and V of one group of layers lie, see LayerGroups."""
+
+    slots: Tensor  # [T] int64, block_id * block_size + offset: where the token's K and V go
+    block_tables: Tensor  # [R, max_blocks] int32
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """T tokens of R rows. Row r's tokens are query_starts[r]:query_starts[r + 1].
 
@@ -63,10 +71,10 @@ class Batch:
 
     token_ids: Tensor  # [T] int32
     positions: Tensor  # [T] int32, in the sequence: of a token tree's nodes by their depth
-    slots: Tensor  # [T] int64, block_id * block_size + offset: where the token's K and V go
+    slots: Tensor  # [T] int64, as in GroupTables, of the first group of layers
     query_starts: Tensor  # [R + 1] int32
     context_lens: Tensor  # [R] int32, positions that exist after this step
-    block_tables: Tensor  # [R, max_blocks] int32
+    block_tables: Tensor  # [R, max_blocks] int32, of the first group of layers
     logits_indices: Tensor | None  # [L] ints, tokens whose hidden state is turned into logits; None: all
     max_query_len: int | None = None  # of any row, where the host knows it
     fresh: tuple[Span, ...] = ()  # rows that are long enough to be read from the batch itself, not from pages
@@ -74,3 +82,8 @@ class Batch:
     trees: TreeMasks | None = None  # where rows have token trees
     lora: LoraBatch | None = None  # adapters of the T tokens; None: none of them has any
     wanted_lora: LoraBatch | None = None  # adapters of the tokens at logits_indices
+    more_groups: tuple[GroupTables, ...] = ()  # of layers after the first
+
+    def group(self, index: int) -> "GroupTables | Batch":
+        """The tables of a group of layers."""
+        return self.more_groups[index - 1] if index else self

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
+from quire.core.layout import LayerGroups
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
 from quire.layers.attention import Attention
@@ -49,7 +50,9 @@ class RankPart:
 
 
 class LayerFactory:
-    """`max_position` caps the tables that grow with the context; None takes the model's own limit."""
+    """`max_position` caps the tables that grow with the context; None takes the model's own limit. `groups`: which
+    layers share a block; None: all.
+    """
 
     def __init__(
         self,
@@ -57,9 +60,11 @@ class LayerFactory:
         device: str | torch.device = "cpu",
         max_position: int | None = None,
         part: RankPart | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
         """`part`: of a model that several ranks hold."""
         self._part = part
+        self._groups = groups
         self.device = torch.device(device)
         self.number_format = number_format
         self.dtype = number_format.activation_dtype
@@ -184,10 +189,11 @@ class LayerFactory:
         slopes: Tensor | None = None,
     ) -> Attention:
         """Attention of layer `index`; the scale is 1 / sqrt(head_dim) by default. The rest as Attention has it."""
+        group, in_group = self._groups.places[index] if self._groups is not None else (0, index)
         return Attention(
             self.kernel("rotary"),
             self.kernel("attention"),
-            index,
+            in_group,
             num_heads,
             num_kv_heads,
             head_dim,
@@ -196,6 +202,7 @@ class LayerFactory:
             cos_sin,
             soft_cap,
             slopes,
+            group,
         )
 
     def full_attention(

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from quire.kernels.moe.records import ClampedGate
 from quire.layers.factory import LayerFactory
 from quire.layers.linear import Linear
 from quire.layers.lora import LoraBatch
-from quire.layers.parameters import Composite, Loader, Stateful
+from quire.layers.parameters import Composite, Loader, Stateful, Table
 from quire.quant.encoded import Weight
 from quire.quant.experts import DOWN, GATE_UP, make_experts
 from quire.quant.full import FullMatrix
@@ -23,6 +25,7 @@ class MixtureShape:
     inner: int  # of an expert
     shared_inner: int  # of the expert that every token goes through; 0: there is none
     renormalize: bool  # weights of the chosen experts sum to 1
+    clamp: tuple[float, float] | None = None  # of ClampedGate; then the router and all matrices have biases
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,13 @@ class MixtureOfExperts(Composite):
         if shape.shared_inner:
             self.shared_gate_up = factory.linear(2 * shape.shared_inner, shape.hidden)
             self.shared_down = factory.linear(shape.hidden, shape.shared_inner)
-        self.recordable = factory.recordable and self._experts.native
+        self.recordable = factory.recordable and self._experts.native and shape.clamp is None
+        self.router_bias = self.gate_up_bias = self.down_bias = None
+        if shape.clamp is not None:
+            count, of = shape.num_experts, (factory.dtype, factory.device)
+            self.router_bias = Table((count,), torch.float32, factory.device)
+            self.gate_up_bias = Table((count, 2 * shape.inner), *of)
+            self.down_bias = Table((count, shape.hidden), *of)
 
     def __call__(self, x: Tensor, residual: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """x [T, hidden], normalised, and residual [T, hidden] -> [T, hidden]."""
@@ -65,11 +74,18 @@ class MixtureOfExperts(Composite):
             logits = self.router.logits(x)
         else:
             logits = self._logits(x, self.router.state()["weight"])
+        if self.router_bias is not None:
+            logits = logits + self.router_bias.value
         routing = self._kernel.choose(logits, shape.num_experts, shape.top_k, shape.renormalize)
         shared = None
         if self.shared_gate_up is not None and self.shared_down is not None:
             shared = self.shared_down(self.shared_gate_up.silu_mul(x, lora), None, lora)
-        return self._experts(x, routing, residual, shared)
+        return self._experts(x, routing, residual, shared, self._clamped())
+
+    def _clamped(self) -> ClampedGate | None:
+        if self._shape.clamp is None or self.gate_up_bias is None or self.down_bias is None:
+            return None
+        return ClampedGate(*self._shape.clamp, self.gate_up_bias.value, self.down_bias.value)
 
     def layers(self) -> dict[str, Stateful]:
         experts = {f"experts.{name}": matrix for name, matrix in self._experts.matrices().items()}
@@ -78,11 +94,7 @@ class MixtureOfExperts(Composite):
     def loaders(self, prefix: str, names: MixtureNames) -> dict[str, Loader]:
         """For a checkpoint with one tensor per expert and matrix. Adapters can add to the shared expert only."""
         shape, module = self._shape, prefix + names.module
-        loaders = {
-            f"{module}gate.weight": Loader(
-                (shape.num_experts, shape.hidden), lambda rows: self.router.load(0, rows)
-            )
-        }
+        loaders = self.router_loaders(f"{module}gate")
         for expert in range(shape.num_experts):
             start = f"{module}experts.{expert}."
             loaders[f"{start}{names.gate}.weight"] = self._loader(expert, GATE_UP, 0)
@@ -97,6 +109,30 @@ class MixtureOfExperts(Composite):
             loaders |= self.shared_gate_up.loaders(f"{shared}up_proj", inner, inner)
             loaders |= self.shared_down.loaders(f"{shared}down_proj")
         return loaders
+
+    def router_loaders(self, name: str) -> dict[str, Loader]:
+        shape = self._shape
+        loaders = {
+            f"{name}.weight": Loader(
+                (shape.num_experts, shape.hidden), lambda rows: self.router.load(0, rows)
+            )
+        }
+        if self.router_bias is not None:
+            loaders[f"{name}.bias"] = self.router_bias.loader()
+        return loaders
+
+    def bias_loaders(self, gate_up: str, down: str) -> dict[str, Loader]:
+        """Of a clamped mixture: one tensor for all experts, in which gate and up take turns."""
+        assert self.gate_up_bias is not None, "only a clamped mixture has biases"
+        assert self.down_bias is not None, "only a clamped mixture has biases"
+        return {
+            gate_up: self.gate_up_bias.loader(lambda rows: torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)),
+            down: self.down_bias.loader(),
+        }
+
+    def load_expert(self, expert: int, matrix: str, rows: Tensor) -> None:
+        """One expert's whole GATE_UP or DOWN matrix."""
+        self._experts.load(expert, matrix, 0, rows)
 
     def _loader(self, expert: int, matrix: str, first_row: int) -> Loader:
         shape = self._shape

@@ -106,6 +106,28 @@ class Vector:
         self.value = tensor.to(device=self.value.device, dtype=self.value.dtype)
 
 
+class Table:
+    """Biases of any shape in full precision that stand on their own, such as those of experts."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.value = torch.zeros(shape, dtype=dtype, device=device)
+
+    def loader(self, convert: Callable[[Tensor], Tensor] = torch.clone) -> Loader:
+        def take(weight: Weight) -> None:
+            tensor = floats(weight)
+            check_finite(tensor)
+            self.value.copy_(convert(tensor))
+
+        return Loader(tuple(self.value.shape), take)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"bias": self.value}
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        check_shape(state["bias"], tuple(self.value.shape))
+        self.value = state["bias"].to(device=self.value.device, dtype=self.value.dtype)
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """A layer with parameters."""

@@ -205,6 +205,7 @@ class EngineFeed:
         """Blocks whose state changed, in runs; and which were evicted, or found by a prefix."""
         memory = self._engine.memory
         changed, old = memory.pool.changed or {}, self._states
+        changed.pop(0, None)  # which tables have in place of blocks behind a window
         memory.pool.changed = {}
         adapter_blocks = frozenset(memory.adapter_pages.owner)
         drafts = _draft_blocks(self._engine)
@@ -327,8 +328,8 @@ def _draft_blocks(engine: "Engine") -> set[int]:
     """Blocks behind the known tokens of sequences that draft."""
     if engine.speculation is None:
         return set()
-    blocks_for = engine.memory.blocks_for
-    return {b for s in engine.scheduler.running for b in s.block_ids[blocks_for(s.num_known) :]}
+    size, groups = engine.memory.block_size, engine.memory.num_groups
+    return {b for s in engine.scheduler.running for b in s.block_ids[-(-s.num_known // size) * groups :]}
 
 
 def _phase(sequence: Sequence) -> int:

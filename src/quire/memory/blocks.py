@@ -6,7 +6,8 @@ from quire.core.request import Ints
 
 
 class BlockPool:
-    """Ids 1 … num_blocks. Block 0 is never given out, so it serves as the free list's sentinel.
+    """Ids 1 … num_blocks. Block 0 is never given out, so it serves as the free list's sentinel, and a table may hold
+    and share it in place of a block that is not needed any more.
 
     The free list is O(1): uncached blocks first, then the least recently used. A freed block keeps its content until
     `take` gives it out again: a prefix hit brings it back with `share`.
@@ -15,7 +16,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        self.ref_counts = [0] * (num_blocks + 1)
+        self.ref_counts = [1] + [0] * num_blocks  # that of block 0 never ends
         self._next: list[int] = [*range(1, num_blocks + 1), 0]  # 0 → 1 → 2 → … → 0
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
         # Blocks whose references changed, and whether they were taken for new content; None: not watched.
@@ -71,6 +72,7 @@ class BlockPool:
     def check_counts(self, counts: list[int], name: str) -> None:
         """Raises RuntimeError for the first `name` whose holders, recounted, are not its references."""
         for block, (expected, count) in enumerate(zip(self.ref_counts, counts, strict=True)):
+            count += block == 0
             if expected != count:
                 raise RuntimeError(f"{name} {block} has {expected} references but {count} holders")
 
@@ -90,7 +92,8 @@ class PrefixIndex:
     its parent), so equal hashes mean equal K and V, and one salt cannot probe another's blocks.
     """
 
-    def __init__(self, num_blocks: int, fingerprint: str) -> None:
+    def __init__(self, num_blocks: int, fingerprint: str, num_groups: int = 1) -> None:
+        self.num_groups = num_groups  # blocks with the same tokens, each with other layers
         self._fingerprint = fingerprint.encode()
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
@@ -102,6 +105,10 @@ class PrefixIndex:
     @staticmethod
     def chain(parent: bytes, token_ids: Ints) -> bytes:
         return hashlib.sha256(parent + token_ids.tobytes()).digest()
+
+    def contents(self, content: bytes) -> list[bytes]:
+        """What the block of each group is found by."""
+        return [content, *(bytes((content[0] ^ i,)) + content[1:] for i in range(1, self.num_groups))]
 
     def find(self, content: bytes) -> int | None:
         return self._block_of.get(content)

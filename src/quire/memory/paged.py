@@ -1,8 +1,9 @@
 """PagedMemory: block tables. Sharing, copy-on-write and prefix hits happen here."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from quire.core.layout import BlockCounts, LayerGroups
 from quire.core.request import Request, Sequence, ints
 from quire.core.stats import MemoryStats
 from quire.memory.adapter_pages import AdapterPages
@@ -56,6 +57,9 @@ class HeldBlocks:
 class PagedMemory:
     """All-or-nothing: a call that cannot be granted changes nothing and says so.
 
+    A table has `num_groups` blocks for the same positions, one after another. Of groups whose layers have a sliding
+    window, blocks that no later query sees are freed and become block 0 in the table.
+
     It is the only writer of a sequence's `block_ids`, `host_block_ids`, `block_hashes` and `num_indexed`.
     """
 
@@ -70,13 +74,20 @@ class PagedMemory:
         transfers: PendingTransfers | None = None,
         offload_cache: OffloadCache | None = None,
         adapter_pages: AdapterPages | None = None,
+        groups: LayerGroups | None = None,
+        max_step_tokens: int = 0,
     ) -> None:
         """`offload_cache` is built over the same `transfers`. Without `share` a fork copies its blocks at once, the
-        baseline of sharing. `adapter_pages` replaces pages in this pool, for the baseline of unified paging.
+        baseline of sharing. `adapter_pages` replaces pages in this pool, for the baseline of unified paging. `groups`:
+        None if all layers share a block; with `max_step_tokens` they give the most blocks of a sequence.
         """
+        groups = groups or LayerGroups.together(1)
         self.block_size = block_size
+        self.num_groups, self.num_full = groups.num_groups, groups.num_full
+        self._num_window = groups.num_window
+        self._counts = BlockCounts(groups, block_size, max_step_tokens)
         self.pool = BlockPool(num_blocks)
-        self.index = PrefixIndex(num_blocks, fingerprint)
+        self.index = PrefixIndex(num_blocks, fingerprint, self.num_groups)
         self.adapter_pages = adapter_pages or AdapterPages(self.pool, self._take)
         self.stats = MemoryStats()
         self.transfers = transfers if transfers is not None else PendingTransfers()
@@ -99,51 +110,85 @@ class PagedMemory:
     def usage(self) -> float:
         return 1.0 - self.num_free / self.num_blocks
 
-    def blocks_for(self, num_positions: int) -> int:
-        return -(-num_positions // self.block_size)
+    def blocks_for(self, num_positions: int, num_held: int = 0) -> int:
+        """The most blocks that a sequence whose table has `num_held` still needs at once."""
+        return self._counts.needed(num_positions, num_held)
+
+    def blocks_shared(self, request: Request) -> int:
+        """Full blocks of the prompt, which its sequences share; those of a window may be freed before a fork."""
+        return request.num_prompt_tokens // self.block_size * self.num_full if self._share else 0
 
     def blocks_at_most(self, request: Request) -> int:
         """The most blocks that the request can ever hold: full prompt blocks are shared, others are per sequence."""
-        shared = request.num_prompt_tokens // self.block_size if self._share else 0
+        # where a window was freed, a sequence may have to compute its prompt on its own
+        shared = 0 if self._num_window else self.blocks_shared(request)
         own = self.blocks_for(request.max_len - 1) - shared
         return shared + own * request.sampling.num_sequences
 
+    def positions_in(self, num_blocks: int, request: Request) -> int:
+        """How long each of the request's sequences may become in `num_blocks`: the inverse of `blocks_at_most`."""
+        shared = 0 if self._num_window else self.blocks_shared(request)
+        own = max(0, num_blocks - shared) // request.sampling.num_sequences
+        return self._counts.positions_in(shared + own)
+
     def held_blocks(self, sequences: Iterable[Sequence]) -> HeldBlocks:
         counts: dict[int, int] = {}
-        for block in (block for s in sequences for block in s.block_ids):
+        for block in (block for s in sequences for block in s.block_ids if block):
             counts[block] = counts.get(block, 0) + 1
         indexed = {block: count for block, count in counts.items() if self.index.knows(block)}
         num_shared = sum(self.pool.ref_counts[block] > count for block, count in indexed.items())
         return HeldBlocks(len(counts), num_shared, len(indexed) - num_shared)
 
     def admit(self, leader: Sequence, num_sequences: int, num_blocks: int, headroom: int) -> bool:
-        """Whether the leader's group fits: `num_blocks` for its `num_sequences`, with `headroom` blocks left free.
+        """Whether the leader's group fits: `num_blocks` more for its `num_sequences`, with `headroom` blocks left free.
 
         Takes nothing: blocks are allocated when they are needed.
         """
-        return num_blocks - len(leader.block_ids) + headroom <= self.pool.num_free
+        return num_blocks + headroom <= self.pool.num_free
 
     # ------------------------------------------------------------------ the prefix cache
 
     def match_prefix(self, sequence: Sequence) -> int:
         """Shares the longest cached prefix into an empty table; returns the number of positions it covers.
 
-        The last known token is always computed: its logits are needed.
+        The last known token is always computed: its logits are needed. Of a group with a window only the last blocks
+        are needed.
         """
-        for content in self._prefix_hashes(sequence):
-            block = self.index.find(content)
-            if block is None:
-                break
+        hashes = self._prefix_hashes(sequence)
+        sequence.num_indexed = self._num_hit(hashes, 0, self.index.find)
+        sequence.block_ids = self._blocks_by(self.index.find, hashes, 0, sequence.num_indexed)
+        for block in sequence.block_ids:
             self.pool.share(block)
-            sequence.block_ids.append(block)
-        sequence.num_indexed = len(sequence.block_ids)
-        return len(sequence.block_ids) * self.block_size
+        return sequence.num_indexed * self.block_size
+
+    def _num_hit(self, hashes: list[bytes], num_held: int, find: Callable[[bytes], object]) -> int:
+        """Blocks of the longest prefix that goes on from `num_held`, by what `find` knows of each content."""
+        num_found = num_hit = num_held  # blocks of all groups in a row
+        for i, content in enumerate(hashes[num_held:], num_held + 1):
+            there = [find(each) for each in self.index.contents(content)]
+            if not all(there[: self.num_full]):
+                break
+            num_found = num_found + 1 if all(there) else 0
+            if num_found >= i - self._counts.first_seen(i * self.block_size):
+                num_hit = i
+        return num_hit
+
+    def _blocks_by(
+        self, get: Callable[[bytes], int | None], hashes: list[bytes], first: int, last: int
+    ) -> list[int]:
+        """A table from `first` to `last`: 0 for what `get` has not, and for what no later position sees."""
+        seen, table = self._counts.first_seen(last * self.block_size), list[int]()
+        for i in range(first, last):
+            contents = self.index.contents(hashes[i])[: self.num_full if i < seen else None]
+            table += [get(each) or 0 for each in contents] + [0] * (self.num_groups - len(contents))
+        return table
 
     def is_loading_prefix(self, sequence: Sequence) -> bool:
         """Whether more of the prefix is being read from the disk tier, and worth waiting for."""
         if self.offload_cache is None:
             return False
-        missing = (c for c in self._prefix_hashes(sequence) if self.index.find(c) is None)
+        contents = (c for content in self._prefix_hashes(sequence) for c in self.index.contents(content))
+        missing = (c for c in contents if self.index.find(c) is None)
         return self.offload_cache.is_loading(sequence.request.request_id, missing)
 
     def fetch_prefix(self, sequence: Sequence) -> int:
@@ -154,29 +199,30 @@ class PagedMemory:
         """
         if self.offload_cache is None:
             return 0
-        num_before = len(sequence.block_ids)
-        for content in self._prefix_hashes(sequence)[num_before:]:
-            block = self.index.find(content)
-            if block is not None:
-                self.pool.share(block)
-            elif self.offload_cache.has(content):
-                block = self._take_for(content)
-            if block is None:
-                break
-            sequence.block_ids.append(block)
-        return (len(sequence.block_ids) - num_before) * self.block_size
+        cache, hashes = self.offload_cache, self._prefix_hashes(sequence)
+        before = len(sequence.block_ids) // self.num_groups
+        after = self._num_hit(hashes, before, lambda content: self.index.find(content) or cache.has(content))
+        table = self._blocks_by(self._fetch, hashes, before, after)
+        num_unseen = max(0, self._counts.first_seen(after * self.block_size) - before) * self._num_window
+        if table.count(0) > num_unseen:  # one was evicted by those before it: nothing is fetched
+            for block in filter(None, table):
+                self.pool.release(block, keep=self.index.knows(block))
+            return 0
+        for _ in range(num_unseen):
+            self.pool.share(0)
+        sequence.block_ids += table
+        return (after - before) * self.block_size
 
     def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
         """Indexes blocks that became full: tokens known to the host, K and V computed up to `num_computed`."""
         if not self._enable_prefix_caching:
             return
         full = min(num_computed, len(sequence.token_ids)) // self.block_size
-        full = min(full, len(sequence.block_ids))
+        full = min(full, len(sequence.block_ids) // self.num_groups)
         if full <= sequence.num_indexed:
             return
         self._extend_hashes(sequence, full)
-        for i in range(sequence.num_indexed, full):
-            self.index.put(sequence.block_hashes[i], sequence.block_ids[i])
+        self._put(sequence, sequence.num_indexed, full)
         sequence.num_indexed = full
 
     def pin(self, request: Request) -> int:
@@ -187,10 +233,12 @@ class PagedMemory:
         self.match_prefix(pinned)
         self._pinned.append(pinned)
         self.num_pinned = len(self.pinned_blocks())
-        return len(pinned.block_ids)
+        return len(pinned.block_ids) - pinned.block_ids.count(0)
 
     def pinned_blocks(self) -> set[int]:
-        return {block for prefix in self._pinned for block in prefix.block_ids}  # they may share some
+        return {
+            block for prefix in self._pinned for block in prefix.block_ids if block
+        }  # they may share some
 
     def reset_prefix_index(self) -> None:
         """Empties the cache but for pinned prefixes; blocks in use stay with their sequences."""
@@ -198,8 +246,16 @@ class PagedMemory:
         if self.offload_cache is not None:
             self.offload_cache.clear()
         for pinned in self._pinned:
-            for content, block in zip(pinned.block_hashes, pinned.block_ids, strict=False):
-                self.index.put(content, block)
+            self._put(pinned, 0, pinned.num_indexed)
+
+    def _put(self, sequence: Sequence, first: int, last: int) -> None:
+        """Indexes the blocks of every group."""
+        groups = self.num_groups
+        for i in range(first, last):
+            blocks = sequence.block_ids[i * groups : (i + 1) * groups]
+            for content, block in zip(self.index.contents(sequence.block_hashes[i]), blocks, strict=True):
+                if block:
+                    self.index.put(content, block)
 
     def _prefix_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of the full blocks before the last known token; none if the sequence must compute its whole prompt."""
@@ -227,17 +283,21 @@ class PagedMemory:
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether the next position can be written without an allocation: the common case of a decode, kept cheap."""
-        index = sequence.num_computed // self.block_size
+        index = sequence.num_computed // self.block_size * self.num_groups
         block_ids = sequence.block_ids
         return self._share and index < len(block_ids) and self.pool.ref_counts[block_ids[index]] == 1
 
     def allocate(self, sequence: Sequence, num_positions: int, delta: TableDelta) -> bool:
-        """Makes positions num_computed … num_positions writable by this sequence alone, or changes nothing."""
+        """Makes positions num_computed … num_positions writable by this sequence alone, or changes nothing but that
+        blocks behind its window are freed.
+        """
+        if self._num_window:
+            self._free_behind(sequence, delta)
         block_ids = sequence.block_ids
         ref_counts = self.pool.ref_counts
-        first = sequence.num_computed // self.block_size if self._share else 0
+        first = sequence.num_computed // self.block_size * self.num_groups if self._share else 0
         shared = [i for i in range(first, len(block_ids)) if ref_counts[block_ids[i]] > 1]
-        num_new = self.blocks_for(num_positions) - len(block_ids)
+        num_new = self._counts.whole(num_positions) * self.num_groups - len(block_ids)
         if num_new <= 0 and not shared:
             return True
         if len(shared) + max(num_new, 0) > self.pool.num_free:
@@ -250,6 +310,21 @@ class PagedMemory:
             block_ids.append(block)
         return True
 
+    def _free_behind(self, sequence: Sequence, delta: TableDelta) -> None:
+        """Frees blocks behind the window. Those to be indexed when their step is committed are freed after that."""
+        first = self._counts.first_seen(sequence.num_computed)
+        if self._enable_prefix_caching:
+            first = min(first, sequence.num_indexed)
+        for i in range(first - 1, -1, -1):
+            blocks = sequence.block_ids[self._counts.windows_of(i)]
+            if not all(blocks):
+                break  # and so are all before
+            sequence.block_ids[self._counts.windows_of(i)] = [0] * self._num_window
+            for index, block in enumerate(blocks, i * self.num_groups + self.num_full):
+                self.pool.share(0)
+                self.pool.release(block, keep=self.index.knows(block))
+                delta.add(sequence.row, index, 0)
+
     def _copy_on_write(self, sequence: Sequence, index: int, delta: TableDelta) -> None:
         """Gives the sequence its own copy of a shared block."""
         source, target = sequence.block_ids[index], self._take()
@@ -258,18 +333,26 @@ class PagedMemory:
         self.pool.release(source)  # other sequences still hold it
         sequence.block_ids[index] = target
         delta.add(sequence.row, index, target)
-        sequence.num_indexed = min(sequence.num_indexed, index)
+        sequence.num_indexed = min(sequence.num_indexed, index // self.num_groups)
         self.stats.copies += 1
 
-    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """The child shares every block that holds one of its parent's first `num_computed` positions."""
-        child.block_ids = parent.block_ids[: self.blocks_for(num_computed)]
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> int:
+        """The child shares every block that holds one of its parent's first `num_computed` positions.
+
+        Returns the positions that the child has: where the parent has freed what a window would see, the ones that the
+        prefix index finds.
+        """
+        first = self._counts.first_seen(num_computed) * self.num_groups
+        if self._num_window and 0 in parent.block_ids[first : first + self.num_groups]:
+            return self.match_prefix(child)
+        child.block_ids = parent.block_ids[: self._counts.whole(num_computed) * self.num_groups]
         for block in child.block_ids:
             self.pool.share(block)
         # Past the shared prefix the tokens diverge, so do the block hashes.
         shared = num_computed // self.block_size
         child.num_indexed = min(parent.num_indexed, shared)
         child.block_hashes = parent.block_hashes[:shared]
+        return num_computed
 
     def release(self, sequence: Sequence) -> None:
         """Frees all blocks, the last first, so that a prefix is reused after its end: it serves more requests."""
@@ -288,6 +371,14 @@ class PagedMemory:
         self.index.forget(block)
         if block in self.adapter_pages.owner:
             self.adapter_pages.evict_owner(block)
+        return block
+
+    def _fetch(self, content: bytes) -> int | None:
+        """A reference to the block with this content, from the pool or the offload cache."""
+        block = self.index.find(content)
+        if block is None:
+            return self._take_for(content)
+        self.pool.share(block)
         return block
 
     def _take_for(self, content: bytes) -> int | None:
@@ -316,7 +407,7 @@ class PagedMemory:
         if self.offload_cache is not None:
             self.offload_cache.check_integrity()
         counts = self.recount(sequences)
-        if counts[0]:
+        if counts[0] and not self._num_window:
             raise RuntimeError("block 0 was given out")
         self.pool.check_counts(counts, "block")
         free = self.pool.free_blocks()

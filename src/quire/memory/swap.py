@@ -71,13 +71,13 @@ class SwapSpace:
 
         `origins`: target block → source block, of copies that the step being planned would have made.
         """
-        held = {block for s in sequences for block in self._computed(s)}
+        held = {block for s in sequences for block in self._computed(s) if block}
         if len(held) > self.hosts.num_free or not held:
             return False
         # Blocks swapped in by this step are not readable yet, and their host copies are still in use.
         if self._transfers.in_blocks:
             return False
-        host_of: dict[int, int] = {}
+        host_of = {0: 0}
         for sequence in sequences:
             for block in self._computed(sequence):
                 host = host_of.get(block)
@@ -99,10 +99,10 @@ class SwapSpace:
         """Gives every sequence its blocks again; the caller has checked that there is room. Returns how many blocks
         the prefix index still had, which need no copy.
         """
-        block_of: dict[int, int] = {}
+        block_of = {0: 0}
         num_cached = 0
         for sequence in sequences:
-            full = sequence.num_computed // self._block_size
+            full = sequence.num_computed // self._block_size * self._index.num_groups
             for position, host in enumerate(sequence.host_block_ids):
                 block = block_of.get(host)
                 if block is not None:
@@ -142,8 +142,9 @@ class SwapSpace:
 
     def _computed(self, sequence: Sequence) -> list[int]:
         """The blocks that hold computed positions: those allocated beyond them are empty."""
-        return sequence.block_ids[: -(-sequence.num_computed // self._block_size)]
+        return sequence.block_ids[: -(-sequence.num_computed // self._block_size) * self._index.num_groups]
 
     def _find(self, sequence: Sequence, position: int) -> int | None:
         hashes = sequence.block_hashes
-        return self._index.find(hashes[position]) if position < len(hashes) else None
+        index, group = divmod(position, self._index.num_groups)
+        return self._index.find(self._index.contents(hashes[index])[group]) if index < len(hashes) else None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.core.config import ModelConfig
@@ -98,7 +98,7 @@ def describe(architecture: str, given: Mapping[str, Any]) -> ModelConfig:
             "models have false"
         )
     inner = {FALCON: "ffn_hidden_size", BLOOM: "n_inner"}.get(architecture, "intermediate_size")
-    return describe_gpt(
+    config = describe_gpt(
         architecture,
         hf,
         hidden_size=hidden_size,
@@ -108,6 +108,7 @@ def describe(architecture: str, given: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=positive(hf, inner, 4 * hidden_size if architecture in (FALCON, BLOOM) else None),
         max_position=positive(hf, "seq_length", 2048) if architecture == BLOOM else position_limit(hf),
     )
+    return replace(config, windows=(whole(hf, "sliding_window", 0),) * config.num_layers)
 
 
 def _kv_heads(architecture: str, hf: Mapping[str, Any], num_heads: int) -> int:

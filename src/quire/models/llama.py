@@ -1,6 +1,7 @@
 """The Llama family, from Llama itself to Gemma. A LlamaVariant holds the differences."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
 from quire.layers.parameters import Composite, LayerStack, Loader
 from quire.layers.rope import position_limit
-from quire.models.llama_variants import GEMMA3, LlamaVariant, completed, gemma3_ropes, variant_of
+from quire.models.llama_variants import TWO_ROPES, LlamaVariant, completed, ropes_by_kind, variant_of
 from quire.models.model import DecoderModel, Layer
 from quire.weights.hyperparameters import (
     MAX_LAYERS,
@@ -38,7 +39,7 @@ def describe(architecture: str, given: Mapping[str, Any]) -> ModelConfig:
         raise ModelError(
             f"hidden_act={_gate_name(hf)!r} is not known for {architecture}: only {', '.join(GATES)} are"
         )
-    rotated = gemma3_ropes(hf)[0] if architecture == GEMMA3 else hf
+    rotated = ropes_by_kind(architecture, hf)[0] if architecture in TWO_ROPES else hf
     config = ModelConfig(
         architecture=architecture,
         vocab_size=positive(hf, "vocab_size"),
@@ -55,8 +56,7 @@ def describe(architecture: str, given: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=first_token_id(hf, "bos_token_id"),
         hf=hf,
     )
-    variant_of(config)
-    return config
+    return replace(config, windows=variant_of(config).windows)
 
 
 def build(config: ModelConfig, factory: LayerFactory) -> DecoderModel:

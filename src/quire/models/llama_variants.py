@@ -10,11 +10,13 @@ from quire.weights.hyperparameters import number, positive, whole
 
 GEMMA, GEMMA2, GEMMA3 = "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"
 GRANITE, LLAMA, MISTRAL = "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"
-OLMO2, PHI3 = "Olmo2ForCausalLM", "Phi3ForCausalLM"
+OLMO2, OLMO3, PHI3 = "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Phi3ForCausalLM"
 QWEN2, QWEN3, SMOLLM3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"
 _GEMMAS = (GEMMA, GEMMA2, GEMMA3)
+TWO_ROPES = (GEMMA3, OLMO3)  # layers with a window rotate otherwise
 _NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # else: the default
-_WINDOW = 4096  # of Mistral and Gemma 2 and 3, where config.json has no such entry
+_WINDOW = 4096  # of Mistral, OLMo 3 and Gemma 2 and 3, where config.json has no such entry
+_PATTERNS = {GEMMA2: 2, GEMMA3: 6, OLMO3: 4}  # every n-th layer has no window
 
 # What a config.json of this architecture may leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -34,6 +36,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     MISTRAL: {"num_key_value_heads": 8},
     OLMO2: {"rms_norm_eps": 1e-5},
+    OLMO3: {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 2048},
     PHI3: {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     QWEN3: {"head_dim": 128},
     SMOLLM3: {"rope_theta": 2e6, "tie_word_embeddings": True},
@@ -98,11 +101,11 @@ def variant_of(config: ModelConfig) -> LlamaVariant:
         output_bias=bias,
         mlp_bias=bool(hf.get("mlp_bias", False)) and architecture in (LLAMA, GRANITE, SMOLLM3),
         head_norm=architecture in (QWEN3, GEMMA3),
-        row_norm=architecture == OLMO2,
+        row_norm=architecture in (OLMO2, OLMO3),
         windows=_windows(config),
         ropes=_ropes(config),
-        norms_before=architecture != OLMO2,
-        norms_after=architecture in (OLMO2, GEMMA2, GEMMA3),
+        norms_before=architecture not in (OLMO2, OLMO3),
+        norms_after=architecture in (OLMO2, OLMO3, GEMMA2, GEMMA3),
         norm_offset=1.0 if gemma else 0.0,
         fused=architecture == PHI3,
         eps=number(hf, "rms_norm_eps", 1e-6),
@@ -136,14 +139,26 @@ def _cap(hf: Mapping[str, Any], name: str, default: float) -> float:
 
 def _windows(config: ModelConfig) -> tuple[int, ...]:
     """Mistral and Phi-3 have one window everywhere; Qwen only where it is switched on, and then from a layer on; Gemma
-    2 and 3 in most layers; SmolLM3 in those without rotation."""
-    architecture, hf, layers = config.architecture, config.hf, range(config.num_layers)
+    2 and 3 and OLMo 3 in most layers; SmolLM3 in those without rotation."""
+    architecture, hf = config.architecture, config.hf
     if architecture == MISTRAL or (architecture == PHI3 and hf.get("sliding_window")):
         return (_window(hf),) * config.num_layers
-    pattern = {GEMMA2: 2, GEMMA3: 6}.get(architecture, 0)
-    if not pattern and not (architecture in (QWEN2, QWEN3, SMOLLM3) and hf.get("use_sliding_window", False)):
+    if architecture in _PATTERNS:
+        return windows_by_kind(config, _PATTERNS[architecture])
+    if not (architecture in (QWEN2, QWEN3, SMOLLM3) and hf.get("use_sliding_window", False)):
         return (0,) * config.num_layers
+    if hf.get("layer_types") is not None:
+        return windows_by_kind(config)
     window = _window(hf)
+    if architecture == SMOLLM3:
+        return tuple(0 if rotates else window for rotates in _rotating(config))
+    first = whole(hf, "max_window_layers", 28)
+    return tuple(window if layer >= first else 0 for layer in range(config.num_layers))
+
+
+def windows_by_kind(config: ModelConfig, pattern: int = 1) -> tuple[int, ...]:
+    """Of the layers that `layer_types` lists; without such a list, of all but every `pattern`-th."""
+    hf, window = config.hf, _window(config.hf)
     kinds = hf.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != config.num_layers:
@@ -151,13 +166,8 @@ def _windows(config: ModelConfig) -> tuple[int, ...]:
                 f"config.json has layer_types={kinds!r}: it must list {config.num_layers} layers"
             )
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    if pattern:
-        pattern = positive(hf, "sliding_window_pattern", pattern)
-        return tuple(window if (layer + 1) % pattern else 0 for layer in layers)
-    if architecture == SMOLLM3:
-        return tuple(0 if rotates else window for rotates in _rotating(config))
-    first = whole(hf, "max_window_layers", 28)
-    return tuple(window if layer >= first else 0 for layer in layers)
+    pattern = positive(hf, "sliding_window_pattern", pattern)
+    return tuple(window if (layer + 1) % pattern else 0 for layer in range(config.num_layers))
 
 
 def _window(hf: Mapping[str, Any]) -> int:
@@ -182,18 +192,25 @@ def _ropes(config: ModelConfig) -> tuple[Mapping[str, Any] | None, ...]:
     hf = config.hf
     if config.architecture == SMOLLM3:
         return tuple(hf if rotates else None for rotates in _rotating(config))
-    if config.architecture != GEMMA3:
+    if config.architecture not in TWO_ROPES:
         return (hf,) * config.num_layers
-    everywhere, inside = gemma3_ropes(hf)
+    everywhere, inside = ropes_by_kind(config.architecture, hf)
     return tuple(inside if window else everywhere for window in _windows(config))
 
 
-def gemma3_ropes(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Settings of the layers that see everything, and of those with a window, which have a base of their own."""
+def ropes_by_kind(architecture: str, hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Settings of the layers that see everything, and of those with a window: Gemma 3 has another base there, OLMo 3
+    the same one without scaling."""
     limit = {"max_position_embeddings": hf.get("max_position_embeddings")}
+    base = number(hf, "rope_theta", 1e6)
     by_kind = hf.get("rope_parameters")
     if isinstance(by_kind, Mapping) and "full_attention" in by_kind:
         full, sliding = by_kind["full_attention"], by_kind.get("sliding_attention")
-        return {**limit, "rope_theta": 1e6, "rope_parameters": full}, {**limit, "rope_parameters": sliding}
-    local = number(hf, "rope_local_base_freq", 1e4)
-    return {"rope_theta": 1e6, **hf}, {**limit, "rope_theta": local}
+        local = {"rope_theta": base} if architecture == OLMO3 else {}
+        return {**limit, "rope_theta": base, "rope_parameters": full}, {
+            **limit,
+            **local,
+            "rope_parameters": sliding,
+        }
+    local_base = base if architecture == OLMO3 else number(hf, "rope_local_base_freq", 1e4)
+    return {"rope_theta": 1e6, **hf}, {**limit, "rope_theta": local_base}

@@ -1,6 +1,7 @@
 """Mixtures of experts on the Llama decoder: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +41,7 @@ def describe(architecture: str, hf: Mapping[str, Any]) -> ModelConfig:
     config = llama.describe(architecture, hf)
     mixture_shape(config)
     sparse_layers(config)
-    return config
+    return replace(config, windows=_windows(config))
 
 
 def build(config: ModelConfig, factory: LayerFactory) -> DecoderModel:

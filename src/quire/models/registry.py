@@ -23,7 +23,6 @@ _INSTEAD = {
     "PhiForCausalLM": "take Phi-3 or Phi-4 (Phi3ForCausalLM)",
     "Phi4MMForCausalLM": "take Phi-4 or Phi-4-mini (Phi3ForCausalLM)",
     "GraniteMoeForCausalLM": "take a dense Granite 3 (GraniteForCausalLM)",
-    "Olmo3ForCausalLM": "take OLMo 2 (Olmo2ForCausalLM)",
     "Gemma3nForConditionalGeneration": "take Gemma 3 (Gemma3ForCausalLM)",
     "Qwen2VLForConditionalGeneration": "take a Qwen 2 text model (Qwen2ForCausalLM)",
     "Qwen2_5_VLForConditionalGeneration": "take a Qwen 2.5 text model (Qwen2ForCausalLM)",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels.moe.records import Routing
-from quire.kernels.moe.reference import chosen
+from quire.kernels.moe.records import ClampedGate, Routing
+from quire.kernels.moe.reference import chosen, clamped_gate
 from quire.quant.encoded import Weight
 from quire.quant.format import Matrix, NumberFormat
 from quire.quant.full import FullMatrix, InvariantMatrix
@@ -44,7 +44,14 @@ class Experts(ABC):
     native = False  # the product is one native operation, which a tape can record
 
     @abstractmethod
-    def __call__(self, x: Tensor, routing: Routing, residual: Tensor, shared: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        residual: Tensor,
+        shared: Tensor | None,
+        clamped: ClampedGate | None = None,
+    ) -> Tensor:
         """x [T, hidden] -> residual + the weighted sum of each token's experts (+ the shared expert's)."""
 
     @abstractmethod
@@ -65,11 +72,18 @@ class StackedExperts(Experts):
         self._kernel = kernel
         self._invariant = isinstance(gate_up, InvariantMatrix)
 
-    def __call__(self, x: Tensor, routing: Routing, residual: Tensor, shared: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        residual: Tensor,
+        shared: Tensor | None,
+        clamped: ClampedGate | None = None,
+    ) -> Tensor:
         gate_up, down = (
             matrix.state()["weight"].unflatten(0, (self._count, -1)) for matrix in self._matrices.values()
         )
-        return self._kernel.experts(x, gate_up, down, routing, residual, shared, self._invariant)
+        return self._kernel.experts(x, gate_up, down, routing, residual, shared, self._invariant, clamped)
 
     def load(self, expert: int, matrix: str, first_row: int, rows: Weight) -> None:
         stacked = self._matrices[matrix]
@@ -93,15 +107,27 @@ class SeparateExperts(Experts):
         )
         self._addresses: Tensor | None = None  # [E, 6], of the matrices' tensors
 
-    def __call__(self, x: Tensor, routing: Routing, residual: Tensor, shared: Tensor | None) -> Tensor:
-        if self.native:
+    def __call__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        residual: Tensor,
+        shared: Tensor | None,
+        clamped: ClampedGate | None = None,
+    ) -> Tensor:
+        if self.native and clamped is None:
             return self._kernel.int8_experts(
                 x, self._current_addresses(), self._inner, routing, residual, shared
             )
         results = x.new_empty(*routing.experts.shape, x.shape[1])
         for expert, tokens, places in chosen(routing):
             gate_up, down = self._pairs[expert]
-            results[tokens, places] = down.linear(gate_up.linear_silu_mul(x[tokens], None), None, None)
+            if clamped is None:
+                result = down.linear(gate_up.linear_silu_mul(x[tokens], None), None, None)
+            else:
+                both = gate_up.linear(x[tokens], None, None) + clamped.gate_up_bias[expert]
+                result = down.linear(clamped_gate(both, clamped), None, None) + clamped.down_bias[expert]
+            results[tokens, places] = result
         return self._kernel.combine(results, routing, residual, shared)
 
     def _current_addresses(self) -> Tensor:

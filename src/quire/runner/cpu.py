@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.core.step import PromptLogprobs, RowStart, Step
 from quire.kernels.native import Arena, Tape
 from quire.layers.attention import Pool
-from quire.layers.batch import Batch, TreeMasks
+from quire.layers.batch import Batch, GroupTables, TreeMasks
 from quire.models.model import DecoderModel
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_ops import ForwardPass, HostSamples, RunnerLimits, prompt_scores
@@ -29,11 +29,15 @@ T = TypeVar("T")
 class Rows:
     """Token ids and block tables by row, in host memory. Untouched rows cost no memory."""
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, num_groups: int = 1
+    ) -> None:
         self.max_blocks = -(-max_model_len // block_size)
+        self.num_groups = num_groups
         self.token_ids = torch.zeros(max_rows, max_model_len, dtype=torch.int32)  # [max_rows, max_len]
         self.tokens = self.token_ids.numpy()  # the same memory
-        self.tables = np.zeros((max_rows, self.max_blocks), np.int32)  # [max_rows, max_blocks] block ids
+        # [groups, max_rows, max_blocks] block ids
+        self.tables = np.zeros((num_groups, max_rows, self.max_blocks), np.int32)
         self.settings = RowSettings(max_rows, vocab_size)
 
     def apply(self, step: Step) -> None:
@@ -45,11 +49,14 @@ class Rows:
         for draft in step.drafts:
             self.tokens[draft.row, draft.position : draft.position + len(draft.token_ids)] = draft.token_ids
         if step.table_rows:
-            self.tables[np.asarray(step.table_rows), np.asarray(step.table_indices)] = step.table_blocks
+            places, groups = np.divmod(np.asarray(step.table_indices), self.num_groups)
+            self.tables[groups, np.asarray(step.table_rows), places] = step.table_blocks
 
     def _start(self, start: RowStart) -> None:
         self.tokens[start.row, : len(start.token_ids)] = start.token_ids
-        self.tables[start.row, : len(start.block_ids)] = start.block_ids
+        for group in range(self.num_groups):
+            blocks = start.block_ids[group :: self.num_groups]
+            self.tables[group, start.row, : len(blocks)] = blocks
         self.settings.start(start)
 
 
@@ -91,10 +98,11 @@ class Assembler:
         self._block_size = block_size
         self._token_ids = Buffer((max_tokens,), torch.int32, device)
         self._positions = Buffer((max_tokens,), torch.int32, device)
-        self._slots = Buffer((max_tokens,), torch.int64, device)
+        groups = range(rows.num_groups)
+        self._slots = [Buffer((max_tokens,), torch.int64, device) for _ in groups]
         self._query_starts = Buffer((max_rows + 1,), torch.int32, device)
         self._context_lens = Buffer((max_rows,), torch.int32, device)
-        self._tables = Buffer((max_rows, rows.max_blocks), torch.int32, device)
+        self._tables = [Buffer((max_rows, rows.max_blocks), torch.int32, device) for _ in groups]
         self._tree_starts = Buffer((max_tokens,), torch.int32, device)
         self._ancestors = Buffer((max_tokens,), torch.int64, device)
         self._logits_indices = Buffer((max_tokens + max_rows,), torch.int64, device)
@@ -110,27 +118,37 @@ class Assembler:
         masks = None
         if trees is not None:
             masks = TreeMasks(self._tree_starts.put(trees.starts), self._ancestors.put(trees.ancestors))
+        longest = int(tokens.contexts.max())
+        first, *more = (
+            self._group(group, token_rows, places, rows, longest) for group in range(self._rows.num_groups)
+        )
         return Batch(
             token_ids=self._token_ids.put(self._rows.tokens[token_rows, places]),
             positions=self._positions.put(places if trees is None else trees.positions),
-            slots=self._slots.put(self._slots_of(token_rows, places)),
+            slots=first.slots,
             query_starts=self._query_starts.first(len(rows) + 1),
             context_lens=self._context_lens.put(tokens.contexts),
-            block_tables=self._gather_tables(rows, int(tokens.contexts.max())),
+            block_tables=first.block_tables,
             logits_indices=self._logits_indices.put(tokens.wanted),
             trees=masks,
             lora=lora,
             wanted_lora=wanted_lora,
+            more_groups=tuple(more),
         )
 
-    def _slots_of(self, token_rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-        blocks = self._rows.tables[token_rows, places // self._block_size].astype(np.int64)
-        return blocks * self._block_size + places % self._block_size
+    def _group(
+        self, group: int, token_rows: np.ndarray, places: np.ndarray, rows: np.ndarray, longest: int
+    ) -> GroupTables:
+        """Slots of tokens in one group of layers, and the tables of rows as far as the longest goes."""
+        tables, gathered, size = self._rows.tables[group], self._tables[group], self._block_size
+        width = -(-longest // size)
+        gathered.array[: len(rows), :width] = tables[rows, :width]
+        slots = self._slots[group].put(self._slots_of(group, token_rows, places))
+        return GroupTables(slots, gathered.first(len(rows)))
 
-    def _gather_tables(self, rows: np.ndarray, longest: int) -> Tensor:
-        width = -(-longest // self._block_size)
-        self._tables.array[: len(rows), :width] = self._rows.tables[rows, :width]
-        return self._tables.first(len(rows))
+    def _slots_of(self, group: int, token_rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        blocks = self._rows.tables[group][token_rows, places // self._block_size].astype(np.int64)
+        return blocks * self._block_size + places % self._block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +209,9 @@ class CpuOps:
         self._model = model
         self._pool = pool
         self._adapters = adapters
+        vocab_size, num_groups = model.config.vocab_size, pool.layout.num_groups
         self._rows = self.rows_type(
-            limits.max_num_seqs, limits.max_model_len, block_size, model.config.vocab_size
+            limits.max_num_seqs, limits.max_model_len, block_size, vocab_size, num_groups
         )
         self._assembler = self.assembler_type(
             self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size, device, adapters

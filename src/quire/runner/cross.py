@@ -91,8 +91,10 @@ def encode(model: EncoderDecoder, pool: Pool, device: torch.device, step: Step, 
 class CrossRows(Rows):
     """Rows that know their encoder's part."""
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
-        super().__init__(max_rows, max_model_len, block_size, vocab_size)
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, num_groups: int = 1
+    ) -> None:
+        super().__init__(max_rows, max_model_len, block_size, vocab_size, num_groups)
         self._block_size = block_size
         self.encoder_lens = np.zeros(max_rows, np.int32)  # [max_rows], tokens of the encoder
         self.encoder_ends = np.zeros(max_rows, np.int32)  # [max_rows], the same in whole blocks
@@ -125,6 +127,11 @@ class CrossAssembler(Assembler):
 
     def assemble_cross(self, tokens: TokenInputs, offsets: np.ndarray) -> CrossBatch:
         rows, inputs = self._rows, tokens.inputs
+        (row_tables,), (gathered,), (slots,) = (
+            rows.tables,
+            self._tables,
+            self._slots,
+        )  # all layers share a block
         token_rows, positions = tokens.token_rows(), tokens.places()
         places = positions + np.repeat(offsets, inputs.counts)
         self._query_starts.array[1 : len(inputs.rows) + 1] = tokens.ends  # before them stays 0
@@ -132,16 +139,16 @@ class CrossAssembler(Assembler):
         first_blocks = offsets // size
         width = -(-int(tokens.contexts.max()) // size)
         columns = np.minimum(first_blocks[:, None] + np.arange(width), rows.max_blocks - 1)
-        self._tables.array[: len(inputs.rows), :width] = rows.tables[inputs.rows[:, None], columns]
+        gathered.array[: len(inputs.rows), :width] = row_tables[inputs.rows[:, None], columns]
         cross_width = int(first_blocks.max())
-        self._cross_tables.array[: len(token_rows), :cross_width] = rows.tables[token_rows, :cross_width]
+        self._cross_tables.array[: len(token_rows), :cross_width] = row_tables[token_rows, :cross_width]
         return CrossBatch(
             token_ids=self._token_ids.put(rows.tokens[token_rows, places]),
             positions=self._positions.put(positions),
-            slots=self._slots.put(self._slots_of(token_rows, places)),
+            slots=slots.put(self._slots_of(0, token_rows, places)),
             query_starts=self._query_starts.first(len(inputs.rows) + 1),
             context_lens=self._context_lens.put(tokens.contexts),
-            block_tables=self._tables.first(len(inputs.rows)),
+            block_tables=gathered.first(len(inputs.rows)),
             logits_indices=self._logits_indices.put(tokens.wanted),
             cross_starts=self._cross_starts[: len(token_rows) + 1],
             cross_lens=self._cross_lens.put(rows.encoder_lens[token_rows]),

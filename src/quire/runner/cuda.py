@@ -76,6 +76,7 @@ class CudaOps:
             device,
             planner,
             self._stops(),
+            pool.layout.num_groups,
         )
         self._drafts = VerifyInputs(self._inputs, limits.max_num_seqs, max_tokens)
         self._columns = DeviceColumns(self._settings.columns, device)

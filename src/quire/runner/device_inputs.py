@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.core.step import RowStart, Step
 from quire.kernels import choose
 from quire.kernels.attention.cudnn import stop_for
-from quire.layers.batch import AttentionPlans, Batch, Span, TreeMasks
+from quire.layers.batch import AttentionPlans, Batch, GroupTables, Span, TreeMasks
 from quire.layers.lora import LoraBatch
 from quire.runner.adapters import AdapterSlots
 from quire.runner.drafts import NO_TREE
@@ -45,7 +45,9 @@ class DeviceInputs:
         device: torch.device,
         planner: Any = None,  # attention's, if its kernel has one
         stops: tuple[int, ...] = (),  # prompts of about this length are read from the batch itself
+        num_groups: int = 1,  # of layers, each with a table of its own
     ) -> None:
+        self._num_groups = num_groups
         self._planner = planner
         self._stops = stops
         self.device = device
@@ -54,17 +56,17 @@ class DeviceInputs:
         max_blocks = -(-max_model_len // block_size)
         integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.row_tokens = torch.zeros(max_rows, max_model_len, **integers)  # [max_rows, max_len]
-        self.row_tables = torch.zeros(max_rows, max_blocks, **integers)  # [max_rows, max_blocks]
+        self.row_tables = torch.zeros(num_groups, max_rows, max_blocks, **integers)
         # rows | num_computed of a decode
         self._decode = torch.full((2 * round_up(max_rows),), -1, **integers)
         self._prompts = torch.full((6 * round_up(max_rows + 2),), -1, **integers)  # see `stage_prompts`
         self._single_starts = torch.arange(max_rows + 1, **integers)  # query_starts where rows have one token
         self._token_ids = torch.zeros(max_tokens, **integers)
         self._positions = torch.zeros(max_tokens, **integers)
-        self._slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(num_groups, max_tokens, dtype=torch.int64, device=device)
         # a step with prompts may have a row of padding beside all others
         self._context_lens = torch.zeros(max_rows + 1, **integers)
-        self._block_tables = torch.zeros(max_rows + 1, max_blocks, **integers)
+        self._block_tables = torch.zeros(num_groups, max_rows + 1, max_blocks, **integers)
 
     # ------------------------------------------------------------------ rows change
 
@@ -77,11 +79,14 @@ class DeviceInputs:
             np.append(started, np.asarray(delta, np.int32))
             for started, delta in zip(_started(step.starts, "block_ids"), deltas, strict=True)
         ]
+        if self._num_groups > 1:  # tables of all groups are one for `scatter`
+            entries[1], groups = np.divmod(entries[1], self._num_groups)
+            entries[0] = entries[0] + groups * self.row_tables.shape[1]
         forced = (step.forced_rows, step.forced_positions, step.forced_tokens)
         tokens = zip(_started(step.starts, "token_ids"), forced, _drafted(step), strict=True)
         sections = Sections([*(np.concatenate(parts).astype(np.int32) for parts in tokens), *entries])
         parts = sections.split(send(sections.packed, self.device))
-        for target, entry in ((self.row_tokens, parts[:3]), (self.row_tables, parts[3:])):
+        for target, entry in ((self.row_tokens, parts[:3]), (self.row_tables.flatten(0, 1), parts[3:])):
             if len(entry[0]):
                 self._kernel.scatter(target, *entry)
 
@@ -235,26 +240,32 @@ class DeviceInputs:
                 context_lens,
                 context_lens if paged_lens is None else paged_lens,
                 num_tokens,
-                self._block_tables[:num_rows],
+                self._block_tables[0, :num_rows],
             )
+        first, *more = (
+            GroupTables(slots[:num_tokens], tables[:num_rows])
+            for slots, tables in zip(self._slots, self._block_tables, strict=True)
+        )
         batch = Batch(
             token_ids=self._token_ids[:num_tokens],
             positions=self._positions[:num_tokens],
-            slots=self._slots[:num_tokens],
+            slots=first.slots,
             query_starts=query_starts,
             context_lens=context_lens,
-            block_tables=self._block_tables[:num_rows],
+            block_tables=first.block_tables,
             logits_indices=wanted,
             max_query_len=max_query_len,
             fresh=fresh,
             plans=plans,
             lora=lora,
             wanted_lora=wanted_lora,
+            more_groups=tuple(more),
         )
-        self._kernel.spread(
-            rows, num_computed, query_starts, self.row_tokens, self.row_tables, self._block_size, max_query_len,
-            batch.token_ids, batch.positions, batch.slots, batch.context_lens, batch.block_tables,
-        )  # fmt: skip
+        for row_tables, group in zip(self.row_tables, (first, *more), strict=True):
+            self._kernel.spread(
+                rows, num_computed, query_starts, self.row_tokens, row_tables, self._block_size, max_query_len,
+                batch.token_ids, batch.positions, group.slots, batch.context_lens, group.block_tables,
+            )  # fmt: skip
         return batch
 
 

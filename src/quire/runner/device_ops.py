@@ -67,7 +67,7 @@ class DeviceOps(Protocol):
     compiles: bool  # kernels compile or are captured: worth a warm-up
     tiles: str  # attention's: "tuned", "default" or "fixed"; empty where its kernel has none
     row_tokens: Tensor  # [max_rows, max_len] int32, each row's tokens
-    row_tables: Tensor  # [max_rows, max_blocks] int32, each row's block ids
+    row_tables: Tensor  # [groups, max_rows, max_blocks] int32, each row's block ids by group of layers
 
     def submit(self, work: Callable[[], T]) -> Submitted[T]:
         """Runs `work` at once, or in a worker thread after all submitted before it."""

@@ -214,14 +214,15 @@ class Runner:
             return
         sections = Sections([verified.trees.reshape(-1), verified.nodes.reshape(-1)])
         trees, nodes = sections.split(send(sections.packed, self._device))
-        self._trees.settle(
-            sampled.token_ids,
-            trees.view(verified.trees.shape),
-            nodes.view(verified.nodes.shape),
-            self._ops.row_tokens,
-            self._ops.row_tables,
-            self._pool.slots(),
-        )
+        for row_tables in self._ops.row_tables.unbind(0):
+            self._trees.settle(
+                sampled.token_ids,
+                trees.view(verified.trees.shape),
+                nodes.view(verified.nodes.shape),
+                self._ops.row_tokens,
+                row_tables,
+                self._pool.slots(),
+            )
 
     # ------------------------------------------------------------------ before requests come
 
@@ -244,7 +245,7 @@ class Runner:
             return self._ops.capture(seconds)
 
     def _run_warmup_steps(self, prompt: int = PROMPT_TOKENS) -> None:
-        for step in warmup_steps(self._limits, self._pool.layout.block_size, prompt):
+        for step in warmup_steps(self._limits, self._pool.layout, prompt):
             self.launch(step)
             self.collect()
 

@@ -8,7 +8,7 @@ import torch
 
 from quire.core.config import MemoryConfig
 from quire.core.errors import ConfigError
-from quire.core.layout import BlockLayout
+from quire.core.layout import BlockLayout, LayerGroups
 from quire.core.stats import PoolSize
 
 CPU_POOL_SHARE = 0.25  # of the memory that is free after loading: a laptop has other things to do
@@ -17,12 +17,17 @@ GPU_MARGIN = 512 << 20  # libraries allocate workspaces when they are first used
 
 
 def pool_size(
-    memory: MemoryConfig, layout: BlockLayout, max_num_seqs: int, max_model_len: int, free_bytes: int
+    memory: MemoryConfig,
+    layout: BlockLayout,
+    groups: LayerGroups,
+    max_num_seqs: int,
+    max_model_len: int,
+    free_bytes: int,
 ) -> PoolSize:
     """As many blocks as the first limit allows: an explicit count, explicit bytes, or free memory."""
-    useful = max_num_seqs * -(-max_model_len // layout.block_size)
+    useful = max_num_seqs * layout.num_groups * -(-max_model_len // layout.block_size)
     if memory.num_blocks is not None:
-        num_blocks, limit = memory.num_blocks, "num_blocks"
+        num_blocks, limit = memory.num_blocks * layout.num_groups, "num_blocks"
     elif memory.kv_cache_memory_bytes is not None:
         num_blocks, limit = memory.kv_cache_memory_bytes // layout.block_bytes - 1, "kv_cache_memory_bytes"
     else:
@@ -35,7 +40,14 @@ def pool_size(
             "kv_cache_memory_bytes, or lower block_size"
         )
     return PoolSize(
-        num_blocks, layout.block_size, (num_blocks + 1) * layout.block_bytes, layout.in_words, limit
+        num_blocks,
+        layout.block_size,
+        (num_blocks + 1) * layout.block_bytes,
+        layout.in_words,
+        limit,
+        groups.num_full,
+        groups.num_window,
+        groups.window,
     )
 
 

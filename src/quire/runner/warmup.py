@@ -16,7 +16,7 @@ from quire.kernels import choose
 from quire.kernels.lora.records import MAX_PARTS, LoraSegments, LoraTables
 from quire.kernels.sample.columns import WORDS
 from quire.layers.attention import Pool
-from quire.layers.batch import Batch
+from quire.layers.batch import Batch, GroupTables
 from quire.layers.lora import segment_length
 from quire.models.model import DecoderModel
 from quire.observe.logs import get_logger
@@ -115,7 +115,7 @@ def warm_up_lora(
     choose("lora", device).add(x, y, tables, segments, 0, bounds)
 
 
-def warmup_steps(limits: RunnerLimits, block_size: int, prompt: int = PROMPT_TOKENS) -> Iterator[Step]:
+def warmup_steps(limits: RunnerLimits, layout: BlockLayout, prompt: int = PROMPT_TOKENS) -> Iterator[Step]:
     """A prefill, a prefill beside decodes, then decodes: small steps that make every kernel of a runner compile.
 
     Every block is block 0, so nothing of value is written.
@@ -123,7 +123,7 @@ def warmup_steps(limits: RunnerLimits, block_size: int, prompt: int = PROMPT_TOK
     max_tokens = limits.max_num_batched_tokens
     rows = range(min(2, limits.max_num_seqs, max_tokens))
     prompt = max(1, min(prompt, max_tokens // len(rows), limits.max_model_len // 2))
-    num_blocks = -(-(prompt + 1) // block_size)
+    num_blocks = -(-(prompt + 1) // layout.block_size) * layout.num_groups
     yield _step(0, rows, [0] * len(rows), [prompt] * len(rows), num_blocks)
     if len(rows) > 1:
         yield _step(1, rows, [0, prompt], [prompt, 1], num_blocks, PENALISED)
@@ -195,15 +195,16 @@ def _empty_prefill(num_tokens: int, longest: int, layout: BlockLayout, device: t
     starts = [0, *ends[:-1]]
     lengths = torch.tensor([e - s for s, e in zip(starts, ends, strict=True)], dtype=torch.int32)
     positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths.tolist()])
+    slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    tables = torch.zeros(len(ends), -(-longest // layout.block_size), dtype=torch.int32, device=device)
     return Batch(
         token_ids=torch.zeros(num_tokens, dtype=torch.int32, device=device),
         positions=positions.to(device),
-        slots=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        slots=slots,
         query_starts=torch.tensor([0, *ends], dtype=torch.int32, device=device),
         context_lens=lengths.to(device),
-        block_tables=torch.zeros(
-            len(ends), -(-longest // layout.block_size), dtype=torch.int32, device=device
-        ),
+        block_tables=tables,
         logits_indices=torch.tensor([e - 1 for e in ends], dtype=torch.int32, device=device),
         max_query_len=longest,
+        more_groups=(GroupTables(slots, tables),) * (layout.num_groups - 1),
     )

@@ -90,7 +90,7 @@ class Admission:
         """Brings back all of the group or nothing. It advances in the next step: its blocks are copied in this one."""
         memory = self._memory
         swapped = [s for s in group.live if s.host_block_ids]
-        num_swapped = len({host for s in swapped for host in s.host_block_ids})
+        num_swapped = len({host for s in swapped for host in s.host_block_ids if host})
         needed = max(num_swapped, blocks_to_resume(memory, group))
         if needed + promised + self._num_spare() > memory.num_free:
             return None
@@ -135,7 +135,8 @@ class Admission:
         leader.num_computed = num_cached
         self._batch.enter(leader, plan)
         num_tokens = min(leader.target - num_cached, limit)
-        memory.allocate(leader, num_cached + num_tokens, plan.delta)
+        if not memory.allocate(leader, num_cached + num_tokens, plan.delta):
+            raise RuntimeError("a group was admitted without room for its first step")
         plan.advance(leader, num_tokens)
         if group.num_rows_to_come:
             self._batch.forking[group.request.request_id] = group

@@ -50,7 +50,7 @@ def find_drafts(
         if room is None:
             continue
         end = sequence.num_computed + 1 + room.num_tokens
-        needed = memory.blocks_for(end) - len(sequence.block_ids)
+        needed = memory.blocks_for(end, len(sequence.block_ids))
         if max(0, needed) > spare or not memory.allocate(sequence, end, delta):
             continue
         spare -= max(0, needed)

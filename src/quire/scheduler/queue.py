@@ -79,11 +79,11 @@ class SequenceGroup:
 
 
 def blocks_to_resume(memory: PagedMemory, group: SequenceGroup) -> int:
-    """Blocks for all known tokens of the group: followers share the prompt's full blocks with their leader."""
+    """Blocks to take for all known tokens of the group: followers share the prompt's full blocks with their leader."""
     leader, *others = group.live
-    shared = group.request.num_prompt_tokens // memory.block_size
+    shared = memory.blocks_shared(group.request)
     own = sum(memory.blocks_for(len(s.token_ids)) - shared for s in others)
-    return memory.blocks_for(len(leader.token_ids)) + own
+    return memory.blocks_for(len(leader.token_ids), len(leader.block_ids)) + own
 
 
 def blocks_promised(
@@ -91,9 +91,9 @@ def blocks_promised(
 ) -> int:
     """Blocks that will still be allocated: by running sequences for known tokens, by groups for their followers."""
     blocks_for = memory.blocks_for
-    promised = sum(max(0, blocks_for(s.target) - len(s.block_ids)) for s in running)
+    promised = sum(max(0, blocks_for(s.target, len(s.block_ids))) for s in running)
     for group in forking:
-        shared = group.request.num_prompt_tokens // memory.block_size
+        shared = memory.blocks_shared(group.request)
         promised += sum(blocks_for(len(s.token_ids)) - shared for s in group.followers)
     return promised
 

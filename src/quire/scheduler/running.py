@@ -178,8 +178,7 @@ class RunningBatch:
             self.enter(follower, plan)
 
     def _fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        self._memory.fork(parent, child, num_computed)
-        child.num_computed = num_computed
+        child.num_computed = self._memory.fork(parent, child, num_computed)
 
     # ------------------------------------------------------------------ beams of one request
 

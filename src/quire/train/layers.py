@@ -42,7 +42,9 @@ class PackedAttention(Attention):
         pool: Pool,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:  # [T, heads * head_dim]
+        assert sinks is None, "no architecture that is trained has attention sinks"
         q, k, v = qkv.split([n * self.head_dim for n in (self.num_heads, *[self.num_kv_heads] * 2)], dim=1)
         if q_norm is not None and k_norm is not None:  # as wide as a head, or as all of them
             q = q_norm(q.unflatten(1, (-1, q_norm.weight.shape[0]))).flatten(1)

@@ -100,6 +100,22 @@ def _flan_t5(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]
     return _FLAN_T5 | {"d_model": hidden, "d_ff": inner, "num_layers": layers, "num_heads": heads}
 
 
+_GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_act": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+}
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "flan-t5-small": _flan_t5(512, 1024, 8, 6),
     "flan-t5-base": _flan_t5(768, 2048, 12, 12),
@@ -120,6 +136,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256, 8192, rope_theta=5e5),
     "mixtral-8x7b": _llama(4096, 14336, 32, 32, 8, 32000, 32768, rope_theta=1e6, **_MIXTRAL),
     "qwen3-30b-a3b": _llama(2048, 6144, 48, 32, 4, 151936, 40960, rope_theta=1e6, **_QWEN3_MOE),
+    "gemma-3-4b": _llama(2560, 10240, 34, 8, 4, 262208, 131072, **_GEMMA3),
+    "gpt-oss-20b": _llama(2880, 2880, 24, 64, 8, 201088, 131072, **_GPT_OSS),
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, 8192, rope_theta=1e5, tie_word_embeddings=True),
 }
 
@@ -159,6 +177,7 @@ KNOWN: Mapping[str, Architecture] = {
     "GemmaForCausalLM": Architecture("llama", "Gemma 1", "gemma"),
     "Gemma2ForCausalLM": Architecture("llama", "Gemma 2", "gemma2", windows=True),
     "Gemma3ForCausalLM": Architecture("llama", "Gemma 3 270M and 1B", "gemma3", windows=True),
+    "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss-20b, gpt-oss-120b", windows=True),
     "GraniteForCausalLM": Architecture("llama", "Granite 3", "granite"),
     "LlamaForCausalLM": Architecture("llama", "Llama 1, 2 and 3, SmolLM 1 and 2, Yi, Falcon 3", "llama"),
     "MT5ForConditionalGeneration": Architecture("t5", "mT5", encoder_decoder=True),
@@ -166,6 +185,7 @@ KNOWN: Mapping[str, Architecture] = {
     "MixtralForCausalLM": Architecture("mixture", "Mixtral", "llama", windows=True),
     "OPTForCausalLM": Architecture("opt", "OPT"),
     "Olmo2ForCausalLM": Architecture("llama", "OLMo 2", "olmo2"),
+    "Olmo3ForCausalLM": Architecture("llama", "OLMo 3", windows=True),
     "OlmoeForCausalLM": Architecture("mixture", "OLMoE", "olmoe"),
     "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4", "phi3", windows=True),
     "Qwen2ForCausalLM": Architecture("llama", "Qwen 2 and 2.5, QwQ", "qwen2", windows=True),

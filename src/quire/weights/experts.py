@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.core.errors import WeightsError
 from quire.weights.gguf_file import GgufFile, TensorInfo
 
-MIXTRAL, OLMOE = "MixtralForCausalLM", "OlmoeForCausalLM"
+GPT_OSS, MIXTRAL, OLMOE = "GptOssForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM"
 _STACKED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)$")
 _MIXTRAL_ROUTER = re.compile(r"(.*\.)mlp\.gate\.weight$")
 _GGUF_STACKED = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight$")
@@ -44,8 +44,8 @@ def split(config: Mapping[str, Any], name: str, tensor: Tensor) -> Iterator[tupl
     match, router = _STACKED.match(name), _MIXTRAL_ROUTER.match(name)
     if mixtral and router:
         yield f"{router[1]}block_sparse_moe.gate.weight", tensor
-    elif match is None or tensor.dim() != 3:
-        yield name, tensor
+    elif match is None or tensor.dim() != 3 or GPT_OSS in (config.get("architectures") or ()):
+        yield name, tensor  # gpt-oss has its matrices transposed, and takes them as they are
     else:
         _checked_count(config, name, tensor.shape)
         matrices = ("gate", "up") if match[2] == "gate_up_proj" else ("down",)

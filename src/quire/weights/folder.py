@@ -61,7 +61,8 @@ class FolderSource:
         self._floats = {
             name
             for name, entry in entries.items()
-            if entry["dtype"] in _FLOATS and name not in self._quantized.owned
+            if (entry["dtype"] in _FLOATS and name not in self._quantized.owned)
+            or name in self._quantized.raw
         }
         self.encodings: Mapping[str, Encoded] = self._quantized.encodings
         pieces = sum(num_pieces(name, entries[name]["shape"]) for name in self._floats)
@@ -92,7 +93,8 @@ class FolderSource:
             for name in shard.entries:
                 if name in self._floats:
                     tensor = self._get(name)
-                    yield from split(self.config, name, tensor if tensor.dtype in _KEPT else tensor.float())
+                    kept = tensor.dtype in _KEPT or name in self._quantized.raw
+                    yield from split(self.config, name, tensor if kept else tensor.float())
         for name in self.encodings:
             try:
                 weight = self._quantized.read(name, self._get)

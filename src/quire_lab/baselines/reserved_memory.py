@@ -124,16 +124,17 @@ class ReservedMemory(PagedMemory):
             self._free_unread(reserved, sequence.is_beam)
         return True
 
-    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> int:
         """The child reads its parent's positions until its first `allocate`; its own run is reserved already."""
         reserved = self._reserved.get(id(parent.request))
         if reserved is None:  # its group waits, with nothing computed
-            return
+            return num_computed
         reserved.runs[child] = reserved.spare.pop()
         # a parent that has not copied yet lends the run that it reads itself
         source = reserved.lent.get(parent) or reserved.runs[parent]
         reserved.lent[child] = source
         child.block_ids = source.ids()[:num_computed]
+        return num_computed
 
     # ------------------------------------------------------------------ release
 

@@ -8,7 +8,7 @@ import torch
 
 from quire.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from quire.core.errors import ConfigError, WeightsError
-from quire.core.layout import BlockLayout
+from quire.core.layout import BlockLayout, LayerGroups
 from quire.core.stats import PoolSize, StartStats
 from quire.engine.build import Built, Report, default_sampling, end_token_ids
 from quire.engine.build.adapters import separate_blocks
@@ -17,7 +17,9 @@ from quire.engine.build.encoder_decoder import encoder_decoder_config, encoder_i
 from quire.engine.build.report import policies_in_words, running_on
 from quire.engine.build.resolve import (
     Precision,
+    block_layout,
     default_limits,
+    layer_groups,
     resolve_max_model_len,
     resolve_precision,
     resolve_scheduler,
@@ -47,6 +49,7 @@ class SimulatedParts:
     device: SimulatedDevice
     precision: Precision
     weights: WeightShape
+    groups: LayerGroups
     pool: PoolSize
     scheduler: SchedulerConfig
     max_model_len: int
@@ -76,6 +79,8 @@ def build_simulated(config: EngineConfig, started: float) -> Built:
         parts.num_swap_blocks,
         num_separate_blocks=parts.num_adapter_blocks,
         kind=PagedMemory if described.encoder is None else CrossMemory,
+        groups=parts.groups,
+        max_step_tokens=scheduler.limits[1],
     )
     adapters = None
     if parts.adapters is not None:
@@ -145,10 +150,12 @@ def simulated_parts(
     precision = resolve_precision(replace(config, runner=here), model)
     max_model_len = resolve_max_model_len(config, model)
     weights = weight_shape(model, precision.format)
-    layout = _layout(model, precision, config.memory.block_size)
-    pool = _pool(config, device, precision, layout, weights, model, max_model_len)
+    groups = layer_groups(config, model, max_model_len)
+    layout = block_layout(config.memory.block_size, model, precision, groups)
+    pool = _pool(config, device, precision, layout, groups, weights, model, max_model_len)
     num_adapter_blocks = separate_blocks(config.adapters, pool.num_blocks, layout.block_bytes)
-    scheduler = resolve_scheduler(config.scheduler, precision.device, pool.num_blocks - num_adapter_blocks)
+    num_blocks = (pool.num_blocks - num_adapter_blocks) // groups.num_groups
+    scheduler = resolve_scheduler(config.scheduler, precision.device, num_blocks)
     costs = _costs(model, precision, weights, layout)
     clock = VirtualClock()
     adapters = size_adapters(config, model, precision, device, layout.block_bytes, clock)
@@ -157,6 +164,7 @@ def simulated_parts(
         device=device,
         precision=precision,
         weights=weights,
+        groups=groups,
         pool=pool,
         scheduler=scheduler,
         max_model_len=max_model_len,
@@ -182,13 +190,8 @@ def _num_swap_blocks(config: EngineConfig, device: SimulatedDevice, layout: Bloc
 
 def model_costs(model: ModelConfig, precision: Precision, block_size: int) -> ModelNumbers:
     """What the model's steps read and compute at this precision, for a cost model."""
-    return _costs(
-        model, precision, weight_shape(model, precision.format), _layout(model, precision, block_size)
-    )
-
-
-def _layout(model: ModelConfig, precision: Precision, block_size: int) -> BlockLayout:
-    return BlockLayout(model.num_layers, block_size, model.num_kv_heads, model.head_dim, precision.kv_dtype)
+    layout = block_layout(block_size, model, precision)
+    return _costs(model, precision, weight_shape(model, precision.format), layout)
 
 
 def _costs(
@@ -218,6 +221,7 @@ def _pool(
     device: SimulatedDevice,
     precision: Precision,
     layout: BlockLayout,
+    groups: LayerGroups,
     weights: WeightShape,
     model: ModelConfig,
     max_model_len: int,
@@ -228,7 +232,7 @@ def _pool(
     memory: MemoryConfig = config.memory
     if memory.kv_cache_memory_bytes is not None:  # a limit of each rank
         memory = replace(memory, kv_cache_memory_bytes=memory.kv_cache_memory_bytes * device.ranks)
-    return pool_size(memory, layout, rows, max_model_len, free * device.ranks)
+    return pool_size(memory, layout, groups, rows, max_model_len, free * device.ranks)
 
 
 def _free_bytes(config: EngineConfig, device: SimulatedDevice, weights: WeightShape, activations: int) -> int:

@@ -123,7 +123,7 @@ def make_parts(
     received: dict[str, PackedAdapter] | None = None,
 ) -> _Parts:
     config, device = plan.config, plan.precision.device
-    scheduler = resolve_scheduler(config.scheduler, device, pool.num_blocks)
+    scheduler = resolve_scheduler(config.scheduler, device, pool.num_blocks // plan.groups.num_groups)
     max_num_seqs, max_tokens = scheduler.limits
     end_ids = end_token_ids(plan.source, plan.model)
     block_size = config.memory.block_size
@@ -166,6 +166,8 @@ def _make_engine(
         host.make_offload_cache(pending),
         pool.num_adapter_blocks,
         PagedMemory if plan.model.encoder is None else CrossMemory,
+        plan.groups,
+        parts.limits.max_num_batched_tokens,
     )
     adapters = None
     if parts.adapters is not None:

@@ -66,7 +66,8 @@ def _check_fits(read: Mapping[str, Sequence[int]], engine: Engine) -> None:
                 f"pin_prefix {path}: {len(token_ids)} tokens are too many, the context is {context} and must hold more "
                 "than the prefix: shorten it, or raise max_model_len"
             )
-    wanted = sum(len(token_ids) // memory.block_size for token_ids in read.values())
+    size = memory.block_size
+    wanted = sum(memory.blocks_for(len(token_ids) // size * size) for token_ids in read.values())
     if wanted > MAX_POOL_SHARE * memory.num_blocks:
         raise ConfigError(
             f"pin_prefix would hold {wanted} of the pool's {memory.num_blocks} blocks, and at most half may be "

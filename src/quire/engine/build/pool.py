@@ -60,7 +60,7 @@ def start_kernel_warmup(plan: BuildPlan) -> KernelWarmup:
         activation_dtype=plan.precision.format.activation_dtype,
         deterministic=config.runner.deterministic,
     )
-    layout = block_layout(config.memory.block_size, plan.local, plan.precision)
+    layout = block_layout(config.memory.block_size, plan.local, plan.precision, plan.groups)
     return KernelWarmup(
         device,
         partial(warm_up_sampling, plan.model.vocab_size, device),
@@ -90,18 +90,19 @@ def _lora_pieces(plan: BuildPlan, limits: RunnerLimits) -> Iterator[Callable[[],
 
 def make_pool(plan: BuildPlan, models: LoadedModels, warmup: KernelWarmup) -> BuiltPool:
     config, precision = plan.config, plan.precision
-    layout = block_layout(config.memory.block_size, models.model.config, precision)
+    layout = block_layout(config.memory.block_size, models.model.config, precision, plan.groups)
     max_rows, _ = default_limits(config.scheduler, precision.device)
     divided = None
     if precision.device.type == "cuda":
         divided = _divide_gpu(plan, models.model, layout, warmup)
     free = free_host_bytes() // config.parallel.num_ranks if divided is None else divided.pool
     memory, free = _without_draft(config.memory, layout, models.draft, free)
-    size = pool_size(memory, layout, max_rows, plan.max_model_len, free)
+    size = pool_size(memory, layout, plan.groups, max_rows, plan.max_model_len, free)
     if (agreed := plan.agreed(size.num_blocks)) < size.num_blocks:
-        memory = replace(memory, num_blocks=agreed)
+        memory = replace(memory, num_blocks=agreed // plan.groups.num_groups)
         size = replace(
-            pool_size(memory, layout, max_rows, plan.max_model_len, free), limit="the smallest rank"
+            pool_size(memory, layout, plan.groups, max_rows, plan.max_model_len, free),
+            limit="the smallest rank",
         )
     return BuiltPool(
         Pool(layout, size.num_blocks + 1, precision.device),

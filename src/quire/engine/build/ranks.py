@@ -57,7 +57,8 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
     """ConfigError for what ranks cannot do yet."""
     size, memory = config.parallel.num_ranks, config.memory
     why = ""
-    if KNOWN[model.architecture].file != "llama" or model.architecture == "Olmo2ForCausalLM":
+    norms_of_rows = model.architecture in ("Olmo2ForCausalLM", "Olmo3ForCausalLM")  # of all heads together
+    if KNOWN[model.architecture].file != "llama" or norms_of_rows:
         why = f"{model.architecture} cannot be cut into ranks: choose a Llama-type model"
     elif memory.kv_offload_dir is not None:
         why = "kv_offload_dir is for one rank: leave it out (kv_offload_gb works)"

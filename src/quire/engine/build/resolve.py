@@ -14,7 +14,7 @@ from quire.core.config import (
     Task,
 )
 from quire.core.errors import ConfigError, InvalidRequest, ModelError
-from quire.core.layout import BlockLayout
+from quire.core.layout import BlockLayout, LayerGroups
 from quire.core.sampling import SamplingParams
 from quire.engine.build.encoder_decoder import encoder_decoder_config
 from quire.kernels import native
@@ -76,6 +76,10 @@ class BuildPlan:
     @property
     def speculative(self) -> SpeculativeConfig | None:
         return self.config.speculative_config
+
+    @property
+    def groups(self) -> LayerGroups:
+        return layer_groups(self.config, self.model, self.max_model_len)
 
 
 def make_plan(config: EngineConfig, progress: Progress | None = None, task: Task = "generate") -> BuildPlan:
@@ -176,8 +180,31 @@ def resolve_scheduler(config: SchedulerConfig, device: torch.device, num_blocks:
     return replace(config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
 
 
-def block_layout(block_size: int, model: ModelConfig, precision: Precision) -> BlockLayout:
-    return BlockLayout(model.num_layers, block_size, model.num_kv_heads, model.head_dim, precision.kv_dtype)
+def layer_groups(config: EngineConfig, model: ModelConfig, max_model_len: int) -> LayerGroups:
+    """Which layers share a block: those with a sliding window apart from others, where their blocks can be freed.
+
+    A draft model has the target's block ids, and needs all of them.
+    """
+    memory, speculative = config.memory, config.speculative_config
+    drafts = speculative is not None and speculative.method == "draft_model"
+    if drafts or memory.reservation != "paged" or not memory.share or not any(model.windows):
+        return LayerGroups.together(model.num_layers)
+    return LayerGroups.of([window if window < max_model_len else 0 for window in model.windows])
+
+
+def block_layout(
+    block_size: int, model: ModelConfig, precision: Precision, groups: LayerGroups | None = None
+) -> BlockLayout:
+    """`groups`: None for all layers in one block."""
+    groups = groups or LayerGroups.together(model.num_layers)
+    return BlockLayout(
+        groups.num_layers,
+        block_size,
+        model.num_kv_heads,
+        model.head_dim,
+        precision.kv_dtype,
+        groups.num_groups,
+    )
 
 
 def set_threads(asked: int | None, precision: Precision) -> int:

@@ -47,7 +47,7 @@ class LoadedModels:
 def load_models(plan: BuildPlan, progress: Progress | None) -> LoadedModels:
     """The target, all in memory unless the settings say otherwise, and the draft model."""
     config, precision = plan.config, plan.precision
-    factory = LayerFactory(precision.format, precision.device, plan.max_model_len, plan.part)
+    factory = LayerFactory(precision.format, precision.device, plan.max_model_len, plan.part, plan.groups)
     source = plan.source if plan.part is None else CutSource(plan.source, plan.part.cut)
     advance = partial(progress, "weights") if progress is not None else None
     offload = resolve_offload(config, precision)

@@ -149,7 +149,8 @@ inline void run_narrow(const AttentionProblem& p, const AttentionPlan& plan, con
     }
     if (context_len > kSegmentPositions) return;  // joined once all segments are there
     for (int64_t row = 0; row < num_rows; ++row) {
-        write_result(states[row], result_of(p, first_token, row, item.kv_head), p.head_dim);
+        write_result(states[row], result_of(p, first_token, row, item.kv_head), p.head_dim,
+                     p.sink_of(item.kv_head, row));
     }
 }
 
@@ -164,7 +165,7 @@ inline void join_segments(const AttentionProblem& p, const AttentionPlan& plan, 
             const int64_t step = p.num_kv_heads * num_rows * floats;
             join(total, State{total.memory + segment * step}, padded_dim);
         }
-        write_result(total, result_of(p, first_token, row, item.kv_head), p.head_dim);
+        write_result(total, result_of(p, first_token, row, item.kv_head), p.head_dim, p.sink_of(item.kv_head, row));
     }
 }
 
@@ -190,7 +191,8 @@ inline void run_wide(const AttentionProblem& p, const AttentionItem& item) {
                              first_position + tokens);
     }
     for (int64_t row = 0; row < num_rows; ++row) {
-        write_result(scratch.total[row], result_of(p, start_token + first, row, item.kv_head), p.head_dim);
+        write_result(scratch.total[row], result_of(p, start_token + first, row, item.kv_head), p.head_dim,
+                     p.sink_of(item.kv_head, row));
     }
 }
 
@@ -216,7 +218,8 @@ inline void run_attention(const AttentionProblem& p, int64_t num_requests) {
 // Arguments: q, token stride, head stride, heads, kv heads, head_dim, dtype, block size, k pages, its three strides,
 // v pages, its three strides, query_starts, context_lens, requests, block_tables, its stride, scale, window, out,
 // out stride, tree_starts, ancestors (both null where there are no trees), k scales, v scales (both null unless pages
-// are int8), two strides of both, soft cap, slopes (null: none), reach of the table that slopes are (0: they are none).
+// are int8), two strides of both, soft cap, slopes (null: none), reach of the table that slopes are (0: they are none),
+// sinks (null: none).
 inline void paged_attention(const int64_t* words) {
     const Arguments a{words};
     const AttentionProblem problem{
@@ -229,7 +232,7 @@ inline void paged_attention(const int64_t* words) {
         a.pointer<const int32_t>(16), a.pointer<const int32_t>(17), a.pointer<const int32_t>(19), a.integer(20),
         a.real(21), a.integer(22), a.pointer<float>(23), a.integer(24),
         a.pointer<const int32_t>(25), a.pointer<const int64_t>(26), a.real(31), a.pointer<const float>(32),
-        a.integer(33)};
+        a.integer(33), a.pointer<const float>(34)};
     const int64_t dtype = a.integer(6), requests = a.integer(18);
     if (dtype == 0) run_attention<float>(problem, requests);
     else if (dtype == 1) run_attention<Half>(problem, requests);

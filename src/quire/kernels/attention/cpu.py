@@ -25,13 +25,14 @@ def paged_attention(
     *,
     soft_cap: float = 0.0,  # as in the reference, and
     slopes: Tensor | None = None,  # [Hq] or [Hq, 2 * reach + 1] float32
+    sinks: Tensor | None = None,  # [Hq] float32
     k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
     v_scales: Tensor | None = None,
 ) -> Tensor:  # [T, Hq * D]
     """Causal attention of every request's queries, the last of its context, over its pages."""
     tokens, heads, head_dim = q.shape
     out = native.empty(tokens, heads * head_dim) if out is None else out
-    native.check_floats(q, out, slopes)
+    native.check_floats(q, out, slopes, sinks)
     native.check_indices(torch.int32, query_starts, context_lens, tree_starts)
     native.check_indices(torch.int64, ancestors)
     if block_tables.dtype is not torch.int32 or block_tables.stride(-1) != 1:
@@ -47,11 +48,11 @@ def paged_attention(
             block_tables.data_ptr(), block_tables.stride(0),
             native.real(scale), window, out.data_ptr(), out.stride(0),
             native.address(tree_starts), native.address(ancestors), *native.page_scales(k_pages, k_scales, v_scales),
-            native.real(soft_cap), native.address(slopes), _reach(slopes),
+            native.real(soft_cap), native.address(slopes), _reach(slopes), native.address(sinks),
         ),
         (
             q, k_pages, v_pages, query_starts, context_lens, block_tables, out, tree_starts, ancestors, k_scales,
-            v_scales, slopes,
+            v_scales, slopes, sinks,
         ),
     )  # fmt: skip
     return out

@@ -32,7 +32,7 @@ inline void run_full(AttentionProblem p, const FullItem& item, int64_t reach) {
     attend_wide<float>(p, table, item.kv_head, padded_rows, scratch, p.first_seen(scratch.positions[0]),
                        furthest < length ? furthest : length);
     for (int64_t row = 0; row < num_rows; ++row) {
-        write_result(scratch.total[row], result_of(p, start + first, row, item.kv_head), p.head_dim);
+        write_result(scratch.total[row], result_of(p, start + first, row, item.kv_head), p.head_dim, nullptr);
     }
 }
 

@@ -23,6 +23,8 @@ def paged_attention(
     # float32, added to scores: [Hq] times the distance of the key (ALiBi), or, by the distance, an entry of
     # [Hq, 2 * reach + 1], whose middle is distance 0 and whose ends stand for all beyond (T5)
     slopes: Tensor | None = None,
+    # [Hq] float32: a score of every query in this head, for a key without a value
+    sinks: Tensor | None = None,
     k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
     v_scales: Tensor | None = None,
 ) -> Tensor:  # [T, Hq * D]
@@ -43,12 +45,13 @@ def paged_attention(
         k = _gather(k_pages, k_scales, block_tables[row], context_len)
         v = _gather(v_pages, v_scales, block_tables[row], context_len)
         if tree_starts is None or ancestors is None or (start := int(tree_starts[first])) < 0:
-            result[first:last] = _attend(q[first:last], k, v, context_len, scale, window, soft_cap, slopes)
+            seen = (k, v, context_len)
+            result[first:last] = _attend(q[first:last], *seen, scale, window, soft_cap, slopes, sinks)
             continue
         for query in range(first, last):
             path = _path(start, int(ancestors[query]))
             seen = (k[path], v[path], len(path))
-            result[query] = _attend(q[query : query + 1], *seen, scale, window, soft_cap, slopes)[0]
+            result[query] = _attend(q[query : query + 1], *seen, scale, window, soft_cap, slopes, sinks)[0]
     flat = result.view(num_tokens, num_heads * head_dim)
     return flat if out is None else out.copy_(flat)
 
@@ -107,6 +110,7 @@ def _attend(
     window: int,
     soft_cap: float,
     slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     num_queries = len(q)
     key_positions = torch.arange(context_len, device=q.device)
@@ -117,7 +121,7 @@ def _attend(
     bias = None
     if slopes is not None:
         bias = by_distance(slopes, key_positions[None, :] - query_positions[:, None])
-    return _attend_all(q, k, v, scale, hidden, soft_cap, bias)
+    return _attend_all(q, k, v, scale, hidden, soft_cap, bias, sinks)
 
 
 def by_distance(slopes: Tensor, distances: Tensor) -> Tensor:
@@ -136,6 +140,7 @@ def _attend_all(
     hidden: Tensor | None = None,
     soft_cap: float = 0.0,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """hidden [queries, keys]: pairs that do not count; bias [heads, queries, keys] is added to scores."""
     group = q.shape[1] // k.shape[1]
@@ -148,4 +153,7 @@ def _attend_all(
         scores = scores + bias
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).to(q.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : k.shape[0]]
+    return torch.einsum("hqk,khd->qhd", shares, v).to(q.dtype)

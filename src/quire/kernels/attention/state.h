@@ -83,6 +83,7 @@ struct AttentionProblem {
     float soft_cap;              // of scores, 0: none
     const float* slopes;         // per head, or a table by distance; null: none
     int64_t table_reach;         // of a table [heads, 2 * reach + 1]: distances beyond it count as it; 0: one slope per head
+    const float* sinks = nullptr;  // per head, null: none
     int64_t position_shift = 0;  // how far positions are behind those that distances count from
 
     // Of a request whose first query this is: the place where its tree begins, -1 if it has none.
@@ -91,6 +92,10 @@ struct AttentionProblem {
     // Whether scores are capped or have slopes.
     bool adjusts() const { return soft_cap > 0.0f || slopes != nullptr; }
     int64_t padded_dim() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }
+    // Of a query's head: the score that takes part in the sum of probabilities and has no value; null: none.
+    const float* sink_of(int64_t kv_head, int64_t row) const {
+        return sinks == nullptr ? nullptr : sinks + kv_head * group() + row % group();
+    }
     // The first position that the query at `position` sees.
     int64_t first_seen(int64_t position) const {
         return window > 0 && position >= window ? position - window + 1 : 0;
@@ -158,8 +163,12 @@ inline void join(State total, State segment, int64_t padded_dim) {
 }
 
 // Divides by the sum of probabilities; a query that saw nothing gives zeros.
-inline void write_result(State state, float* out, int64_t head_dim) {
-    const float total = sum(load(state.sums()));
+inline void write_result(State state, float* out, int64_t head_dim, const float* sink) {
+    float total = sum(load(state.sums()));
+    if (sink != nullptr) {
+        const float power = *sink * kLog2E - state.maximum();
+        total += power_of_two_of(power < 126.0f ? power : 126.0f);
+    }
     const Floats inverse = broadcast(total > 0.0f ? 1.0f / total : 0.0f);
     for (int64_t i = 0; i < head_dim; i += kLanes) {
         store_part(out + i, multiply(load(state.values() + i), inverse), head_dim - i);

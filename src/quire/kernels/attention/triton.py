@@ -45,6 +45,7 @@ def paged_attention(
     *,
     soft_cap: float = 0.0,  # as in the reference, and
     slopes: Tensor | None = None,  # [Hq] or [Hq, 2 * reach + 1] float32
+    sinks: Tensor | None = None,  # [Hq] float32
     plan: AttentionPlan | None = None,  # of these rows and this window; made here if None
     max_query_len: int | None = None,  # 1: every row has one query at most, and no prompt kernel is launched
     deterministic: bool = False,  # for a plan made here
@@ -75,7 +76,7 @@ def paged_attention(
     # Scores are taken in base 2: that is what the hardware has.
     scales = _page_scales(k_pages, v_pages, k_scales, v_scales)
     base_2 = scale * math.log2(math.e)
-    arguments = (q, k_pages, v_pages, block_tables, plan, base_2, scales, out, soft_cap, slopes)
+    arguments = (q, k_pages, v_pages, block_tables, plan, base_2, scales, out, soft_cap, slopes, sinks)
     (fixed_decode if plan.chunk else decode)(*arguments)
     if tree_starts is not None and ancestors is not None and positions is not None:
         (fixed_tree if plan.chunk else tree_prompt)(*arguments, tree_starts, ancestors, positions)

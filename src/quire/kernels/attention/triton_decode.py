@@ -17,6 +17,7 @@ from quire.kernels.attention.triton_tile import (
     table_width,
     tile_scales,
     visible_keys,
+    with_sinks,
 )
 
 SUMS_AT_ONCE = 64  # partial sums × heads that a reduction holds in registers
@@ -25,7 +26,7 @@ USUAL_HEAD = 128  # wider heads hold fewer at once, to fit the registers
 
 def decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None, sinks: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with one query; leaves other rows of `out` alone."""
     num_heads, head_dim = q.shape[1:]
@@ -33,16 +34,16 @@ def decode(
     tuning = plan.tuning
     _decode_kernel[(plan.num_decode_programs * num_kv_heads,)](
         q, k_pages, v_pages, plan.decode_items, plan.totals, block_tables, out,
-        plan.row_slots, plan.partial_acc, plan.partial_max, plan.counters, slopes, scale, scales.k, scales.v,
+        plan.row_slots, plan.partial_acc, plan.partial_max, plan.counters, slopes, sinks, scale, scales.k, scales.v,
         *q.stride()[:2], *k_pages.stride()[:3], *scales.strides, block_tables.stride(0), out.stride(0),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=query_rows(group), GROUP_PADDED=padded_power(group),
         HEAD_DIM=head_dim, BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
         TILE=tuning.decode_tile, WINDOW=plan.window, SCALED=scales.exist, FUSED=tuning.fused_reduction,
-        SUMS=_sums_at_once(group, head_dim), CAP=soft_cap, SLOPED=table_width(slopes),
+        SUMS=_sums_at_once(group, head_dim), CAP=soft_cap, SLOPED=table_width(slopes), SINKS=sinks is not None,
         num_warps=tuning.decode_warps, num_stages=tuning.decode_stages, maxnreg=tuning.decode_registers,
     )  # fmt: skip
     if not tuning.fused_reduction:
-        reduce_pieces(plan, num_heads, head_dim, out)
+        reduce_pieces(plan, num_heads, head_dim, out, sinks)
 
 
 def _sums_at_once(group: int, head_dim: int) -> int:
@@ -50,20 +51,22 @@ def _sums_at_once(group: int, head_dim: int) -> int:
     return max(2, SUMS_AT_ONCE // padded_power(group) // max(1, padded_power(head_dim) // USUAL_HEAD))
 
 
-def reduce_pieces(plan: AttentionPlan, num_heads: int, head_dim: int, out: Tensor) -> None:
+def reduce_pieces(
+    plan: AttentionPlan, num_heads: int, head_dim: int, out: Tensor, sinks: Tensor | None
+) -> None:
     """Adds up the pieces of every row that has several; one program per row and query head."""
     _reduce_kernel[(plan.num_rows, num_heads)](
-        plan.partial_acc, plan.partial_max, plan.row_slots, out, out.stride(0),
+        plan.partial_acc, plan.partial_max, plan.row_slots, out, sinks, out.stride(0),
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=padded_power(head_dim),
-        SUMS=32, IN_ORDER=plan.chunk > 0, num_warps=4 if plan.chunk == 0 else 1,
+        SUMS=32, IN_ORDER=plan.chunk > 0, SINKS=sinks is not None, num_warps=4 if plan.chunk == 0 else 1,
     )  # fmt: skip
 
 
 @triton.jit
 def _merged_sums(
-    partial_acc, partial_max, first, number, heads, inside,
+    partial_acc, partial_max, sinks, first, number, heads, inside,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
-    SUMS: tl.constexpr,
+    SUMS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """[HEADS, BLOCK_D] of the results of one row's heads, from its slots first .. first + number."""
     columns = tl.arange(0, BLOCK_D)
@@ -88,19 +91,20 @@ def _merged_sums(
         total = total * shrink + tl.sum(totals * shares, 0)
         acc = acc * shrink[:, None] + tl.sum(sums * shares[:, :, None], 0)
         top = new_top
+    total = with_sinks(total, top, sinks, heads, inside, SINKS)
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _decode_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, row_slots, partial_acc, partial_max, counters, slopes, scale,
-    k_scales, v_scales,
+    q, k_pages, v_pages, items, totals, tables, out, row_slots, partial_acc, partial_max, counters, slopes, sinks,
+    scale, k_scales, v_scales,
     stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_scales, stride_scale_head,
     stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SCALED: tl.constexpr, FUSED: tl.constexpr, SUMS: tl.constexpr, CAP: tl.constexpr,
-    SLOPED: tl.constexpr,
+    SLOPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     # Heads of one piece are neighbours: they read the same pages at the same time.
     index = tl.program_id(0) // KV_HEADS
@@ -156,6 +160,7 @@ def _decode_kernel(
         )
 
     if piece < 0:
+        total = with_sinks(total, top, sinks, heads, used, SINKS)
         whole = acc / tl.where(total > 0, total, 1.0)[:, None]
         pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
         tl.store(pointers, whole.to(out.dtype.element_ty), real)
@@ -176,8 +181,8 @@ def _decode_kernel(
                     few = tl.arange(0, GROUP_PADDED)
                     few_heads = kv_head * GROUP + few
                     result = _merged_sums(
-                        partial_acc, partial_max, first_slot, num_slots, few_heads, few < GROUP,
-                        KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, GROUP_PADDED, SUMS,
+                        partial_acc, partial_max, sinks, first_slot, num_slots, few_heads, few < GROUP,
+                        KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, GROUP_PADDED, SUMS, SINKS,
                     )  # fmt: skip
                     out_row = out + (token + which - row).to(tl.int64) * stride_out
                     tl.store(
@@ -189,9 +194,9 @@ def _decode_kernel(
 
 @triton.jit
 def _reduce_kernel(
-    partial_acc, partial_max, row_slots, out, stride_out,
+    partial_acc, partial_max, row_slots, out, sinks, stride_out,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SUMS: tl.constexpr,
-    IN_ORDER: tl.constexpr,
+    IN_ORDER: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     first = tl.load(row_slots + tl.program_id(0) * 4)
     number = tl.load(row_slots + tl.program_id(0) * 4 + 1)
@@ -213,12 +218,12 @@ def _reduce_kernel(
             acc, top, total = merge(
                 acc, top, total, sums, tl.load(partial_max + at * 2), tl.load(partial_max + at * 2 + 1)
             )
-        result = acc / total[:, None]
+        result = acc / with_sinks(total, top, sinks, head + single, single == 0, SINKS)[:, None]
     else:
         heads = head + tl.arange(0, 1)
         result = _merged_sums(
-            partial_acc, partial_max, first, number, heads, heads >= 0,
-            NUM_HEADS, HEAD_DIM, BLOCK_D, 1, SUMS,
+            partial_acc, partial_max, sinks, first, number, heads, heads >= 0,
+            NUM_HEADS, HEAD_DIM, BLOCK_D, 1, SUMS, SINKS,
         )  # fmt: skip
     pointers = out + token.to(tl.int64) * stride_out + head * HEAD_DIM + columns[None, :]
     tl.store(pointers, result.to(out.dtype.element_ty), (columns < HEAD_DIM)[None, :])

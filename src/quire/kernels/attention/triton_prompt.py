@@ -25,31 +25,33 @@ from quire.kernels.attention.triton_tile import (
     table_width,
     tile_scales,
     visible_keys,
+    with_sinks,
 )
 
 
 def prompt(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None, sinks: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
     launch_tiles(
         _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
-        (plan.partial_acc, plan.partial_max, slopes), CHUNK=plan.chunk, CAP=soft_cap, SLOPED=table_width(slopes),
+        (plan.partial_acc, plan.partial_max, slopes, sinks),
+        CHUNK=plan.chunk, CAP=soft_cap, SLOPED=table_width(slopes), SINKS=sinks is not None,
     )  # fmt: skip
 
 
 def fixed_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None, sinks: Tensor | None,
 ) -> None:  # fmt: skip
     """`decode` with a deterministic plan: the kernel of prompts, then sums in order."""
     launch_tiles(
         _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
-        (plan.partial_acc, plan.partial_max, slopes), decodes=True,
-        CHUNK=plan.chunk, CAP=soft_cap, SLOPED=table_width(slopes),
+        (plan.partial_acc, plan.partial_max, slopes, sinks), decodes=True,
+        CHUNK=plan.chunk, CAP=soft_cap, SLOPED=table_width(slopes), SINKS=sinks is not None,
     )  # fmt: skip
-    reduce_pieces(plan, q.shape[1], q.shape[2], out)
+    reduce_pieces(plan, q.shape[1], q.shape[2], out, sinks)
 
 
 def launch_tiles(
@@ -106,12 +108,12 @@ def _attend_range(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _prompt_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, partial_acc, partial_max, slopes, scale, k_scales, v_scales,
+    q, k_pages, v_pages, items, totals, tables, out, partial_acc, partial_max, slopes, sinks, scale, k_scales, v_scales,
     stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_scales, stride_scale_head,
     stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
-    CHUNK: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
+    CHUNK: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     num_work = tl.load(totals) * KV_HEADS
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
@@ -172,7 +174,7 @@ def _prompt_kernel(
 
         if first_slot < 0:
             # Rows past the last query may have seen nothing; they are not stored.
-            result = acc / total[:, None]
+            result = acc / with_sinks(total, top, sinks, heads, query < count, SINKS)[:, None]
             pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
             tl.store(pointers, result.to(out.dtype.element_ty), real)
         else:

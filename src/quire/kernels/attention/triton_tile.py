@@ -111,6 +111,15 @@ def row_slopes_of(slopes, heads, used, SLOPED: tl.constexpr):
 
 
 @triton.jit
+def with_sinks(total, top, sinks, heads, used, SINKS: tl.constexpr):
+    """Sums of probabilities with that of each row's sink, at the end of a row: a key without a value."""
+    if SINKS:
+        return total + tl.exp2(tl.load(sinks + heads, used, 0.0) * LOG2_E - top)
+    else:
+        return total
+
+
+@triton.jit
 def adjusted(scores, slopes, positions, start, CAP: tl.constexpr, SLOPED: tl.constexpr, TILE: tl.constexpr):
     """Scores [rows, TILE] in base 2, capped, and with each row's slope times the distance of a key, or what
     its table has for the distance."""

@@ -27,6 +27,7 @@ from quire.kernels.attention.triton_tile import (
     table_width,
     tile_scales,
     visible_keys,
+    with_sinks,
 )
 
 SHORTEST_WINDOW = 64  # a node sees all of its ancestors: no window may end among them
@@ -34,7 +35,7 @@ SHORTEST_WINDOW = 64  # a node sees all of its ancestors: no window may end amon
 
 def tree_prompt(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None, sinks: Tensor | None,
     tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
@@ -44,6 +45,8 @@ def tree_prompt(
         )
     if slopes is not None:
         raise ValueError("slopes by distance have no trees: leave out tree_width, or add deterministic")
+    if sinks is not None:
+        raise ValueError("attention sinks have no trees: leave out tree_width, or add deterministic")
     launch_tiles(
         _tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out, (tree_starts, ancestors, positions),
         CAP=soft_cap,
@@ -154,15 +157,15 @@ def _tree_kernel(
 
 def fixed_tree(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, plan: AttentionPlan,
-    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None,
+    scale: float, scales: PageScales, out: Tensor, soft_cap: float, slopes: Tensor | None, sinks: Tensor | None,
     tree_starts: Tensor, ancestors: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
     # Tiles and warps are those of prompts: they decide bits.
     launch_tiles(
         _fixed_tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
-        (tree_starts, ancestors, positions, slopes), CHUNK=plan.chunk, NODES=MAX_NODES,
-        CAP=soft_cap, SLOPED=table_width(slopes),
+        (tree_starts, ancestors, positions, slopes, sinks), CHUNK=plan.chunk, NODES=MAX_NODES,
+        CAP=soft_cap, SLOPED=table_width(slopes), SINKS=sinks is not None,
     )  # fmt: skip
 
 
@@ -209,13 +212,14 @@ def _attend_paths(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _fixed_tree_kernel(
-    q, k_pages, v_pages, items, totals, tables, out, tree_starts, ancestors, token_positions, slopes, scale,
+    q, k_pages, v_pages, items, totals, tables, out, tree_starts, ancestors, token_positions, slopes, sinks, scale,
     k_scales, v_scales,
     stride_q_token, stride_q_head, stride_block, stride_slot, stride_head, stride_scales, stride_scale_head,
     stride_table, stride_out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
     CHUNK: tl.constexpr, NODES: tl.constexpr, CAP: tl.constexpr, SLOPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     num_work = tl.load(totals) * KV_HEADS
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
@@ -270,6 +274,7 @@ def _fixed_tree_kernel(
             acc, top, total = merge(acc, top, total, chunk_acc, chunk_top, chunk_total)
 
         # Rows past the last query have seen nothing; they are not stored.
+        total = with_sinks(total, top, sinks, heads, query < count, SINKS)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         pointers = out + tokens[:, None] * stride_out + heads[:, None] * HEAD_DIM + columns[None, :]
         tl.store(pointers, result.to(out.dtype.element_ty), real)

@@ -14,3 +14,13 @@ class Routing:
     experts: Tensor  # [T, k] int32, distinct in a row
     weights: Tensor  # [T, k] float32
     gates: Tensor | None  # [T] float32, the weight of the shared expert's result; None: there is none
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """Of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), both clamped, in place of silu(gate) * up; with biases."""
+
+    alpha: float
+    limit: float  # of gate from above, of up on both sides
+    gate_up_bias: Tensor  # [E, 2F]
+    down_bias: Tensor  # [E, H]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.moe.records import Routing
+from quire.kernels.moe.records import ClampedGate, Routing
 
 TILE = 8  # rows of every GEMM on a CPU: one shape, so that a row's bits do not depend on how many there are
 
@@ -37,8 +37,9 @@ def experts(
     residual: Tensor,  # [T, H]
     shared: Tensor | None = None,  # [T, H] the shared expert's result
     invariant: bool = False,
+    clamped: ClampedGate | None = None,
 ) -> Tensor:  # [T, H]
-    """residual + each token's experts, silu(gate) * up between their two matrices, by weight.
+    """residual + each token's experts, silu(gate) * up between their two matrices, or what is `clamped`, by weight.
 
     Reads the weights of chosen experts only. `invariant`: a token's bits do not depend on the other tokens; on a CPU
     they never do.
@@ -48,10 +49,22 @@ def experts(
         rows = F.pad(x[tokens], (0, 0, 0, -len(tokens) % TILE))
         tiles = []
         for tile in rows.split(TILE):
-            gate, up = F.linear(tile, gate_up[expert]).chunk(2, dim=-1)
-            tiles.append(F.linear(F.silu(gate) * up, down[expert]))
+            both = F.linear(tile, gate_up[expert])
+            if clamped is None:
+                gate, up = both.chunk(2, dim=-1)
+                tiles.append(F.linear(F.silu(gate) * up, down[expert]))
+            else:
+                gated = clamped_gate(both + clamped.gate_up_bias[expert], clamped)
+                tiles.append(F.linear(gated, down[expert]) + clamped.down_bias[expert])
         results[tokens, places] = torch.cat(tiles)[: len(tokens)]
     return combine(results, routing, residual, shared)
+
+
+def clamped_gate(both: Tensor, clamped: ClampedGate) -> Tensor:
+    """both [T, 2F], gate | up with their biases -> [T, F]."""
+    gate, up = both.chunk(2, dim=-1)
+    gate = gate.clamp(max=clamped.limit)
+    return gate * torch.sigmoid(clamped.alpha * gate) * (up.clamp(-clamped.limit, clamped.limit) + 1)
 
 
 def chosen(routing: Routing) -> Iterator[tuple[int, Tensor, Tensor]]:

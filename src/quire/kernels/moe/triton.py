@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.moe.records import Routing
+from quire.kernels.moe.records import ClampedGate, Routing
 
 FEW_TOKENS = 4  # from here on two tokens often have an expert in common, whose weights a GEMM reads once
 BLOCK = 1024  # elements per program of the kernels around the products
@@ -45,32 +45,39 @@ def experts(
     residual: Tensor,  # [T, H]
     shared: Tensor | None = None,  # [T, H]
     invariant: bool = False,
+    clamped: ClampedGate | None = None,
 ) -> Tensor:  # [T, H]
     """As the reference."""
     if x.shape[0] == 0:
         return residual
     if x.shape[0] <= FEW_TOKENS and not invariant:
-        return _few(x, gate_up, down, routing, residual, shared)
-    return _grouped(x, gate_up, down, routing, residual, shared, invariant)
+        return _few(x, gate_up, down, routing, residual, shared, clamped)
+    return _grouped(x, gate_up, down, routing, residual, shared, invariant, clamped)
 
 
 def _few(
-    x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, residual: Tensor, shared: Tensor | None
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    residual: Tensor,
+    shared: Tensor | None,
+    clamped: ClampedGate | None,
 ) -> Tensor:
     tokens, top_k = routing.experts.shape
     hidden, inner = x.shape[1], down.shape[2]
     gated, out = x.new_empty(tokens * top_k, inner), torch.empty_like(residual)
     rows, columns = 4, min(1024, triton.next_power_of_2(hidden))
     _few_gate_up[(triton.cdiv(inner, rows), tokens * top_k)](
-        x, gate_up, routing.experts, gated, x.stride(0), gate_up.stride(0), inner,
-        hidden, top_k, rows, columns, hidden % columns == 0 and inner % rows == 0, num_warps=4,
+        x, gate_up, routing.experts, gated, *_gate(clamped), x.stride(0), gate_up.stride(0), inner,
+        hidden, top_k, rows, columns, hidden % columns == 0 and inner % rows == 0, clamped is not None, num_warps=4,
     )  # fmt: skip
     columns = min(1024, triton.next_power_of_2(inner))
     _few_down[(triton.cdiv(hidden, rows), tokens)](
-        gated, down, routing.experts, routing.weights, shared, routing.gates, residual, out,
+        gated, down, routing.experts, routing.weights, shared, routing.gates, residual, out, _down_bias(clamped),
         down.stride(0), residual.stride(0), hidden,
         inner, top_k, shared is not None, rows, columns,
-        inner % columns == 0 and hidden % rows == 0, num_warps=4,
+        inner % columns == 0 and hidden % rows == 0, clamped is not None, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -83,6 +90,7 @@ def _grouped(
     residual: Tensor,
     shared: Tensor | None,
     invariant: bool,
+    clamped: ClampedGate | None,
 ) -> Tensor:
     tokens, top_k = routing.experts.shape
     num_experts, hidden, inner = down.shape
@@ -97,12 +105,12 @@ def _grouped(
     )  # as many as there can be; those beyond the last one end at once
     gated, results = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
     _grouped_gate_up[(triton.cdiv(inner, columns), tiles)](
-        x, gate_up, order, starts, gated, x.stride(0), gate_up.stride(0), num_experts, inner,
-        hidden, top_k, padded, rows, columns, depth, num_warps=warps, num_stages=stages,
+        x, gate_up, order, starts, gated, *_gate(clamped), x.stride(0), gate_up.stride(0), num_experts, inner,
+        hidden, top_k, padded, rows, columns, depth, clamped is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _grouped_down[(triton.cdiv(hidden, columns), tiles)](
-        gated, down, order, starts, results, down.stride(0), num_experts, hidden,
-        inner, padded, rows, columns, depth, num_warps=warps, num_stages=stages,
+        gated, down, order, starts, results, _down_bias(clamped), down.stride(0), num_experts, hidden,
+        inner, padded, rows, columns, depth, clamped is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     out = torch.empty_like(residual)
     _combine_kernel[(tokens, triton.cdiv(hidden, BLOCK))](
@@ -110,6 +118,15 @@ def _grouped(
         top_k, shared is not None, BLOCK, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _gate(clamped: ClampedGate | None) -> tuple[Tensor | None, float, float]:
+    """What kernels take of it."""
+    return (None, 0.0, 0.0) if clamped is None else (clamped.gate_up_bias, clamped.alpha, clamped.limit)
+
+
+def _down_bias(clamped: ClampedGate | None) -> Tensor | None:
+    return None if clamped is None else clamped.down_bias
 
 
 def _tile(mean_rows: int, invariant: bool) -> tuple[int, int, int, int, int]:
@@ -151,9 +168,24 @@ def _choose_kernel(
 
 
 @triton.jit
+def _gated(gate, up, bias, expert, column, known, width, alpha, limit, CLAMPED: tl.constexpr):
+    """silu(gate) * up, or what ClampedGate says; `column` of each gate among `width`, in a shape that fits."""
+    if CLAMPED:
+        bias += expert.to(tl.int64) * 2 * width + column
+        gate += tl.load(bias, mask=known, other=0.0).to(tl.float32)
+        up += tl.load(bias + width, mask=known, other=0.0).to(tl.float32)
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _few_gate_up(
-    x, gate_up, experts, out, x_stride, expert_stride, num_rows,
+    x, gate_up, experts, out, bias, alpha, limit, x_stride, expert_stride, num_rows,
     LENGTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of some rows, for one token and one of its experts."""
     pair = tl.program_id(1)
@@ -171,16 +203,16 @@ def _few_gate_up(
         gate += _row(gates + first, known, EVEN) * value[None, :]
         up += _row(ups + first, known, EVEN) * value[None, :]
     gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
-    result = gate_sum / (1.0 + tl.exp(-gate_sum)) * up_sum
+    result = _gated(gate_sum, up_sum, bias, expert, row, row < num_rows, num_rows, alpha, limit, CLAMPED)
     target = out + pair.to(tl.int64) * num_rows + row
     tl.store(target, result.to(out.dtype.element_ty), mask=row < num_rows)
 
 
 @triton.jit
 def _few_down(
-    x, down, experts, weights, shared, gates, residual, out, expert_stride, stride, num_rows,
+    x, down, experts, weights, shared, gates, residual, out, bias, expert_stride, stride, num_rows,
     LENGTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a token's result: all of its experts, one after the other."""
     token = tl.program_id(1)
@@ -200,7 +232,10 @@ def _few_down(
             known = inside[:, None] & (column + first < LENGTH)[None, :]
             value = _row(values + first + column, column + first < LENGTH, EVEN)
             sums += _row(matrix + places + first, known, EVEN) * value[None, :]
-        total += weight * tl.sum(sums, 1)
+        result = tl.sum(sums, 1)
+        if CLAMPED:
+            result += tl.load(bias + expert * num_rows + row, mask=inside, other=0.0).to(tl.float32)
+        total += weight * result
     at = token.to(tl.int64) * num_rows + row
     if SHARED:
         total += tl.load(gates + token) * tl.load(shared + at, mask=inside, other=0.0).to(tl.float32)
@@ -256,9 +291,9 @@ def _expert_tile(starts, tile, num_experts, EXPERTS: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _grouped_gate_up(
-    x, gate_up, order, starts, out, x_stride, expert_stride, num_experts, num_columns,
+    x, gate_up, order, starts, out, bias, alpha, limit, x_stride, expert_stride, num_experts, num_columns,
     LENGTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of a tile of one expert's rows, gathered from x; stored in sorted order."""
     expert, first, end = _expert_tile(starts, tl.program_id(1), num_experts, EXPERTS, ROWS)
@@ -279,7 +314,8 @@ def _grouped_gate_up(
             known = inside[:, None] & (column < num_columns)[None, :]
             gate = tl.dot(value, tl.load(gates + at, mask=known, other=0.0), gate, input_precision="ieee")
             up = tl.dot(value, tl.load(ups + at, mask=known, other=0.0), up, input_precision="ieee")
-        result = gate / (1.0 + tl.exp(-gate)) * up
+        inside = (column < num_columns)[None, :]
+        result = _gated(gate, up, bias, expert, column[None, :], inside, num_columns, alpha, limit, CLAMPED)
         places = out + row.to(tl.int64)[:, None] * num_columns + column[None, :]
         known = (row < end)[:, None] & (column < num_columns)[None, :]
         tl.store(places, result.to(out.dtype.element_ty), mask=known)
@@ -287,9 +323,9 @@ def _grouped_gate_up(
 
 @triton.jit
 def _grouped_down(
-    x, down, order, starts, out, expert_stride, num_experts, num_columns,
+    x, down, order, starts, out, bias, expert_stride, num_experts, num_columns,
     LENGTH: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """A tile of one expert's sorted rows; stored where the pair (token, choice) has its result."""
     expert, first, end = _expert_tile(starts, tl.program_id(1), num_experts, EXPERTS, ROWS)
@@ -308,6 +344,9 @@ def _grouped_down(
             known = inside[:, None] & (column < num_columns)[None, :]
             weight = tl.load(weights + at, mask=known, other=0.0)
             total = tl.dot(value, weight, total, input_precision="ieee")
+        if CLAMPED:
+            biases = bias + expert.to(tl.int64) * num_columns + column
+            total += tl.load(biases, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
         places = out + pair.to(tl.int64)[:, None] * num_columns + column[None, :]
         known = (row < end)[:, None] & (column < num_columns)[None, :]
         tl.store(places, total.to(out.dtype.element_ty), mask=known)

@@ -12,6 +12,8 @@ from quire.weights.quantized.gptq import Awq, Gptq
 from quire.weights.quantized.reader import MARKS, Get, Header, QuantizedReader
 
 WEIGHT = ".weight"
+GPT_OSS = "GptOssForCausalLM"  # its file decodes MXFP4: one tensor holds all experts of a layer
+MXFP4_PARTS = ("_blocks", "_scales")
 
 READERS: dict[str, type[QuantizedReader]] = {
     reader.method: reader for reader in (CompressedTensors, Awq, Gptq, BitsAndBytes)
@@ -25,10 +27,13 @@ class QuantizedWeights:
     encodings: Mapping[str, Encoded]  # by the weight's name; shapes without content
     owned: frozenset[str]  # tensors that encoded weights are made of
     _reader: QuantizedReader | None
+    raw: frozenset[str] = frozenset()  # tensors of whole numbers that the model's own loaders decode
 
     @classmethod
     def of(cls, config: Mapping[str, Any], headers: Mapping[str, Header], get: Get) -> "QuantizedWeights":
         """ModelError or WeightsError in one line where config and tensors do not fit each other."""
+        if GPT_OSS in (config.get("architectures") or ()):
+            return cls({}, frozenset(), None, frozenset(n for n in headers if n.endswith(MXFP4_PARTS)))
         reader = _open_reader(config, headers)
         if reader is None:
             return cls({}, frozenset(), None)
