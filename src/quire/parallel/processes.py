@@ -28,13 +28,18 @@ def shared_file(num_bytes: int) -> int:
 class SharedGroup(Group):
     """Collectives of native code over memory that all ranks map: microseconds, and a tape records them."""
 
-    def __init__(self, kernel: ModuleType, empty: ModuleType, descriptor: int, rank: int, size: int) -> None:
-        """`kernel`: kernels/collective/cpu.py; `empty`: what has the `empty` of native operations' results."""
+    def __init__(
+        self, kernel: ModuleType, empty: ModuleType, memory: mmap.mmap, first: int, rank: int, size: int
+    ) -> None:
+        """`kernel`: kernels/collective/cpu.py; `empty`: what has the `empty` of native operations' results.
+
+        The group's own memory begins at byte `first`.
+        """
         super().__init__(rank, size)
         self._empty = empty.empty
         self._kernel = kernel
-        self._memory = mmap.mmap(descriptor, self.num_bytes(kernel, size))
-        self._all = kernel.Endpoint(self._memory, 0, rank, size, len(self._counters))
+        self._memory, self._first = memory, first
+        self._all = kernel.Endpoint(memory, first, rank, size, len(self._counters))
         self._channels: dict[tuple[int, int], Any] = {}
         self._bounds: dict[tuple[int, ...], Tensor] = {}
 
@@ -80,7 +85,8 @@ class SharedGroup(Group):
         found = self._channels.get((source, to))
         if found is None:
             kernel = self._kernel
-            offset = kernel.group_bytes(self.size) + (source * self.size + to) * kernel.channel_bytes()
+            number = source * self.size + to
+            offset = self._first + kernel.group_bytes(self.size) + number * kernel.channel_bytes()
             end = 0 if source == self.rank else 1
             found = kernel.Endpoint(self._memory, offset, end, kernel.SLOTS, len(self._counters))
             self._channels[source, to] = found

@@ -120,7 +120,9 @@ def make_parts(
     received: dict[str, PackedAdapter] | None = None,
 ) -> _Parts:
     config, device = plan.config, plan.precision.device
-    scheduler = resolve_scheduler(config.scheduler, device, pool.num_blocks)
+    scheduler = resolve_scheduler(
+        config.scheduler, device, pool.num_blocks, config.parallel.pipeline_parallel_size
+    )
     max_num_seqs, max_tokens = scheduler.limits
     end_ids = end_token_ids(plan.source, plan.model)
     limits = Limits(plan.model.vocab_size, plan.max_model_len, max_num_seqs, end_ids, max_tokens)
@@ -140,7 +142,7 @@ def make_parts(
         proposals,
         adapters.slots if adapters is not None else None,
         host.transfers,
-        None if plan.part is None else plan.part.group,
+        plan.part,
     )
     return _Parts(scheduler, limits, host, adapters, proposals, runner)
 

@@ -7,13 +7,13 @@ import torch
 from quire.core.config import SchedulerConfig
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.layers.attention import Pool
+from quire.layers.factory import RankPart
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
-from quire.parallel.group import Group
 from quire.runner.adapters import AdapterSlots
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.drafts import Proposals
-from quire.runner.ranked import RankRunner
+from quire.runner.ranked import rank_runner
 from quire.runner.runner import Runner
 from quire.runner.transfer import TransferEngine
 
@@ -34,11 +34,11 @@ def build_runner(
     proposals: Proposals | None = None,
     adapters: AdapterSlots | None = None,
     transfers: TransferEngine | None = None,
-    group: Group | None = None,
+    part: RankPart | None = None,
 ) -> BuiltRunner:
-    """`group`: of the ranks that compute the model."""
+    """`part`: of a model that several ranks compute."""
     parts = (model, pool, limits, device, proposals, adapters, transfers)
-    runner = Runner(*parts) if group is None else RankRunner(group, *parts)
+    runner = Runner(*parts) if part is None else rank_runner(part, *parts)
     return BuiltRunner(runner, runner.warm_up(GRAPH_SECONDS))
 
 
