@@ -64,7 +64,7 @@ def _everything(llm: LLM, prompts: list[list[int]], adapters: tuple[str, ...]) -
 
 
 # Ranks of a layer, and stages of layers.
-SHAPES = [((2, 1), (3, 1), (1, 3)), ((2, 1), (1, 2), (2, 2))]
+SHAPES = [((3, 1), (1, 3)), ((2, 1), (2, 2))]
 
 
 @pytest.mark.parametrize(("setting", "shapes"), zip(SETTINGS, SHAPES, strict=True))
@@ -123,9 +123,9 @@ def test_full_precision_gives_the_tokens_of_transformers(prompts, monkeypatch):
         quantization="none",
         tensor_parallel_size=2,
     ) as llm:
-        few = prompts[FEW][:6]
+        few = prompts[FEW][:4]
         inputs = [{"prompt_token_ids": ids} for ids in few]
-        outputs = llm.generate(inputs, GREEDY.changed(max_tokens=12), use_tqdm=False)
+        outputs = llm.generate(inputs, GREEDY.changed(max_tokens=8), use_tqdm=False)
     answers = [(ids, list(output.outputs[0].token_ids)) for ids, output in zip(few, outputs, strict=True)]
     gaps = [difference.gap for found in greedy_differences(answers) for difference in found]
     assert all(gap < TIE for gap in gaps), gaps

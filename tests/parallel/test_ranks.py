@@ -23,7 +23,7 @@ class Waiting(Group):
 
     aborted = False
 
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         self.aborted = True
 
 

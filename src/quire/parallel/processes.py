@@ -75,7 +75,7 @@ class SharedGroup(Group):
     def _counted(self) -> np.ndarray:
         return sum((channel.counters for channel in self._channels.values()), start=self._all.counters)
 
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         self._all.abort()
         for source in range(self.size):
             for to in range(self.size):

@@ -27,7 +27,7 @@ LATE_SECONDS = 1.0  # without a beat: the process is looked at
 SILENT_SECONDS = 20.0  # without a beat, on a machine that may be out of memory
 START_SECONDS = 300.0  # before the first beat
 CLOSE_SECONDS = 3.0
-BEAT = b"."
+BEAT = b"\0"  # not in JSON
 _LENGTH = struct.Struct("<I")
 
 
@@ -155,7 +155,7 @@ class RankProcesses:
 
     def _abort(self) -> None:
         for group in self._groups:
-            group.abort()
+            group.abort(str(self._fault))
 
 
 class Reporter:

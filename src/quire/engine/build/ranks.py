@@ -2,6 +2,8 @@
 
 import mmap
 import os
+import tempfile
+import uuid
 from dataclasses import asdict, replace
 from importlib import import_module
 
@@ -20,6 +22,7 @@ from quire.weights.architectures import KNOWN
 
 VERSION = str(import_module("quire").__version__)
 PEER = "quire.engine.build.peer"  # the program of ranks 1 and up
+DEVICES = "quire.parallel.devices"  # loaded where there are GPUs: it brings all of torch.distributed
 SHARED_CARD = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch: ranks may share a GPU
 
 
@@ -31,16 +34,29 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     cut_model(plan.model, 0, parallel.tensor_parallel_size)
     cut_layers(plan.model, parallel.pipeline_parallel_size)
     memory = shared_file(_shared_bytes(parallel))
-    described = {"config": asdict(config), "version": VERSION, "fingerprint": plan.source.fingerprint}
+    described = {
+        "config": asdict(config),
+        "version": VERSION,
+        "fingerprint": plan.source.fingerprint,
+        "store": os.path.join(tempfile.gettempdir(), f"quire-ranks-{uuid.uuid4().hex}"),
+    }
     peers = RankProcesses(PEER, parallel.num_ranks, memory, described)
-    part = rank_part(plan, memory, 0)
+    part = rank_part(plan, memory, 0, described["store"])
     os.close(memory)
     peers.attach(part.group, part.stages, part.everyone)
     return replace(plan, part=part), peers
 
 
-def rank_part(plan: BuildPlan, memory: int, rank: int) -> RankPart:
-    """What rank `rank` computes, and with whom: ranks of one stage follow each other."""
+def rank_part(plan: BuildPlan, memory: int, rank: int, store: str) -> RankPart:
+    """What rank `rank` computes, and with whom: ranks of one stage follow each other.
+
+    Ranks on GPUs meet at the file `store`, those on a CPU in `memory`.
+    """
+    device = plan.precision.device
+    if device.type == "cuda":
+        size = plan.config.parallel.num_ranks
+        group, everyone = import_module(DEVICES).device_groups(store, rank, size, device)
+        return RankPart(cut_model(plan.model, rank, size), group, everyone=everyone)
     if not native.available():
         raise ConfigError("several ranks on a CPU need the native kernels: install a C++ compiler")
     parallel = plan.config.parallel
@@ -86,7 +102,10 @@ def on_rank(config: EngineConfig, rank: int) -> EngineConfig:
 def _check(config: EngineConfig, model: ModelConfig) -> None:
     """ConfigError for what ranks cannot do yet."""
     memory, drafts, why = config.memory, config.speculative_config, ""
-    stages = config.parallel.pipeline_parallel_size
+    stages, on_gpu = (
+        config.parallel.pipeline_parallel_size,
+        resolve_device(config.runner.device).type == "cuda",
+    )
     if KNOWN[model.architecture].file != "llama" or model.architecture == "Olmo2ForCausalLM":
         why = f"{model.architecture} cannot be cut into ranks: choose a Llama-type model"
     elif memory.kv_offload_dir is not None:
@@ -95,6 +114,10 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
         why = "weights of ranks do not stream: leave out cpu_offload_gb and weights_memory_gb"
     elif config.adapters.lora_mode == "merge":
         why = "lora_mode='merge' changes weights of one rank: choose batched"
+    elif stages > 1 and on_gpu:
+        why = "stages run on a CPU only so far: leave out pipeline_parallel_size"
+    elif config.adapters.enabled and on_gpu:
+        why = "adapters of several ranks run on a CPU only so far: leave out enable_lora, lora_modules and lora_dir"
     elif stages > 1 and drafts is not None and drafts.tree_width > 1:
         why = "stages of a pipeline do not know which branch of a tree was accepted: leave out tree_width"
     if why:
