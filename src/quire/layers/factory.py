@@ -49,6 +49,14 @@ class RankPart:
     def is_first(self) -> bool:
         return self.stages.rank == 0
 
+    def __str__(self) -> str:
+        stage = (
+            ""
+            if self.layers is None
+            else f"; stage 0 of {self.stages.size} has layers 0 to {self.layers[1] - 1}"
+        )
+        return f"{self.cut}{stage}"
+
     def joined(self, what: str) -> JoinedRanks | None:
         """None: a rank has all of it."""
         cut = self.cut

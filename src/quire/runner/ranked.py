@@ -6,7 +6,6 @@ of layers a step is begun and finished in two jobs: the first stage begins other
 
 import time
 from collections import deque
-from dataclasses import fields
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.adapters.packing import Tiles
-from quire.adapters.peft import PackedAdapter
+from quire.adapters.transport import describe_packed
 from quire.core.errors import DeviceMemoryFull, EngineDead
 from quire.core.step import Step, StepResult
 from quire.layers.factory import RankPart
@@ -57,10 +55,13 @@ class RankRunner(Runner):
         """The adapters that the step copies into blocks: every rank gets rank 0's copies and reads no files."""
         if self._adapters is None or not step.adapter_loads:
             return []
-        return [_described(fetched.packed) for fetched in self._adapters.fetch(step)]
+        return [describe_packed(fetched.packed) for fetched in self._adapters.fetch(step)]
 
     def finish_next(self, mask: TokenMask | None = None) -> None:
         """Of the first of several stages: finishes the oldest step that was only begun."""
+
+    def log_end(self) -> None:
+        """Of stages: how full the pipeline was, and how long this one waited for others."""
 
     def _choose(self, launched: _Launched, logits: Tensor, mask: TokenMask | None) -> Sampled:
         group = self.part.group
@@ -78,8 +79,9 @@ class RankRunner(Runner):
 class StageOps(CpuOps):
     """Passes through the layers of one stage. A row may have another sequence before its last token is sampled."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, stage: Any, *arguments: Any) -> None:
+        super().__init__(stage, *arguments)
+        self.stage: Stage = stage
         self._begun: deque[TokenInputs] = deque()
         self._last_starts = np.full(
             self._rows.settings.num_prompt_tokens.shape, -1, np.int64
@@ -92,16 +94,14 @@ class StageOps(CpuOps):
     def forward(self, step: Step) -> ForwardPass:
         inputs = step_inputs(step, self._rows.settings)
         tokens = token_inputs(inputs)
-        assert isinstance(self._model, Stage)
-        self._model.begin(self._assembler.assemble(tokens, tokens.are_all_sampled), self._pool)
+        self.stage.begin(self._assembler.assemble(tokens, tokens.are_all_sampled), self._pool)
         self._begun.append(tokens)
         return ForwardPass(inputs, tokens.sample_positions, None)
 
     def finish(self, forward: ForwardPass) -> None:
         """Hidden states have been through all stages: logits, and prompts' logprobs."""
-        assert isinstance(self._model, Stage)
         tokens = self._begun.popleft()
-        scored = self._scored(tokens, self._model.finish(len(tokens.wanted)))
+        scored = self._scored(tokens, self.stage.finish(len(tokens.wanted)))
         forward.logits, forward.scores = scored.logits, scored.scores
 
     def write_tokens(self, forward: ForwardPass, sampled: Sampled) -> None:
@@ -156,46 +156,26 @@ class StageRunner(RankRunner):
         self._in_flight[1] += 1
         return super().collect()
 
-    def close(self) -> None:
+    def log_end(self) -> None:
+        model, stages = self._ops.stage, self.part.stages
         if self._in_flight[1] and self.part.group.rank == 0:
-            log.info("pipeline  %s", self.pipeline())
-        super().close()
+            elapsed = time.perf_counter() - self._started
+            full = f"{self.mean_in_flight:.2f} steps in flight on average, " if self.part.is_first else ""
+            log.info(
+                "pipeline  stage %d: %sbubbles %.0f%% of %.1f s",
+                stages.rank,
+                full,
+                100 * model.waited / elapsed,
+                elapsed,
+            )
 
-    def pipeline(self) -> str:
-        """How full the pipeline was, and how long this stage waited for others."""
-        model = self._ops._model
-        assert isinstance(model, Stage)
-        elapsed = max(1e-9, time.perf_counter() - self._started)
-        return (
-            f"stage {self.part.stages.rank}: {self._in_flight[0] / max(1, self._in_flight[1]):.2f} steps in flight on "
-            f"average, bubbles {model.waited / elapsed:.0%} of {elapsed:.1f} s"
-        )
+    @property
+    def mean_in_flight(self) -> float:
+        return self._in_flight[0] / max(1, self._in_flight[1])
 
 
 def rank_runner(part: RankPart, *arguments: Any) -> RankRunner:
     return RankRunner(part, *arguments) if part.layers is None else StageRunner(part, *arguments)
-
-
-def _described(packed: PackedAdapter) -> Blob:
-    tiles = {field.name: getattr(packed.tiles, field.name) for field in fields(packed.tiles)}
-    arrays = {
-        name: (value.dtype.str, value.shape, value.ravel().tolist())
-        for name, value in tiles.items()
-        if isinstance(value, np.ndarray)
-    }
-    counts = {name: value for name, value in tiles.items() if name not in arrays}
-    described = (packed.data.shape, arrays, counts, packed.scales, packed.content, packed.rank)
-    return described, packed.data.numpy().tobytes()
-
-
-def received_adapter(blob: Blob) -> PackedAdapter:
-    """As `packed_loads` described it."""
-    (shape, arrays, counts, scales, content, rank), data = blob
-    tiles: dict[str, Any] = dict(counts)
-    for name, (kind, size, values) in arrays.items():
-        tiles[name] = np.array(values, kind).reshape(size)
-    numbers = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(*shape)
-    return PackedAdapter(numbers, Tiles(**tiles), tuple(scales), content, rank)
 
 
 class RankedRunner:
@@ -238,5 +218,6 @@ class RankedRunner:
         self._local.prepare_thread()
 
     def close(self) -> None:
+        self._local.log_end()
         self._peers.close()
         self._local.close()

@@ -200,7 +200,7 @@ def _report(
     graphs = f", {num_graphs} sizes of steps captured as graphs" if num_graphs else ""
     return Report(
         model=config.model.served_model_name or plan.source.name,
-        parallel="" if plan.part is None else str(plan.part.cut),
+        parallel="" if plan.part is None else str(plan.part),
         where=running_on(plan.precision, plan.num_threads),
         precision=plan.precision,
         start=StartStats(plan.num_threads, weights_bytes, seconds),

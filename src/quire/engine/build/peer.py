@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.adapters.peft import PackedAdapter
+from quire.adapters.transport import received_packed
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build.assemble import make_parts
@@ -23,7 +24,7 @@ from quire.engine.build.resolve import make_plan
 from quire.engine.build.weights import load_models
 from quire.parallel.ranks import Reporter, read_frames
 from quire.parallel.wire import decode_step
-from quire.runner.ranked import FINISH, RankRunner, received_adapter
+from quire.runner.ranked import FINISH, RankRunner
 
 
 def main() -> None:
@@ -48,10 +49,11 @@ def main() -> None:
                 continue
             step, blobs = decode_step(data)
             loads = zip(step.adapter_loads, blobs, strict=True)
-            received.update((load.key, received_adapter(blob)) for load, blob in loads)
+            received.update((load.key, received_packed(blob)) for load, blob in loads)
             runner.launch(step)
             if not later:
                 launched.put(None)
+        runner.log_end()
     except StopIteration:
         pass
     except BaseException as fault:
