@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from quire.observe.logs import get_logger
 from quire.parallel.group import SUM, Group
@@ -23,7 +24,7 @@ log = get_logger(__name__)
 def device_groups(path: str, rank: int, size: int, device: torch.device) -> tuple[Group, Group]:
     """The group of tensors on `device`, and one for tensors on the CPU. `path`: a file for the ranks to meet at."""
     nccl = os.environ.get(BACKEND) == "nccl"
-    host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", dist.FileStore(path, size), rank, size)
+    host = TorchGroup("cpu:gloo,cuda:nccl" if nccl else "gloo", FileStore(path, size), rank, size)
     return host if nccl else SymmetricGroup(rank, size, device), host
 
 
@@ -32,9 +33,11 @@ class SymmetricGroup(Group):
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         super().__init__(rank, size)
-        self._name = dist.group.WORLD.group_name
+        world = dist.group.WORLD
+        assert world is not None, "the ranks have met"
+        self._name = world.group_name
         self._memory = symm_mem.empty(BUFFER, dtype=torch.uint8, device=device)
-        self._handle = symm_mem.rendezvous(self._memory, dist.group.WORLD)
+        self._handle = symm_mem.rendezvous(self._memory, world)
 
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
         if how != SUM or x.dtype not in (torch.float32, torch.bfloat16):

@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from quire.parallel.group import LARGEST, SUM, Group, bounds_of
 
 SHARED_FOLDER = "/dev/shm"
+START = timedelta(seconds=300)  # for the slowest rank to load its libraries and open the model
 
 
 def shared_file(num_bytes: int) -> int:
@@ -106,7 +108,7 @@ class TorchGroup(Group):
     def __init__(self, backend: str, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         if not dist.is_initialized():
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+            dist.init_process_group(backend, timeout=START, store=store, rank=rank, world_size=size)
 
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
         dist.all_reduce(x, dist.ReduceOp.MAX if how == LARGEST else dist.ReduceOp.SUM)

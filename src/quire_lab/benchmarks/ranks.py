@@ -37,18 +37,18 @@ def _sums(descriptor: int, rank: int, results: Any) -> None:
     torch.set_num_threads(1)
     memory = mmap.mmap(descriptor, SharedGroup.num_bytes(collective, 2))
     group = SharedGroup(collective, native, memory, 0, rank, 2)
-    found = {}
+    microseconds = {}
     for rows in ROWS:
         x, took = torch.zeros(rows, WIDTH), []
         for _ in range(1000):
             started = time.perf_counter()
             group.all_reduce(x, "sum")
             took.append(time.perf_counter() - started)
-        found[f"{rows}x{WIDTH}"] = [
+        microseconds[f"{rows}x{WIDTH}"] = [
             round(sorted(took)[int(share * len(took))] * 1e6, 1) for share in (0.1, 0.5)
         ]
     if rank == 0:
-        results.put(found)
+        results.put(microseconds)
 
 
 def sums() -> dict[str, list[float]]:
@@ -59,11 +59,11 @@ def sums() -> dict[str, list[float]]:
     ranks = [context.Process(target=_sums, args=(descriptor, rank, results)) for rank in (0, 1)]
     for rank in ranks:
         rank.start()
-    found: dict[str, list[float]] = results.get(timeout=120)
+    microseconds: dict[str, list[float]] = results.get(timeout=120)
     for rank in ranks:
         rank.join()
     os.close(descriptor)
-    return found
+    return microseconds
 
 
 def step_seconds(llm: LLM, count: int) -> float:
@@ -101,11 +101,11 @@ def main() -> None:
                 least[name][count] = min(least[name][count], step_seconds(llm, count))
     for llm in systems.values():
         llm.close()
-    one, two = least.values()
+    alone, ranked = least.values()
     result["step_milliseconds"] = {
         name: {n: round(seconds * 1e3, 2) for n, seconds in times.items()} for name, times in least.items()
     }
-    result["speed_of_two_ranks"] = {n: round(one[n] / two[n], 3) for n in SEQUENCES}
+    result["speed_of_two_ranks"] = {n: round(alone[n] / ranked[n], 3) for n in SEQUENCES}
     arguments.output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 

@@ -6,6 +6,7 @@ import tempfile
 import uuid
 from dataclasses import asdict, replace
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -34,14 +35,19 @@ def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildP
     cut_model(plan.model, 0, parallel.tensor_parallel_size)
     cut_layers(plan.model, parallel.pipeline_parallel_size)
     memory = shared_file(_shared_bytes(parallel))
-    described = {
+    described: dict[str, Any] = {
         "config": asdict(config),
         "version": VERSION,
         "fingerprint": plan.source.fingerprint,
         "store": os.path.join(tempfile.gettempdir(), f"quire-ranks-{uuid.uuid4().hex}"),
     }
     peers = RankProcesses(PEER, parallel.num_ranks, memory, described)
-    part = rank_part(plan, memory, 0, described["store"])
+    try:
+        part = rank_part(plan, memory, 0, described["store"])
+    except BaseException:
+        peers.close()
+        peers.check()  # a rank that failed is the reason
+        raise
     os.close(memory)
     peers.attach(part.group, part.stages, part.everyone)
     return replace(plan, part=part), peers
