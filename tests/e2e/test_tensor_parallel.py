@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutput
+from quire.bench.capacity import Device, plan_capacity
+from quire.cli.start import described_source
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.engine.build import ranks
 from tests.e2e.conftest import FEW, TINY
+from tests.e2e.reference import greedy_differences
+
+TIE = 1e-4  # the reference's own two best logits may be this close; then either is right
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, seed=7)
@@ -55,16 +63,74 @@ def _everything(llm: LLM, prompts: list[list[int]], adapters: tuple[str, ...]) -
     assert llm.engine.memory.num_free == llm.engine.memory.num_blocks
 
 
-@pytest.mark.parametrize(("setting", "sizes"), zip(SETTINGS, ((2, 3), (2,)), strict=True))
-def test_ranks_give_the_bits_of_one_rank(prompts, shared, setting, sizes):
+# Ranks of a layer, and stages of layers.
+SHAPES = [((3, 1), (1, 3)), ((2, 1), (2, 2))]
+
+
+@pytest.mark.parametrize(("setting", "shapes"), zip(SETTINGS, SHAPES, strict=True))
+def test_ranks_give_the_bits_of_one_rank(prompts, shared, setting, shapes):
     folder = shared / "adapters"
     adapters = ADAPTERS if folder.is_dir() else ()
     modules = {"lora_modules": {name: str(folder / name) for name in adapters}} if adapters else {}
-    found: dict[int, dict[str, Any]] = {}
-    for size in (1, *sizes):
-        options = {**SETTINGS[setting], **modules, "tensor_parallel_size": size}
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for shape in ((1, 1), *shapes):
+        parallel = {"tensor_parallel_size": shape[0], "pipeline_parallel_size": shape[1]}
+        options = {**SETTINGS[setting], **modules, **parallel}
         with LLM(use_tqdm=False, max_model_len=512, **options) as llm:
-            found[size] = dict(_everything(llm, prompts, adapters))
-    for size in sizes:
-        for kind, facts in found[1].items():
-            assert found[size][kind] == facts, f"{size} ranks, {kind}"
+            found[shape] = dict(_everything(llm, prompts, adapters))
+    for shape in shapes:
+        for kind, facts in found[1, 1].items():
+            assert found[shape][kind] == facts, f"{shape}, {kind}"
+
+
+def test_bytes_and_memory_of_a_rank_are_those_of_the_formulas_and_of_the_plan():
+    config = EngineConfig.of(tensor_parallel_size=3, num_blocks=40, max_model_len=512)
+    with LLM(use_tqdm=False, max_num_seqs=8, num_blocks=40, max_model_len=512, tensor_parallel_size=3) as llm:
+        _check_bytes(llm, 3)
+        start, pool = llm.report.start, llm.report.pool
+    plan = plan_capacity(config, described_source(config), Device("", False, None, 1.0, 0.0, ""))
+    assert abs(start.weights_bytes / plan.weights.num_bytes - 1) < 0.02
+    assert pool.num_bytes == plan.pool.num_bytes
+    whole = EngineConfig.of(num_blocks=40, max_model_len=512)
+    alone = plan_capacity(whole, described_source(whole), Device("", False, None, 1.0, 0.0, ""))
+    assert pool.num_bytes * 3 == alone.pool.num_bytes
+
+
+def _check_bytes(llm: LLM, size: int) -> None:
+    """Of a prompt of 30 tokens and 5 more: in the last layer only sampled tokens go on."""
+    before = llm.engine._runner.traffic()
+    sampling = GREEDY.changed(max_tokens=5, ignore_eos=True)
+    llm.generate({"prompt_token_ids": list(range(100, 130))}, sampling, use_tqdm=False)
+    after = llm.engine._runner.traffic()
+    moved = {key: count - before.get(key, 0) for key, count in after.items()}
+    tokens = 29 * (30 + 4) + 5  # through each projection of 30 layers
+    assert moved.pop(("all_gather", "start"), 0) == 0
+    assert moved == {
+        ("all_reduce", "attention"): 2 * (size - 1) * tokens * 576 * 4 // size,
+        ("all_reduce", "mlp"): 2 * (size - 1) * tokens * 576 * 4 // size,
+        ("all_reduce", "scales"): 2 * (size - 1) * 2 * tokens * 4 // size,
+        ("gather", "logits"): (size - 1) * 5 * 49152 * 4 // size,
+        ("broadcast", "tokens"): 5 * 4,
+    }
+
+
+def test_full_precision_gives_the_tokens_of_transformers(prompts, monkeypatch):
+    with LLM(
+        use_tqdm=False,
+        max_num_seqs=8,
+        num_blocks=100,
+        max_model_len=512,
+        quantization="none",
+        tensor_parallel_size=2,
+    ) as llm:
+        few = prompts[FEW][:4]
+        inputs = [{"prompt_token_ids": ids} for ids in few]
+        outputs = llm.generate(inputs, GREEDY.changed(max_tokens=8), use_tqdm=False)
+    answers = [(ids, list(output.outputs[0].token_ids)) for ids, output in zip(few, outputs, strict=True)]
+    gaps = [difference.gap for found in greedy_differences(answers) for difference in found]
+    assert all(gap < TIE for gap in gaps), gaps
+    monkeypatch.setattr(ranks, "VERSION", "0.0.1")
+    with pytest.raises(
+        ConfigError, match=r"rank 1: Quire .* 0\.0\.1 .* on rank 0: start all ranks from one version"
+    ):
+        LLM(use_tqdm=False, num_blocks=40, max_model_len=64, tensor_parallel_size=2)

@@ -33,7 +33,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4, 16]),
         max_num_seqs=st.integers(1, 6),
         max_tokens=st.integers(1, 12),
-        in_flight=st.sampled_from([0, 1]),
+        in_flight=st.sampled_from([0, 1, 3]),  # 3: stages of a pipeline
         caching=st.booleans(),
         share=st.sampled_from([True, True, True, False]),
         drafting=st.sampled_from([None, 0.0, 0.5, 0.9]),

@@ -197,3 +197,31 @@ def test_beams_ask_for_candidates_by_their_number_and_not_by_their_stop_tokens(n
     (beams,) = scheduler.schedule().step.beams
     assert beams.num_candidates == {0: 16, 1: 16, 3: 32}.get(num_stops, 16)
     assert beams.stop_token_ids == (stops if num_stops > 3 else frozenset())
+
+
+def test_stages_of_a_pipeline_get_equal_shares_of_the_decodes_and_no_sequence_twice():
+    scheduler = make(max_num_seqs=8, steps_in_flight=3, max_num_batched_tokens=64)
+    for i, name in enumerate("abcdefg"):
+        scheduler.add(request(name, 4, first=1 + 10 * i))
+    in_flight = [scheduler.schedule()]  # all prompts
+    assert scheduler.schedule() is None  # their tokens are on the way
+    seen = []
+    for _ in range(6):
+        done = in_flight.pop(0)
+        scheduler.committed(done)
+        for sequence in done.receivers:
+            sequence.token_ids.append(99)
+        while len(in_flight) < 3 and (planned := scheduler.schedule()) is not None:
+            in_flight.append(planned)
+        seen.append([len(planned.sequences) for planned in in_flight])
+        names = [s.request.request_id for planned in in_flight for s in planned.sequences]
+        assert len(names) == len(set(names)) == 7
+    assert seen == [[3, 3, 1], [3, 1, 3], [1, 3, 3], [3, 3, 1], [3, 1, 3], [1, 3, 3]]
+
+
+def test_a_long_prompt_of_a_pipeline_may_be_in_several_steps():
+    scheduler = make(steps_in_flight=3, max_num_batched_tokens=8)
+    scheduler.add(request("long", 24))
+    chunks = [scheduler.schedule() for _ in range(3)]
+    assert [(c.step.num_computed[0], c.step.num_tokens[0]) for c in chunks] == [(0, 8), (8, 8), (16, 8)]
+    assert scheduler.schedule() is None

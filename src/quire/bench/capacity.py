@@ -19,8 +19,11 @@ from quire.engine.build.resolve import (
     resolve_max_model_len,
     resolve_precision,
 )
+from quire.layers.factory import RankPart
 from quire.models import registry
 from quire.models.weight_shape import WeightShape, weight_shape
+from quire.parallel.cut import cut_model
+from quire.parallel.group import FakeGroup
 from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, free_host_bytes, pool_size
 from quire.weights.source import Source
 
@@ -161,18 +164,23 @@ class Floor:
 
 
 def plan_capacity(config: EngineConfig, source: Source, device: Device) -> Capacity:
-    """ConfigError if the weights alone do not fit, with both numbers."""
+    """Of the rank that has most to hold, where there are several. ConfigError if the weights alone do not fit."""
     model = registry.describe(source.config)
     precision = _precision(config, model, device)
     max_model_len = resolve_max_model_len(config, model)
-    weights = weight_shape(model, precision.format, source.encodings)
+    part, size = None, config.parallel.num_ranks
+    if size > 1:
+        ranks = [RankPart(cut_model(model, rank, size), FakeGroup(rank, size)) for rank in range(size)]
+        part = max(ranks, key=lambda rank: rank.cut.local.num_kv_heads)  # blocks are largest there
+        model = part.cut.local
+    weights = weight_shape(part.cut.model if part else model, precision.format, source.encodings, part)
     groups = layer_groups(config, model, max_model_len)
     layout = block_layout(config.memory.block_size, model, precision, groups)
     free = _free_bytes(config, device, weights, mapped=precision.format.worth_keeping)
     max_rows, _ = default_limits(config.scheduler, precision.device)
     pool = pool_size(config.memory, layout, groups, max_rows, max_model_len, free)
     return Capacity(
-        model_name=source.name,
+        model_name=f"{source.name}, rank {part.cut.rank} of {size}" if part else source.name,
         model=model,
         format_name=precision.format_name,
         kv_dtype=precision.kv_dtype,

@@ -210,7 +210,10 @@ class SchedulerConfig:
     )
     max_queue_requests: int | None = setting(65536, "requests that may wait")
     max_queue_tokens: int | None = setting(None, "prompt tokens that may wait (default: no limit)")
-    steps_in_flight: int = setting(1, "0 or 1: whether the next step is scheduled while one runs")
+    steps_in_flight: int = setting(
+        1,
+        "0 or 1: whether the next step is scheduled while one runs (pipeline stages make it as many as they are)",
+    )
     batching: str = setting(
         "continuous",
         "continuous, or static or dynamic: batches that start together and end together, for comparison",
@@ -243,8 +246,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_requests", "max_queue_tokens"):
             at_least(name, getattr(self, name), 1)
-        if self.steps_in_flight not in (0, 1):
-            raise ConfigError(f"steps_in_flight={self.steps_in_flight} must be 0 or 1")
+        at_least("steps_in_flight", self.steps_in_flight, 0)
         if self.preset is not None:
             one_of("preset", self.preset, tuple(PRESETS))
         one_of("batching", self.batching, BATCHING)
@@ -312,12 +314,18 @@ class ParallelConfig:
         1, "ranks that divide each layer's heads and columns among them, evenly or not"
     )
 
+    pipeline_parallel_size: int = setting(
+        1,
+        "stages that divide the layers among them, each of tensor_parallel_size ranks; as many steps are in flight",
+    )
+
     def __post_init__(self) -> None:
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,12 @@ class EngineCore(ABC, Generic[U]):
     def check_integrity(self) -> None:
         """Recounts the pool. RuntimeError says what is wrong."""
 
+    def check_ranks(self) -> None:
+        """Raises EngineDead if a rank that the steps need is gone."""
+        check = getattr(self._runner, "check", None)  # of a runner on several ranks
+        if check is not None:
+            check()
+
     def close(self) -> None:
         """Waits for the steps in flight and drops their results. Calling it twice is fine."""
         self._in_flight.clear()
@@ -341,7 +347,7 @@ class Engine(EngineCore[SequenceUpdate]):
                 updates += self._commit()
             return updates
         if scheduled.step.masked:
-            if len(self._in_flight) > 1:  # the mask depends on the tokens of the step before
+            while len(self._in_flight) > 1:  # the mask depends on the tokens of the step before
                 updates += self._commit()
             updates += self._mask(scheduled)
         return updates

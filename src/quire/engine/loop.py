@@ -141,6 +141,7 @@ class EngineLoop:
                 command = self._transport.receive(IDLE_SECONDS)
                 if command is not None:
                     return command
+                self.engine.check_ranks()
                 if not self._is_checked:
                     self.engine.check_integrity()
                     self._is_checked = True

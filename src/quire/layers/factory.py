@@ -1,7 +1,7 @@
 """LayerFactory: builds layers for one device and number format, so that model files know neither."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -40,10 +40,30 @@ class RankPart:
     """The part of a model that this process computes, and the group that computes the whole."""
 
     cut: Cut
-    group: Group
+    group: Group  # that computes each layer
+    stages: Group = field(
+        default_factory=Group
+    )  # that pass hidden states on; the first embeds and has the output head
+    layers: tuple[int, int] | None = None  # of this stage; None: all
+    everyone: Group = field(default_factory=Group)  # all ranks of all stages
 
-    def joined(self, what: str) -> JoinedRanks:
+    @property
+    def is_first(self) -> bool:
+        return self.stages.rank == 0
+
+    def __str__(self) -> str:
+        stage = (
+            ""
+            if self.layers is None
+            else f"; stage 0 of {self.stages.size} has layers 0 to {self.layers[1] - 1}"
+        )
+        return f"{self.cut}{stage}"
+
+    def joined(self, what: str) -> JoinedRanks | None:
+        """None: a rank has all of it."""
         cut = self.cut
+        if cut.size == 1:
+            return None
         spans = {ATTENTION: cut.heads, MLP: cut.inner, LOGITS: cut.vocab}[what]
         unit = cut.model.head_dim if what == ATTENTION else 1
         return JoinedRanks(self.group, tuple((last - first) * unit for first, last in spans), what)
@@ -63,7 +83,7 @@ class LayerFactory:
         groups: LayerGroups | None = None,
     ) -> None:
         """`part`: of a model that several ranks hold."""
-        self._part = part
+        self.part = part
         self._groups = groups
         self.device = torch.device(device)
         self.number_format = number_format
@@ -103,7 +123,7 @@ class LayerFactory:
         """
         matrix = self.number_format.matrix(num_rows, num_columns)
         vector = self._vector(num_rows) if bias else None
-        ranks = self._part.joined(joined) if joined and self._part is not None else None
+        ranks = self.part.joined(joined) if joined and self.part is not None else None
         return Linear(matrix, vector, self.kernel("activation").silu_mul, ranks)
 
     def precise_linear(self, num_rows: int, num_columns: int, bias: bool = False) -> Linear:
@@ -162,7 +182,7 @@ class LayerFactory:
 
     def output_head(self, vocab_size: int, width: int, tied_to: TokenEmbedding | None = None) -> OutputHead:
         """Logits; `tied_to` gives the same weights, shared in memory where the format allows it."""
-        ranks = None if self._part is None else self._part.joined(LOGITS)
+        ranks = None if self.part is None else self.part.joined(LOGITS)
         num_rows = vocab_size if ranks is None else ranks.widths[ranks.group.rank]
         matrix = self.number_format.head(num_rows, width)
         return OutputHead(matrix, tied_to, not self.number_format.compact_tables, ranks)
@@ -189,7 +209,9 @@ class LayerFactory:
         slopes: Tensor | None = None,
     ) -> Attention:
         """Attention of layer `index`; the scale is 1 / sqrt(head_dim) by default. The rest as Attention has it."""
-        group, in_group = self._groups.places[index] if self._groups is not None else (0, index)
+        first = 0 if self.part is None or self.part.layers is None else self.part.layers[0]
+        local = index - first  # in the pool, which has the layers of this stage
+        group, in_group = self._groups.places[local] if self._groups is not None else (0, local)
         return Attention(
             self.kernel("rotary"),
             self.kernel("attention"),

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from quire.core.config import EngineConfig
-from quire.core.errors import QuireError
+from quire.core.errors import EngineDead, QuireError
 from quire.engine.build import Built, build_engine
 from quire.engine.build.resolve import is_simulated, resolve_device
 from quire.engine.loop import EngineLoop, ShutdownSignal
@@ -95,6 +95,10 @@ def _serve(config: EngineConfig, channel: WorkerChannel, termination: Terminatio
     try:
         loop.run()
         _log_end(loop, has_pool=built.report.vectors is None)
+    except EngineDead as dead:  # a rank is gone: which one, and why
+        log.error("the engine stopped: %s", dead)
+        channel.send(Failed("fault", str(dead)))
+        return FAULT
     except Exception as fault:
         log.exception("the engine stopped")
         channel.send(Failed("fault", f"{type(fault).__name__}: {fault}"))

@@ -211,14 +211,20 @@ class Llama(LayerStack):
         return self._factory.recordable and self.embedding.recordable and not self._logits_cap
 
     def __call__(self, batch: Batch, pool: Pool) -> Tensor:
-        hidden = self.embedding(batch.token_ids, batch.lora)
-        for layer in self.stack[:-1]:
+        return self.norm(self.through(self.embedding(batch.token_ids, batch.lora), batch, pool, self.stack))
+
+    def through(
+        self, hidden: Tensor, batch: Batch, pool: Pool, stack: list[Layer], ends: bool = True
+    ) -> Tensor:
+        """hidden [T, hidden] through these layers; if they are the last, [L, hidden] where logits are wanted."""
+        for layer in stack[:-1] if ends else stack:
             hidden = layer.finish(layer.attend(hidden, batch, pool), hidden, batch.lora)
+        if not ends:
+            return hidden
         # what follows the last attention is needed only where logits are
-        last, wanted = self.stack[-1], batch.logits_indices
+        last, wanted = stack[-1], batch.logits_indices
         attended = last.attend(hidden, batch, pool)
-        hidden = last.finish(self._select(attended, wanted), self._select(hidden, wanted), batch.wanted_lora)
-        return self.norm(hidden)
+        return last.finish(self._select(attended, wanted), self._select(hidden, wanted), batch.wanted_lora)
 
     def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         logits = self.head(hidden, lora)

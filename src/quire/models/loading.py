@@ -15,6 +15,7 @@ from quire.layers.factory import LayerFactory
 from quire.layers.parameters import Loader
 from quire.models.model import Loadable
 from quire.models.registry import build, describe
+from quire.models.stage import Stage
 from quire.observe.logs import get_logger
 from quire.quant.encoded import Weight
 from quire.weights.converted import converted_path, read_converted, write_converted
@@ -67,6 +68,8 @@ def _built(config: ModelConfig, factory: LayerFactory) -> Loadable:
     """ModelError, with the sizes that config.json gives, where memory cannot hold such a model."""
     try:
         model: Loadable = build(config, factory)
+        if (part := factory.part) is not None and part.layers is not None:
+            return Stage(model, part, factory.dtype, factory.device)
         return model
     except (RuntimeError, MemoryError) as error:  # torch raises either
         raise ModelError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.core.config import ModelConfig
-from quire.layers.factory import LayerFactory
+from quire.layers.factory import LayerFactory, RankPart
 from quire.layers.parameters import Loader
 from quire.models import registry
 from quire.models.encoder_decoder import EncoderDecoder
@@ -22,6 +22,7 @@ from quire.quant.full import FullMatrix
 from quire.quant.int8 import Int8, Int8Matrix
 from quire.quant.llm_int8 import Int8OutlierMatrix, LlmInt8
 from quire.quant.schemes import FLOATS, MAIN, named
+from quire.weights.cut import cut_weight
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -88,10 +89,16 @@ class ExpertWeights:
 
 
 def weight_shape(
-    model: ModelConfig, number_format: NumberFormat, encodings: Mapping[str, Encoded] = NO_ENCODINGS
+    model: ModelConfig,
+    number_format: NumberFormat,
+    encodings: Mapping[str, Encoded] = NO_ENCODINGS,
+    part: RankPart | None = None,
 ) -> WeightShape:
-    """Counts exactly what `parameters()` of the loaded model will hold. `encodings`: as the Source has them."""
-    built = sized_model(model, number_format, encodings)
+    """Counts exactly what `parameters()` of the loaded model will hold. `encodings`: as the Source has them.
+
+    `part`: of one rank only.
+    """
+    built = sized_model(model, number_format, encodings, part)
     loaders, parameters = built.loaders(), built.parameters()
     num_parameters = sum(math.prod(loader.shape) for loader in loaders.values())
     gathered = _gathered(parameters, model, shares_head=not number_format.compact_tables)
@@ -196,14 +203,21 @@ def _stored(state: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
 
 
 def sized_model(
-    model: ModelConfig, number_format: NumberFormat, encodings: Mapping[str, Encoded] = NO_ENCODINGS
+    model: ModelConfig,
+    number_format: NumberFormat,
+    encodings: Mapping[str, Encoded] = NO_ENCODINGS,
+    part: RankPart | None = None,
 ) -> DecoderModel:
-    """The model as if it were loaded, with shapes and no content."""
-    built = registry.build(model, LayerFactory(_Sized(number_format), META, max_position=1))
+    """The model, or a rank's part of it, as if it were loaded, with shapes and no content."""
+    factory = LayerFactory(_Sized(number_format), META, 1, part)
+    built: DecoderModel = registry.build(model if part is None else part.cut.local, factory)
     checkpoint_dtype = getattr(torch, model.dtype)
     for name, loader in built.loaders().items():
-        empty = torch.empty(loader.shape, dtype=checkpoint_dtype, device=META)
-        loader(encodings.get(name, empty))
+        encoded = encodings.get(name)
+        if encoded is None:
+            loader(torch.empty(loader.shape, dtype=checkpoint_dtype, device=META))
+        else:
+            loader(encoded if part is None else cut_weight(part.cut, name, encoded))
     return built
 
 

@@ -113,6 +113,26 @@ def cut_model(model: ModelConfig, rank: int, size: int) -> Cut:
     return Cut(model, rank, heads, kv_heads, inner, vocab)
 
 
+def cut_layers(model: ModelConfig, num_stages: int) -> tuple[Span, ...]:
+    """Layers of each stage. The first has the embedding and the output head too, which count as layers."""
+    if num_stages > model.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} is more than the model's {model.num_layers} layers: stage "
+            f"{model.num_layers} would have none, so give at most {model.num_layers}"
+        )
+    dim = model.head_dim
+    layer = 2 * dim * (model.num_heads + model.num_kv_heads) + 3 * model.intermediate_size
+    head = round(model.vocab_size / layer)  # its weights, in layers
+    even = (model.num_layers + head) / num_stages
+    first = (
+        max(1, min(round(even - head), model.num_layers - num_stages + 1))
+        if num_stages > 1
+        else model.num_layers
+    )
+    rest = _divided(model.num_layers - first, num_stages - 1) if num_stages > 1 else ()
+    return ((0, first), *((first + begin, first + end) for begin, end in rest))
+
+
 def _cut_heads(model: ModelConfig, size: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     kv_heads, group = model.num_kv_heads, model.num_heads // model.num_kv_heads
     if size > kv_heads * group:

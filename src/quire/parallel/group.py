@@ -111,7 +111,7 @@ class Group:
         whole[:, first : first + x.shape[1]] = x
         return whole
 
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         """A rank is gone: no other one waits any longer."""
 
     def close(self) -> None: ...

@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from quire.parallel.group import LARGEST, SUM, Group, bounds_of
 
 SHARED_FOLDER = "/dev/shm"
+START = timedelta(seconds=300)  # for the slowest rank to load its libraries and open the model
 
 
 def shared_file(num_bytes: int) -> int:
@@ -28,13 +30,18 @@ def shared_file(num_bytes: int) -> int:
 class SharedGroup(Group):
     """Collectives of native code over memory that all ranks map: microseconds, and a tape records them."""
 
-    def __init__(self, kernel: ModuleType, empty: ModuleType, descriptor: int, rank: int, size: int) -> None:
-        """`kernel`: kernels/collective/cpu.py; `empty`: what has the `empty` of native operations' results."""
+    def __init__(
+        self, kernel: ModuleType, empty: ModuleType, memory: mmap.mmap, first: int, rank: int, size: int
+    ) -> None:
+        """`kernel`: kernels/collective/cpu.py; `empty`: what has the `empty` of native operations' results.
+
+        The group's own memory begins at byte `first`.
+        """
         super().__init__(rank, size)
         self._empty = empty.empty
         self._kernel = kernel
-        self._memory = mmap.mmap(descriptor, self.num_bytes(kernel, size))
-        self._all = kernel.Endpoint(self._memory, 0, rank, size, len(self._counters))
+        self._memory, self._first = memory, first
+        self._all = kernel.Endpoint(memory, first, rank, size, len(self._counters))
         self._channels: dict[tuple[int, int], Any] = {}
         self._bounds: dict[tuple[int, ...], Tensor] = {}
 
@@ -70,7 +77,7 @@ class SharedGroup(Group):
     def _counted(self) -> np.ndarray:
         return sum((channel.counters for channel in self._channels.values()), start=self._all.counters)
 
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         self._all.abort()
         for source in range(self.size):
             for to in range(self.size):
@@ -80,7 +87,8 @@ class SharedGroup(Group):
         found = self._channels.get((source, to))
         if found is None:
             kernel = self._kernel
-            offset = kernel.group_bytes(self.size) + (source * self.size + to) * kernel.channel_bytes()
+            number = source * self.size + to
+            offset = self._first + kernel.group_bytes(self.size) + number * kernel.channel_bytes()
             end = 0 if source == self.rank else 1
             found = kernel.Endpoint(self._memory, offset, end, kernel.SLOTS, len(self._counters))
             self._channels[source, to] = found
@@ -100,7 +108,7 @@ class TorchGroup(Group):
     def __init__(self, backend: str, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         if not dist.is_initialized():
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+            dist.init_process_group(backend, timeout=START, store=store, rank=rank, world_size=size)
 
     def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
         dist.all_reduce(x, dist.ReduceOp.MAX if how == LARGEST else dist.ReduceOp.SUM)

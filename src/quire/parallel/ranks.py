@@ -25,8 +25,9 @@ from quire.parallel.group import Group
 BEAT_SECONDS = 0.25
 LATE_SECONDS = 1.0  # without a beat: the process is looked at
 SILENT_SECONDS = 20.0  # without a beat, on a machine that may be out of memory
+START_SECONDS = 300.0  # before the first beat
 CLOSE_SECONDS = 3.0
-BEAT = b"."
+BEAT = b"\0"  # not in JSON
 _LENGTH = struct.Struct("<I")
 
 
@@ -47,7 +48,7 @@ class RankProcesses:
         """`memory`: a descriptor that the peers inherit."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._reports: list[int] = []
-        self._group: Group | None = None
+        self._groups: tuple[Group, ...] = ()
         self._fault: QuireError | None = None
         self._closing = False
         for rank in range(1, size):
@@ -62,12 +63,13 @@ class RankProcesses:
         self.send(json.dumps(settings).encode())
         threading.Thread(target=self._watch, name="ranks-watch", daemon=True).start()
 
-    def attach(self, group: Group) -> None:
-        """The group that no rank may wait in once one is gone."""
-        group.check = self.check
-        self._group = group
+    def attach(self, *groups: Group) -> None:
+        """The groups that no rank may wait in once one is gone."""
+        for group in groups:
+            group.check = self.check
+        self._groups = groups
         if self._fault is not None:
-            group.abort()
+            self._abort()
 
     def send(self, data: bytes) -> None:
         framed = frame(data)
@@ -99,8 +101,8 @@ class RankProcesses:
 
     def _watch(self) -> None:
         waiting = selectors.DefaultSelector()
-        beats: dict[int, float] = {}  # when each rank was last heard of, once it was
         texts = dict.fromkeys(range(1, len(self._processes) + 1), b"")
+        beats = dict.fromkeys(texts, time.monotonic() + START_SECONDS)  # of each rank, the last
         for rank, reports in enumerate(self._reports, start=1):
             waiting.register(reports, selectors.EVENT_READ, rank)
         while not self._closing and self._fault is None:
@@ -131,7 +133,7 @@ class RankProcesses:
         self._failed(EngineDead(f"{self._name(rank)} {how}: its part of the model is gone with it"))
 
     def _silence(self, rank: int, seconds: float) -> str | None:
-        if seconds < LATE_SECONDS:
+        if 0.0 <= seconds < LATE_SECONDS:
             return None
         with suppress(OSError, IndexError):
             stat = Path(f"/proc/{self._processes[rank - 1].pid}/stat").read_text()
@@ -149,8 +151,11 @@ class RankProcesses:
         for process in self._processes:  # no half of a group goes on
             with suppress(OSError):
                 process.kill()
-        if self._group is not None:
-            self._group.abort()
+        self._abort()
+
+    def _abort(self) -> None:
+        for group in self._groups:
+            group.abort(str(self._fault))
 
 
 class Reporter:

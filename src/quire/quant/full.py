@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
+from quire.parallel.group import Group
 from quire.quant.format import Gemm, Matrix, NumberFormat, check_state
 
 
@@ -80,6 +81,14 @@ class InvariantMatrix(FullMatrix):
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         return self._kernel.linear(x, self._weight, bias, residual)
+
+    def joined(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None, group: Group, tag: str
+    ) -> Tensor:
+        """Sums over ranks are of float32, and rounded once: as near to one rank's result as an order of sums allows."""
+        y = group.all_reduce(self._kernel.linear(x, self._weight, dtype=torch.float32), tag)
+        y = y if bias is None else y.add_(bias)
+        return (y if residual is None else y.add_(residual)).to(x.dtype)
 
     def linear_relu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._activation.relu(self.linear(x, bias, None))

@@ -234,8 +234,11 @@ class CpuOps:
         batch = self._assembler.assemble(tokens, all_sampled)
         if all_sampled and self._tapes is not None and self._may_record(batch):
             return ForwardPass(inputs, tokens.sample_positions, self._tapes.logits(batch))
-        hidden = self._model(batch, self._pool)
-        scores: tuple[PromptLogprobs, ...] = ()
+        return self._scored(tokens, self._model(batch, self._pool))
+
+    def _scored(self, tokens: TokenInputs, hidden: Tensor) -> ForwardPass:
+        """hidden [L, width] of the wanted tokens -> logits of samples, logprobs of prompts."""
+        inputs, scores = tokens.inputs, tuple[PromptLogprobs, ...]()
         if inputs.scored:
             scores = prompt_scores(self._model, hidden, inputs, self.row_tokens, self._adapters)
         logits = None

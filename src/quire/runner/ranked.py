@@ -1,25 +1,35 @@
 """Steps on several ranks: rank 0 sends every Step to its peers and samples; its tokens are broadcast.
 
-Rank 0 is the engine's own process. A peer runs the Steps that it is sent, in order, and knows no scheduler.
+Rank 0 is the engine's own process. A peer runs the Steps that it is sent, in order, and knows no scheduler. With stages
+of layers a step is begun and finished in two jobs: the first stage begins others before it has one's hidden states.
 """
 
-from dataclasses import fields
+import time
+from collections import deque
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.adapters.packing import Tiles
-from quire.adapters.peft import PackedAdapter
+from quire.adapters.transport import describe_packed
 from quire.core.errors import DeviceMemoryFull, EngineDead
 from quire.core.step import Step, StepResult
-from quire.parallel.group import Group
+from quire.layers.factory import RankPart
+from quire.models.stage import Stage
+from quire.observe.logs import get_logger
 from quire.parallel.wire import Blob, encode_step
+from quire.runner.adapters import Fetched
+from quire.runner.cpu import CpuOps
+from quire.runner.device_ops import ForwardPass
 from quire.runner.runner import Runner, _Launched
+from quire.runner.step_inputs import TokenInputs, step_inputs, token_inputs
 from quire.sampling.records import Sampled, TokenMask
 
 TOKENS = "tokens"  # what broadcasts are counted as
+FINISH = b"finish"  # the frame that tells peers to finish the oldest step that was begun
+log = get_logger(__name__)
 
 
 class Peers(Protocol):
@@ -35,50 +45,137 @@ class Peers(Protocol):
 
 
 class RankRunner(Runner):
-    """A Runner whose forward passes contain collectives of `group`; rank 0 chooses the tokens."""
+    """A Runner whose forward passes contain collectives; rank 0 chooses the tokens."""
 
-    def __init__(self, group: Group, *arguments: Any) -> None:
+    def __init__(self, part: RankPart, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.group = group
+        self.part = part
 
     def packed_loads(self, step: Step) -> list[Blob]:
         """The adapters that the step copies into blocks: every rank gets rank 0's copies and reads no files."""
         if self._adapters is None or not step.adapter_loads:
             return []
-        return [_described(fetched.packed) for fetched in self._adapters.fetch(step)]
+        return [describe_packed(fetched.packed) for fetched in self._adapters.fetch(step)]
+
+    def finish_next(self, mask: TokenMask | None = None) -> None:
+        """Of the first of several stages: finishes the oldest step that was only begun."""
+
+    def log_end(self) -> None:
+        """Of stages: how full the pipeline was, and how long this one waited for others."""
 
     def _choose(self, launched: _Launched, logits: Tensor, mask: TokenMask | None) -> Sampled:
-        if self.group.rank == 0:
+        group = self.part.group
+        if group.rank == 0:
             sampled = super()._choose(launched, logits, mask)
-            self.group.broadcast(sampled.token_ids.to(torch.int32), TOKENS)
+            group.broadcast(sampled.token_ids.to(torch.int32), TOKENS)
             return sampled
         received = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        token_ids = self.group.broadcast(received, TOKENS).long()
+        token_ids = group.broadcast(received, TOKENS).long()
         sampled = Sampled(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
         self._ops.write_tokens(launched.forward, sampled)
         return sampled
 
 
-def _described(packed: PackedAdapter) -> Blob:
-    tiles = {field.name: getattr(packed.tiles, field.name) for field in fields(packed.tiles)}
-    arrays = {
-        name: (value.dtype.str, value.shape, value.ravel().tolist())
-        for name, value in tiles.items()
-        if isinstance(value, np.ndarray)
-    }
-    counts = {name: value for name, value in tiles.items() if name not in arrays}
-    described = (packed.data.shape, arrays, counts, packed.scales, packed.content, packed.rank)
-    return described, packed.data.numpy().tobytes()
+class StageOps(CpuOps):
+    """Passes through the layers of one stage. A row may have another sequence before its last token is sampled."""
+
+    def __init__(self, stage: Any, *arguments: Any) -> None:
+        super().__init__(stage, *arguments)
+        self.stage: Stage = stage
+        self._begun: deque[TokenInputs] = deque()
+        self._last_starts = np.full(
+            self._rows.settings.num_prompt_tokens.shape, -1, np.int64
+        )  # steps, by row
+
+    def change_rows(self, step: Step) -> None:
+        super().change_rows(step)
+        self._last_starts[[start.row for start in step.starts]] = step.step_id
+
+    def forward(self, step: Step) -> ForwardPass:
+        inputs = step_inputs(step, self._rows.settings)
+        tokens = token_inputs(inputs)
+        self.stage.begin(self._assembler.assemble(tokens, tokens.are_all_sampled), self._pool)
+        self._begun.append(tokens)
+        return ForwardPass(inputs, tokens.sample_positions, None)
+
+    def finish(self, forward: ForwardPass) -> None:
+        """Hidden states have been through all stages: logits, and prompts' logprobs."""
+        tokens = self._begun.popleft()
+        scored = self._scored(tokens, self.stage.finish(len(tokens.wanted)))
+        forward.logits, forward.scores = scored.logits, scored.scores
+
+    def write_tokens(self, forward: ForwardPass, sampled: Sampled) -> None:
+        rows, step_id = forward.inputs.sample_rows, forward.inputs.step.step_id
+        own = self._last_starts[rows] <= step_id
+        values = sampled.token_ids.cpu().numpy()[own]
+        self._rows.tokens[rows[own], forward.sample_positions[own]] = values
 
 
-def received_adapter(blob: Blob) -> PackedAdapter:
-    """As `packed_loads` described it."""
-    (shape, arrays, counts, scales, content, rank), data = blob
-    tiles: dict[str, Any] = dict(counts)
-    for name, (kind, size, values) in arrays.items():
-        tiles[name] = np.array(values, kind).reshape(size)
-    numbers = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(*shape)
-    return PackedAdapter(numbers, Tiles(**tiles), tuple(scales), content, rank)
+class StageRunner(RankRunner):
+    """A RankRunner of a stage. Only the first one finishes steps and samples."""
+
+    _ops: StageOps
+
+    def __init__(self, part: RankPart, *arguments: Any) -> None:
+        super().__init__(part, *arguments, StageOps)
+        self._begun: deque[Any] = deque()  # steps of the first stage that are not being finished yet
+        self._in_flight = [0, 0]  # steps seen at a collect, collects
+        self._started = 0.0
+
+    @torch.inference_mode()
+    def _start(self, step: Step, fetched: tuple[Fetched, ...]) -> _Launched:
+        self._started = self._started or time.perf_counter()
+        self._add_pending(step, fetched)
+        self._pending.do()
+        launched = _Launched(self._ops.forward(step), time.perf_counter())
+        if not self.part.is_first:
+            launched.samples = self._ops.to_host(None, 0)
+        return launched
+
+    def launch(self, step: Step) -> None:
+        super().launch(step)
+        if self.part.is_first:
+            self._begun.append(self._launched.pop())
+
+    def finish_next(self, mask: TokenMask | None = None) -> None:
+        if self.part.is_first:
+            self._launched.append(self._ops.submit(partial(self._finish, self._begun.popleft(), mask)))
+
+    @torch.inference_mode()
+    def _finish(self, submitted: Any, mask: TokenMask | None) -> _Launched:
+        launched: _Launched = submitted.result()
+        self._ops.finish(launched.forward)
+        self._sample(launched, mask)
+        return launched
+
+    def mask(self, mask: TokenMask) -> None:
+        self.finish_next(mask)
+
+    def collect(self) -> StepResult:
+        self._in_flight[0] += len(self._launched) + len(self._begun)
+        self._in_flight[1] += 1
+        return super().collect()
+
+    def log_end(self) -> None:
+        model, stages = self._ops.stage, self.part.stages
+        if self._in_flight[1] and self.part.group.rank == 0:
+            elapsed = time.perf_counter() - self._started
+            full = f"{self.mean_in_flight:.2f} steps in flight on average, " if self.part.is_first else ""
+            log.info(
+                "pipeline  stage %d: %sbubbles %.0f%% of %.1f s",
+                stages.rank,
+                full,
+                100 * model.waited / elapsed,
+                elapsed,
+            )
+
+    @property
+    def mean_in_flight(self) -> float:
+        return self._in_flight[0] / max(1, self._in_flight[1])
+
+
+def rank_runner(part: RankPart, *arguments: Any) -> RankRunner:
+    return RankRunner(part, *arguments) if part.layers is None else StageRunner(part, *arguments)
 
 
 class RankedRunner:
@@ -87,7 +184,11 @@ class RankedRunner:
     def __init__(self, local: RankRunner, peers: Peers) -> None:
         self._local = local
         self._peers = peers
+        self._has_stages = isinstance(local, StageRunner)
+        self._num_masked = 0  # steps whose mask finished them
         self.tiles = local.tiles
+        self.check = peers.check
+        self.traffic = local.part.group.traffic
 
     def launch(self, step: Step) -> None:
         self._peers.check()
@@ -98,9 +199,16 @@ class RankedRunner:
             raise EngineDead(f"rank 0: {full}") from full
 
     def mask(self, mask: TokenMask) -> None:
+        self._num_masked += self._has_stages
+        if self._has_stages:
+            self._peers.send(FINISH)
         self._local.mask(mask)
 
     def collect(self) -> StepResult:
+        if self._has_stages and not self._num_masked:
+            self._peers.send(FINISH)
+            self._local.finish_next()
+        self._num_masked -= bool(self._num_masked)
         try:
             return self._local.collect()
         finally:
@@ -110,5 +218,6 @@ class RankedRunner:
         self._local.prepare_thread()
 
     def close(self) -> None:
+        self._local.log_end()
         self._peers.close()
         self._local.close()

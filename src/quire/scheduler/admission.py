@@ -44,6 +44,8 @@ class Admission:
             is_full = group is None or group.num_rows > self._batch.num_free_rows
             if group is None or is_full or (only_returning and not group.returns):
                 break
+            if any(sequence.num_pending for sequence in group.live):
+                break  # preempted, and its last token is still in a step of the pipeline
             if promised is None:
                 promised = self._batch.blocks_promised()
             readiness = self._readiness(group, promised, plan)

@@ -59,6 +59,7 @@ class Scheduler:
         self._finish_preempted_first = config.admit_after == "completed"
         self._preempted: set[str] = set()  # requests that were preempted and have not finished
         self._num_arrivals = 0
+        self._stages = max(1, config.steps_in_flight)  # steps that run at the same time
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -165,12 +166,15 @@ class Scheduler:
         running, memory = self.running, self.memory
         decodes_left: int | None = None  # counted only if a prefill competes with them
         preempted, position, drafts = False, 0, dict[int, TokenTree]()
+        most = -(-len(running) // self._stages)  # decodes of a step, so that every stage has one
         if self._drafter is not None:
             drafts = find_drafts(self._drafter, running, memory, budget - len(running), plan.delta)
         while position < len(running) and budget > 0:
             sequence = running[position]
             position += 1
             distance = sequence.target - sequence.num_computed
+            if self._stages > 1 and (sequence.num_pending or (distance == 1 and plan.num_decodes >= most)):
+                continue  # its token is in another step of the pipeline, or its turn is in the next one
             draft = drafts.pop(sequence.row, None)
             if draft is not None:
                 plan.verify(sequence, draft)

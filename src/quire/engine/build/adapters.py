@@ -20,6 +20,7 @@ from quire.layers.attention import Pool
 from quire.layers.lora import LoraSite, install_sites
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
+from quire.models.stage import Stage
 from quire.runner.adapters import PIECE_BYTES, AdapterSlots
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.sizing import free_host_bytes
@@ -57,7 +58,8 @@ def build_adapters(
     merging = merged.merge_sites(model) if merged is not None else None
     kernel = models.factory.kernel("lora")
     part = plan.part
-    sites = install_sites(model.loaders(), kernel, None if part is None else part.cut)
+    loaders = model.whole_loaders() if isinstance(model, Stage) else model.loaders()
+    sites = install_sites(loaders, kernel, None if part is None else part.cut)
     if merging is not None:
         sites = tuple(site for site in sites if site.name in merging)
     dtype = adapter_dtype(plan.precision)
@@ -72,7 +74,7 @@ def build_adapters(
         dtype,
         limits.max_num_seqs,
         max(limits.max_num_batched_tokens, limits.max_num_seqs),
-        store.want if part is None or part.group.rank == 0 else received.pop,
+        store.want if part is None or part.everyone.rank == 0 else received.pop,
         _kinds(sites, store.targets(PEEKED)),
         recordable=not kernel.__name__.endswith(REFERENCE) and part is None,
         invariant=limits.deterministic,

@@ -123,7 +123,12 @@ def make_parts(
     received: dict[str, PackedAdapter] | None = None,
 ) -> _Parts:
     config, device = plan.config, plan.precision.device
-    scheduler = resolve_scheduler(config.scheduler, device, pool.num_blocks // plan.groups.num_groups)
+    scheduler = resolve_scheduler(
+        config.scheduler,
+        device,
+        pool.num_blocks // plan.groups.num_groups,
+        config.parallel.pipeline_parallel_size,
+    )
     max_num_seqs, max_tokens = scheduler.limits
     end_ids = end_token_ids(plan.source, plan.model)
     block_size = config.memory.block_size
@@ -145,7 +150,7 @@ def make_parts(
         proposals,
         adapters.slots if adapters is not None else None,
         host.transfers,
-        None if plan.part is None else plan.part.group,
+        plan.part,
     )
     return _Parts(scheduler, limits, host, adapters, proposals, runner)
 
@@ -206,7 +211,7 @@ def _report(
     graphs = f", {num_graphs} sizes of steps captured as graphs" if num_graphs else ""
     return Report(
         model=config.model.served_model_name or plan.source.name,
-        parallel="" if plan.part is None else str(plan.part.cut),
+        parallel="" if plan.part is None else str(plan.part),
         where=running_on(plan.precision, plan.num_threads),
         precision=plan.precision,
         start=StartStats(plan.num_threads, weights_bytes, seconds),

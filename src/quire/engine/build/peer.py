@@ -14,19 +14,17 @@ from dataclasses import replace
 from typing import Any
 
 from quire.adapters.peft import PackedAdapter
+from quire.adapters.transport import received_packed
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.build.assemble import make_parts
 from quire.engine.build.pool import make_pool, start_kernel_warmup
-from quire.engine.build.ranks import VERSION, on_rank, open_group
+from quire.engine.build.ranks import VERSION, on_rank, rank_part
 from quire.engine.build.resolve import make_plan
 from quire.engine.build.weights import load_models
-from quire.layers.factory import RankPart
-from quire.parallel.cut import cut_model
 from quire.parallel.ranks import Reporter, read_frames
 from quire.parallel.wire import decode_step
-from quire.runner.ranked import received_adapter
-from quire.runner.runner import Runner
+from quire.runner.ranked import FINISH, RankRunner
 
 
 def main() -> None:
@@ -39,13 +37,23 @@ def main() -> None:
         received: dict[str, PackedAdapter] = {}  # adapters that the next step copies into blocks
         runner = _build(settings, rank, memory, received)
         launched: queue.SimpleQueue[None] = queue.SimpleQueue()
+        later = (
+            runner.part.layers is not None and runner.part.is_first
+        )  # results come when steps are finished
         threading.Thread(target=_collect, args=(runner, launched, reporter), daemon=True).start()
         for data in frames:
+            if data == FINISH:
+                if later:
+                    runner.finish_next()
+                    launched.put(None)
+                continue
             step, blobs = decode_step(data)
             loads = zip(step.adapter_loads, blobs, strict=True)
-            received.update((load.key, received_adapter(blob)) for load, blob in loads)
+            received.update((load.key, received_packed(blob)) for load, blob in loads)
             runner.launch(step)
-            launched.put(None)
+            if not later:
+                launched.put(None)
+        runner.log_end()
     except StopIteration:
         pass
     except BaseException as fault:
@@ -53,7 +61,9 @@ def main() -> None:
     os._exit(0)  # rank 0 is gone: nothing that runs here matters any more
 
 
-def _build(settings: dict[str, Any], rank: int, memory: int, received: dict[str, PackedAdapter]) -> Runner:
+def _build(
+    settings: dict[str, Any], rank: int, memory: int, received: dict[str, PackedAdapter]
+) -> RankRunner:
     """The runner of this rank's part."""
     flat: dict[str, Any] = {}
     for part, values in settings["config"].items():
@@ -66,15 +76,15 @@ def _build(settings: dict[str, Any], rank: int, memory: int, received: dict[str,
             f"Quire {ours[0]} with weights {ours[1][:12]} here, and {theirs[0]} with {theirs[1][:12]} on rank 0: "
             "start all ranks from one version and the same files"
         )
-    size = config.parallel.num_ranks
-    part = RankPart(cut_model(plan.model, rank, size), open_group(plan, memory, rank, size))
-    plan = replace(plan, part=part)
+    plan = replace(plan, part=rank_part(plan, memory, rank, settings["store"]))
     models = load_models(plan, None)
     pool = make_pool(plan, models, start_kernel_warmup(plan))
-    return make_parts(plan, models, pool, received).runner.runner
+    runner = make_parts(plan, models, pool, received).runner.runner
+    assert isinstance(runner, RankRunner)
+    return runner
 
 
-def _collect(runner: Runner, launched: "queue.SimpleQueue[None]", reporter: Reporter) -> None:
+def _collect(runner: RankRunner, launched: "queue.SimpleQueue[None]", reporter: Reporter) -> None:
     try:
         while True:
             launched.get()

@@ -126,7 +126,7 @@ def _divide_gpu(
         plan.max_model_len,
         precision.device,
     )
-    if warmup.goes_on:
+    if warmup.goes_on and plan.part is None:  # ranks make the same passes
         with suppress(Exception):  # this compiles beside it; the measurement counts once it runs alone
             measure()
     warmup.join()

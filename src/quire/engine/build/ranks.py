@@ -1,41 +1,93 @@
 """Ranks of one model: what each needs, and how rank 0 starts its peers (engine/build/peer.py)."""
 
+import mmap
 import os
+import tempfile
+import uuid
 from dataclasses import asdict, replace
 from importlib import import_module
+from typing import Any
 
 import torch
 
-from quire.core.config import EngineConfig, ModelConfig
+from quire.core.config import EngineConfig, ModelConfig, ParallelConfig
 from quire.core.errors import ConfigError
 from quire.engine.build.resolve import BuildPlan, Progress, make_plan, resolve_device
 from quire.kernels import native
 from quire.kernels.collective import cpu as collective
 from quire.layers.factory import RankPart
-from quire.parallel.cut import cut_model
-from quire.parallel.group import Group
+from quire.parallel.cut import cut_layers, cut_model
 from quire.parallel.processes import SharedGroup, shared_file
 from quire.parallel.ranks import RankProcesses
 from quire.weights.architectures import KNOWN
 
 VERSION = str(import_module("quire").__version__)
 PEER = "quire.engine.build.peer"  # the program of ranks 1 and up
+DEVICES = "quire.parallel.devices"  # loaded where there are GPUs: it brings all of torch.distributed
 SHARED_CARD = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch: ranks may share a GPU
 
 
 def start_ranks(config: EngineConfig, progress: Progress | None) -> tuple[BuildPlan, RankProcesses]:
     """Rank 0's plan, and its peers, which load meanwhile. ConfigError where the model cannot be cut."""
-    size = config.parallel.num_ranks
+    parallel = config.parallel
     plan = make_plan(on_rank(config, 0), progress)
     _check(config, plan.model)
-    cut = cut_model(plan.model, 0, size)
-    memory = shared_file(SharedGroup.num_bytes(collective, size))
-    described = {"config": asdict(config), "version": VERSION, "fingerprint": plan.source.fingerprint}
-    peers = RankProcesses(PEER, size, memory, described)
-    group = open_group(plan, memory, 0, size)
+    cut_model(plan.model, 0, parallel.tensor_parallel_size)
+    cut_layers(plan.model, parallel.pipeline_parallel_size)
+    memory = shared_file(_shared_bytes(parallel))
+    described: dict[str, Any] = {
+        "config": asdict(config),
+        "version": VERSION,
+        "fingerprint": plan.source.fingerprint,
+        "store": os.path.join(tempfile.gettempdir(), f"quire-ranks-{uuid.uuid4().hex}"),
+    }
+    peers = RankProcesses(PEER, parallel.num_ranks, memory, described)
+    try:
+        part = rank_part(plan, memory, 0, described["store"])
+    except BaseException:
+        peers.close()
+        peers.check()  # a rank that failed is the reason
+        raise
     os.close(memory)
-    peers.attach(group)
-    return replace(plan, part=RankPart(cut, group)), peers
+    peers.attach(part.group, part.stages, part.everyone)
+    return replace(plan, part=part), peers
+
+
+def rank_part(plan: BuildPlan, memory: int, rank: int, store: str) -> RankPart:
+    """What rank `rank` computes, and with whom: ranks of one stage follow each other.
+
+    Ranks on GPUs meet at the file `store`, those on a CPU in `memory`.
+    """
+    device = plan.precision.device
+    if device.type == "cuda":
+        size = plan.config.parallel.num_ranks
+        group, everyone = import_module(DEVICES).device_groups(store, rank, size, device)
+        return RankPart(cut_model(plan.model, rank, size), group, everyone=everyone)
+    if not native.available():
+        raise ConfigError("several ranks on a CPU need the native kernels: install a C++ compiler")
+    parallel = plan.config.parallel
+    size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    stage, within = divmod(rank, size)
+    mapped = mmap.mmap(memory, _shared_bytes(parallel))
+    of_stage, of_ring = (SharedGroup.num_bytes(collective, count) for count in (size, num_stages))
+    group = SharedGroup(collective, native, mapped, stage * of_stage, within, size)
+    ring = SharedGroup(
+        collective, native, mapped, num_stages * of_stage + within * of_ring, stage, num_stages
+    )
+    layers = cut_layers(plan.model, num_stages)[stage] if num_stages > 1 else None
+    everyone = SharedGroup(
+        collective, native, mapped, num_stages * of_stage + size * of_ring, rank, parallel.num_ranks
+    )
+    return RankPart(cut_model(plan.model, within, size), group, ring, layers, everyone)
+
+
+def _shared_bytes(parallel: ParallelConfig) -> int:
+    """A group per stage, a ring of stages per rank of a stage, and one group of all."""
+    size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    of_stage, of_ring, of_all = (
+        SharedGroup.num_bytes(collective, count) for count in (size, num_stages, parallel.num_ranks)
+    )
+    return num_stages * of_stage + size * of_ring + of_all
 
 
 def on_rank(config: EngineConfig, rank: int) -> EngineConfig:
@@ -55,8 +107,11 @@ def on_rank(config: EngineConfig, rank: int) -> EngineConfig:
 
 def _check(config: EngineConfig, model: ModelConfig) -> None:
     """ConfigError for what ranks cannot do yet."""
-    size, memory = config.parallel.num_ranks, config.memory
-    why = ""
+    memory, drafts, why = config.memory, config.speculative_config, ""
+    stages, on_gpu = (
+        config.parallel.pipeline_parallel_size,
+        resolve_device(config.runner.device).type == "cuda",
+    )
     norms_of_rows = model.architecture in ("Olmo2ForCausalLM", "Olmo3ForCausalLM")  # of all heads together
     if KNOWN[model.architecture].file != "llama" or norms_of_rows:
         why = f"{model.architecture} cannot be cut into ranks: choose a Llama-type model"
@@ -66,11 +121,13 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
         why = "weights of ranks do not stream: leave out cpu_offload_gb and weights_memory_gb"
     elif config.adapters.lora_mode == "merge":
         why = "lora_mode='merge' changes weights of one rank: choose batched"
+    elif stages > 1 and any(model.windows):
+        why = "stages of a pipeline keep all positions of every layer: leave out pipeline_parallel_size"
+    elif stages > 1 and on_gpu:
+        why = "stages run on a CPU only so far: leave out pipeline_parallel_size"
+    elif config.adapters.enabled and on_gpu:
+        why = "adapters of several ranks run on a CPU only so far: leave out enable_lora, lora_modules and lora_dir"
+    elif stages > 1 and drafts is not None and drafts.tree_width > 1:
+        why = "stages of a pipeline do not know which branch of a tree was accepted: leave out tree_width"
     if why:
-        raise ConfigError(f"tensor_parallel_size={size}: {why}, or leave out tensor_parallel_size")
-
-
-def open_group(plan: BuildPlan, memory: int, rank: int, size: int) -> Group:
-    if not native.available():
-        raise ConfigError("tensor_parallel_size on a CPU needs the native kernels: install a C++ compiler")
-    return SharedGroup(collective, native, memory, rank, size)
+        raise ConfigError(f"a model on {config.parallel.num_ranks} ranks: {why}, or have one rank")

@@ -71,7 +71,7 @@ class BuildPlan:
 
     def agreed(self, number: int) -> int:
         """The smallest that a rank has: ids of blocks are those of all."""
-        return number if self.part is None else min(self.part.group.numbers(number))
+        return number if self.part is None else min(self.part.everyone.numbers(number))
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
@@ -168,7 +168,9 @@ def default_limits(config: SchedulerConfig, device: torch.device) -> tuple[int, 
     return rows, config.max_num_batched_tokens or max(usual, rows)
 
 
-def resolve_scheduler(config: SchedulerConfig, device: torch.device, num_blocks: int) -> SchedulerConfig:
+def resolve_scheduler(
+    config: SchedulerConfig, device: torch.device, num_blocks: int, num_stages: int = 1
+) -> SchedulerConfig:
     max_num_seqs, max_tokens = default_limits(config, device)
     if config.max_num_seqs is None:
         max_num_seqs = min(max_num_seqs, num_blocks)
@@ -177,7 +179,14 @@ def resolve_scheduler(config: SchedulerConfig, device: torch.device, num_blocks:
             f"the pool has {num_blocks} blocks, too few for one per sequence with max_num_seqs={max_num_seqs}: "
             f"lower max_num_seqs to {num_blocks} or raise kv_cache_memory_bytes"
         )
-    return replace(config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
+    if config.steps_in_flight > 1:
+        raise ConfigError(
+            f"steps_in_flight={config.steps_in_flight} must be 0 or 1: pipeline_parallel_size has as many as stages"
+        )
+    steps = config.steps_in_flight * num_stages
+    return replace(
+        config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, steps_in_flight=steps
+    )
 
 
 def layer_groups(config: EngineConfig, model: ModelConfig, max_model_len: int) -> LayerGroups:

@@ -7,16 +7,16 @@ import torch
 from quire.core.config import SchedulerConfig
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.layers.attention import Pool
+from quire.layers.factory import RankPart
 from quire.models.encoder_decoder import EncoderDecoder
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
-from quire.parallel.group import Group
 from quire.runner.adapters import AdapterSlots
 from quire.runner.cross import CrossCpuOps
 from quire.runner.cross_cuda import CrossCudaOps
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.drafts import Proposals
-from quire.runner.ranked import RankRunner
+from quire.runner.ranked import rank_runner
 from quire.runner.runner import Runner
 from quire.runner.transfer import TransferEngine
 
@@ -37,12 +37,12 @@ def build_runner(
     proposals: Proposals | None = None,
     adapters: AdapterSlots | None = None,
     transfers: TransferEngine | None = None,
-    group: Group | None = None,
+    part: RankPart | None = None,
 ) -> BuiltRunner:
-    """`group`: of the ranks that compute the model."""
+    """`part`: of a model that several ranks compute."""
     parts = (model, pool, limits, device, proposals, adapters, transfers)
-    if group is not None:
-        runner: Runner = RankRunner(group, *parts)
+    if part is not None:
+        runner: Runner = rank_runner(part, *parts)
     elif isinstance(model, EncoderDecoder):
         runner = Runner(*parts, CrossCudaOps if device.type == "cuda" else CrossCpuOps)  # type: ignore[arg-type]
     else:

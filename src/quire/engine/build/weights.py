@@ -18,6 +18,7 @@ from quire.models import registry
 from quire.models.loading import load
 from quire.models.model import DecoderModel
 from quire.models.offload import GIB, Loaded, Offload, Streaming, load_offloaded
+from quire.models.stage import holds
 from quire.runner.drafts import Proposals
 from quire.runner.sizing import available_memory
 from quire.speculate.ngram import NgramProposer
@@ -48,7 +49,10 @@ def load_models(plan: BuildPlan, progress: Progress | None) -> LoadedModels:
     """The target, all in memory unless the settings say otherwise, and the draft model."""
     config, precision = plan.config, plan.precision
     factory = LayerFactory(precision.format, precision.device, plan.max_model_len, plan.part, plan.groups)
-    source = plan.source if plan.part is None else CutSource(plan.source, plan.part.cut)
+    source: Source = plan.source
+    if (part := plan.part) is not None:
+        stage = "" if part.layers is None else f" layers {part.layers}"
+        source = CutSource(source, part.cut, stage, partial(holds, part))
     advance = partial(progress, "weights") if progress is not None else None
     offload = resolve_offload(config, precision)
     if offload is None:
@@ -129,7 +133,7 @@ def load_draft(plan: BuildPlan) -> LoadedDraft | None:
     config, speculative = plan.config, plan.speculative
     if speculative is None or speculative.method != "draft_model":
         return None
-    if plan.part is not None and plan.part.group.rank > 0:  # rank 0 drafts
+    if plan.part is not None and plan.part.everyone.rank > 0:  # rank 0 drafts
         return None
     options = ModelOptions(
         model=speculative.model,

@@ -1,0 +1,150 @@
+"""Collectives of real processes, and the bytes that they count."""
+
+import mmap
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from quire.kernels import native
+from quire.kernels.collective import cpu
+from quire.kernels.native import Tape
+from quire.parallel.group import LARGEST, FakeGroup, Group
+from quire.parallel.processes import SharedGroup, TorchGroup, shared_file
+
+needs_native = pytest.mark.skipif(not native.available(), reason="shared memory needs the native kernels")
+WIDTHS = (3, 1, 4)
+
+
+def _shared(descriptor: int, rank: int, size: int) -> Group:
+    memory = mmap.mmap(descriptor, SharedGroup.num_bytes(cpu, size))
+    return SharedGroup(cpu, native, memory, 0, rank, size)
+
+
+def _gloo(folder: str, rank: int, size: int) -> Group:
+    return TorchGroup("gloo", dist.FileStore(os.path.join(folder, "store"), size), rank, size)
+
+
+def _run(target: Callable[..., Any], open_group: Callable[..., Group], where: Any, size: int) -> list[Any]:
+    """`target(group)` in `size` processes; what each returned."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+
+    def work(rank: int) -> None:
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        results.put((rank, target(open_group(where, rank, size))))
+
+    processes = [context.Process(target=work, args=(rank,)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(10)
+    return [found[rank] for rank in range(size)]
+
+
+def _all_kinds(group: Group) -> dict[str, Any]:
+    rank, size = group.rank, group.size
+    big = torch.full((1 << 21,), 1.0 + rank)  # two pieces of shared memory
+    mine = torch.full((2, WIDTHS[rank]), float(rank))
+    found = {
+        "sum": group.all_reduce(torch.arange(5.0) * 10**rank, "a").tolist(),
+        "int": group.all_reduce(torch.full((3,), 2**30 + rank, dtype=torch.int32), "a").tolist(),
+        "largest": group.all_reduce(torch.tensor([rank * 1.0, -rank * 1.0]), "b", LARGEST).tolist(),
+        "big": group.all_reduce(big, "big").unique().tolist(),
+        "all_gather": group.all_gather(mine, WIDTHS[:size], "c").tolist(),
+        "gather": group.gather(mine, WIDTHS[:size], "c").shape[1],
+        "broadcast": group.broadcast(torch.full((4,), rank, dtype=torch.int32), "d").tolist(),
+        "numbers": group.numbers(2**40 + rank),
+    }
+    if rank == 0:
+        group.send(torch.arange(6.0), 1, "e")
+    elif rank == 1:
+        found["received"] = group.receive(torch.empty(6), 0, "e").tolist()
+    return found | {"traffic": group.traffic()}
+
+
+def _check_kinds(results: list[dict[str, Any]], size: int) -> None:
+    columns = [float(rank) for rank in range(size) for _ in range(WIDTHS[rank])]
+    for rank, found in enumerate(results):
+        assert found["sum"] == [i * sum(10.0**r for r in range(size)) for i in range(5)]
+        wrapped = size * 2**30 + size * (size - 1) // 2
+        assert found["int"] == [(wrapped + 2**31) % 2**32 - 2**31] * 3
+        assert found["largest"] == [size - 1.0, 0.0]
+        assert found["big"] == [size * (size + 1) / 2]
+        assert found["all_gather"] == [columns] * 2
+        assert found["gather"] == (len(columns) if rank == 0 else WIDTHS[rank])
+        assert found["broadcast"] == [0] * 4
+        assert found["numbers"] == [2**40 + r for r in range(size)]
+        traffic = found["traffic"]
+        assert traffic["all_reduce", "a"] == 2 * (size - 1) * (5 + 3) * 4 // size
+        assert (
+            traffic["all_gather", "c"] == traffic["gather", "c"] == (size - 1) * 2 * len(columns) * 4 // size
+        )
+        assert traffic["broadcast", "d"] == 16
+    assert results[1]["received"] == list(range(6))
+    assert results[0]["traffic"]["send", "e"] == results[1]["traffic"]["receive", "e"] == 24
+
+
+@needs_native
+@pytest.mark.parametrize("size", [2, 3])
+def test_shared_memory_gives_every_rank_the_same(size):
+    descriptor = shared_file(SharedGroup.num_bytes(cpu, size))
+    _check_kinds(_run(_all_kinds, _shared, descriptor, size), size)
+    os.close(descriptor)
+
+
+def test_gloo_gives_the_same(tmp_path):
+    _check_kinds(_run(_all_kinds, _gloo, str(tmp_path), 2), 2)
+
+
+def _taped(group: Group) -> tuple[list[float], dict[tuple[str, str], int]]:
+    x, found = torch.empty(4), []
+    with Tape() as tape:
+        group.all_reduce(x, "taped")
+    for turn in range(3):
+        x.fill_(turn + group.rank)
+        tape.replay()
+        found.append(float(x[0]))
+    return found, group.traffic()
+
+
+@needs_native
+def test_a_tape_replays_a_collective_and_its_bytes_are_counted_each_time():
+    descriptor = shared_file(SharedGroup.num_bytes(cpu, 2))
+    for found, traffic in _run(_taped, _shared, descriptor, 2):
+        assert found == [1.0, 3.0, 5.0]
+        assert traffic == {("all_reduce", "taped"): 4 * 16}
+    os.close(descriptor)
+
+
+@needs_native
+def test_an_abort_ends_a_wait():
+    descriptor = shared_file(SharedGroup.num_bytes(cpu, 2))
+    group = _shared(descriptor, 0, 2)
+    context = multiprocessing.get_context("fork")
+    waiting = context.Process(target=lambda: _shared(descriptor, 1, 2).all_reduce(torch.ones(4), "a"))
+    waiting.start()
+    time.sleep(0.2)
+    assert waiting.is_alive()
+    group.abort()
+    waiting.join(5)
+    assert waiting.exitcode == 0
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_a_fake_group_counts_by_the_formulas(size):
+    group = FakeGroup(1 if size > 1 else 0, size)
+    group.all_reduce(torch.zeros(3, 16), "h")
+    group.gather(torch.zeros(3, 2), (2,) * size, "v")
+    expected = {
+        ("all_reduce", "h"): 2 * (size - 1) * 3 * 16 * 4 // size,
+        ("gather", "v"): (size - 1) * 3 * 2 * 4,
+    }
+    assert group.traffic() == (dict.fromkeys(expected, 0) if size == 1 else expected)

@@ -1,0 +1,124 @@
+"""The processes beside rank 0: their ends are noticed, named and explained. And Steps on their way to them."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from quire import LLM
+from quire.core.draft import Draft
+from quire.core.errors import ConfigError, EngineDead, QuireError
+from quire.core.request import ints
+from quire.core.sampling import SamplingParams
+from quire.core.step import AdapterLoad, HostTransfers, RowStart, Step
+from quire.parallel.group import Group
+from quire.parallel.processes import shared_file
+from quire.parallel.ranks import RankProcesses
+from quire.parallel.wire import decode_step, encode_step
+
+
+class Waiting(Group):
+    """A group whose ranks wait until it is aborted."""
+
+    aborted = False
+
+    def abort(self, why: str = "") -> None:
+        self.aborted = True
+
+
+def _fault(does: str, act=lambda pid: None, seconds: float = 10.0) -> tuple[str, type, float]:
+    """What rank 0 hears of, its kind, and after how long."""
+    memory = shared_file(64)
+    ranks = RankProcesses("tests.parallel.peer_stub", 3, memory, {"does": does})
+    os.close(memory)
+    group = Waiting(0, 3)
+    ranks.attach(group)
+    try:
+        if does == "wait":
+            time.sleep(0.5)
+            act(ranks._processes[0].pid)
+        started = time.monotonic()
+        while time.monotonic() < started + seconds:
+            try:
+                ranks.check()
+            except QuireError as fault:
+                assert group.aborted
+                return str(fault), type(fault), time.monotonic() - started
+            time.sleep(0.01)
+        raise AssertionError("nothing was noticed")
+    finally:
+        ranks.close()
+        assert all(process.poll() is not None for process in ranks._processes)
+
+
+def test_a_rank_that_cannot_start_says_why():
+    text, kind, _ = _fault("fail")
+    assert (text, kind) == ("rank 1: there is no GPU here", ConfigError)
+
+
+def test_a_rank_that_exits_is_named():
+    text, kind, _ = _fault("exit")
+    assert kind is EngineDead
+    assert text.startswith("rank 1 (pid ")
+    assert "exited with code 3" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "is stopped")]
+)
+def test_a_rank_that_is_killed_or_stopped_is_named_within_two_seconds(number, words):
+    text, kind, seconds = _fault("wait", lambda pid: os.kill(pid, number))
+    assert kind is EngineDead
+    assert "rank 1 (pid " in text
+    assert words in text
+    assert seconds < 2.0
+
+
+def test_a_step_keeps_all_that_a_peer_needs():
+    start = RowStart(
+        3, ints((5, 6, 7)), ints((2, 9)), SamplingParams(prompt_logprobs=2), 0, 0, 3, adapter="a@1"
+    )
+    step = Step(
+        step_id=9, starts=(start,), rows=ints((3,)), num_computed=ints((0,)), num_tokens=ints((3,)),
+        sample_sources=ints((0,)), sample_rows=ints((3,)), table_rows=ints((3,)), table_indices=ints((1,)),
+        table_blocks=ints((8,)), copy_sources=ints((1,)), copy_targets=ints((4,)), forced_rows=ints((3,)),
+        forced_positions=ints((2,)), forced_tokens=ints((11,)), sample_offsets=ints((0,)),
+        drafts=(Draft(3, 3, ints((1, 2)), ints((-1, -1))),),
+        moves=HostTransfers(ints((1,)), ints((2,)), ints(), ints()), adapter_evictions=("b@2",),
+        adapter_loads=(AdapterLoad("a@1", ints((6, 7))),),
+    )  # fmt: skip
+    blobs = [({"tiles": [1, 2]}, bytes(range(256)))]
+    assert decode_step(encode_step(step, blobs)) == (step, blobs)
+
+
+def test_a_step_of_256_rows_is_encoded_in_a_fraction_of_a_millisecond():
+    rows = ints(range(256))
+    step = Step(1, (), rows, rows, ints([1] * 256), rows, rows)
+    took = []
+    for _ in range(50):
+        started = time.perf_counter()
+        encode_step(step)
+        took.append(time.perf_counter() - started)
+    assert sorted(took)[5] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number of at least 1"),
+        ({"tensor_parallel_size": 10}, "tensor_parallel_size=10 is more than the model's 3 key-value heads"),
+        (
+            {"model": "opt-125m", "load_format": "dummy", "tensor_parallel_size": 2},
+            "OPTForCausalLM cannot be cut",
+        ),
+        (
+            {"tensor_parallel_size": 2, "kv_offload_gb": 1, "kv_offload_dir": "/tmp/x"},
+            "kv_offload_dir is for one",
+        ),
+        ({"tensor_parallel_size": 2, "weights_memory_gb": 1.0}, "weights of ranks do not stream"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_before_one_is_started(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        LLM(use_tqdm=False, **settings)
