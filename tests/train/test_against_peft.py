@@ -9,8 +9,9 @@ import torch
 from quire.core.errors import ConfigError, ModelError
 from quire.models.registry import describe
 from quire.train.frozen import FrozenFormat, store_nf4
-from quire.train.lora import ALL, LoraParameters
+from quire.train.lora import LoraParameters
 from quire.train.model import IGNORED, Example, TrainedModel
+from quire.train.settings import ALL
 from quire.weights.open import open_source
 from tests.models.checkpoints import VARIANTS, save
 

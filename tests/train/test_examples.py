@@ -8,8 +8,9 @@ import pytest
 from quire.core.errors import TrainingError
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.train.examples import DPO, Reader, packed
+from quire.train.examples import Reader, packed
 from quire.train.model import IGNORED, Example
+from quire.train.settings import DPO
 from tests.server.scripted import byte_tokenizer
 from tests.train.conftest import END, TEMPLATE
 

@@ -21,6 +21,7 @@ from quire.server.conversations import conversations_router
 from quire.server.embeddings import embeddings_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
 from quire.server.fill_mask import fill_mask_router
+from quire.server.fine_tuning.routes import fine_tuning_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
 from quire.server.operations import operations_router
@@ -46,6 +47,7 @@ ROUTERS = (
     files_router,
     stores_router,
     batches_router,
+    fine_tuning_router,
     models_router,
     tokens_router,
     operations_router,
