@@ -57,10 +57,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--concurrency", type=int, help="sequences at once (default: a table of several)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     group = parser.group("training", "with --train; the model's type, or --parameters of any model")
-    group.add_argument("--train", action="store_true", help="memory of training by ZeRO stage, in place of serving")
+    group.add_argument(
+        "--train", action="store_true", help="memory of training by ZeRO stage, in place of serving"
+    )
     group.add_argument("--ranks", type=int, default=1, help="GPUs that train together (default: 1)")
     group.add_argument("--parameters", type=float, metavar="N", help="parameters of a model, such as 7.5e9")
-    group.add_argument("--lora-rank", type=int, help="LoRA of all linear layers (default: all parameters trained)")
+    group.add_argument(
+        "--lora-rank", type=int, help="LoRA of all linear layers (default: all parameters trained)"
+    )
     group.add_argument("--qlora", action="store_true", help="with --lora-rank: the base in NF4")
     add_engine_flags(parser, without=_NOT_PLANNED)
 
