@@ -38,12 +38,12 @@ class Cell:
     seed: int
     rank: int = 0
     address: str = ""
+    folder: str = ""  # that ranks share
 
 
 def run(setup: Setup) -> Finding:
-    cells = [
-        Cell(stage, ranks, setup.seed) for ranks in setup.pick((2,), (2, 4), (2, 4)) for stage in (1, 2, 3)
-    ]
+    numbers, stages = setup.pick(((2,), (3,)), ((2, 4), (1, 2, 3)), ((2, 4), (1, 2, 3)))
+    cells = [Cell(stage, ranks, setup.seed) for ranks in numbers for stage in stages]
     with setup.progress(len(cells) + 1, "runs") as bar:
         alone = train(Cell(0, 1, setup.seed))
         bar()
@@ -63,6 +63,7 @@ def train(cell: Cell, results: Any = None) -> dict[str, Any]:
     if cell.stage == 3:
         store = lambda weight: ShardedWeight(weight, cell.rank, cell.ranks)
     with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(cell.folder or scratch) / "run"
         model = TrainedModel(describe(SHAPE), FrozenFormat(torch.float32, CPU, store, store), CPU, 128)
         model.load(_source(Path(scratch)), cell.seed)
         model.adapt(LoraParameters(8, 16.0), [ALL], cell.seed)
@@ -71,9 +72,7 @@ def train(cell: Cell, results: Any = None) -> dict[str, Any]:
         settings = TrainSettings(
             batch_size=4, epochs=1, batch_tokens=64, learning_rate=1e-2, checkpoint_steps=9
         )
-        trainer = Trainer(
-            model, settings, items, [], Path(scratch) / "run", {}, cell.stage, cell.rank, cell.ranks
-        )
+        trainer = Trainer(model, settings, items, [], folder, {}, cell.stage, cell.rank, cell.ranks)
         losses: list[float] = []
         trainer.run(lambda report: losses.append(report.loss))
         trainer.shards.release()
@@ -94,17 +93,19 @@ def _on_ranks(cell: Cell) -> dict[str, Any]:
     """The largest rank's bytes, and rank 0's losses."""
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    with socket.socket() as free:
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
-        cell = replace(cell, address=f"127.0.0.1:{free.getsockname()[1]}")
-    processes = [
-        context.Process(target=train, args=(replace(cell, rank=r), results)) for r in range(cell.ranks)
-    ]
-    for process in processes:
-        process.start()
+        cell = replace(cell, address=f"127.0.0.1:{free.getsockname()[1]}", folder=folder)
+        free.close()
+        ranks = [replace(cell, rank=rank) for rank in range(cell.ranks)]
+        processes = [context.Process(target=train, args=(rank, results)) for rank in ranks]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise RuntimeError(f"a rank of ZeRO stage {cell.stage} ended with {process.exitcode}")
     by_rank = dict(results.get() for _ in processes)
-    for process in processes:
-        process.join()
     largest = {part: max(one["bytes"][part] for one in by_rank.values()) for part in PARTS}
     return {**by_rank[0], "bytes": largest}
 
