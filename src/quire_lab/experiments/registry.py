@@ -41,6 +41,7 @@ EXPERIMENTS = {
         "quire_lab.experiments.adapters", "many adapters: batched together, or merged one by one"
     ),
     "tuning": Listed("quire_lab.experiments.tuning", "a format taught by prompts, examples and fine-tuning"),
+    "flash": Listed("quire_lab.experiments.flash", "attention's gradients: whole matrices against tiles"),
     "zero": Listed("quire_lab.experiments.zero", "training on ranks: bytes of each, measured and computed"),
     "batched": Listed(
         "quire_lab.experiments.batched", "requests that fit at once, by how memory is given (simulated)"

@@ -234,3 +234,11 @@ def test_tuning_compares_four_ways(setup, tmp_path):
     assert results["fine-tuning"]["prompt_tokens"] < results["a prompt"]["prompt_tokens"]
     assert results["a prompt"]["prompt_tokens"] < results["three examples"]["prompt_tokens"]
     assert results["fine-tuning"]["preparation_seconds"] > 0
+
+
+def test_flash_keeps_little_for_the_backward_pass(setup, tmp_path):
+    finding = found("flash", setup, tmp_path)
+    assert held(finding, "plain keeps bytes by the square")
+    assert held(finding, "tiles keep bytes in proportion")
+    assert finding.results["sparse"][0]["share"] == 1.0
+    assert "9.2 times" in finding.notes[0]
