@@ -1,8 +1,10 @@
 """The reference of packed attention is torch's own, gradients included; a sparse mask is a mask."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import registry
 from quire.kernels.packed_attention import reference
 
 
@@ -41,3 +43,25 @@ def test_the_reference_has_the_values_and_gradients_of_torch():
             reference.backward(grad, q, k, v, out, sums, starts, 150, 0.2, mask), leaves, strict=True
         ):
             torch.testing.assert_close(mine, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    "triton" not in registry.alternatives("packed_attention"), reason="Triton does not run here"
+)
+@pytest.mark.parametrize("density", [1.0, 0.4])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "width"), [([150, 1, 70], (4, 2), 24), ([64], (2, 2), 16), ([5, 200], (3, 1), 32)]
+)
+def test_the_kernel_and_its_gradients_agree(lengths, heads, width, density):
+    triton = registry.load("packed_attention", "triton")
+    q, k, v, starts = case(lengths, *heads, width)
+    mask = None if density == 1.0 else sparse_mask(-(-max(lengths) // reference.BLOCK), density)
+    given = (starts, max(lengths), width**-0.5, mask)
+    expected, sums = reference.forward(q, k, v, *given)
+    out, own_sums = triton.forward(q, k, v, *given)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own_sums, sums, rtol=1e-4, atol=1e-5)
+    grad = torch.randn_like(q)
+    grads = triton.backward(grad, q, k, v, out, own_sums, *given)
+    for mine, its in zip(grads, reference.backward(grad, q, k, v, expected, sums, *given), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)

@@ -13,8 +13,6 @@ from quire.kernels.lora.records import A_OFFSET, B_OFFSET
 from quire.layers.attention import Pool
 from tests.kernels.cases import Shape, instruction_set, instruction_sets, random_case
 from tests.kernels.lora_cases import lora_case, pack_case
-from tests.kernels.test_packed_attention import case as packed_case
-from tests.kernels.test_packed_attention import sparse_mask
 from tests.kernels.test_trees import check_settling
 
 _tested: set[str] = set()
@@ -48,7 +46,10 @@ Kernel = tuple[ModuleType, ModuleType]
 
 
 def test_every_operation_has_a_parity_test() -> None:
-    elsewhere = {"encoded_linear"}  # test_encoded_linear.py: its reference is the schemes' decoding
+    elsewhere = {
+        "encoded_linear",  # test_encoded_linear.py: its reference is the schemes' decoding
+        "packed_attention",  # test_packed_attention.py: with gradients
+    }
     assert _tested | elsewhere == set(registry.operations())
 
 
@@ -597,25 +598,3 @@ def test_adapters_are_packed_with_the_bits_of_the_reference(
         wrong = -1 if number == 0 else 2 * site + (column == B_OFFSET)
         for one in (native, reference):
             assert one.pack(broken, places, torch.zeros_like(actual), dtype) == wrong
-
-
-@_parametrize("packed_attention")
-@pytest.mark.parametrize("density", [1.0, 0.4])
-@pytest.mark.parametrize(
-    ("lengths", "heads", "width"), [([150, 1, 70], (4, 2), 24), ([64], (2, 2), 16), ([5, 200], (3, 1), 32)]
-)
-def test_packed_attention_and_its_gradients_agree(
-    kernel: Kernel, lengths: list[int], heads: tuple[int, int], width: int, density: float
-) -> None:
-    triton, reference = kernel
-    q, k, v, starts = packed_case(lengths, *heads, width)
-    mask = None if density == 1.0 else sparse_mask(-(-max(lengths) // reference.BLOCK), density)
-    given = (starts, max(lengths), width**-0.5, mask)
-    expected, sums = reference.forward(q, k, v, *given)
-    out, own_sums = triton.forward(q, k, v, *given)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(own_sums, sums, rtol=1e-4, atol=1e-5)
-    grad = torch.randn_like(q)
-    grads = triton.backward(grad, q, k, v, out, own_sums, *given)
-    for mine, its in zip(grads, reference.backward(grad, q, k, v, expected, sums, *given), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, TrainingError
 from quire.train import trainer as training
 from quire.train.finetune import FinetuneJob, finetune
-from quire.train.run_files import Checkpoints, EventLog
+from quire.train.run_files import Checkpoints, RunLog
 from quire.train.settings import FINISHED, STOPPED, TrainSettings
 
 SETTINGS = TrainSettings(
@@ -29,7 +29,7 @@ def job(tiny: Path, data: Path, output: Path, **changes) -> FinetuneJob:
 def losses(folder: Path) -> list[float]:
     return [
         event["loss"]
-        for event in EventLog(folder / "training" / "events.jsonl").read()
+        for event in RunLog(folder / "training" / "events.jsonl").read()
         if event["type"] == "metrics"
     ]
 

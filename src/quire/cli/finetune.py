@@ -18,7 +18,7 @@ from quire.llm.progress import load_progress
 from quire.train.finetune import FinetuneJob, finetune_ranks
 from quire.train.run_files import RunFiles
 from quire.train.settings import AUTO, BITS, FAILED, FINISHED, METHODS, SCHEDULES, TrainSettings
-from quire.train.trainer import StepReport
+from quire.train.trainer import TrainedStep
 from quire.train.zero import STAGES
 
 INTERRUPTED = 130
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         zero_stage=arguments.zero_stage,
         world=arguments.ranks,
     )
-    shown = Progress()
+    shown = ProgressLines()
     ended, files = _on_sigterm(), RunFiles(job.output)
     if arguments.nice:
         os.nice(arguments.nice)
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class Progress:
+class ProgressLines:
     """Lines on stderr, and one that is written over on a terminal."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Progress:
     def line(self, text: str) -> None:
         print(dim(text, sys.stderr), file=sys.stderr, flush=True)
 
-    def __call__(self, report: StepReport) -> None:
+    def __call__(self, report: TrainedStep) -> None:
         self._seconds = [*self._seconds[-19:], report.seconds]
         left = (report.num_steps - report.step) * sum(self._seconds) / len(self._seconds)
         text = f"step {report.step}/{report.num_steps}  loss {report.loss:.4f}"

@@ -56,7 +56,7 @@ def plan_training(arguments: argparse.Namespace) -> int:
 
 
 def _shapes(arguments: argparse.Namespace, rank: int) -> tuple[int, int, int, str]:
-    """Parameters in all, those of linear layers, and those that LoRA trains."""
+    """Numbers of parameters: in all, of linear layers, and trained by LoRA; and the model's name."""
     config = EngineConfig.of(**engine_settings(arguments))
     source = described_source(config)
     model = describe(source.config)

@@ -223,7 +223,9 @@ class Llama(LayerStack):
     def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         logits = self.head(hidden, lora)
         if self._logits_cap:
-            logits = logits.div_(self._logits_cap).tanh_() * self._logits_cap  # tanh's result is kept for gradients
+            logits = (
+                logits.div_(self._logits_cap).tanh_() * self._logits_cap
+            )  # tanh's result is kept for gradients
         return logits
 
     def loaders(self) -> dict[str, Loader]:

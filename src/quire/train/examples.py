@@ -18,7 +18,7 @@ Segment = tuple[list[int], bool]  # tokens, and whether they are an answer
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ExampleReader:
     """Turns lines into items for one model. `template` is asked for when a line has messages."""
 
     tokenizer: Tokenizer

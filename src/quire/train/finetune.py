@@ -20,7 +20,7 @@ from quire.models.registry import describe
 from quire.text.load import load_tokenizer
 from quire.text.template import load_template
 from quire.text.tokenizer import Tokenizer
-from quire.train.examples import Item, Reader
+from quire.train.examples import ExampleReader, Item
 from quire.train.frozen import FrozenFormat, Store, keep, store_nf4
 from quire.train.lora import LoraParameters
 from quire.train.model import TrainedModel, check_trainable
@@ -180,7 +180,7 @@ def _read(
     template = cache(lambda: load_template(source))
     assert settings.max_length is not None
     ends = _end_tokens(tokenizer, config)
-    reader = Reader(tokenizer, template, settings.max_length, ends, settings.method)
+    reader = ExampleReader(tokenizer, template, settings.max_length, ends, settings.method)
     items = reader.read(job.data)
     if job.validation is not None:
         return items, reader.read(job.validation)

@@ -29,7 +29,7 @@ class RunFiles:
 
     def __init__(self, folder: Path, keep_checkpoints: int = 1) -> None:
         self.folder = folder / "training"
-        self.log = EventLog(self.folder / "events.jsonl")
+        self.log = RunLog(self.folder / "events.jsonl")
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_checkpoints)
         self._result = self.folder / "result.json"
 
@@ -106,7 +106,7 @@ class Checkpoints:
             ) from error
 
 
-class EventLog:
+class RunLog:
     """Lines of a run: metrics of each step, and messages. A run that goes on drops what came after its checkpoint."""
 
     def __init__(self, path: Path) -> None:

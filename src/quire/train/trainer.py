@@ -29,7 +29,7 @@ OPTIMIZER = "optimizer"  # begins the names of files with its states
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
+class TrainedStep:
     """One step's metrics; a line of the log."""
 
     step: int  # from 1
@@ -43,7 +43,7 @@ class StepReport:
     accuracy: float | None = None  # DPO: pairs whose preferred answer is the likelier one
 
 
-OnStep = Callable[[StepReport], None]
+OnStep = Callable[[TrainedStep], None]
 
 
 class Trainer:
@@ -104,7 +104,7 @@ class Trainer:
         self.shards.barrier()
         return FINISHED
 
-    def _one_step(self) -> StepReport:
+    def _one_step(self) -> TrainedStep:
         started, settings = time.monotonic(), self._settings
         items = self._step_items(self.step)
         torch.manual_seed(settings.seed * 1_000_003 + self.step)  # of dropout: a resumed step draws the same
@@ -126,7 +126,7 @@ class Trainer:
         if self._validation and (self.step % self._per_epoch == 0 or self.step == self.num_steps):
             validation = self.validate()
         self.shards.release()
-        return StepReport(
+        return TrainedStep(
             step=self.step,
             num_steps=self.num_steps,
             loss=value,

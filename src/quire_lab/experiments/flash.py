@@ -124,8 +124,8 @@ def traffic(batch: int, heads: int, length: int, width: int) -> tuple[float, flo
 def _finding(
     passes: list[Pass], sparse: list[dict[str, float]], heads: int, width: int, device: torch.device
 ) -> Finding:
-    by = {(one.length, one.way): one for one in passes}
-    lengths = sorted({one.length for one in passes})
+    by = {(entry.length, entry.way): entry for entry in passes}
+    lengths = sorted({entry.length for entry in passes})
     rows = []
     for length in lengths:
         whole, tiles = by[length, "plain"], by[length, "tiled"]
@@ -140,11 +140,11 @@ def _finding(
     times = lengths[-1] / lengths[0]
     shares = [
         [
-            f"{one['density']:.2f}",
-            f"{one['share']:.2f}",
-            f"{1e3 * one['seconds']:.2f}" if "seconds" in one else "–",
+            f"{entry['density']:.2f}",
+            f"{entry['share']:.2f}",
+            f"{1e3 * entry['seconds']:.2f}" if "seconds" in entry else "–",
         ]
-        for one in sparse
+        for entry in sparse
     ]
     return Finding(
         f"With {lengths[-1]:,} tokens, attention in tiles keeps "
@@ -155,7 +155,7 @@ def _finding(
             Table("Block-sparse", ["density", "share of blocks", "ms"], shares),
         ],
         [],
-        {"passes": [asdict(one) for one in passes], "sparse": sparse, "published": PUBLISHED,
+        {"passes": [asdict(entry) for entry in passes], "sparse": sparse, "published": PUBLISHED,
          "paper_traffic_bytes": {"plain": moved[0], "tiled": moved[1]}},
         {"heads": heads, "head_dim": width, "device": device.type},
         [
@@ -165,8 +165,8 @@ def _finding(
         [
             f"published, GPT-2 medium on an A100: {PUBLISHED['plain GB']} and {PUBLISHED['tiled GB']} GB of traffic "
             f"({PUBLISHED['plain GB'] / PUBLISHED['tiled GB']:.1f} times), {PUBLISHED['plain ms']} and "
-            f"{PUBLISHED['tiled ms']} ms ({PUBLISHED['plain ms'] / PUBLISHED['tiled ms']:.1f} times); its shape needs at "
-            f"least {moved[0] / 1e9:.1f} and {moved[1] / 1e9:.1f} GB",
+            f"{PUBLISHED['tiled ms']} ms ({PUBLISHED['plain ms'] / PUBLISHED['tiled ms']:.1f} times); its shape needs "
+            f"at least {moved[0] / 1e9:.1f} and {moved[1] / 1e9:.1f} GB",
             "tiled: torch's scaled_dot_product_attention; block-sparse: the Triton kernel, timed on a GPU only",
         ],
     )  # fmt: skip

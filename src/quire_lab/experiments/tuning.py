@@ -78,7 +78,7 @@ def run(setup: Setup) -> Finding:
         epochs=1, batch_size=setup.pick(8, 16, 16), batch_tokens=1024, learning_rate=1e-3, validation_split=0.0,
         max_length=512, seed=setup.seed, **setup.pick({"rank": 2, "targets": ("q_proj",)}, {}, {"epochs": 2}),
     )  # fmt: skip
-    found: dict[str, Scores] = {}
+    scores: dict[str, Scores] = {}
     with tempfile.TemporaryDirectory() as scratch, setup.progress(5, "ways") as bar:
         data = Path(scratch) / "data.jsonl"
         data.write_text("".join(json.dumps({"messages": task.messages}) + "\n" for task in shown))
@@ -95,9 +95,11 @@ def run(setup: Setup) -> Finding:
         for name, chats in _ways(shown, asked).items():
             bar.note(name)
             is_tuned = name == "fine-tuning"
-            found[name] = _scores(llm, chats, asked, "mine" if is_tuned else None, trained_seconds * is_tuned)
+            scores[name] = _scores(
+                llm, chats, asked, "mine" if is_tuned else None, trained_seconds * is_tuned
+            )
             bar()
-    return _finding(setup, found, settings, num_trained, is_real)
+    return _finding(setup, scores, settings, num_trained, is_real)
 
 
 def _ways(shown: Sequence[Task], asked: Sequence[Task]) -> dict[str, list[list[Message]]]:
@@ -150,7 +152,7 @@ def _scores(
 
 
 def _finding(
-    setup: Setup, found: dict[str, Scores], settings: TrainSettings, num_trained: int, is_real: bool
+    setup: Setup, scores: dict[str, Scores], settings: TrainSettings, num_trained: int, is_real: bool
 ) -> Finding:
     price = setup.price_per_hour / 3600
     rows = [
@@ -159,19 +161,22 @@ def _finding(
             f"{s.output_tokens:.0f}", f"{s.seconds:.2f}", f"{s.preparation_seconds:.0f}",
             f"{price * s.preparation_seconds:.4f}", f"{1000 * price * s.seconds:.4f}",
         ]
-        for name, s in found.items()
+        for name, s in scores.items()
     ]  # fmt: skip
     head = [
         "way", "in the format", "right answer", "prompt tokens", "answer tokens", "s a request", "s of training",
         f"{setup.currency} of training", f"{setup.currency} of 1,000 requests",
     ]  # fmt: skip
-    tuned, best = found["fine-tuning"], max(s.format_accuracy for n, s in found.items() if n != "fine-tuning")
+    tuned, best = (
+        scores["fine-tuning"],
+        max(s.format_accuracy for n, s in scores.items() if n != "fine-tuning"),
+    )
     return Finding(
         f"After {tuned.preparation_seconds:.0f} s of training {100 * tuned.format_accuracy:.0f} % of held-out answers "
         f"are in a format that the model did not know; with prompts and examples it is {100 * best:.0f} % at most.",
         [Table("One task, four ways", head, rows)],
         [],
-        {name: asdict(s) for name, s in found.items()},
+        {name: asdict(s) for name, s in scores.items()},
         {"seed": setup.seed, "engine": dict(setup.engine), "training": asdict(settings), "examples": num_trained},
         [Check("fine-tuned: 90 % in the format", f"{tuned.format_accuracy:.2f}", tuned.format_accuracy >= GOAL)],
         [

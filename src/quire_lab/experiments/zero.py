@@ -106,18 +106,18 @@ def _on_ranks(cell: Cell) -> dict[str, Any]:
             if process.exitcode:
                 raise RuntimeError(f"a rank of ZeRO stage {cell.stage} ended with {process.exitcode}")
     by_rank = dict(results.get() for _ in processes)
-    largest = {part: max(one["bytes"][part] for one in by_rank.values()) for part in PARTS}
+    largest = {part: max(kept["bytes"][part] for kept in by_rank.values()) for part in PARTS}
     return {**by_rank[0], "bytes": largest}
 
 
 def _finding(cells: list[Cell], alone: dict[str, Any], measured: list[dict[str, Any]]) -> Finding:
     rows, worst, apart = [], 0.0, 0.0
-    for cell, one in zip(cells, measured, strict=True):
-        expected = trained_bytes(cell.stage, cell.ranks, one["trained"], alone["bytes"]["base"])
-        total, computed = sum(one["bytes"].values()), sum(expected.values())
-        worst = max(worst, *(abs(one["bytes"][part] / expected[part] - 1) for part in PARTS))
-        apart = max(apart, *(abs(a - b) for a, b in zip(one["losses"], alone["losses"], strict=True)))
-        kept = [f"{one['bytes'][part]:,}" for part in PARTS]
+    for cell, result in zip(cells, measured, strict=True):
+        expected = trained_bytes(cell.stage, cell.ranks, result["trained"], alone["bytes"]["base"])
+        total, computed = sum(result["bytes"].values()), sum(expected.values())
+        worst = max(worst, *(abs(result["bytes"][part] / expected[part] - 1) for part in PARTS))
+        apart = max(apart, *(abs(a - b) for a, b in zip(result["losses"], alone["losses"], strict=True)))
+        kept = [f"{result['bytes'][part]:,}" for part in PARTS]
         rows.append([f"{cell.stage}, {cell.ranks} ranks", *kept, f"{total:,}", f"{computed:,.0f}"])
     stages = full_training(*LECTURE)
     saved = [f"{100 * (1 - stage.total / stages[0].total):.1f}" for stage in stages[1:]]

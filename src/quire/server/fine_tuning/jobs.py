@@ -19,7 +19,7 @@ from typing import Any
 
 from quire.core.errors import QuireError
 from quire.observe.logs import get_logger
-from quire.train.run_files import EventLog, RunFiles, write_json
+from quire.train.run_files import RunFiles, RunLog, write_json
 from quire.train.settings import FAILED, FINISHED
 
 log = get_logger(__name__)
@@ -121,7 +121,7 @@ class Jobs:
 
     def events(self, job: Job) -> list[dict[str, Any]]:
         """Messages of the job and metrics of its steps, the oldest first."""
-        both = [*EventLog(self.folder(job) / "events.jsonl").read(), *self.files(job).log.read()]
+        both = [*RunLog(self.folder(job) / "events.jsonl").read(), *self.files(job).log.read()]
         return sorted(both, key=lambda event: int(event["created_at"]))
 
     def folder(self, job: Job) -> Path:
@@ -259,7 +259,7 @@ class Jobs:
 
     def _say(self, job: Job, message: str, level: str = "info") -> None:
         event = {"type": "message", "created_at": int(time.time()), "level": level, "message": message}
-        EventLog(self.folder(job) / "events.jsonl").add(event)
+        RunLog(self.folder(job) / "events.jsonl").add(event)
 
     def _save(self, job: Job) -> None:
         write_json(self.folder(job) / "job.json", asdict(job))
