@@ -75,9 +75,15 @@ def run(setup: Setup) -> Finding:
     num_trained, num_asked = setup.pick(8, 400, 400), setup.pick(4, 48, 94)
     shown, asked = tasks[:num_trained], tasks[-num_asked:]
     settings = TrainSettings(
-        epochs=1, batch_size=setup.pick(8, 16, 16), batch_tokens=1024, learning_rate=1e-3, validation_split=0.0,
-        max_length=512, seed=setup.seed, **setup.pick({"rank": 2, "targets": ("q_proj",)}, {}, {"epochs": 2}),
-    )  # fmt: skip
+        rank=setup.pick(2, 16, 16),
+        epochs=setup.pick(1, 1, 2),
+        batch_size=setup.pick(8, 16, 16),
+        batch_tokens=1024,
+        learning_rate=1e-3,
+        validation_split=0.0,
+        max_length=512,
+        seed=setup.seed,
+    )
     scores: dict[str, Scores] = {}
     with tempfile.TemporaryDirectory() as scratch, setup.progress(5, "ways") as bar:
         data = Path(scratch) / "data.jsonl"
