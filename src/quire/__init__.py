@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from quire.llm.embedder import Embedder
     from quire.llm.llm import LLM
     from quire.llm.outputs import CompletionOutput, RequestOutput
+    from quire.rag.retriever import Retriever
 
 __version__ = "0.2.0"
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Embedder",
     "QuireError",
     "RequestOutput",
+    "Retriever",
     "SamplingParams",
     "StructuredOutput",
     "__version__",
@@ -31,6 +33,7 @@ _LAZY = {  # importing quire must not import torch: `quire --help` should answer
     "Embedder": "quire.llm.embedder",
     "RequestOutput": "quire.llm.outputs",
     "CompletionOutput": "quire.llm.outputs",
+    "Retriever": "quire.rag.retriever",
 }
 
 

@@ -34,6 +34,8 @@ class RunningServer:
             ADMIN_KEY,
             "--log-requests",
         ]
+        if "--data-dir" not in flags:
+            flags = (*flags, "--data-dir", "none")  # not the user's own
         self.process = subprocess.Popen(
             [*command, *SMALL, *flags],
             stderr=subprocess.PIPE,

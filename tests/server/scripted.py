@@ -96,7 +96,13 @@ def logprobs(tokens: str) -> dict[str, Any]:
 def scripted_app(
     engine: ScriptedEngine, *, tokenizer: str | None = None, vocab_size: int = 257, **settings: Any
 ) -> ASGIApp:
-    made = ServerSettings(**{"sse_keep_alive": 0.0, "embeddings": False, **settings})
+    return create_app(scripted_service(engine, tokenizer=tokenizer, vocab_size=vocab_size, **settings))
+
+
+def scripted_service(
+    engine: ScriptedEngine, *, tokenizer: str | None = None, vocab_size: int = 257, **settings: Any
+) -> Service:
+    made = ServerSettings(**{"sse_keep_alive": 0.0, "embeddings": False, "data_dir": "none", **settings})
     client: Any = engine
     model = ServedModel("generate", client, made, made.served_names)
     config = {"chat_template": TEMPLATE, "eos_token": "</s>"}
@@ -111,7 +117,7 @@ def scripted_app(
     )
     engine.ready = ready
     model.serve(ready)
-    return create_app(Service(ServedModels(made, model), made))
+    return Service(ServedModels(made, model), made)
 
 
 async def posted(app: ASGIApp, path: str, body: dict[str, Any]) -> tuple[int, list[bytes]]:

@@ -46,6 +46,7 @@ def serving(home: Path, right: list[float]) -> Iterator[RunningServer]:
     folders.classifier(home / "classifier")
     folders.masked(home / "masked")
     flags = ("--encoder-model", str(home / "classifier"), "--embedding-model", str(home / "masked"))
+    flags = (*flags, "--data-dir", str(home / "data"))
     running = RunningServer(str(home / "reranker"), "--quantization", "none", *flags)
     try:
         yield running.wait_ready()
@@ -73,6 +74,20 @@ def test_texts_are_classified_in_the_shape_of_vllm(serving: RunningServer, home:
     ids = answer(serving, "/classify", model="classifier", input=[2, 5, 6, 3])
     text = answer(serving, CLASSIFY, model="classifier", input="the cat")
     assert ids["data"] == text["data"]
+
+
+def test_a_store_is_ranked_again_by_a_cross_encoder(serving: RunningServer, right: list[float]) -> None:
+    client = serving.client()
+    names = {}
+    for number, text in enumerate(TEXTS):
+        names[client.files.create(file=(f"{number}.txt", text.encode()), purpose="assistants").id] = number
+    store = client.vector_stores.create(name="texts")
+    client.vector_stores.file_batches.create_and_poll(store.id, file_ids=list(names), poll_interval_ms=50)
+    options: Any = {"ranker": "reranker"}
+    results = client.vector_stores.search(store.id, query=QUERY, ranking_options=options).data
+    order = sorted(range(len(TEXTS)), key=lambda number: -right[number])
+    assert [names[result.file_id] for result in results] == order
+    assert [result.score for result in results] == pytest.approx(sorted(right, reverse=True), rel=1e-3)
 
 
 def test_pairs_get_the_scores_of_transformers(serving: RunningServer, right: list[float]) -> None:

@@ -38,19 +38,18 @@ _TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
-def add_model_argument(parser: Parser) -> None:
-    parser.add_argument(
-        "model_named",
-        nargs="?",
-        metavar="MODEL",
-        help="a folder, a .gguf file or a hub id (default: the built-in model)",
-    )
-    parser.add_argument("--model", help="the same, as a flag")
+def add_model_argument(parser: Parser, positional: bool = True) -> None:
+    meaning = "a folder, a .gguf file or a hub id (default: the built-in model)"
+    if positional:
+        parser.add_argument("model_named", nargs="?", metavar="MODEL", help=meaning)
+    else:
+        parser.set_defaults(model_named=None)
+    parser.add_argument("--model", help="the same, as a flag" if positional else meaning)
 
 
-def add_engine_flags(parser: Parser, without: Collection[str] = ()) -> None:
-    """MODEL, --config and a flag for each setting but those in `without`."""
-    add_model_argument(parser)
+def add_engine_flags(parser: Parser, without: Collection[str] = (), *, positional: bool = True) -> None:
+    """MODEL, --config and a flag for each setting but those in `without`. Not `positional`: --model is the only way."""
+    add_model_argument(parser, positional)
     parser.add_config_flag()
     for part, settings in setting_groups().items():
         group = parser.group(TITLES.get(part, part))

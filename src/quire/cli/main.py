@@ -26,6 +26,8 @@ COMMANDS = {
     "serve": Command("quire.cli.serve", "serve a model over HTTP with OpenAI's API"),
     "chat": Command("quire.cli.chat", "chat with a model in the terminal"),
     "generate": Command("quire.cli.generate", "complete prompts from flags, a file or standard input"),
+    "ask": Command("quire.cli.ask", "answer a question from files, with the sources"),
+    "index": Command("quire.cli.index", "add files to a folder that is searched, list them, search them"),
     "bench": Command(
         "quire.cli.bench", "measure throughput, latency and startup here, or load-test a server"
     ),

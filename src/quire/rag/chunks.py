@@ -22,14 +22,14 @@ class Chunk:
     text: str
 
 
-def check_chunking(max_tokens: int, overlap: int) -> None:
-    """ValueError for sizes outside OpenAI's limits."""
+def check_chunking(
+    max_tokens: int, overlap: int, names: tuple[str, str] = ("max_chunk_size_tokens", "chunk_overlap_tokens")
+) -> None:
+    """ValueError for sizes outside OpenAI's limits, with the fields called by `names`."""
     if not MIN_CHUNK <= max_tokens <= MAX_CHUNK:
-        raise ValueError(f"max_chunk_size_tokens is {max_tokens}: give {MIN_CHUNK} to {MAX_CHUNK}")
+        raise ValueError(f"{names[0]} is {max_tokens}: give {MIN_CHUNK} to {MAX_CHUNK}")
     if not 0 <= overlap <= max_tokens // 2:
-        raise ValueError(
-            f"chunk_overlap_tokens is {overlap}: give 0 to {max_tokens // 2}, half of max_chunk_size_tokens"
-        )
+        raise ValueError(f"{names[1]} is {overlap}: give 0 to {max_tokens // 2}, half of {names[0]}")
 
 
 def chunk_text(
@@ -51,13 +51,15 @@ def chunk_text(
 def windows(text: str, tokenizer: Tokenizer, max_tokens: int = WINDOW) -> list[str]:
     """Parts of a chunk that have `max_tokens` tokens at most, of about equal size, with some overlap."""
     spans = _Spans(text, tokenizer)
-    count = -(-len(spans) // max_tokens)
-    if count <= 1:
+    if len(spans) <= max_tokens:
         return [text] if len(spans) else []
-    size = min(max_tokens, -(-len(spans) // count) + WINDOW_OVERLAP)
+    slack = WINDOW_OVERLAP // 2  # bounds move up to this far, to be between words
+    count = -(-(len(spans) - WINDOW_OVERLAP) // (max_tokens - slack - WINDOW_OVERLAP))
+    size = -(-(len(spans) + (count - 1) * WINDOW_OVERLAP) // count)
     starts = [at * (len(spans) - size) // (count - 1) for at in range(count)]
-    bounds = [spans.between_words(start, max(0, start - WINDOW_OVERLAP // 2)) for start in starts]
-    return [spans.chunk(start, min(start + size, len(spans))).text for start in bounds]
+    firsts = [spans.between_words(start, max(0, start - slack)) for start in starts]
+    ends = [spans.between_words(start + size, start + size - slack) for start in starts]
+    return [spans.chunk(first, end).text for first, end in zip(firsts, ends, strict=True)]
 
 
 class _Spans:

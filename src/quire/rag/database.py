@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.core.errors import ConfigError, InvalidRequest
+from quire.core.errors import ConfigError, InvalidRequest, StorageFull
 
 # One entry per version of the schema; a database of an older version is migrated when it is opened.
 MIGRATIONS = (
@@ -119,13 +119,18 @@ class RagDatabase:
             if self._connection.in_transaction:  # part of the one around it
                 yield self._connection
                 return
-            self._connection.execute("BEGIN IMMEDIATE")
             try:
+                self._connection.execute("BEGIN IMMEDIATE")
                 yield self._connection
-            except BaseException:
-                self._connection.execute("ROLLBACK")
+                self._connection.execute("COMMIT")
+            except BaseException as fault:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                if isinstance(fault, sqlite3.OperationalError) and "full" in str(fault):
+                    raise StorageFull(
+                        f"the disk of --data-dir has no room ({fault}): delete files, or move the folder"
+                    ) from fault
                 raise
-            self._connection.execute("COMMIT")
 
     def rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         with self._lock:

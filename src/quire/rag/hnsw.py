@@ -19,28 +19,31 @@ import qdrant_edge as qdrant
 
 from quire.observe.logs import get_logger
 from quire.rag.exact import Stored
-from quire.rag.filters import Comparison, Filter, Group
+from quire.rag.filters import Filter
+from quire.rag.qdrant_terms import (
+    DENSE,
+    SCHEMAS,
+    USUAL_LENGTH,
+    WORDS,
+    filter_terms,
+    payload_of,
+    word_weights,
+)
 from quire.rag.ranking import Hit, IndexFault, Point, Ranker, ranked_hits
-from quire.rag.words import K1, B, word_counts
+from quire.rag.words import word_counts
 
 logger = get_logger(__name__)
 
-DENSE, WORDS = "dense", "words"
 BUILD_FROM = 10_000  # points outside the graph
 EF = 64  # candidates of a search in the graph
 SCAN_KB = 20_000  # a filter that leaves fewer vectors than this is answered by comparing all of them
 MAX_FIELD_INDEXES = 64
-USUAL_LENGTH = 256.0  # words of a chunk, if nothing is known
 SETTINGS = "quire.json"
 _WITH_FILTER = qdrant.SearchParams(
     hnsw_ef=2 * EF, acorn=qdrant.AcornSearchParams(enable=True, max_selectivity=1.0)
 )
 _WITHOUT_FILTER = qdrant.SearchParams(hnsw_ef=EF)
-_SCHEMAS = {
-    "s": qdrant.PayloadSchemaType.Keyword,
-    "n": qdrant.PayloadSchemaType.Float,
-    "b": qdrant.PayloadSchemaType.Keyword,
-}
+_SCHEMAS = {"keyword": qdrant.PayloadSchemaType.Keyword, "float": qdrant.PayloadSchemaType.Float}
 
 
 class HnswIndex:
@@ -74,7 +77,7 @@ class HnswIndex:
                 self._write_settings()
             made = [self._point(point) for point in points]
             for point in points:
-                self._index_fields(_payload(point.attributes))
+                self._index_fields(payload_of(point.attributes))
             self._change(qdrant.UpdateOperation.upsert_points(made))
             self._build_if_due()
 
@@ -83,7 +86,7 @@ class HnswIndex:
             self._change(qdrant.UpdateOperation.delete_points(list(chunk_ids)))
 
     def set_attributes(self, chunk_ids: Sequence[int], attributes: dict[str, Any]) -> None:
-        payload = _payload(attributes)
+        payload = payload_of(attributes)
         with self._lock:
             self._index_fields(payload)
             if chunk_ids:
@@ -96,19 +99,15 @@ class HnswIndex:
                 self._noted.append(lambda shard: shard.update(operation))
 
     def _point(self, stored: Stored) -> Any:
-        length = sum(stored.words.values()) / (self._average_length or USUAL_LENGTH)
-        weights = [count * (K1 + 1) / (count + K1 * (1 - B + B * length)) for count in stored.words.values()]
-        vectors = {
-            DENSE: stored.vectors.tolist(),
-            WORDS: qdrant.SparseVector(list(stored.words), weights),
-        }
-        return qdrant.Point(stored.chunk_id, vectors, _payload(stored.attributes))
+        indices, weights = word_weights(stored.words, self._average_length or USUAL_LENGTH)
+        vectors = {DENSE: stored.vectors.tolist(), WORDS: qdrant.SparseVector(indices, weights)}
+        return qdrant.Point(stored.chunk_id, vectors, payload_of(stored.attributes))
 
     def _index_fields(self, payload: dict[str, Any]) -> None:
         for name in payload:
             if name not in self._fields and len(self._fields) < MAX_FIELD_INDEXES:
                 self._fields.add(name)
-                self._change(qdrant.UpdateOperation.create_field_index(name, _SCHEMAS[name[0]]))
+                self._change(qdrant.UpdateOperation.create_field_index(name, _SCHEMAS[SCHEMAS[name[0]]]))
 
     # ------------------------------------------------------------------ search
 
@@ -139,7 +138,7 @@ class HnswIndex:
         return self._ranked(qdrant.Query.Nearest(sparse, using=WORDS), limit, filter, None)
 
     def _ranked(self, query: Any, limit: int, filter: Filter | None, params: Any) -> list[tuple[int, float]]:
-        wanted = None if filter is None else edge_filter(filter)
+        wanted = None if filter is None else edge_filter(filter_terms(filter))
         found = self._shard.query(qdrant.QueryRequest(limit, query=query, filter=wanted, params=params))
         return sorted(((point.id, point.score) for point in found), key=lambda pair: (-pair[1], pair[0]))
 
@@ -269,44 +268,23 @@ def _config(dimension: int) -> Any:
     )
 
 
-# ---------------------------------------------------------------------- attributes
+# ---------------------------------------------------------------------- filters
 
 
-def _payload(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Under names that hold the kind of the value and the key in hex: a key may hold dots and brackets, which are
-    paths here, and values of one key may differ in kind."""
-    return {_name(key, value): _stored_value(value) for key, value in attributes.items()}
+def edge_filter(terms: dict[str, Any]) -> Any:
+    """The package's object of `filter_terms`."""
+    parts: dict[str, Any] = {name: [_condition(part) for part in inner] for name, inner in terms.items()}
+    return qdrant.Filter(**parts)
 
 
-def _stored_value(value: Any) -> Any:
-    """A bool as a text: the package would take it for an integer."""
-    return str(value) if isinstance(value, bool) else value
-
-
-def _name(key: str, value: Any) -> str:
-    kind = "s" if isinstance(value, str) else "b" if isinstance(value, bool) else "n"
-    return f"{kind}_{key.encode().hex()}"
-
-
-def edge_filter(filter: Filter) -> Any:
-    """The same filter in the package's terms."""
-    if isinstance(filter, Group):
-        inner = [edge_filter(part) for part in filter.filters]
-        return qdrant.Filter(must=inner) if filter.type == "and" else qdrant.Filter(should=inner)
-    assert isinstance(filter, Comparison)
-    if filter.type in ("gt", "gte", "lt", "lte"):
-        limits = qdrant.RangeFloat(**{filter.type: float(filter.values[0])})
-        return qdrant.Filter(must=[qdrant.FieldCondition(_name(filter.key, 0.0), range=limits)])
-    equal = [_equals(filter.key, value) for value in filter.values]
-    if filter.type in ("ne", "nin"):
-        return qdrant.Filter(must_not=equal)
-    return qdrant.Filter(should=equal) if equal else qdrant.Filter(must=[qdrant.HasIdCondition(set())])
-
-
-def _equals(key: str, value: Any) -> Any:
-    if isinstance(value, str | bool):
-        return qdrant.FieldCondition(_name(key, value), match=qdrant.MatchValue(str(value)))
-    return qdrant.FieldCondition(_name(key, value), range=qdrant.RangeFloat(gte=value, lte=value))
+def _condition(terms: dict[str, Any]) -> Any:
+    if "range" in terms:
+        return qdrant.FieldCondition(terms["key"], range=qdrant.RangeFloat(**terms["range"]))
+    if "match" in terms:
+        return qdrant.FieldCondition(terms["key"], match=qdrant.MatchValue(terms["match"]["value"]))
+    if "has_id" in terms:
+        return qdrant.HasIdCondition(set(terms["has_id"]))
+    return edge_filter(terms)
 
 
 def main() -> int:

@@ -124,19 +124,9 @@ class Ingest:
             encoder = await self._usable_encoder(store.model)
             await self._thread(self._stores.set_model, store.id, encoder.name, encoder.width)
             await self._thread(self._make_chunks, file, store.owner, encoder)
-        except ParseError as error:
-            await self._thread(self._stores.fail_file, file, error.code, str(error))
-        except NotFound:
-            await self._thread(
-                self._stores.fail_file, file, "invalid_file", "the file was deleted or has expired"
-            )
-        except QuireError as error:
-            await self._thread(self._stores.fail_file, file, "server_error", str(error))
         except Exception as fault:
-            log.exception("file %s of %s cannot be parsed", file.id, file.store_id)
-            await self._thread(
-                self._stores.fail_file, file, "server_error", f"{type(fault).__name__}: {fault}"
-            )
+            reason = _reason(fault)
+            await self._careful(lambda: self._thread(self._stores.fail_file, file, *reason))
 
     def _make_chunks(self, file: StoreFile, owner: str, encoder: PassageEncoder) -> None:
         stored = self._files.get(owner, file.id)
@@ -245,3 +235,15 @@ class Ingest:
             await asyncio.sleep(RETRY_SECONDS)
             self._has_work.set()
             self._has_chunks.set()
+
+
+def _reason(fault: Exception) -> tuple[str, str]:
+    """The code and the message of a file that cannot be embedded."""
+    if isinstance(fault, ParseError):
+        return fault.code, str(fault)
+    if isinstance(fault, NotFound):
+        return "invalid_file", "the file was deleted or has expired"
+    if isinstance(fault, QuireError):
+        return "server_error", str(fault)
+    log.error("a file cannot be parsed", exc_info=fault)
+    return "server_error", f"{type(fault).__name__}: {fault}"

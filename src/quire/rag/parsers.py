@@ -202,7 +202,7 @@ def _pdf(file: BinaryIO, limits: ParseLimits) -> str:
             raise FileProblem(f"it has {num_pages:,} pages, and {limits.max_pages:,} are allowed: split it")
         pages, length = [], 0
         for page in reader.pages:
-            pages.append(page.extract_text())
+            pages.append(page.extract_text().strip("\n"))
             length += len(pages[-1])
             _check_length(length, limits)
     except (FileProblem, MemoryError):

@@ -110,14 +110,21 @@ def ranked_hits(
 
 
 def _fused(rankings: Sequence[tuple[Sequence[tuple[int, float]], float]]) -> list[Hit]:
-    """Weighted reciprocal rank fusion, divided by the score of a chunk that is first everywhere."""
-    scores: dict[int, float] = {}
+    """Weighted reciprocal rank fusion, divided by the score of a chunk that is first everywhere.
+
+    First in one ranking and second in the other is as good as the reverse. Such ties are common, and are decided by
+    how close a chunk's scores are to the best of each ranking.
+    """
+    fused: dict[int, float] = {}
+    closeness: dict[int, float] = {}
     for ranking, weight in rankings:
-        for rank, (chunk_id, _) in enumerate(ranking, 1):
-            scores[chunk_id] = scores.get(chunk_id, 0.0) + weight / (FUSION_K + rank)
+        for rank, (chunk_id, score) in enumerate(ranking, 1):
+            fused[chunk_id] = fused.get(chunk_id, 0.0) + weight / (FUSION_K + rank)
+            closeness[chunk_id] = closeness.get(chunk_id, 0.0) + weight * score / (abs(ranking[0][1]) or 1.0)
     best = sum(weight for _, weight in rankings) / (FUSION_K + 1)
-    ordered = sorted(scores.items(), key=lambda item: (-item[1], item[0]))
-    return [Hit(chunk_id, score / best) for chunk_id, score in ordered]
+    shares = {chunk_id: round(score / best, 9) for chunk_id, score in fused.items()}
+    ordered = sorted(shares, key=lambda chunk_id: (-shares[chunk_id], -closeness[chunk_id], chunk_id))
+    return [Hit(chunk_id, shares[chunk_id]) for chunk_id in ordered]
 
 
 def unit_vectors(point: Point, dimension: int) -> numpy.ndarray:

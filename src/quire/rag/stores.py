@@ -6,7 +6,7 @@ chunks of completed files count. An index that does not hold exactly those is bu
 
 import shutil
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +85,7 @@ class FileBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class StorePassage:
     """A chunk that a search returned."""
 
     store_id: str
@@ -107,6 +107,7 @@ class VectorStores:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._open: OrderedDict[str, VectorIndex] = OrderedDict()  # by store, the least recently used first
+        self._searches: Counter[str] = Counter()  # that run, by store: their indexes stay open
 
     # ------------------------------------------------------------------ stores
 
@@ -422,13 +423,16 @@ class VectorStores:
 
     def search(
         self, store: VectorStore, limit: int, find: Callable[[VectorIndex, int], list[Hit]]
-    ) -> list[Passage]:
+    ) -> list[StorePassage]:
         """What `find` returns from the index, as passages of completed files; the best first."""
         with self._lock:
             index = self._index(store)
-        if index is None:
-            return []
-        hits = find(index, limit)
+            self._searches[store.id] += 1
+        try:
+            hits = [] if index is None else find(index, limit)
+        finally:
+            with self._lock:
+                self._searches[store.id] -= 1
         marks = ", ".join("?" * len(hits))
         rows = {
             row["id"]: row
@@ -442,7 +446,7 @@ class VectorStores:
             )
         }
         return [
-            Passage(
+            StorePassage(
                 store.id,
                 row["file_id"],
                 row["filename"],
@@ -464,9 +468,10 @@ class VectorStores:
             if known is None or known.width is None:
                 return None
             index = self._opened(known, known.width)
+            idle = [name for name in self._open if not self._searches[name]]
+            for name in idle[: max(0, len(self._open) + 1 - MAX_OPEN)]:
+                self._open.pop(name).close()
             self._open[store.id] = index
-            while len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
         self._open.move_to_end(store.id)
         return index
 

@@ -43,6 +43,12 @@ EXPERIMENTS = {
     "tuning": Listed("quire_lab.experiments.tuning", "a format taught by prompts, examples and fine-tuning"),
     "flash": Listed("quire_lab.experiments.flash", "attention's gradients: whole matrices against tiles"),
     "zero": Listed("quire_lab.experiments.zero", "training on ranks: bytes of each, measured and computed"),
+    "search": Listed(
+        "quire_lab.experiments.search", "exact vector search against a graph (HNSW): recall, distances, time"
+    ),
+    "rag": Listed(
+        "quire_lab.experiments.rag", "XQuAD's questions: passages found, answers with and without them"
+    ),
     "batched": Listed(
         "quire_lab.experiments.batched", "requests that fit at once, by how memory is given (simulated)"
     ),

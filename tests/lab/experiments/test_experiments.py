@@ -242,3 +242,20 @@ def test_flash_keeps_little_for_the_backward_pass(setup, tmp_path):
     assert held(finding, "tiles keep bytes in proportion")
     assert finding.results["sparse"][0]["share"] == 1.0
     assert "9.2 times" in finding.notes[0]
+
+
+def test_search_compares_a_graph_with_every_vector(setup, tmp_path):
+    finding = found("search", setup, tmp_path)
+    points = finding.results["points"]
+    assert {point["metric"] for point in points} == {"cosine", "euclidean"}
+    assert max(point["recall"] for point in points) > 0.95
+    assert all(0 < point["share"] <= 1.5 for point in points)  # of 400 vectors a wide search sees most
+    served = {point["kind"]: point for point in finding.results["served"]}
+    assert served["exact"]["recall"] == served["exact, a tenth by a filter"]["recall"] == 1.0
+    if "HNSW" in served:
+        assert held(finding, "HNSW, a tenth by a filter: recall@10")
+
+
+def test_rag_needs_its_questions_and_says_so(setup):
+    with pytest.raises(ConfigError, match=r"`rag` needs XQuAD's questions: give --data-dir"):
+        find("rag").run(setup)

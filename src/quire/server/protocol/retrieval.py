@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.server.protocol.base import Int, ListPage, Metadata, Name, RequestBody, at_most
+from quire.server.protocol.base import ListPage, Metadata, Name, RequestBody, at_most
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 MIN_FILE_SECONDS, MAX_FILE_SECONDS = 3600, 30 * 86400
@@ -23,11 +23,11 @@ Attributes = Annotated[dict[str, str | float | bool], at_most(16)]
 
 class FileExpiry(RequestBody):
     anchor: Literal["created_at"]
-    seconds: Int = Field(ge=MIN_FILE_SECONDS, le=MAX_FILE_SECONDS)
+    seconds: int = Field(ge=MIN_FILE_SECONDS, le=MAX_FILE_SECONDS)
 
 
 class NewUpload(RequestBody):
-    bytes: Int = Field(ge=0, le=MAX_UPLOAD_BYTES)
+    bytes: int = Field(ge=0, le=MAX_UPLOAD_BYTES)
     filename: FileName
     mime_type: Name
     purpose: Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
@@ -40,8 +40,8 @@ class CompleteUpload(RequestBody):
 
 
 class StaticChunks(RequestBody):
-    max_chunk_size_tokens: Int = Field(800, ge=100, le=4096)
-    chunk_overlap_tokens: Int = Field(400, ge=0, le=2048)
+    max_chunk_size_tokens: int = Field(800, ge=100, le=4096)
+    chunk_overlap_tokens: int = Field(400, ge=0, le=2048)
 
 
 class ChunkingStrategy(RequestBody):
@@ -51,7 +51,7 @@ class ChunkingStrategy(RequestBody):
 
 class StoreExpiry(RequestBody):
     anchor: Literal["last_active_at"]
-    days: Int = Field(ge=1, le=365)
+    days: int = Field(ge=1, le=365)
 
 
 class NewStore(RequestBody):
@@ -103,7 +103,7 @@ class SearchFields(RequestBody):
     """What a search and the tool `file_search` have in common."""
 
     filters: dict[str, Any] | None = None
-    max_num_results: Int | None = Field(None, ge=1, le=MAX_RESULTS)
+    max_num_results: int | None = Field(None, ge=1, le=MAX_RESULTS)
     ranking_options: RankingOptions | None = None
 
 

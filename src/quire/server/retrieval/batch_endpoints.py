@@ -153,7 +153,7 @@ class BatchEndpoints:
 
 def _shown(batch: BatchRecord) -> BatchObject:
     body = batch.body
-    counts: BatchCounts = body.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
+    counts: BatchCounts = body.get("request_counts", {"total": 0, "completed": 0, "failed": 0})
     return {
         "id": batch.id,
         "object": "batch",

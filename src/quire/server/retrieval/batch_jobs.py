@@ -5,8 +5,7 @@ Every answer is a row of the batch's working file, written when it comes. What h
 
 import asyncio
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from quire.server.service import Service
 
 log = get_logger(__name__)
 MAX_SHOWN_ERRORS = 100
-NOTED_SECONDS = 1.0  # between two notes of a batch's progress
+NOTED_SECONDS = 0.5  # between two notes of a batch's progress
 SHARE = 2  # batches have 1 / SHARE of the engine's rows at most
 
 
@@ -57,6 +56,27 @@ class _Job:
     task: "asyncio.Task[None] | None" = None
     run: "asyncio.Task[None] | None" = None
     is_cancelled: bool = False
+
+
+class _Progress:
+    """Notes the latest counts, at most once in NOTED_SECONDS."""
+
+    def __init__(self, note: Callable[[BatchSummary], Coroutine[Any, Any, None]]) -> None:
+        self._note = note
+        self._task: asyncio.Task[None] | None = None
+
+    def __call__(self, summary: BatchSummary) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._later(summary))
+
+    async def _later(self, summary: BatchSummary) -> None:
+        await asyncio.sleep(NOTED_SECONDS)
+        await self._note(summary)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
 
 class BatchJobs:
@@ -151,22 +171,9 @@ class BatchJobs:
             self._slots = asyncio.Semaphore(count)
         rows = await self._retrieval.run(RowFile, str(self.rows_path(batch)), resume=True)
         before = await self._retrieval.run(count_rows, self.rows_path(batch))
-        noted = time.monotonic()
-        notes: set[asyncio.Task[Any]] = set()
-
-        def note(summary: BatchSummary) -> None:
-            nonlocal noted
-            if time.monotonic() - noted >= NOTED_SECONDS:
-                noted = time.monotonic()
-                counts = _counts(batch, before, summary)
-                task = asyncio.create_task(
-                    self._retrieval.run(self.records.update, batch, request_counts=counts)
-                )
-                notes.add(task)
-                task.add_done_callback(notes.discard)
-
+        progress = _Progress(lambda summary: self._note(batch, before, summary))
         app = create_app(self._service, OneOwner(batch.owner))
-        run = BatchRun(self._service, app, rows, note, self._slots)
+        run = BatchRun(self._service, app, rows, progress, self._slots)
         left = batch.expires_at - now()
         try:
             with self.input_path(batch).open("rb") as lines, suppress(TimeoutError):
@@ -174,7 +181,15 @@ class BatchJobs:
                     await run.run(lines, count)
         finally:
             rows.close()
-            await asyncio.gather(*notes, return_exceptions=True)
+            await progress.close()
+
+    async def _note(self, batch: BatchRecord, before: "RowCounts", summary: BatchSummary) -> None:
+        counts = {
+            "total": _total(batch),
+            "completed": before.completed + summary.num_answered,
+            "failed": before.failed + summary.refused.total() + summary.num_malformed,
+        }
+        await self._retrieval.run(self.records.update, batch, request_counts=counts)
 
     async def _finish(self, batch: BatchRecord, job: _Job) -> None:
         update, status = self.records.update, "completed"
@@ -319,11 +334,3 @@ def _total(batch: BatchRecord) -> int:
     """Of its requests; 0 before they were counted."""
     total: int = (batch.body.get("request_counts") or {}).get("total", 0)
     return total
-
-
-def _counts(batch: BatchRecord, before: RowCounts, summary: BatchSummary) -> dict[str, int]:
-    return {
-        "total": _total(batch),
-        "completed": before.completed + summary.num_answered,
-        "failed": before.failed + summary.refused.total() + summary.num_malformed,
-    }

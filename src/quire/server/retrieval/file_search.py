@@ -16,7 +16,7 @@ from fastapi import Request
 
 from quire.core.errors import InvalidRequest
 from quire.rag.citations import citations, with_passages
-from quire.rag.stores import Passage, VectorStore
+from quire.rag.stores import StorePassage, VectorStore
 from quire.server.chat import ChatReply, answer_chat, chat_prompt, chat_tools
 from quire.server.errors import from_validation
 from quire.server.protocol.completions import ChatCompletionRequest
@@ -55,8 +55,8 @@ class SearchedChat:
 
     body: ChatCompletionRequest
     queries: list[str] = field(default_factory=list)  # empty: nothing was searched
-    passages: list[Passage] = field(default_factory=list)
-    shown: list[Passage] = field(default_factory=list)  # to the model, in the order of their numbers
+    passages: list[StorePassage] = field(default_factory=list)
+    shown: list[StorePassage] = field(default_factory=list)  # to the model, in the order of their numbers
 
     def item(self, item_id: str, with_results: bool) -> Item:
         """As an item of a response."""
@@ -133,7 +133,7 @@ class FileSearch:
         queries = [query[:MAX_QUERY] for query in queries if query.strip()][:MAX_QUERIES]
         if not queries:
             return SearchedChat(plain)
-        passages: list[Passage] = []
+        passages: list[StorePassage] = []
         for tool, own in zip(tools, stores, strict=True):
             options, filter = SearchOptions.of(tool), filter_of(tool)
             for store in own:
@@ -176,8 +176,8 @@ class FileSearch:
         return queries
 
     async def _fitted(
-        self, body: ChatCompletionRequest, passages: Sequence[Passage]
-    ) -> tuple[list[Passage], list[dict[str, Any]]]:
+        self, body: ChatCompletionRequest, passages: Sequence[StorePassage]
+    ) -> tuple[list[StorePassage], list[dict[str, Any]]]:
         """As many passages as fit the context beside the conversation and its answer, and the messages with them."""
         model = self._service.model_named(body.model)
         tokenizer = model.prompts.tokenizer
@@ -185,7 +185,7 @@ class FileSearch:
         longest = model.ready.max_model_len
         answer = body.max_completion_tokens or body.max_tokens or min(ANSWER_TOKENS, longest // 4)
         room = longest - len(prompt.token_ids) - answer - MIN_PASSAGE
-        shown: list[Passage] = []
+        shown: list[StorePassage] = []
         for passage in passages:
             text = passage.text
             if tokenizer is None:
@@ -271,8 +271,8 @@ def _with_system(messages: Sequence[dict[str, Any]], passages: Sequence[str]) ->
     return [system, *(messages[1:] if is_system else messages)]
 
 
-def _shortened(passage: Passage, text: str) -> Passage:
-    return Passage(
+def _shortened(passage: StorePassage, text: str) -> StorePassage:
+    return StorePassage(
         passage.store_id,
         passage.file_id,
         passage.filename,

@@ -18,7 +18,7 @@ from quire.rag.files import FileStore
 from quire.rag.filters import Filter
 from quire.rag.index import Hit, VectorIndex
 from quire.rag.ingest import EncoderDown, Ingest, PassageEncoder
-from quire.rag.stores import Passage, VectorStore, VectorStores
+from quire.rag.stores import StorePassage, VectorStore, VectorStores
 from quire.server.encoder_requests import all_pooled, new_id, token_ids
 from quire.server.errors import ApiError, Unavailable
 from quire.server.retrieval import DATABASE
@@ -58,7 +58,7 @@ class Retrieval:
 
     async def search(
         self, store: VectorStore, queries: Sequence[str], options: SearchOptions, filter: Filter | None
-    ) -> list[Passage]:
+    ) -> list[StorePassage]:
         """The passages that fit one of the queries best."""
         if store.model is None:
             return []
@@ -69,7 +69,7 @@ class Retrieval:
             raise Unavailable(str(error), "engine_down") from None
         except QuireError as error:
             raise ApiError(400, f"the vector store {store.id} cannot be searched: {error}") from None
-        best: dict[tuple[str, int], Passage] = {}
+        best: dict[tuple[str, int], StorePassage] = {}
         for query, vector in zip(queries, vectors, strict=True):
             find = partial(_find, query=query, vector=vector, options=options, filter=filter)
             for passage in await self.run(self.stores.search, store, options.num_candidates, find):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from quire.core.errors import EngineDead, InvalidRequest, QueueFull
 from quire.rag.filters import Filter, parse_filter
-from quire.rag.stores import Passage
+from quire.rag.stores import StorePassage
 from quire.server.encoder_requests import all_pooled, new_id
 from quire.server.protocol.retrieval import MAX_RESULTS, SearchFields, SearchResult
 from quire.server.scoring import RERANK, Texts, paired
@@ -62,7 +62,9 @@ def filter_of(given: SearchFields, path: str = "filters") -> Filter | None:
         raise InvalidRequest(str(error).replace("{", "{{").replace("}", "}}"), "filters") from None
 
 
-async def reranked(service: Service, name: str, query: str, passages: Sequence[Passage]) -> list[Passage]:
+async def reranked(
+    service: Service, name: str, query: str, passages: Sequence[StorePassage]
+) -> list[StorePassage]:
     """The passages in the order of a cross-encoder's scores."""
     encoder = await service.encoder_named(name, RERANK)
     if not encoder.vectors.labels:
@@ -85,7 +87,7 @@ async def reranked(service: Service, name: str, query: str, passages: Sequence[P
     return sorted(scored, key=lambda passage: -passage.score)
 
 
-def shown_result(passage: Passage) -> SearchResult:
+def shown_result(passage: StorePassage) -> SearchResult:
     return {
         "file_id": passage.file_id,
         "filename": passage.filename,

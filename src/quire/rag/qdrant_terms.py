@@ -1,0 +1,52 @@
+"""Points and filters in Qdrant's terms (its HTTP API's JSON), for the embedded package and for a server alike."""
+
+from typing import Any
+
+from quire.rag.filters import Comparison, Filter, Group
+from quire.rag.words import K1, B
+
+DENSE, WORDS = "dense", "words"
+USUAL_LENGTH = 256.0  # words of a chunk, if nothing is known
+SCHEMAS = {"s": "keyword", "n": "float", "b": "keyword"}  # by the first letter of a field's name
+
+
+def payload_of(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Under names that hold the kind of the value and the key in hex: a key may hold dots and brackets, which are
+    paths here, and values of one key may differ in kind. A bool is a text: it would be taken for an integer."""
+    return {
+        field_name(key, value): str(value) if isinstance(value, bool) else value
+        for key, value in attributes.items()
+    }
+
+
+def field_name(key: str, value: Any) -> str:
+    kind = "s" if isinstance(value, str) else "b" if isinstance(value, bool) else "n"
+    return f"{kind}_{key.encode().hex()}"
+
+
+def word_weights(words: dict[int, int], average_length: float) -> tuple[list[int], list[float]]:
+    """A sparse vector of BM25's weights; the rarity of words is the store's part."""
+    length = sum(words.values()) / average_length
+    weights = [count * (K1 + 1) / (count + K1 * (1 - B + B * length)) for count in words.values()]
+    return list(words), weights
+
+
+def filter_terms(filter: Filter) -> dict[str, Any]:
+    """`{"must": […]}`, `{"should": […]}` or `{"must_not": […]}`, nested."""
+    if isinstance(filter, Group):
+        inner = [filter_terms(part) for part in filter.filters]
+        return {"must": inner} if filter.type == "and" else {"should": inner}
+    assert isinstance(filter, Comparison)
+    if filter.type in ("gt", "gte", "lt", "lte"):
+        limits = {filter.type: float(filter.values[0])}
+        return {"must": [{"key": field_name(filter.key, 0.0), "range": limits}]}
+    equal = [_equals(filter.key, value) for value in filter.values]
+    if filter.type in ("ne", "nin"):
+        return {"must_not": equal}
+    return {"should": equal} if equal else {"must": [{"has_id": []}]}  # nothing has no id
+
+
+def _equals(key: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str | bool):
+        return {"key": field_name(key, value), "match": {"value": str(value)}}
+    return {"key": field_name(key, value), "range": {"gte": value, "lte": value}}
