@@ -226,11 +226,11 @@ def _load(
     assert settings.max_length is not None
     model = TrainedModel(config, number_format, device, settings.max_length)
     model.load(source)
-    how = f"its own encoding ({config.quantized})" if config.quantized else "NF4, double quantization"
-    if not settings.qlora:
-        how = str(dtype).removeprefix("torch.") + (
-            f", decoded from {config.quantized}" if config.quantized else ""
-        )
+    schemes = ", ".join(sorted({matrix.scheme for matrix in number_format.matrices if matrix.scheme}))
+    if settings.qlora:
+        how = f"the checkpoint's {schemes}" if schemes else "NF4, double quantization"
+    else:
+        how = str(dtype).removeprefix("torch.") + (f", decoded from {schemes}" if schemes else "")
     on_line(
         f"base      {source.name}: {model.base_bytes / 1e6:,.0f} MB of frozen weights in {how}, on {device}"
     )

@@ -108,9 +108,11 @@ class FrozenMatrix(Matrix):
         self._stored: StoredWeight | None = None  # in place of it
         self._num_loaded = 0
         self._keeps_encoded = keeps_encoded
+        self.scheme = ""  # of rows that came encoded
         self._encoded: dict[int, Encoded] = {}  # by first row
 
     def load_encoded(self, first_row: int, rows: Encoded) -> None:
+        self.scheme = rows.scheme.name
         if not self._keeps_encoded:
             super().load_encoded(first_row, rows)
             return

@@ -156,20 +156,27 @@ class Jobs:
 
     async def _watching(self) -> None:
         """Until no job runs, waits or has to end."""
-        while True:
-            active = [
-                job for job in self._jobs.values() if job.pid is not None or job.status in (QUEUED, RUNNING)
-            ]
-            if not active:
-                return
-            for job in active:
-                if job.pid is not None:
-                    await self._follow(job)
-            if not any(job.pid is not None for job in self._jobs.values()):
-                waiting = [job for job in active if job.status in (RUNNING, QUEUED)]
-                if waiting:
-                    self._start(min(waiting, key=lambda job: (job.status != RUNNING, job.created_at)))
+        while await self._watched():
             await asyncio.sleep(POLL_SECONDS)
+
+    async def _watched(self) -> bool:
+        try:
+            return await self._look()
+        except OSError as error:  # a full disk: jobs wait for room
+            log.warning("job       the folder of jobs cannot be written (%s): free some space", error)
+            return True
+
+    async def _look(self) -> bool:
+        """Follows processes and starts the next one; False where nothing is left to do."""
+        jobs = self._jobs.values()
+        active = [job for job in jobs if job.pid is not None or job.status in (QUEUED, RUNNING)]
+        for job in active:
+            if job.pid is not None:
+                await self._follow(job)
+        waiting = [job for job in active if job.pid is None and job.status in (RUNNING, QUEUED)]
+        if waiting and not any(job.pid is not None for job in jobs):
+            self._start(min(waiting, key=lambda job: (job.status != RUNNING, job.created_at)))
+        return bool(active)
 
     def _start(self, job: Job) -> None:
         folder = self.folder(job)
