@@ -9,8 +9,10 @@ import torch
 from quire.core.errors import ConfigError, ModelError
 from quire.models.registry import describe
 from quire.train.frozen import FrozenFormat, store_nf4
-from quire.train.lora import ALL, LoraParameters
+from quire.train.lora import LoraParameters
 from quire.train.model import IGNORED, Example, TrainedModel
+from quire.train.optimizer import AdamW
+from quire.train.settings import ALL
 from quire.weights.open import open_source
 from tests.models.checkpoints import VARIANTS, save
 
@@ -81,6 +83,33 @@ def test_loss_and_gradients_are_those_of_peft(variant, tmp_path):
             torch.testing.assert_close(
                 matrix.grad, named[name].grad, rtol=1e-4, atol=float(1e-4 * scale + 1e-6)
             )
+
+
+def test_a_run_has_the_losses_of_one_with_peft(tmp_path):
+    """Forty steps of AdamW over the same batches."""
+    adapted = theirs(tmp_path, "qwen3")
+    model = trained(tmp_path)
+    own = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    give(model, {name: p.detach() for name, p in own.items()})
+    optimizer, mine = (
+        torch.optim.AdamW(own.values(), lr=1e-3, weight_decay=0.0),
+        AdamW(len(model.parameters.flat), CPU),
+    )
+    grad, drawn = (
+        model.parameters.make_grad(),
+        torch.randint(97, (40, 9), generator=torch.Generator().manual_seed(5)),
+    )
+    for ids in drawn.tolist():
+        example = Example(tuple(ids[:-1]), tuple(ids[1:]))
+        loss, logits = model.loss([example]), adapted(input_ids=torch.tensor([ids[:-1]])).logits[0]
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum")
+        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+        for one in (loss, expected):
+            one.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mine.step(model.parameters.flat, grad, 1e-3)
+        grad.zero_()
 
 
 def test_sequences_of_a_packed_batch_do_not_see_each_other(tmp_path):

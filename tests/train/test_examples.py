@@ -8,17 +8,18 @@ import pytest
 from quire.core.errors import TrainingError
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.train.examples import DPO, Reader, packed
+from quire.train.examples import ExampleReader, packed
 from quire.train.model import IGNORED, Example
+from quire.train.settings import DPO
 from tests.server.scripted import byte_tokenizer
 from tests.train.conftest import END, TEMPLATE
 
 TOKENIZER = Tokenizer(byte_tokenizer(), {"eos_token": "</s>"})
 
 
-def reader(**changes) -> Reader:
+def reader(**changes) -> ExampleReader:
     settings = {"max_length": 100, "eos_token_ids": (END,), **changes}
-    return Reader(TOKENIZER, lambda: ChatTemplate(TEMPLATE), **settings)
+    return ExampleReader(TOKENIZER, lambda: ChatTemplate(TEMPLATE), **settings)
 
 
 def chat(*contents: str, **last) -> str:

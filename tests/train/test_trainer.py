@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, TrainingError
 from quire.train import trainer as training
-from quire.train.checkpoint import Checkpoints, EventLog
 from quire.train.finetune import FinetuneJob, finetune
-from quire.train.settings import TrainSettings
-from quire.train.trainer import FINISHED, STOPPED
+from quire.train.run_files import Checkpoints, RunLog
+from quire.train.settings import FINISHED, STOPPED, TrainSettings
 
 SETTINGS = TrainSettings(
     rank=4, epochs=3, batch_size=4, batch_tokens=64, learning_rate=0.01, checkpoint_steps=4
@@ -30,7 +29,7 @@ def job(tiny: Path, data: Path, output: Path, **changes) -> FinetuneJob:
 def losses(folder: Path) -> list[float]:
     return [
         event["loss"]
-        for event in EventLog(folder / "training" / "events.jsonl").read()
+        for event in RunLog(folder / "training" / "events.jsonl").read()
         if event["type"] == "metrics"
     ]
 

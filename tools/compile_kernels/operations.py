@@ -34,7 +34,7 @@ class _Columns:
 
 def launch_operations(recorder: Recorder) -> None:
     """What a step launches beside the model."""
-    for launch in (_inputs, _sampling, _choices, _pages, _adapters, _trees, _measured_attention):
+    for launch in (_inputs, _sampling, _choices, _pages, _adapters, _trees, _measured_attention, _training):
         launch(recorder)
 
 
@@ -128,6 +128,20 @@ def _measured_attention(recorder: Recorder) -> None:
     starts, lens, tables = ints(rows + 1), ints(rows), ints(rows, tokens // 16)
     plan = planner.plan(starts, lens, rows)
     kernel.paged_attention(q, *pool.layer(0), starts, lens, tables, 0.1, plan=plan)
+
+
+def _training(recorder: Recorder) -> None:
+    """Attention of packed sequences, forward and backward, dense and block-sparse."""
+    kernel: Any = registry.load("packed_attention", "triton")
+    for heads, kv_heads, head_dim, tokens in ((32, 8, 128, 4096), (9, 3, 64, 2048)):
+        recorder.case = f"training attention of {heads} heads of {head_dim}"
+        q = torch.empty(tokens, heads, head_dim, dtype=torch.bfloat16, device=META)
+        k = torch.empty(tokens, kv_heads, head_dim, dtype=torch.bfloat16, device=META)
+        blocks = tokens // kernel.TILE
+        for mask in (None, torch.empty(blocks, blocks, dtype=torch.uint8, device=META)):
+            given = (ints(4), tokens, 0.1, mask)
+            out, sums = kernel.forward(q, k, k, *given)
+            kernel.backward(out, q, k, k, out, sums, *given)
 
 
 def _longs(count: int) -> Tensor:

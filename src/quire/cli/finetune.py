@@ -1,9 +1,11 @@
 """`quire finetune DATA.jsonl`: trains a LoRA adapter of a model, with progress, and goes on where a run was stopped."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,12 @@ from typing import Any
 from quire.bench.table import in_seconds
 from quire.cli.parser import Collect, Parser
 from quire.cli.start import dim, interruptible
+from quire.core.errors import QuireError
 from quire.llm.progress import load_progress
-from quire.train.examples import METHODS
 from quire.train.finetune import FinetuneJob, finetune_ranks
-from quire.train.optimizer import SCHEDULES
-from quire.train.settings import AUTO, BITS, TrainSettings
-from quire.train.trainer import FINISHED, StepReport
+from quire.train.run_files import RunFiles
+from quire.train.settings import AUTO, BITS, FAILED, FINISHED, METHODS, SCHEDULES, TrainSettings
+from quire.train.trainer import TrainedStep
 from quire.train.zero import STAGES
 
 INTERRUPTED = 130
@@ -27,6 +29,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "data", metavar="DATA.jsonl", help="examples: messages, or prompt and completion, in each line"
     )
+    parser.add_config_flag()
     parser.add_argument("--model", help="a folder, a .gguf file or a hub id (default: the built-in model)")
     parser.add_argument("--name", default="mine", help="the adapter's name (default: mine)")
     parser.add_argument("--output", "-o", metavar="FOLDER", help="the adapter's folder (default: NAME)")
@@ -45,6 +48,7 @@ def add_arguments(parser: Parser) -> None:
             "tokens computed at a time; a step sums gradients over several (default: auto)",
         ),
         ("learning_rate", float, "highest rate (default: auto)"),
+        ("learning_rate_multiplier", float, "of the automatic rate (default: 1)"),
         ("schedule", SCHEDULES, "of the rate after the warm-up (default: cosine)"),
         ("warmup", float, f"share of the steps in which the rate rises (default: {_DEFAULTS.warmup})"),
         ("clip", float, f"largest norm of a gradient (default: {_DEFAULTS.clip}; 0: none)"),
@@ -89,6 +93,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--device", default=AUTO, help="cpu or cuda (default: auto)")
     group.add_argument("--dtype", default=AUTO, help="of the base (default: float32 on a CPU, else bfloat16)")
     group.add_argument("--num-threads", type=int, help="compute threads (default: all cores)")
+    group.add_argument("--nice", type=int, default=0, help="lower the priority by 1 to 19 (default: 0)")
     group.add_argument(
         "--ranks", type=int, default=1, help="processes that divide each step's batches (default: 1)"
     )
@@ -112,10 +117,18 @@ def run(arguments: argparse.Namespace) -> int:
         zero_stage=arguments.zero_stage,
         world=arguments.ranks,
     )
-    shown = Progress()
-    ended = _on_sigterm()
+    shown = ProgressLines()
+    ended, files = _on_sigterm(), RunFiles(job.output)
+    if arguments.nice:
+        os.nice(arguments.nice)
     with interruptible() as interrupted, load_progress(sys.stderr.isatty()) as progress:
-        result = finetune_ranks(job, shown, shown.line, lambda: interrupted() or ended(), progress)
+        try:
+            result = finetune_ranks(job, shown, shown.line, lambda: interrupted() or ended(), progress)
+        except (QuireError, OSError) as error:
+            with suppress(OSError):
+                files.ended(FAILED, str(error))
+            raise
+    files.ended(result)
     if result != FINISHED:
         shown.line(f"stopped: the same command goes on from the last step (see {job.output / 'training'})")
         return INTERRUPTED
@@ -125,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class Progress:
+class ProgressLines:
     """Lines on stderr, and one that is written over on a terminal."""
 
     def __init__(self) -> None:
@@ -135,7 +148,7 @@ class Progress:
     def line(self, text: str) -> None:
         print(dim(text, sys.stderr), file=sys.stderr, flush=True)
 
-    def __call__(self, report: StepReport) -> None:
+    def __call__(self, report: TrainedStep) -> None:
         self._seconds = [*self._seconds[-19:], report.seconds]
         left = (report.num_steps - report.step) * sum(self._seconds) / len(self._seconds)
         text = f"step {report.step}/{report.num_steps}  loss {report.loss:.4f}"

@@ -25,6 +25,7 @@ from quire.bench.table import aligned, in_bytes, in_seconds
 from quire.cli import plan_sharing
 from quire.cli.flags import add_engine_flags, engine_settings, parse_gigabytes
 from quire.cli.parser import Parser
+from quire.cli.plan_training import plan_training
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -57,6 +58,16 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--concurrency", type=int, help="sequences at once (default: a table of several)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     plan_sharing.add_arguments(parser)
+    group = parser.group("training", "with --train; the model's type, or --parameters of any model")
+    group.add_argument(
+        "--train", action="store_true", help="memory of training by ZeRO stage, in place of serving"
+    )
+    group.add_argument("--ranks", type=int, default=1, help="GPUs that train together (default: 1)")
+    group.add_argument("--parameters", type=float, metavar="N", help="parameters of a model, such as 7.5e9")
+    group.add_argument(
+        "--lora-rank", type=int, help="LoRA of all linear layers (default: all parameters trained)"
+    )
+    group.add_argument("--qlora", action="store_true", help="with --lora-rank: the base in NF4")
     add_engine_flags(parser, without=_NOT_PLANNED)
 
 
@@ -67,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     if plan_sharing.is_asked(arguments):
         return plan_sharing.run(arguments)
     _check(arguments)
+    if arguments.train:
+        return plan_training(arguments)
     settings = engine_settings(arguments)
     config = EngineConfig.of(**settings)
     device = _device(arguments, config)
@@ -81,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("context", "concurrency", "price_per_hour", "bandwidth", "tflops", "memory"):
+    given = ("context", "concurrency", "price_per_hour", "bandwidth", "tflops", "memory")
+    for name in (*given, "ranks", "parameters", "lora_rank"):
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give more than 0")

@@ -15,6 +15,7 @@ from quire.core.errors import ConfigError
 from quire.observe import logs
 from quire.server.access import read_key_file
 from quire.server.processes import serve_processes
+from quire.server.retrieval import adapters_folder
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
 from quire.text.reasoning import REASONING_PARSERS
@@ -62,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.served_names:
         _check_names(settings.served_names, engine)
         engine["served_model_name"] = settings.served_names[0]
+    if engine.get("enable_lora") and engine.get("lora_dir") is None and settings.keeps_files:
+        engine["lora_dir"] = str(adapters_folder(settings.data_dir, engine.get("model")))
     config = EngineConfig.of(**{"itl_goal": "auto", **engine})
     if settings.isolate_keys and config.memory.pin_prefix:
         raise ConfigError(
@@ -216,6 +219,8 @@ def _add_embeddings(group: FlagGroup) -> None:
 def _add_files(group: FlagGroup) -> None:
     folder = "folder of files, vector stores and batches, or none (default: `data` in the cache folder)"
     group.add_argument("--data-dir", metavar="FOLDER", help=folder)
+    share = f"share of the cores that a fine-tuning job may use (default: {DEFAULTS.train_share})"
+    group.add_argument("--train-share", type=float, metavar="X", help=share)
     size = "maximum size of an uploaded file (default: 512MiB)"
     group.add_argument("--max-file-bytes", type=parse_bytes, metavar="BYTES", help=size)
 

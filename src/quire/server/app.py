@@ -22,6 +22,7 @@ from quire.server.embeddings import embeddings_router
 from quire.server.engine_events import engine_events_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
 from quire.server.fill_mask import fill_mask_router
+from quire.server.fine_tuning.routes import fine_tuning_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
 from quire.server.ollama import ollama_router
@@ -49,6 +50,7 @@ ROUTERS = (
     files_router,
     stores_router,
     batches_router,
+    fine_tuning_router,
     models_router,
     tokens_router,
     ollama_router,

@@ -142,6 +142,7 @@ class ServedModels:
         self.main = main
         self._settings = settings
         config = config or EngineConfig()
+        self.config = config  # of the main one
         wanted = [BUILTIN_ENCODER_NAME if name == BUILTIN else name for name in settings.embedding_models]
         self.started_first = [main, *(self._beside(config, name) for name in dict.fromkeys(wanted))]
         self._lazy: list[ServedModel] = []

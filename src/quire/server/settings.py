@@ -50,6 +50,7 @@ class ServerSettings:
     data_dir: str | None = (
         None  # of files and vector stores; None: in the cache folder; "none": there are none
     )
+    train_share: float = 0.5  # of the cores, for a fine-tuning job
     max_file_bytes: int = 512 << 20  # of an uploaded file, and of a part of one
     chat_template: str | None = None
     trust_request_chat_template: bool = False
@@ -102,6 +103,8 @@ class ServerSettings:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative (0 keeps none)")
         if self.embedding_models and not self.embeddings:
             raise ConfigError("embedding_model and no_embeddings contradict each other: give one of them")
+        if not 0 < self.train_share <= 1:
+            raise ConfigError(f"train_share={self.train_share} must be above 0 and at most 1")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout={self.shutdown_timeout} must not be negative")
         for name in ("isolate_keys", *_PER_KEY):

@@ -10,16 +10,15 @@ from quire.core.errors import QuireError, TrainingError
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.train.model import IGNORED, Example
+from quire.train.settings import DPO, SUPERVISED
 
 NAMED = 5  # bad lines that an error names
-SUPERVISED, DPO = "supervised", "dpo"
-METHODS = (SUPERVISED, DPO)
 Item = tuple[Example, ...]  # one example, or for DPO the preferred answer and the other
 Segment = tuple[list[int], bool]  # tokens, and whether they are an answer
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ExampleReader:
     """Turns lines into items for one model. `template` is asked for when a line has messages."""
 
     tokenizer: Tokenizer

@@ -7,7 +7,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from quire.models.registry import describe
 from quire.text.load import load_tokenizer
 from quire.text.template import load_template
 from quire.text.tokenizer import Tokenizer
-from quire.train.examples import Item, Reader
-from quire.train.frozen import FrozenFormat, Store, store_nf4
+from quire.train.examples import ExampleReader, Item
+from quire.train.frozen import FrozenFormat, Store, keep, store_nf4
 from quire.train.lora import LoraParameters
 from quire.train.model import TrainedModel, check_trainable
 from quire.train.settings import TrainSettings
@@ -180,7 +180,7 @@ def _read(
     template = cache(lambda: load_template(source))
     assert settings.max_length is not None
     ends = _end_tokens(tokenizer, config)
-    reader = Reader(tokenizer, template, settings.max_length, ends, settings.method)
+    reader = ExampleReader(tokenizer, template, settings.max_length, ends, settings.method)
     items = reader.read(job.data)
     if job.validation is not None:
         return items, reader.read(job.validation)
@@ -214,24 +214,26 @@ def _load(
     dtype = getattr(torch, usual if job.dtype == "auto" else job.dtype, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"--dtype {job.dtype} cannot be trained: choose float32, bfloat16 or float16")
-    store: Store = store_nf4 if settings.qlora else lambda _: None
+    store: Store = store_nf4 if settings.qlora else keep
+    store_table = keep
     if job.zero_stage == 3 and job.world > 1:
         if settings.qlora:
             raise ConfigError(
                 "--qlora and ZeRO stage 3 both store the base in a form of their own: choose one"
             )
-        store = lambda weight: ShardedWeight(weight, job.rank, job.world)
-    number_format = FrozenFormat(dtype, device, store, keeps_encoded=settings.qlora)
+        store = store_table = partial(ShardedWeight, rank=job.rank, world=job.world)
+    number_format = FrozenFormat(dtype, device, store, store_table, keeps_encoded=settings.qlora)
     assert settings.max_length is not None
     model = TrainedModel(config, number_format, device, settings.max_length)
     model.load(source)
-    kept = sum(matrix.kept_bytes for matrix in number_format.matrices)
-    how = f"its own encoding ({config.quantized})" if config.quantized else "NF4, double quantization"
-    if not settings.qlora:
-        how = str(dtype).removeprefix("torch.") + (
-            f", decoded from {config.quantized}" if config.quantized else ""
-        )
-    on_line(f"base      {source.name}: {kept / 1e6:,.0f} MB of frozen matrices in {how}, on {device}")
+    schemes = ", ".join(sorted({matrix.scheme for matrix in number_format.matrices if matrix.scheme}))
+    if settings.qlora:
+        how = f"the checkpoint's {schemes}" if schemes else "NF4, double quantization"
+    else:
+        how = str(dtype).removeprefix("torch.") + (f", decoded from {schemes}" if schemes else "")
+    on_line(
+        f"base      {source.name}: {model.base_bytes / 1e6:,.0f} MB of frozen weights in {how}, on {device}"
+    )
     return model
 
 

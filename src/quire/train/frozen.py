@@ -66,6 +66,10 @@ class EncodedWeight(StoredWeight):
 Store = Callable[[Tensor], StoredWeight | None]  # None: the matrix stays as it is
 
 
+def keep(weight: Tensor) -> StoredWeight | None:
+    return None
+
+
 def store_nf4(weight: Tensor) -> StoredWeight | None:
     return Nf4Weight(weight) if NF4.fits(weight.shape[1]) else None
 
@@ -104,9 +108,11 @@ class FrozenMatrix(Matrix):
         self._stored: StoredWeight | None = None  # in place of it
         self._num_loaded = 0
         self._keeps_encoded = keeps_encoded
+        self.scheme = ""  # of rows that came encoded
         self._encoded: dict[int, Encoded] = {}  # by first row
 
     def load_encoded(self, first_row: int, rows: Encoded) -> None:
+        self.scheme = rows.scheme.name
         if not self._keeps_encoded:
             super().load_encoded(first_row, rows)
             return
@@ -156,31 +162,36 @@ class FrozenMatrix(Matrix):
         return 0 if self._weight is None else self._weight.numel() * self._weight.element_size()
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        """A tied head takes the embedding's table, in one memory."""
+        """A tied head takes the embedding's table, in one memory: none of its bytes are its own."""
         self._weight = state["weight"]
+
+    def share(self, stored: StoredWeight) -> None:
+        """As `adopt`, of a table that is stored."""
+        self._stored = stored
 
 
 class FrozenFormat(NumberFormat):
-    """Full precision; matrices of layers are kept as `store` gives them, the output head by `store_head`."""
+    """Full precision. Matrices of layers are kept as `store` gives them, tables and the head by `store_table`."""
 
     def __init__(
         self,
         dtype: torch.dtype,
         device: torch.device,
-        store: Store = lambda _: None,
-        store_head: Store = lambda _: None,
+        store: Store = keep,
+        store_table: Store = keep,
         keeps_encoded: bool = False,
     ) -> None:
         super().__init__(dtype, device)
         self.name = "frozen"
-        self._store, self._store_head, self._keeps_encoded = store, store_head, keeps_encoded
+        self.store_table = store_table
+        self._store, self._keeps_encoded = store, keeps_encoded
         self.matrices: list[FrozenMatrix] = []
 
     def matrix(self, num_rows: int, num_columns: int) -> FrozenMatrix:
         return self._made(num_rows, num_columns, self._store, self._keeps_encoded)
 
     def head(self, num_rows: int, num_columns: int) -> FrozenMatrix:
-        return self._made(num_rows, num_columns, self._store_head, keeps_encoded=False)
+        return self._made(num_rows, num_columns, self.store_table, keeps_encoded=False)
 
     def _made(self, num_rows: int, num_columns: int, store: Store, keeps_encoded: bool) -> FrozenMatrix:
         made = FrozenMatrix(num_rows, num_columns, self.activation_dtype, self._device, store, keeps_encoded)

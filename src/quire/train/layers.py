@@ -14,14 +14,78 @@ from quire.kernels.registry import REFERENCE, load
 from quire.layers.attention import Attention, Pool
 from quire.layers.batch import Batch
 from quire.layers.factory import LayerFactory
+from quire.layers.linear import OutputHead, TokenEmbedding
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
 from quire.models.model import Layer
+from quire.quant.encoded import Encoded, Weight
 from quire.train import norm
+from quire.train.frozen import FrozenFormat, FrozenMatrix, Store, StoredWeight, keep
+
+
+class StoredEmbedding(TokenEmbedding):
+    """A table that is stored as `store` gives it, and restored to read rows of it."""
+
+    def __init__(self, store: Store, *args: Any) -> None:
+        super().__init__(*args)
+        self._store = store
+        self.stored: StoredWeight | None = None
+
+    def load(self, weight: Weight) -> None:
+        super().load(weight)
+        self.stored = self._store(self.table)
+        if self.stored is not None:
+            self._table = None
+
+    def __call__(self, ids: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        if self.stored is None:
+            return super().__call__(ids, lora)
+        self._table = self.stored.restore()
+        rows = super().__call__(ids, lora)
+        self._table = None
+        return rows
+
+
+def _decoded(_: Encoded) -> Encoded | None:
+    """A table that comes encoded becomes floats."""
+    return None
+
+
+class StoredHead(OutputHead):
+    """An output head that is tied to a StoredEmbedding."""
+
+    def _take(self, weight: Weight) -> None:
+        table, matrix = self._tied_to, self._matrix
+        assert isinstance(table, StoredEmbedding)
+        assert isinstance(matrix, FrozenMatrix)
+        table.load(weight)
+        if table.stored is not None:
+            matrix.share(table.stored)
+        else:
+            matrix.adopt(table.head_state())
 
 
 class TrainFactory(LayerFactory):
     """Layers of plain torch, with gradients."""
+
+    def __init__(self, number_format: FrozenFormat, device: torch.device, max_position: int) -> None:
+        super().__init__(number_format, device, max_position)
+        self._frozen = number_format
+        self.tables: list[StoredEmbedding] = []
+
+    def embedding(self, num_rows: int, width: int, first_row: int = 0, scale: float = 1.0) -> TokenEmbedding:
+        kernel, store = self.kernel("embedding"), self._frozen.store_table
+        made = StoredEmbedding(
+            store, kernel, num_rows, width, self.dtype, self.device, False, first_row, _decoded, None, scale
+        )
+        self.tables.append(made)
+        return made
+
+    def output_head(self, vocab_size: int, width: int, tied_to: TokenEmbedding | None = None) -> OutputHead:
+        if tied_to is None:
+            return super().output_head(vocab_size, width)
+        matrix = FrozenMatrix(vocab_size, width, self.dtype, self.device, keep)
+        return StoredHead(matrix, tied_to, share=True)
 
     def kernel(self, operation: str) -> ModuleType:
         return sys.modules[norm.__name__] if operation == "norm" else load(operation, REFERENCE)

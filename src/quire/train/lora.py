@@ -13,8 +13,7 @@ from quire.core.errors import ConfigError
 from quire.layers.linear import HEAD
 from quire.layers.lora import LoraBatch, LoraSite, install_sites
 from quire.layers.parameters import Loader
-
-ALL = "all-linear"
+from quire.train.settings import ALL
 
 
 @dataclass(frozen=True, slots=True)

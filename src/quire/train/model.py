@@ -57,11 +57,20 @@ class TrainedModel:
     ) -> None:
         check_trainable(config)
         self.config, self.device, self.number_format = config, device, number_format
-        self.model: DecoderModel = build(config, TrainFactory(number_format, device, max_position=max_length))
+        self._factory = TrainFactory(number_format, device, max_position=max_length)
+        self.model: DecoderModel = build(config, self._factory)
         self.parameters = LoraParameters(rank=1, alpha=1.0)
 
     def load(self, source: Source, seed: int = 0) -> None:
         feed(source, self.model.loaders(), self.device, None, seed)
+
+    @property
+    def base_bytes(self) -> int:
+        """Of frozen matrices and tables, as they are kept."""
+        tables = [
+            table.stored.num_bytes if table.stored else table.table.nbytes for table in self._factory.tables
+        ]
+        return sum(matrix.kept_bytes for matrix in self.number_format.matrices) + sum(tables)
 
     def adapt(
         self, parameters: LoraParameters, targets: Sequence[str], seed: int = 0, recompute: bool = False

@@ -12,7 +12,6 @@ from quire.quant.codebook import nearest
 
 BLOCK = 256  # numbers that share a scale
 CHUNK = 1 << 24  # numbers updated at a time: bounds the float32 copies
-SCHEDULES = ("cosine", "constant", "linear")
 
 
 @cache

@@ -1,15 +1,17 @@
-"""Settings of a fine-tuning run, and what `auto` becomes for a model and its data."""
+"""Settings of a fine-tuning run, and what `auto` becomes for a model and its data. No torch: a server checks them."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quire.adapters.settings import MAX_RANK
 from quire.core.errors import ConfigError
-from quire.train.examples import METHODS, SUPERVISED
-from quire.train.lora import ALL
-from quire.train.optimizer import SCHEDULES
 
 AUTO = "auto"
+ALL = "all-linear"  # a target: every linear layer but the output head
+SUPERVISED, DPO = "supervised", "dpo"
+METHODS = (SUPERVISED, DPO)
+SCHEDULES = ("cosine", "constant", "linear")
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # how a run ends
 BITS = {"adamw": 32, "adamw8bit": 8}  # of optimizer states
 MANY_PARAMETERS = 10**9  # models above it learn with the lower rate
 RATES = (5e-4, 2e-4)

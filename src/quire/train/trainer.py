@@ -16,19 +16,20 @@ from torch import Tensor
 
 from quire.adapters.peft import WEIGHTS
 from quire.core.errors import ConfigError, TrainingError
-from quire.train.checkpoint import EVENTS, OPTIMIZER, Checkpoints, EventLog, load_tensors, save_adapter
-from quire.train.examples import DPO, Item, packed
+from quire.train.checkpoint import load_tensors, save_adapter
+from quire.train.examples import Item, packed
 from quire.train.model import TrainedModel
 from quire.train.optimizer import AdamW, rate_at
-from quire.train.settings import BITS, TrainSettings
+from quire.train.run_files import RunFiles
+from quire.train.settings import BITS, DPO, FINISHED, STOPPED, TrainSettings
 from quire.train.zero import Shards
 
 MAX_VALIDATION = 256  # items whose loss is computed
-FINISHED, STOPPED = "finished", "stopped"
+OPTIMIZER = "optimizer"  # begins the names of files with its states
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
+class TrainedStep:
     """One step's metrics; a line of the log."""
 
     step: int  # from 1
@@ -42,7 +43,7 @@ class StepReport:
     accuracy: float | None = None  # DPO: pairs whose preferred answer is the likelier one
 
 
-OnStep = Callable[[StepReport], None]
+OnStep = Callable[[TrainedStep], None]
 
 
 class Trainer:
@@ -60,7 +61,7 @@ class Trainer:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self._model, self._settings = model, settings
+        self.model, self._settings = model, settings
         self._items, self._validation = items, validation[:MAX_VALIDATION]
         self._config = adapter_config
         self.folder = folder
@@ -77,8 +78,8 @@ class Trainer:
         self._per_epoch = -(-len(items) // settings.batch_size)
         self.num_steps = self._per_epoch * settings.epochs
         self.step = 0
-        self.checkpoints = Checkpoints(folder / "training" / "checkpoints", settings.keep_checkpoints)
-        self.log = EventLog(folder / "training" / EVENTS)
+        self.files = RunFiles(folder, settings.keep_checkpoints)
+        self.checkpoints, self.log = self.files.checkpoints, self.files.log
         self._identity = _identity(settings, items, adapter_config)
 
     # ------------------------------------------------------------------ the loop
@@ -99,19 +100,19 @@ class Trainer:
                 self._save()
         self.shards.gather()
         if self.shards.rank == 0:
-            save_adapter(self.folder, self._model.parameters.tensors(), self._config)
+            save_adapter(self.folder, self.model.parameters.tensors(), self._config)
         self.shards.barrier()
         return FINISHED
 
-    def _one_step(self) -> StepReport:
+    def _one_step(self) -> TrainedStep:
         started, settings = time.monotonic(), self._settings
         items = self._step_items(self.step)
         torch.manual_seed(settings.seed * 1_000_003 + self.step)  # of dropout: a resumed step draws the same
         weight = len(items) if settings.method == DPO else sum(e.num_trained for item in items for e in item)
         self.shards.gather()
-        self._model.parameters.training = True
+        self.model.parameters.training = True
         loss, right = self._backward(items, weight)
-        self._model.parameters.training = False
+        self.model.parameters.training = False
         norm = self.shards.reduce()
         value = float(self.shards.total(loss))
         self._check(value, norm)
@@ -125,7 +126,7 @@ class Trainer:
         if self._validation and (self.step % self._per_epoch == 0 or self.step == self.num_steps):
             validation = self.validate()
         self.shards.release()
-        return StepReport(
+        return TrainedStep(
             step=self.step,
             num_steps=self.num_steps,
             loss=value,
@@ -141,7 +142,7 @@ class Trainer:
         """Gradients of this rank's batches; their share of the mean loss, and of the pairs ranked right."""
         batches = packed(items, self._settings.batch_tokens or 1)
         rank, world = self.shards.rank, self.shards.world
-        total, right = torch.zeros(2, device=self._model.device)
+        total, right = torch.zeros(2, device=self.model.device)
         for at in range(rank, -(-len(batches) // world) * world, world):
             # a rank without a batch of its own computes another's for nothing: collectives need every rank
             loss, good = self._loss(batches[at] if at < len(batches) else batches[0])
@@ -155,17 +156,17 @@ class Trainer:
         """The sum over the batch, and for DPO how many pairs are ranked right."""
         examples = [example for item in batch for example in item]
         if self._settings.method != DPO:
-            return self._model.loss(examples), torch.zeros((), device=self._model.device)
+            return self.model.loss(examples), torch.zeros((), device=self.model.device)
         with torch.no_grad():
-            base = -self._model.losses(examples, adapted=False)
-        gain = (-self._model.losses(examples) - base).view(-1, 2)  # log-likelihood over the base's
+            base = -self.model.losses(examples, adapted=False)
+        gain = (-self.model.losses(examples) - base).view(-1, 2)  # log-likelihood over the base's
         margin = gain[:, 0] - gain[:, 1]
         return -F.logsigmoid(self._settings.beta * margin).sum(), (margin.detach() > 0).sum()
 
     @torch.no_grad()
     def validate(self) -> float:
         """The mean loss of the held-out items."""
-        total = torch.zeros((), device=self._model.device)
+        total = torch.zeros((), device=self.model.device)
         for batch in packed(self._validation, self._settings.batch_tokens or 1):
             total += self._loss(batch)[0]
         is_dpo = self._settings.method == DPO
@@ -206,7 +207,7 @@ class Trainer:
         self.shards.barrier()
 
         def write(beside: Path) -> None:
-            save_adapter(beside, self._model.parameters.tensors(), self._config)
+            save_adapter(beside, self.model.parameters.tensors(), self._config)
             save_file(optimizer, beside / parts.name)
             for other in range(1, self.shards.world):
                 name = f"{OPTIMIZER}-{other}.safetensors"
@@ -227,11 +228,11 @@ class Trainer:
                 raise ConfigError(
                     f"{self.folder} holds a run with other settings or data: give another --output, or --overwrite"
                 )
-            device = self._model.device
+            device = self.model.device
             self.shards.gather()
             saved = load_tensors(path / WEIGHTS, device)
             with torch.no_grad():
-                for name, tensor in self._model.parameters.tensors().items():
+                for name, tensor in self.model.parameters.tensors().items():
                     tensor.copy_(saved[name])
             self.shards.release()
             states = load_tensors(path / f"{OPTIMIZER}-{self.shards.rank}.safetensors", device)

@@ -46,6 +46,9 @@ EXPERIMENTS = {
     "adapters": Listed(
         "quire_lab.experiments.adapters", "many adapters: batched together, or merged one by one"
     ),
+    "tuning": Listed("quire_lab.experiments.tuning", "a format taught by prompts, examples and fine-tuning"),
+    "flash": Listed("quire_lab.experiments.flash", "attention's gradients: whole matrices against tiles"),
+    "zero": Listed("quire_lab.experiments.zero", "training on ranks: bytes of each, measured and computed"),
     "search": Listed(
         "quire_lab.experiments.search", "exact vector search against a graph (HNSW): recall, distances, time"
     ),

@@ -15,6 +15,7 @@ from quire_lab.experiments.prefix import Scale, chat_trace
 from quire_lab.experiments.registry import find
 from quire_lab.experiments.waste import spend, table_stages
 from quire_lab.report.files import write_finding
+from tests.train.conftest import make_model
 
 pytest.importorskip("matplotlib")
 
@@ -216,6 +217,31 @@ def test_hardly_any_time_gives_a_report_without_claims(setup):
     finding = find("prefix").run(replace(setup, time_limit=1e-6))
     assert finding.take_away.count("not resolved on this machine") == 2
     assert [system["speedup"]["n"] for system in finding.results["systems"]] == [1, 1]
+
+
+def test_zero_keeps_what_the_formulas_say(setup, tmp_path):
+    finding = found("zero", setup, tmp_path)
+    assert held(finding, "bytes within 2 %")
+    assert held(finding, "losses are those of one rank")
+    assert "73.8, 86.1, 98.4 %" in finding.notes[0]
+
+
+def test_tuning_compares_four_ways(setup, tmp_path):
+    model = make_model(tmp_path / "tiny", max_position_embeddings=2048)
+    finding = found("tuning", replace(setup, engine={"model": str(model), "device": "cpu"}), tmp_path)
+    results = finding.results
+    assert list(results) == ["a prompt", "three examples", "three retrieved examples", "fine-tuning"]
+    assert results["fine-tuning"]["prompt_tokens"] < results["a prompt"]["prompt_tokens"]
+    assert results["a prompt"]["prompt_tokens"] < results["three examples"]["prompt_tokens"]
+    assert results["fine-tuning"]["preparation_seconds"] > 0
+
+
+def test_flash_keeps_little_for_the_backward_pass(setup, tmp_path):
+    finding = found("flash", setup, tmp_path)
+    assert held(finding, "plain keeps bytes by the square")
+    assert held(finding, "tiles keep bytes in proportion")
+    assert finding.results["sparse"][0]["share"] == 1.0
+    assert "9.2 times" in finding.notes[0]
 
 
 def test_search_compares_a_graph_with_every_vector(setup, tmp_path):

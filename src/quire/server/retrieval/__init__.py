@@ -27,13 +27,24 @@ def has_file_search(tools: Iterable[Mapping[str, Any]] | None) -> bool:
     return tools is not None and any(map(is_file_search, tools))
 
 
+def data_folder(given: str | None) -> Path:
+    return Path(given).expanduser() if given is not None else cache_folder() / "data"
+
+
+def adapters_folder(data_dir: str | None, model: str | None) -> Path:
+    """The folder of the adapters that jobs of a model make, one for each model; made if need be."""
+    folder = data_folder(data_dir) / "adapters" / (model or "builtin").rstrip("/").rpartition("/")[2]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 class LazyRetrieval:
     """The data folder of a server, opened by the first request that needs it, or at start if it holds something."""
 
     def __init__(self, service: "Service") -> None:
         self._service = service
         given = service.settings.data_dir
-        self.folder = Path(given).expanduser() if given is not None else cache_folder() / "data"
+        self.folder = data_folder(given)
         self._is_default = given is None
         self._lock = asyncio.Lock()
         self._endpoints: Endpoints | None = None

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from quire.server.fine_tuning.endpoints import TuningEndpoints
 from quire.server.retrieval.batch_endpoints import BatchEndpoints
 from quire.server.retrieval.batch_jobs import BatchJobs
 from quire.server.retrieval.file_endpoints import FileEndpoints
@@ -19,14 +20,17 @@ class Endpoints:
         self.file_search = FileSearch(service, retrieval)
         self._jobs = BatchJobs(service, retrieval)
         self.batches = BatchEndpoints(retrieval, self._jobs)
+        self.tuning = TuningEndpoints(service, retrieval)
 
     @classmethod
     async def open(cls, service: Service, folder: Path) -> "Endpoints":
         """Goes on with what an earlier server left in the folder."""
         endpoints = cls(service, await Retrieval.open(service, folder))
         await endpoints._jobs.resume()
+        await endpoints.tuning.jobs.resume()
         return endpoints
 
     async def close(self) -> None:
         await self._jobs.close()
+        await self.tuning.jobs.close()
         await self.retrieval.close()

@@ -1,0 +1,1 @@
+"""Causal attention within packed sequences, forward and backward, dense or block-sparse."""

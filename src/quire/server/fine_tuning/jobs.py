@@ -1,0 +1,281 @@
+"""Jobs: one training process at a time, which outlives the server. Every job's state is in its folder.
+
+A job's process is found again after a restart by its id and start time. One that ended without a result was killed: it
+is started again, and goes on from its last checkpoint.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.core.errors import QuireError
+from quire.observe.logs import get_logger
+from quire.train.run_files import RunFiles, RunLog, write_json
+from quire.train.settings import FAILED, FINISHED
+
+log = get_logger(__name__)
+QUEUED, RUNNING, PAUSED = "queued", "running", "paused"
+SUCCEEDED, CANCELLED = "succeeded", "cancelled"
+ENDED = (SUCCEEDED, FAILED, CANCELLED)
+POLL_SECONDS = 0.25
+KILL_SECONDS = 30.0  # for a process to write its checkpoint
+MAX_STARTS = 3  # in a row without a new step
+LOWEST_PRIORITY = 19
+Register = Callable[[str, Path], Awaitable[None]]  # (an adapter's name, its folder)
+
+
+@dataclass(slots=True)
+class Job:
+    """A job's record, as job.json keeps it."""
+
+    id: str
+    owner: str
+    model: str  # as served
+    base: str | None  # what the process loads
+    suffix: str | None
+    training_file: str
+    validation_file: str | None
+    flags: dict[str, Any]  # of quire finetune
+    hyperparameters: dict[str, Any]  # as given
+    method: str
+    seed: int
+    created_at: int
+    metadata: dict[str, str] | None = None
+    status: str = QUEUED
+    finished_at: int | None = None
+    error: str | None = None
+    pid: int | None = None
+    pid_started: str = ""  # tells a process from a later one with its id
+    num_starts: int = 0  # since the last new step
+    last_step: int = 0
+    ended_at: float = 0.0  # when its process was told to end
+
+    @property
+    def adapter(self) -> str:
+        """A name that is also a folder's."""
+        return f"ft:{self.model.rpartition('/')[2]}:{self.suffix or self.id[-8:]}"
+
+
+class Jobs:
+    """Use it from one event loop."""
+
+    def __init__(self, folder: Path, num_threads: int, register: Register) -> None:
+        self._folder = folder
+        self._num_threads = num_threads
+        self._register = register
+        self._jobs: dict[str, Job] = {}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._watcher: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ requests
+
+    def create(self, job: Job, training: Path, validation: Path | None) -> None:
+        """Takes the job; the files are linked into its folder, so that they may be deleted."""
+        folder = self.folder(job)
+        folder.mkdir(parents=True)
+        for name, path in (("training.jsonl", training), ("validation.jsonl", validation)):
+            if path is not None:
+                os.link(path, folder / name)
+        flags = {**job.flags, "num-threads": self._num_threads, "nice": LOWEST_PRIORITY}
+        if validation is not None:
+            flags["validation"] = str(folder / "validation.jsonl")
+        write_json(folder / "settings.json", flags)
+        self._jobs[job.id] = job
+        self._save(job)
+        self._say(job, f"Created fine-tuning job: {job.id}")
+        self._watch()
+
+    def get(self, owner: str, job_id: str) -> Job | None:
+        job = self._jobs.get(job_id)
+        return job if job is not None and job.owner == owner else None
+
+    def all_of(self, owner: str) -> list[Job]:
+        """The newest first."""
+        return sorted(
+            (job for job in self._jobs.values() if job.owner == owner), key=lambda job: -job.created_at
+        )
+
+    def change(self, job: Job, status: str) -> None:
+        """Cancels, pauses or resumes a job that has not ended."""
+        job.status = status
+        if status == CANCELLED:
+            job.finished_at = int(time.time())
+        self._say(
+            job, {QUEUED: "Resumed", PAUSED: "Paused", CANCELLED: "Cancelled"}[status] + f" job: {job.id}"
+        )
+        job.num_starts = 0
+        self._save(job)
+        self._watch()
+
+    def files(self, job: Job) -> RunFiles:
+        return RunFiles(self.adapter_folder(job))
+
+    def events(self, job: Job) -> list[dict[str, Any]]:
+        """Messages of the job and metrics of its steps, the oldest first."""
+        both = [*RunLog(self.folder(job) / "events.jsonl").read(), *self.files(job).log.read()]
+        return sorted(both, key=lambda event: int(event["created_at"]))
+
+    def folder(self, job: Job) -> Path:
+        return self._folder / job.id
+
+    def adapter_folder(self, job: Job) -> Path:
+        return self.folder(job) / "adapter"
+
+    # ------------------------------------------------------------------ processes
+
+    async def resume(self) -> None:
+        """Goes on with what an earlier server left."""
+        for path in sorted(self._folder.glob("*/job.json")):
+            try:
+                job = Job(**json.loads(path.read_text()))
+            except (OSError, TypeError, ValueError) as error:
+                log.warning("job       %s cannot be read (%s): it is left out", path, error)
+                continue
+            self._jobs[job.id] = job
+        self._watch()
+
+    async def close(self) -> None:
+        """Training goes on."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watcher
+
+    def _watch(self) -> None:
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watching(), name="fine-tuning")
+
+    async def _watching(self) -> None:
+        """Until no job runs, waits or has to end."""
+        while await self._watched():
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _watched(self) -> bool:
+        try:
+            return await self._look()
+        except OSError as error:  # a full disk: jobs wait for room
+            log.warning("job       the folder of jobs cannot be written (%s): free some space", error)
+            return True
+
+    async def _look(self) -> bool:
+        """Follows processes and starts the next one; False where nothing is left to do."""
+        jobs = self._jobs.values()
+        active = [job for job in jobs if job.pid is not None or job.status in (QUEUED, RUNNING)]
+        for job in active:
+            if job.pid is not None:
+                await self._follow(job)
+        waiting = [job for job in active if job.pid is None and job.status in (RUNNING, QUEUED)]
+        if waiting and not any(job.pid is not None for job in jobs):
+            self._start(min(waiting, key=lambda job: (job.status != RUNNING, job.created_at)))
+        return bool(active)
+
+    def _start(self, job: Job) -> None:
+        folder = self.folder(job)
+        self.files(job).begun()
+        job.num_starts += 1
+        command = [sys.executable, "-m", "quire", "finetune", str(folder / "training.jsonl")]
+        command += ["--output", str(self.adapter_folder(job)), "--config", str(folder / "settings.json")]
+        if job.base is not None:
+            command += ["--model", job.base]
+        with (folder / "log.txt").open("ab") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        self._children[job.id] = process
+        job.pid, job.pid_started = process.pid, _started(process.pid)
+        if job.status != RUNNING:
+            job.status = RUNNING
+            self._say(job, "Fine-tuning job started")
+        self._save(job)
+        log.info("job       %s trains in process %d", job.id, process.pid)
+
+    async def _follow(self, job: Job) -> None:
+        """Ends the process of a job that is paused or cancelled, and takes the result of one that has ended."""
+        if self._is_alive(job):
+            if job.status in (PAUSED, CANCELLED):
+                self._end(job)
+            return
+        self._children.pop(job.id, None)
+        job.pid, job.ended_at = None, 0.0
+        if job.status == RUNNING:
+            await self._take_result(job)
+        self._save(job)
+
+    async def _take_result(self, job: Job) -> None:
+        result = self.files(job).result()
+        status = None if result is None else result["status"]
+        if status == FINISHED:
+            try:
+                await self._register(job.adapter, self.adapter_folder(job))
+            except (QuireError, OSError) as error:
+                self._fail(job, f"the adapter is trained, and cannot be served: {error}")
+                return
+            job.status, job.finished_at = SUCCEEDED, int(time.time())
+            self._say(job, f"New fine-tuned model created: {job.adapter}")
+            self._say(job, "The job has successfully completed")
+        elif status == FAILED and result is not None:
+            self._fail(job, str(result["error"]))
+        else:  # killed, or told to end by another than this server
+            step = max((event.get("step", 0) for event in self.files(job).log.read()), default=0)
+            if step > job.last_step:
+                job.last_step, job.num_starts = step, 0
+            if job.num_starts >= MAX_STARTS:
+                self._fail(
+                    job, f"its process was killed {MAX_STARTS} times without a new step: see its log.txt"
+                )
+            else:
+                self._say(job, "The training process ended unexpectedly: it goes on from the last checkpoint")
+
+    def _last_line(self, job: Job) -> str:
+        with suppress(OSError):
+            lines = (self.folder(job) / "log.txt").read_text(errors="replace").split("\n")
+            return next((line for line in reversed(lines) if line.strip()), "its log is empty")[-500:]
+        return "it has no log"
+
+    def _fail(self, job: Job, error: str) -> None:
+        job.status, job.error, job.finished_at = FAILED, error, int(time.time())
+        self._say(job, f"The job failed: {error}", "error")
+
+    def _end(self, job: Job) -> None:
+        assert job.pid is not None
+        now = time.time()
+        with suppress(ProcessLookupError):
+            if not job.ended_at:
+                job.ended_at = now
+                os.kill(job.pid, signal.SIGTERM)
+            elif now > job.ended_at + KILL_SECONDS:
+                os.kill(job.pid, signal.SIGKILL)
+
+    def _is_alive(self, job: Job) -> bool:
+        child = self._children.get(job.id)
+        if child is not None:
+            return child.poll() is None
+        assert job.pid is not None
+        return bool(job.pid_started) and _started(job.pid) == job.pid_started
+
+    # ------------------------------------------------------------------ files
+
+    def _say(self, job: Job, message: str, level: str = "info") -> None:
+        event = {"type": "message", "created_at": int(time.time()), "level": level, "message": message}
+        RunLog(self.folder(job) / "events.jsonl").add(event)
+
+    def _save(self, job: Job) -> None:
+        write_json(self.folder(job) / "job.json", asdict(job))
+
+
+def _started(pid: int) -> str:
+    """The process's start, in ticks since the machine's; empty where there is none, or only its remains."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state == "Z" else rest[18]

@@ -1,0 +1,181 @@
+"""`flash`: attention forward and backward, with whole matrices and in tiles: time, bytes kept, sparse blocks."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels import registry
+from quire.kernels.packed_attention.reference import BLOCK
+from quire_lab.report.experiment import Check, Experiment, Finding, Setup, Table
+
+# FlashAttention's table: GPT-2 medium on an A100, forward and backward
+PUBLISHED = {"plain GB": 40.3, "tiled GB": 4.4, "plain ms": 41.7, "tiled ms": 7.3}
+PAPER_SHAPE = (64, 16, 1024, 64)  # batch, heads, tokens, head size
+DENSITIES = (1.0, 0.5, 0.25, 0.1)
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    length: int
+    way: str
+    seconds: float  # forward and backward
+    kept_bytes: int  # between them
+
+
+def run(setup: Setup) -> Finding:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lengths = setup.pick((64, 128), (512, 1024, 2048), (1024, 2048, 4096, 8192))
+    heads, width, repeats = setup.pick(2, 8, 16), 64, setup.pick(1, 3, 10)
+    passes = []
+    with setup.progress(2 * len(lengths) + 1, "runs") as bar:
+        for length in lengths:
+            drawn = torch.randn(3, 1, heads, length, width, device=device)
+            for way, attention in (("plain", plain), ("tiled", tiled)):
+                bar.note(f"{way}, {length} tokens")
+                passes.append(_measured(length, way, attention, drawn, repeats))
+                bar()
+        sparse = _sparse(device, setup.pick(4 * BLOCK, 16 * BLOCK, 64 * BLOCK), heads)
+        bar()
+    return _finding(passes, sparse, heads, width, device)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores and probabilities as whole matrices."""
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(2, 3) * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _measured(length: int, way: str, attention: Attention, drawn: Tensor, repeats: int) -> Pass:
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    best = float("inf")
+    for _ in range(repeats + 1):  # the first one warms up
+        q, k, v = (x.clone().requires_grad_() for x in drawn)
+        kept.clear()
+        _wait(drawn)
+        started = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = attention(q, k, v)
+        out.backward(out.detach())
+        _wait(drawn)
+        best = min(best, time.perf_counter() - started)
+    inputs = {x.untyped_storage().data_ptr() for x in (q, k, v)}
+    return Pass(length, way, best, sum(size for at, size in kept.items() if at not in inputs))
+
+
+def _wait(like: Tensor) -> None:
+    if like.is_cuda:
+        torch.cuda.synchronize()
+
+
+def _sparse(device: torch.device, length: int, heads: int) -> list[dict[str, float]]:
+    """Shares of blocks that are computed; on a GPU also the time of the Triton kernel's forward and backward pass."""
+    blocks = length // BLOCK
+    causal = torch.ones(blocks, blocks, dtype=torch.bool).tril()
+    results = []
+    for density in DENSITIES:
+        drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(0)) < density
+        mask = (drawn | torch.eye(blocks, dtype=torch.bool)) & causal
+        entry = {"density": density, "share": float(mask.sum() / causal.sum())}
+        if device.type == "cuda":
+            entry["seconds"] = _sparse_seconds(mask, length, heads, device)
+        results.append(entry)
+    return results
+
+
+def _sparse_seconds(mask: Tensor, length: int, heads: int, device: torch.device) -> float:
+    kernel: Any = registry.choose("packed_attention", device)
+    q, k, v = torch.randn(3, length, heads, 64, device=device, dtype=torch.bfloat16)
+    starts = torch.tensor([0, length], dtype=torch.int32, device=device)
+    given = (starts, length, 0.125, mask.to(device=device, dtype=torch.uint8))
+    best = float("inf")
+    for _ in range(6):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        out, sums = kernel.forward(q, k, v, *given)
+        kernel.backward(out, q, k, v, out, sums, *given)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def traffic(batch: int, heads: int, length: int, width: int) -> tuple[float, float]:
+    """Bytes of 16 bits that forward and backward move, (plain, tiled): matrices of scores are read and written eight
+    times, and in tiles not at all."""
+    scores, inputs = batch * heads * length * length, batch * heads * length * width
+    return 2.0 * (8 * scores + 14 * inputs), 2.0 * 16 * inputs
+
+
+def _finding(
+    passes: list[Pass], sparse: list[dict[str, float]], heads: int, width: int, device: torch.device
+) -> Finding:
+    by = {(entry.length, entry.way): entry for entry in passes}
+    lengths = sorted({entry.length for entry in passes})
+    rows = []
+    for length in lengths:
+        whole, tiles = by[length, "plain"], by[length, "tiled"]
+        rows.append(
+            [f"{length:,}", f"{1e3 * whole.seconds:.1f}", f"{1e3 * tiles.seconds:.1f}",
+             f"{whole.seconds / tiles.seconds:.2f}", f"{whole.kept_bytes / 1e6:.2f}", f"{tiles.kept_bytes / 1e6:.2f}",
+             f"{whole.kept_bytes / tiles.kept_bytes:.1f}"]
+        )  # fmt: skip
+    head = ["tokens", "plain ms", "tiled ms", "ratio", "plain MB kept", "tiled MB kept", "ratio"]
+    moved = traffic(*PAPER_SHAPE)
+    growth = [by[lengths[-1], way].kept_bytes / by[lengths[0], way].kept_bytes for way in ("plain", "tiled")]
+    times = lengths[-1] / lengths[0]
+    shares = [
+        [
+            f"{entry['density']:.2f}",
+            f"{entry['share']:.2f}",
+            f"{1e3 * entry['seconds']:.2f}" if "seconds" in entry else "–",
+        ]
+        for entry in sparse
+    ]
+    return Finding(
+        f"With {lengths[-1]:,} tokens, attention in tiles keeps "
+        f"{by[lengths[-1], 'plain'].kept_bytes / by[lengths[-1], 'tiled'].kept_bytes:.0f} times less for the backward "
+        f"pass and takes {by[lengths[-1], 'plain'].seconds / by[lengths[-1], 'tiled'].seconds:.1f} times less time.",
+        [
+            Table(f"Forward and backward, {heads} heads of {width}, on {device.type}", head, rows),
+            Table("Block-sparse", ["density", "share of blocks", "ms"], shares),
+        ],
+        [],
+        {"passes": [asdict(entry) for entry in passes], "sparse": sparse, "published": PUBLISHED,
+         "paper_traffic_bytes": {"plain": moved[0], "tiled": moved[1]}},
+        {"heads": heads, "head_dim": width, "device": device.type},
+        [
+            Check("plain keeps bytes by the square of the length", f"{growth[0]:.1f}", growth[0] > 0.8 * times**2),
+            Check("tiles keep bytes in proportion", f"{growth[1]:.1f}", growth[1] < 1.2 * times),
+        ],
+        [
+            f"published, GPT-2 medium on an A100: {PUBLISHED['plain GB']} and {PUBLISHED['tiled GB']} GB of traffic "
+            f"({PUBLISHED['plain GB'] / PUBLISHED['tiled GB']:.1f} times), {PUBLISHED['plain ms']} and "
+            f"{PUBLISHED['tiled ms']} ms ({PUBLISHED['plain ms'] / PUBLISHED['tiled ms']:.1f} times); its shape needs "
+            f"at least {moved[0] / 1e9:.1f} and {moved[1] / 1e9:.1f} GB",
+            "tiled: torch's scaled_dot_product_attention; block-sparse: the Triton kernel, timed on a GPU only",
+        ],
+    )  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    "flash",
+    "Attention in tiles",
+    "Training needs attention's gradients. What does it cost to keep whole matrices of scores, and what to compute "
+    "them again?",
+    run,
+)

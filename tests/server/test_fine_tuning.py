@@ -1,0 +1,170 @@
+"""/v1/fine_tuning/jobs with OpenAI's client: a job trains in its own process, outlives the server, and is served."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.server.running import PATIENCE, RunningServer
+from tests.train.conftest import make_model
+
+HYPERPARAMETERS = {
+    "n_epochs": 12,
+    "batch_size": 4,
+    "lora_rank": 4,
+    "learning_rate": 0.01,
+    "checkpoint_steps": 10,
+}
+BASE = "tiny"
+
+
+def lines(count: int = 20) -> bytes:
+    chats = [
+        {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": 3 * letter}]}
+        for letter in "abcdefghijklmnopqrst"[:count]
+    ]
+    return "".join(json.dumps(chat) + "\n" for chat in chats).encode()
+
+
+def wait(client: openai.OpenAI, job_id: str, *statuses: str):
+    deadline = time.monotonic() + 2 * PATIENCE
+    while (job := client.fine_tuning.jobs.retrieve(job_id)).status not in statuses:
+        assert time.monotonic() < deadline, f"{job.status}, not {statuses}: {job.error}"
+        time.sleep(0.1)
+    return job
+
+
+def losses(client: openai.OpenAI, job_id: str) -> list[float]:
+    events = list(client.fine_tuning.jobs.list_events(job_id, limit=100))[::-1]
+    return [event.data["train_loss"] for event in events if event.type == "metrics"]
+
+
+def process(folder: Path, job_id: str) -> int | None:
+    return json.loads((folder / "fine_tuning" / job_id / "job.json").read_text())["pid"]
+
+
+@pytest.fixture
+def start(start_server, tmp_path):
+    model = make_model(tmp_path / BASE)
+
+    def started() -> RunningServer:
+        return start_server(
+            "--model", str(model), "--enable-lora", "--data-dir", str(tmp_path / "data"), "--served-model-name", BASE,
+            "--no-embeddings", "--shutdown-timeout", "2",
+        )  # fmt: skip
+
+    return started
+
+
+def test_jobs_train_and_are_served(start, tmp_path):
+    server, folder = start(), tmp_path / "data"
+    client = server.client()
+    file = client.files.create(file=("train.jsonl", lines()), purpose="fine-tune")
+    settings = {"type": "supervised", "supervised": {"hyperparameters": HYPERPARAMETERS}}
+    whole = client.fine_tuning.jobs.create(
+        model=BASE, training_file=file.id, suffix="mine", method=settings, seed=3
+    )
+    assert whole.status == "queued"
+    paused = client.fine_tuning.jobs.create(model=BASE, training_file=file.id, method=settings, seed=3)
+    _refusals(client, file.id)
+    client.files.delete(file.id)  # jobs have the content
+    _finishes(server, client, whole.id)
+    _survives(client, folder, paused.id, losses(client, whole.id))
+    killed = wait(client, paused.id, "running")
+    server.close()
+    server = start()  # with a job that trains, and one that is served
+    client = server.client()
+    assert client.models.retrieve(f"ft:{BASE}:mine").id == f"ft:{BASE}:mine"
+    done = wait(client, killed.id, "succeeded")
+    assert losses(client, done.id) == losses(client, whole.id)  # across a pause, a kill -9 and a restart
+    prompt = {"prompt": "<user>a</s>\n<assistant>", "max_tokens": 8, "temperature": 0}
+    texts = [
+        client.completions.create(model=m, **prompt).choices[0].text
+        for m in (done.fine_tuned_model, f"ft:{BASE}:mine")
+    ]
+    assert texts[0] == texts[1]
+    _fails(client)
+
+
+def _finishes(server, client, job_id):
+    url = f"{server.url}/v1/fine_tuning/jobs/{job_id}/events?stream=true"
+    with httpx.stream("GET", url, timeout=2 * PATIENCE) as streamed:
+        events = [line.removeprefix("data: ") for line in streamed.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    assert [json.loads(event)["data"]["step"] for event in events[:-1] if '"metrics"' in event] == list(
+        range(1, 61)
+    )
+    job = client.fine_tuning.jobs.retrieve(job_id)
+    assert (job.status, job.fine_tuned_model, job.error) == ("succeeded", f"ft:{BASE}:mine", None)
+    assert job.trained_tokens > 1000
+    assert job.finished_at >= job.created_at
+    curve = losses(client, job_id)
+    assert curve[-1] < 0.7 * curve[0]
+    steps = [one.step_number for one in client.fine_tuning.jobs.checkpoints.list(job_id)]
+    assert steps == [60, 50, 40]
+    ask = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 8, "temperature": 0}
+    answers = {
+        model: client.chat.completions.create(model=model, **ask) for model in (BASE, job.fine_tuned_model)
+    }
+    assert len({answer.choices[0].message.content for answer in answers.values()}) == 2
+
+
+def _survives(client, folder, job_id, expected):
+    """A pause and a kill -9."""
+    jobs = client.fine_tuning.jobs
+    wait(client, job_id, "running")
+    _until(lambda: len(losses(client, job_id)) >= 2)
+    assert os.getpriority(os.PRIO_PROCESS, process(folder, job_id)) == 19
+    assert jobs.pause(job_id).status == "paused"
+    _until(lambda: process(folder, job_id) is None)
+    done = len(losses(client, job_id))
+    assert 2 <= done < 60
+    assert jobs.resume(job_id).status == "queued"
+    _until(lambda: len(losses(client, job_id)) > done)
+    os.kill(process(folder, job_id), signal.SIGKILL)
+    _until(lambda: "unexpectedly" in " ".join(event.message for event in jobs.list_events(job_id, limit=100)))
+    seen = losses(client, job_id)
+    assert seen == expected[: len(seen)]
+
+
+def _refusals(client, file_id):
+    for changes, message in (
+        ({"model": "nobody"}, "nobody"),
+        ({"training_file": "file-none"}, "file-none"),
+        ({"hyperparameters": {"n_epochs": 0}}, "epochs=0 cannot work"),
+        ({"hyperparameters": {"momentum": 1}}, "'momentum' is no setting"),
+        ({"method": {"type": "ppo"}}, "'ppo' is not known: choose one of supervised, dpo"),
+    ):
+        with pytest.raises(openai.APIStatusError, match=message):
+            client.fine_tuning.jobs.create(**{"model": BASE, "training_file": file_id, **changes})
+    other = client.files.create(file=("a.txt", b"a"), purpose="user_data")
+    with pytest.raises(openai.BadRequestError, match="upload it with purpose 'fine-tune'"):
+        client.fine_tuning.jobs.create(model=BASE, training_file=other.id)
+    with pytest.raises(openai.NotFoundError):
+        client.fine_tuning.jobs.retrieve("ftjob-none")
+
+
+def _fails(client):
+    file = client.files.create(file=("bad.jsonl", lines(3) + b"{\n"), purpose="fine-tune")
+    job = client.fine_tuning.jobs.create(model=BASE, training_file=file.id)
+    queued = client.fine_tuning.jobs.create(model=BASE, training_file=file.id)
+    assert client.fine_tuning.jobs.cancel(queued.id).status == "cancelled"
+    with pytest.raises(
+        openai.BadRequestError, match="is cancelled: only queued or running or paused jobs take cancel"
+    ):
+        client.fine_tuning.jobs.cancel(queued.id)
+    failed = wait(client, job.id, "failed")
+    assert "1 of 4 lines cannot be trained: line 4 is no JSON" in failed.error.message
+    assert len(client.fine_tuning.jobs.list(limit=2).data) == 2
+
+
+def _until(happens):
+    deadline = time.monotonic() + 2 * PATIENCE
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
