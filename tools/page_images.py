@@ -1,6 +1,6 @@
 """Takes the pictures of docs/page.md: a server with the built-in model under load, in the browser of `make browser`.
 
-Usage: python tools/page_images.py [FOLDER]. Needs the packages of `dev`. The folder is docs/images by default.
+Usage: python -m tools.page_images [FOLDER]. Needs the packages of `dev`. The folder is docs/images by default.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fetch_browser import executable
+from tools.fetch_browser import executable
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = ("--port", "0", "--kv-cache-memory-bytes", "200M", "--max-num-seqs", "32")
@@ -61,7 +61,7 @@ def take(url: str, folder: Path) -> None:
         page.click("#tab-memory")
         page.wait_for_timeout(12_000)
         picture("memory")
-        page.click(".requests tbody tr >> nth=1")
+        page.click(".requests tbody tr:has-text('·2')")
         page.wait_for_timeout(1500)
         page.evaluate("document.querySelector('.view.memory').scrollTop = 150")
         page.mouse.move(640, 840)
@@ -83,6 +83,9 @@ def take(url: str, folder: Path) -> None:
         page.click("#chat-settings")
         page.evaluate("localStorage.clear()")
         page.reload()
+        page.click("#chat-settings")
+        page.fill("input[name=temperature]", "0")
+        page.click("#chat-settings")
         answer(page, "What is a hash table? Answer in two sentences, then show a short Python example.")
         picture("chat")
         browser.close()

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.core.errors import EngineDead, InvalidRequest
+from quire.link.messages import Done
 from quire.server.errors import ApiError, Unavailable
 from quire.server.page import file_reply, wants_page
 from quire.server.reply import ERRORS, JsonReply
@@ -72,20 +73,7 @@ def operations_router(service: Service) -> APIRouter:
         """Recounts every block of the pool, and returns how many are in use."""
         with engine_call():
             done = await service.client.check_integrity()
-        if done.error is not None:
-            raise ApiError(500, f"the pool is not whole: {done.error}", code="integrity")
-        client = service.client
-        return JsonReply(
-            {
-                "status": "ok",
-                "step": done.stats.steps.num_steps,
-                "blocks": done.blocks,
-                "blocks_used": done.stats.pool.num_blocks_used,
-                "sequences_running": client.queue.num_running,
-                "requests_waiting": client.queue.num_waiting,
-                "requests_open": client.num_open,
-            }
-        )
+        return JsonReply(_recounted(done, service.client.num_open))
 
     @router.post("/v1/load_lora_adapter", responses=ERRORS)
     async def load_lora_adapter(body: LoadLora) -> Response:
@@ -125,6 +113,21 @@ def _add_step_log(router: APIRouter, service: Service) -> None:
         with engine_call():
             steps = await service.client.stop_step_log()
         return JsonReply({"now": time.perf_counter(), "steps": [asdict(step) for step in steps]})
+
+
+def _recounted(done: Done, num_open: int) -> dict[str, object]:
+    """The pool at that step; raises what is wrong with it."""
+    if done.error is not None:
+        raise ApiError(500, f"the pool is not whole: {done.error}", code="integrity")
+    return {
+        "status": "ok",
+        "step": done.stats.steps.num_steps,
+        "blocks": done.blocks,
+        "blocks_used": done.stats.pool.num_blocks_used,
+        "sequences_running": done.queue.num_running,
+        "requests_waiting": done.queue.num_waiting,
+        "requests_open": num_open,
+    }
 
 
 @contextmanager

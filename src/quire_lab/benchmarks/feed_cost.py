@@ -6,10 +6,13 @@ How it is measured:
 - One `quire serve` with the built-in model answers n streams of 128 prompt tokens and 64 greedy tokens, as
   http_overhead does; a round measures them with three listeners and without, the other order each time.
 - A listener is `curl`, which reads and drops: a page does its drawing on another machine.
-- Tokens per second are from the first request sent to the last stream's end, less the load generator's own CPU time.
-- The share is the median of the rounds' ratios. `bytes_per_second` and `records_per_second` are of one listener.
-- `record_milliseconds` is the time that an engine needs for one record with that many sequences that all advance, on
-  a simulated device: the engine thread does nothing else meanwhile.
+- The prefix cache is off: both runs of a round compute the same prompts.
+- `share` is the median of the rounds' ratios of tokens per second, from the first request sent to the last stream's
+  end, less the load generator's own CPU time. It means something on an idle machine only: `cores_used_by_others` says.
+- `cpu_share` is the same ratio of CPU time of both server processes for the same tokens, which other programs disturb
+  less. `bytes_per_second` and `records_per_second` are of one listener.
+- `record_milliseconds` is the CPU time that an engine's thread needs for one record with that many sequences that all
+  advance, on a simulated device.
 """
 
 import argparse
@@ -28,7 +31,7 @@ from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.kernels import native
 from quire.link.feed import EngineFeed
-from quire_lab.benchmarks.http_overhead import OUTPUT_TOKENS, Served
+from quire_lab.benchmarks.http_overhead import OUTPUT_TOKENS, Served, measured
 
 LISTENERS = 3
 GOAL = 0.99
@@ -45,7 +48,7 @@ class Listeners:
     def __enter__(self) -> "Listeners":
         self._file = tempfile.TemporaryFile()
         command = ["curl", "-sN", f"{self._url}/v1/engine/events"]
-        outputs = [self._file, *[subprocess.DEVNULL] * (LISTENERS - 1)]
+        outputs: list[Any] = [self._file, *[subprocess.DEVNULL] * (LISTENERS - 1)]
         self._processes = [subprocess.Popen(command, stdout=output) for output in outputs]
         time.sleep(0.5)  # the first record is whole
         self._start = self._file.seek(0, 2)
@@ -65,15 +68,20 @@ def served_round(served: Served, seed: int, listens: bool) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if listens:
         with Listeners(served.url) as listeners:
-            measured = served.run(seed)
+            run = measured(served, seed)
         result = {
-            "records_per_second": listeners.records / measured["seconds"],
-            "bytes_per_second": listeners.bytes / measured["seconds"],
+            "records_per_second": listeners.records / run["seconds"],
+            "bytes_per_second": listeners.bytes / run["seconds"],
         }
     else:
-        measured = served.run(seed)
-    seconds = measured["seconds"] - measured["generator_cpu"]
-    return {"seconds": seconds, "texts": measured["texts"], **result}
+        run = measured(served, seed)
+    return {
+        "seconds": run["seconds"] - run["generator_cpu"],
+        "cpu_seconds": sum(run["cpu_seconds"]),
+        "cores_used_by_others": run["cores_used_by_others"],
+        "texts": run["texts"],
+        **result,
+    }
 
 
 def run_rounds(served: Served, count: int, rounds: int) -> list[dict[str, Any]]:
@@ -84,17 +92,15 @@ def run_rounds(served: Served, count: int, rounds: int) -> list[dict[str, Any]]:
         results = {listens: served_round(served, 100 + number, listens) for listens in order}
         if results[True].pop("texts") != results[False].pop("texts"):
             raise SystemExit("the answers differ")
-        rates = {listens: count * OUTPUT_TOKENS / results[listens]["seconds"] for listens in order}
-        done.append(
-            {
-                **results[True],
-                "without": rates[False],
-                "with": rates[True],
-                "share": rates[True] / rates[False],
-            }
-        )
+        without, listened = results[False], results[True]
+        share = without["seconds"] / listened["seconds"]
+        cpu_share = without["cpu_seconds"] / listened["cpu_seconds"]
+        done.append({"without": without, "with": listened, "share": share, "cpu_share": cpu_share})
+        rate = count * OUTPUT_TOKENS / without["seconds"]
+        others = max(without["cores_used_by_others"], listened["cores_used_by_others"])
         print(
-            f"round {number + 1}: {rates[False]:.1f} tokens/s, with listeners {rates[True]:.1f}",
+            f"round {number + 1}: {rate:.0f} tokens/s, with listeners {share:.1%}, by CPU time {cpu_share:.1%}; "
+            f"others used {others:.2f} cores",
             file=sys.stderr,
         )
     return done
@@ -116,9 +122,9 @@ def record_milliseconds(count: int) -> float:
     for _ in range(60):
         for _ in range(4):
             engine.step()
-        begin = time.perf_counter()
+        begin = time.thread_time()
         feed.record(begin)
-        times.append(time.perf_counter() - begin)
+        times.append(time.thread_time() - begin)
     engine.close()
     return 1e3 * statistics.median(times[20:])
 
@@ -131,23 +137,32 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/feed_cost.json"))
     arguments = parser.parse_args()
-    served = Served(arguments.n, native.default_num_threads(), "--max-num-seqs", str(arguments.n))
+    served = Served(
+        arguments.n,
+        native.default_num_threads(),
+        "--max-num-seqs",
+        str(arguments.n),
+        "--no-enable-prefix-caching",
+    )
     try:
         rounds = run_rounds(served, arguments.n, arguments.rounds)
     finally:
         served.close()
     share = statistics.median(each["share"] for each in rounds)
+    cpu_share = statistics.median(each["cpu_share"] for each in rounds)
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": describe_versions(),
         "settings": {"n": arguments.n, "output_tokens": OUTPUT_TOKENS, "listeners": LISTENERS},
         "share": share,
+        "cpu_share": cpu_share,
         "record_milliseconds": {str(count): record_milliseconds(count) for count in SEQUENCES},
         "rounds": rounds,
     }
     print(
-        f"{LISTENERS} listeners, {arguments.n} streams: {share:.1%} of the tokens per second (goal: {GOAL:.0%})"
+        f"{LISTENERS} listeners, {arguments.n} streams: {share:.1%} of the tokens per second, "
+        f"{cpu_share:.1%} by CPU time (goal: {GOAL:.0%})"
     )
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
 
