@@ -32,7 +32,7 @@ FEATURES = {
         "runner/drafts.py",
     ),
     "encoders": ("engine/encoder.py",),
-    "encoder-decoder models": ("memory/cross.py", "runner/cross.py"),
+    "encoder-decoder models": ("memory/cross.py", "runner/cross.py", "runner/cross_cuda.py"),
     "ranks": ("runner/ranked.py",),
 }
 

@@ -179,6 +179,15 @@ def test_a_table_that_is_too_long_for_one_record_is_sent_in_parts(monkeypatch):
     assert mirror.sequences[0]["table"] == next(engine.scheduler.sequences()).block_ids
 
 
+def test_a_fault_of_the_feed_ends_the_feed_and_not_the_engine(watched, monkeypatch):
+    engine, feed, _mirror, clock = watched
+    monkeypatch.setattr(feed, "_sequences", lambda: 1 / 0)
+    engine.add(Request("a", [7] * 10, sampling(5)))
+    run(engine, feed, clock)
+    assert engine.stats.num_finished == 1
+    assert engine.memory.pool.changed is None
+
+
 def test_nothing_is_noted_when_nothing_listens(watched):
     engine, feed, mirror, clock = watched
     feed.stop()

@@ -65,6 +65,13 @@ def test_the_page_and_its_files_need_no_key_and_nothing_else_is_served_there():
     assert again.status_code == 304
 
 
+def test_the_page_works_behind_a_path():
+    for root in ("/ai", ""):  # a proxy may cut the path off, or not
+        page, script = fetch(f"{root}/", f"{root}/page/app.js", headers=HTML, root_path="/ai")
+        assert 'src="page/app.js"' in page.text
+        assert script.status_code == 200
+
+
 def test_no_page_leaves_json_and_no_files():
     page, script = fetch("/", "/page/app.js", headers=HTML, page=False)
     assert page.json()["name"] == "quire"
@@ -149,16 +156,8 @@ def tab(chromium: Any, keyed: RunningServer) -> Iterator[Tab]:
 
 @needs_browser
 @pytest.mark.browser
-def test_the_page_is_quick_small_and_asks_no_other_host(tab: Tab, keyed: RunningServer):
-    paints = []
-    for _ in range(3):  # the quickest: other programs may keep the machine busy
-        tab.page.reload()
-        tab.page.wait_for_selector(MESSAGE)
-        tab.until("performance.getEntriesByName('first-contentful-paint').length")
-        paints.append(
-            tab.page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-        )
-    assert min(paints) < 500
+def test_the_page_is_quick_small_and_asks_no_other_host(tab: Tab, chromium: Any, keyed: RunningServer):
+    tab.page.wait_for_selector(MESSAGE)
     for name in ("memory", "steps", "models"):
         tab.page.click(f"#tab-{name}")
         tab.page.wait_for_selector(f"#view-{name}:not([hidden]) .tile")
@@ -166,6 +165,14 @@ def test_the_page_is_quick_small_and_asks_no_other_host(tab: Tab, keyed: Running
         .filter((entry) => !entry.name.includes('/v1/') && !entry.name.includes('/metrics'))
         .map((entry) => entry.decodedBodySize)"""
     assert 50_000 < sum(tab.page.evaluate(sizes)) <= 250_000
+    paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+    paints = []
+    for _ in range(3):  # the quickest of three first visits: other programs may keep the machine busy
+        visit = Tab(chromium, keyed)
+        visit.until(paint)
+        paints.append(visit.page.evaluate(paint))
+        visit.close()
+    assert min(paints) < 500
     assert tab.hosts == {keyed.url.partition("//")[2]}
     assert tab.errors == []
 
@@ -274,6 +281,15 @@ def test_the_map_is_true_and_four_answers_share_their_prompt(tab: Tab, keyed: Ru
         thread.join()
     assert tab.page.evaluate("quire.feed.mirror.counters.prefix_hits") > 0
     assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_a_page_of_another_version_is_told(tab: Tab):
+    tab.page.route("**/version", lambda route: route.fulfill(json={"version": "9.9.9"}))
+    tab.page.wait_for_selector(MESSAGE)
+    tab.page.click("#tab-memory")
+    tab.page.wait_for_selector("#banner >> text=The server is version 9.9.9")
 
 
 @needs_browser

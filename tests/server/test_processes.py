@@ -1,6 +1,7 @@
 """Several HTTP processes with one engine: what one of them does, all of them know; what ends is replaced or drained."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -43,10 +44,24 @@ def test_two_processes_serve_as_one(start_server, tmp_path) -> None:
     assert len(http_pids(server)) == 2
     _counts_are_those_of_both(server)
     _adapters_are_known_to_both(server)
+    _the_feed_reaches_listeners_of_both(server)
     _a_process_that_dies_is_replaced(server)
     _an_engine_that_dies_is_replaced_for_both(server)
     _what_one_process_would_keep_is_refused(server)
     _a_signal_lets_both_finish(server)
+
+
+def _the_feed_reaches_listeners_of_both(server: RunningServer) -> None:
+    with contextlib.ExitStack() as opened:
+        feeds = []
+        for _ in range(8):
+            stream = httpx.stream("GET", f"{server.url}/v1/engine/events", headers=OPERATOR, timeout=PATIENCE)
+            feeds.append(opened.enter_context(stream).iter_lines())
+        assert all("pool" in json.loads(next(lines)[6:]) for lines in feeds)
+        body = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
+        assert server.post("/v1/completions", json=body).status_code == 200
+        for lines in feeds:
+            assert any(line.startswith("data: ") and "new" in json.loads(line[6:]) for line in lines)
 
 
 def _counts_are_those_of_both(server: RunningServer) -> None:

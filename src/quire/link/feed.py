@@ -15,11 +15,13 @@ import msgspec
 from quire.core.request import Phase, Sequence
 from quire.core.stats import EngineStats
 from quire.core.step import Step, StepResult
+from quire.observe.logs import get_logger
 
 if TYPE_CHECKING:  # they bring torch, which the client's process does without
     from quire.engine.engine import Engine, StepRunner
     from quire.sampling.records import TokenMask
 
+log = get_logger(__name__)
 RECORD_SECONDS = 0.1  # between two records at least
 BYTES_PER_SECOND = 45_000  # on average: a longer record delays the next
 MAX_STEPS = 32  # of one record, the newest; `counters` has all
@@ -146,7 +148,15 @@ class EngineFeed:
             return
         now = self._clock()
         self._is_late = now < self._next and not at_once
-        if not self._is_late and (data := self.record(now)) is not None:
+        if self._is_late:
+            return
+        try:
+            data = self.record(now)
+        except Exception:  # the engine goes on without its feed
+            log.exception("the engine's feed ends")
+            self.stop()
+            return
+        if data is not None:
             self._next = now + max(RECORD_SECONDS, len(data) / BYTES_PER_SECOND)
             self._send(data)
 

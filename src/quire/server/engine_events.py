@@ -69,7 +69,7 @@ def engine_events_router(service: Service) -> APIRouter:
         settings = service.settings
         may_read = bool(settings.admin_key) or not settings.api_keys
         key = context_of(request).key
-        shown = [_shown(one, service, may_read or one.tenant == key) for one in sequences]
+        shown = [_shown(sequence, service, may_read or sequence.tenant == key) for sequence in sequences]
         return JsonReply({"id": request_id, "sequences": shown})
 
     return router

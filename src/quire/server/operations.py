@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.core.errors import EngineDead, InvalidRequest
+from quire.link.messages import Done
 from quire.server.errors import ApiError, Unavailable
 from quire.server.page import file_reply, wants_page
 from quire.server.reply import ERRORS, JsonReply
@@ -85,23 +86,7 @@ def operations_router(service: Service) -> APIRouter:
         client = service.client
         with engine_call():
             recounts = [await engine.check_integrity() for engine in client.engines]
-        for recount in recounts:
-            if recount.error is not None:
-                raise ApiError(500, f"the pool is not whole: {recount.error}", code="integrity")
-        blocks: Counter[str] = Counter()
-        for recount in recounts:
-            blocks.update(recount.blocks)
-        return JsonReply(
-            {
-                "status": "ok",
-                "step": max(recount.stats.steps.num_steps for recount in recounts),
-                "blocks": blocks,
-                "blocks_used": sum(recount.stats.pool.num_blocks_used for recount in recounts),
-                "sequences_running": client.queue.num_running,
-                "requests_waiting": client.queue.num_waiting,
-                "requests_open": client.num_open,
-            }
-        )
+        return JsonReply(_recounted(recounts, client.num_open))
 
     @router.post("/v1/load_lora_adapter", responses=ERRORS)
     async def load_lora_adapter(body: LoadLora) -> Response:
@@ -166,6 +151,24 @@ def _add_step_log(router: APIRouter, service: Service) -> None:
         with engine_call():
             steps = await service.client.stop_step_log()
         return JsonReply({"now": time.perf_counter(), "steps": [asdict(step) for step in steps]})
+
+
+def _recounted(recounts: Sequence[Done], num_open: int) -> dict[str, object]:
+    """The pools at that step; raises what is wrong with one."""
+    blocks: Counter[str] = Counter()
+    for recount in recounts:
+        if recount.error is not None:
+            raise ApiError(500, f"the pool is not whole: {recount.error}", code="integrity")
+        blocks.update(recount.blocks)
+    return {
+        "status": "ok",
+        "step": max(recount.stats.steps.num_steps for recount in recounts),
+        "blocks": blocks,
+        "blocks_used": sum(recount.stats.pool.num_blocks_used for recount in recounts),
+        "sequences_running": sum(recount.queue.num_running for recount in recounts),
+        "requests_waiting": sum(recount.queue.num_waiting for recount in recounts),
+        "requests_open": num_open,
+    }
 
 
 @contextmanager

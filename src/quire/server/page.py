@@ -62,7 +62,7 @@ def _names() -> frozenset[str]:
 
 def _views(request: Request) -> str:
     """Views of endpoints that not every server has."""
-    return "files" if any(getattr(route, "path", "") == "/v1/files" for route in request.app.routes) else ""
+    return "files" if "/v1/files" in request.app.state.paths else ""
 
 
 @cache

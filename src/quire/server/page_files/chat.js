@@ -39,8 +39,8 @@ class ChatView {
     this.send = button("Send", "send", () => (this.running ? this.stop() : this.submit()), { class: "icon send" });
     this.model = h("select", { "aria-label": "Model", onchange: () => this.set("model", this.model.value) });
     const tools = h("div", { class: "composer-tools" }, this.model,
-      button("Conversations", "menu", () => this.toggle(this.side), { class: "icon narrow-only" }),
-      button("Settings", "tune", () => this.toggle(this.drawer), { id: "chat-settings" }),
+      button("Conversations", "menu", () => this.side.classList.toggle("open"), { class: "icon narrow-only" }),
+      button("Settings", "tune", () => { this.drawer.hidden = !this.drawer.hidden; }, { id: "chat-settings" }),
       button("Export as Markdown", "export", () => this.download()));
     this.composer = h("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } },
       h("div", { class: "composer-box" }, this.input, this.send), tools);
@@ -78,12 +78,6 @@ class ChatView {
   set(name, value) {
     this.settings[name] = value;
     localStorage.setItem(SETTINGS, JSON.stringify(this.settings));
-  }
-
-  toggle(node) {
-    node.hidden = !node.hidden;
-    node.classList.toggle("open", !node.hidden);
-    if (node === this.side) node.hidden = false;
   }
 
   async loadModels() {

@@ -199,7 +199,7 @@ class Feed {
       } catch (error) {
         if (control.signal.aborted) break;
         this.error = error;
-        if (error.status === 401 || error.status === 403) { this.say("", ""); this.notify(); return; }
+        if ([400, 401, 403].includes(error.status)) { this.say("", ""); this.notify(); return; }
         this.say(error.status === 503 || error.code === "engine_dead" ? "engine restarting" : "no connection", "lost");
         this.notify();
       }
