@@ -28,6 +28,7 @@ RULES: dict[str, Costs] = {
     OURS: POLICIES[OURS],
 }
 WITHIN = 1.05  # of the best
+WIDE = 20  # a larger range is drawn on a logarithmic axis
 TRACE_BLOCK = 512  # tokens that one hash of Mooncake's trace stands for
 VOCABULARY = 100_000
 SHARED, MOONCAKE, CHATS = "shared prefixes", "Mooncake", "chats"
@@ -250,8 +251,9 @@ def _draw(figure: Any, by_rule: dict[tuple[str, str], Routed], workloads: Sequen
         axis.bar([x + 0.2 for x in places], [run.first_p90 for run in runs], 0.4, label="p90", **bar_style(1))
         axis.set_xticks(list(places), list(RULES), rotation=25, ha="right")
         axis.set(title=workload, ylabel="seconds to the first token")
-        axis.set_yscale("log")
-        plain_log(axis, "y")
+        if max(run.first_p90 for run in runs) > WIDE * min(run.first_mean for run in runs):
+            axis.set_yscale("log")
+            plain_log(axis, "y")
         axis.grid(axis="x", visible=False)
         axis.legend(loc="upper right")
 
