@@ -64,10 +64,10 @@ def _everything(llm: LLM, prompts: list[list[int]], adapters: tuple[str, ...]) -
 
 
 # Ranks of a layer, and stages of layers.
-SHAPES = [((3, 1), (1, 3)), ((2, 1), (2, 2))]
+SHAPES = [((3, 1), (1, 3)), ((2, 2),)]
 
 
-@pytest.mark.parametrize(("setting", "shapes"), zip(SETTINGS, SHAPES, strict=True))
+@pytest.mark.parametrize(("setting", "shapes"), list(zip(SETTINGS, SHAPES, strict=True)))
 def test_ranks_give_the_bits_of_one_rank(prompts, shared, setting, shapes):
     folder = shared / "adapters"
     adapters = ADAPTERS if folder.is_dir() else ()

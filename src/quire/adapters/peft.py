@@ -5,7 +5,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.adapters.adapter_file import TensorEntry, find_tensors, gather, read_file, tensors_of
 from quire.adapters.packing import BlockShape, Matrices, Tiles, find_places, plan_tiles
 from quire.adapters.settings import LoraSettings, check_rank, read_settings
+from quire.adapters.shards import Shards
 from quire.adapters.sites import Sites
 from quire.core.config import ADAPTER_CONFIG_FILE
 from quire.core.errors import AdapterError
@@ -88,6 +89,7 @@ class Reader:
     # Bytes per copy to a device that packs tiles itself; 0: `kernel` packs on the host.
     piece_bytes: int = 0
     base: str = ""  # the model's name
+    shards: Shards | None = None  # of this rank; None: adapters are whole
     layouts: OrderedDict[tuple[str, bytes], Layout] = field(default_factory=OrderedDict, compare=False)
 
     def read_folder(self, name: str, folder: Path) -> PackedAdapter:
@@ -98,7 +100,9 @@ class Reader:
             return self._packed(name, layout, file.data, file.identity)
         settings = self._settings(name, parse_config(name, folder, config))
         entries = {key: e for key, e in find_tensors(name, file).items() if not key.endswith(_BASE)}
-        is_odd = any(e.dtype is torch.float64 or e.offset % e.dtype.itemsize for e in entries.values())
+        is_odd = self.shards is not None or any(
+            e.dtype is torch.float64 or e.offset % e.dtype.itemsize for e in entries.values()
+        )
         # PEFT saves the base's own embedding beside an adapter of it: such a file is not kept whole.
         own_bytes = sum(e.num_bytes for e in entries.values())
         has_others = self.piece_bytes > 0 and own_bytes < MOSTLY * len(file.data)
@@ -132,7 +136,26 @@ class Reader:
         identity: bytes | None = None,
     ) -> PackedAdapter:
         data, entries = gather(tensors)
+        if self.shards is not None:
+            return self._shard(name, self.shards, self._matrices(name, settings, entries), data, identity)
         return self._packed(name, self._layout(name, settings, entries, len(data)), data, identity)
+
+    def _shard(
+        self, name: str, shards: Shards, whole: tuple[Matrices, ...], data: Tensor, identity: bytes | None
+    ) -> PackedAdapter:
+        """As many blocks as the rank needs that has most: ids of blocks are those of all."""
+        parts = {}
+        for m in whole:
+            a, b = (data[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape) for e in (m.a, m.b))
+            parts[f"{m.site} a"], parts[f"{m.site} b"] = shards.tensors(m, a, b)
+        content, entries = gather(parts)
+        pairs = [shards.matrices(m, entries[f"{m.site} a"], entries[f"{m.site} b"]) for m in whole]
+        matrices = tuple(matrix for pair in pairs for matrix in pair)
+        tiles = plan_tiles(name, _shapes(matrices), self.block)
+        others = (plan_tiles(name, shards.shapes(whole, rank), self.block) for rank in range(shards.cut.size))
+        tiles = replace(tiles, num_blocks=max(other.num_blocks for other in others))
+        places = find_places(matrices, tiles, self.block)
+        return self._packed(name, Layout(matrices, tiles, places, len(content), ()), content, identity)
 
     def _remember(self, key: tuple[str, bytes], layout: Layout) -> None:
         self.layouts[key] = layout

@@ -156,6 +156,11 @@ class AdapterStore:
 
     def add(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         """Adds an adapter from memory: checked and packed at once, never written to disk, kept until removed."""
+        if self._reader.shards is not None:
+            raise AdapterError(
+                f"adapter {name!r} is given from memory, and with fully_sharded_loras every rank reads its part of a "
+                "folder: save it, and name the folder in lora_modules"
+            )
         packed = self._reader.read_tensors(name, tensors, config)
         entry = Entry(self._new_key(name), name, None)
         self._note(entry, packed)
@@ -182,6 +187,15 @@ class AdapterStore:
         if entry.error is not None:
             raise entry.error.again()
         return entry.key
+
+    def origin(self, key: str) -> tuple[str, str]:
+        """The name and folder from which other ranks read their part."""
+        entry = self._entries[key]
+        return entry.name, str(entry.folder)
+
+    def read(self, name: str, folder: str) -> PackedAdapter:
+        """What `want` would keep, at once."""
+        return self._reader.read_folder(name, Path(folder))
 
     def name_of(self, key: str) -> str:
         return self._entries[key].name

@@ -1,5 +1,6 @@
 """A packed adapter on its way to another process: what describes it, as JSON has it, and its bytes."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -23,8 +24,10 @@ def describe_packed(packed: PackedAdapter) -> Blob:
     return described, packed.data.numpy().tobytes()
 
 
-def received_packed(blob: Blob) -> PackedAdapter:
-    """As `describe_packed` described it."""
+def received_packed(blob: Blob, read: Callable[[str, str], PackedAdapter] | None) -> PackedAdapter:
+    """As `describe_packed` described it; or `read` from the folder that is named instead."""
+    if not blob[1] and read is not None:
+        return read(*blob[0])
     (shape, arrays, counts, scales, content, rank), data = blob
     tiles: dict[str, Any] = dict(counts)
     for name, (kind, size, values) in arrays.items():

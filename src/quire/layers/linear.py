@@ -179,7 +179,7 @@ class Linear(Adaptable):
         group = None if lora is None else self._adapted(lora)
         if group is None or lora is None:
             return y
-        if ranks is not None:  # every rank has the whole adapter
+        if ranks is not None and group.takes_whole_rows:  # every rank has the whole adapter
             x = ranks.group.all_gather(x, ranks.widths, "adapters")
         return group.add(x, y, lora)
 

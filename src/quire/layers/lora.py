@@ -5,8 +5,8 @@ Sites are derived from the loaders of a model's weights, so that model files kno
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.lora import reference
 from quire.kernels.lora.records import MAX_PARTS, LoraSegments, LoraTables
-from quire.parallel.cut import Cut, TensorCut
+from quire.parallel.cut import Cut, TensorCut, divided
+from quire.parallel.group import Group
 
 if TYPE_CHECKING:
     from quire.layers.parameters import LayerPart, Loader
@@ -58,6 +60,11 @@ class LoraGroup:
     kind: int
     columns: Tensor | None = None  # [outputs] int64, the ones of this rank; None: all
 
+    @property
+    def takes_whole_rows(self) -> bool:
+        """Whether x has all columns where ranks have some each."""
+        return True
+
     def add(self, x: Tensor, y: Tensor, lora: LoraBatch) -> Tensor:
         """x [T, inputs] is the GEMM's input, y [T, outputs] its result, which is added to in place."""
         whole = y
@@ -71,6 +78,68 @@ class LoraGroup:
         """ids [T] are the embedding's input, y [T, width] its rows, which are added to in place."""
         self.kernel.add_embedded(ids, y, lora.tables, lora.segments, self.first_site, num_ids, first_id)
         return y
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedLoraGroup(LoraGroup):
+    """Sites of a layer whose adapters are divided among ranks, in plain torch: x A of every row is exchanged.
+
+    Rows have adapters of any ranks, and none is padded. `bounds` are this rank's columns; sites come in pairs.
+    """
+
+    ranks: Group = field(default_factory=Group)
+    tag: str = ""  # what the bytes are counted as
+    joins: bool = (
+        False  # x is some of the columns: partial results of A are summed; otherwise they are gathered
+    )
+
+    @property
+    def takes_whole_rows(self) -> bool:
+        return False
+
+    def add(self, x: Tensor, y: Tensor, lora: LoraBatch) -> Tensor:
+        tables, segments = lora.tables, list(reference.segments_of(lora.segments))
+        for part, (first, last) in enumerate(pairwise(self.bounds)):
+            site = self.first_site + 2 * part
+            lora_ranks = [int(tables.ranks[slot, site + 1]) for slot, _ in segments]
+            inner = self._exchanged(x, site, segments, lora_ranks, tables)
+            for (slot, rows), values in zip(segments, inner, strict=True):
+                b = reference.matrices(tables, slot, site + 1, 0, last - first)[1]
+                y[rows, first:last] += float(tables.scales[slot, site + 1]) * (values @ b)
+        return y
+
+    def _exchanged(
+        self,
+        x: Tensor,
+        site: int,
+        segments: list[tuple[int, Tensor]],
+        lora_ranks: list[int],
+        tables: LoraTables,
+    ) -> list[Tensor]:
+        """x A of each segment [rows, rank]."""
+        own = [
+            x[rows].float() @ reference.matrices(tables, slot, site, x.shape[1], 0)[0].t()
+            for slot, rows in segments
+        ]
+        flat = torch.cat([values.reshape(1, -1) for values in own], dim=1)
+        counts = [len(rows) for _, rows in segments]
+        if self.joins:
+            sizes = [n * r for n, r in zip(counts, lora_ranks, strict=True)]
+            pieces = self.ranks.all_reduce(flat, self.tag).split(sizes, dim=1)
+            return [piece.view(n, r) for piece, n, r in zip(pieces, counts, lora_ranks, strict=True)]
+        widths = self._widths(lora_ranks)
+        sizes = [sum(n * w for n, w in zip(counts, row, strict=True)) for row in widths]
+        parts = self.ranks.all_gather(flat, tuple(sizes), self.tag).split(sizes, dim=1)
+        by_rank = []
+        for part, row in zip(parts, widths, strict=True):
+            pieces = part.split([n * w for n, w in zip(counts, row, strict=True)], dim=1)
+            by_rank.append([piece.view(n, w) for piece, n, w in zip(pieces, counts, row, strict=True)])
+        return [torch.cat(pieces, dim=1) for pieces in zip(*by_rank, strict=True)]
+
+    def _widths(self, lora_ranks: list[int]) -> list[list[int]]:
+        """Of each process, how many ranks of each adapter it has."""
+        spans = [list(divided(r, self.ranks.size)) for r in lora_ranks]
+        return [[span[rank][1] - span[rank][0] for span in spans] for rank in range(self.ranks.size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +179,13 @@ def group_by_adapter(line_slots: np.ndarray, max_lines: int) -> Grouped:
 
 
 def install_sites(
-    loaders: "Mapping[str, Loader]", kernel: ModuleType, cut: Cut | None = None
+    loaders: "Mapping[str, Loader]", kernel: ModuleType, cut: Cut | None = None, shards: Group | None = None
 ) -> tuple[LoraSite, ...]:
     """Enables adapters at every matrix of a model; returns the sites in the order of their indices.
 
-    `kernel`: from `factory.kernel("lora")`. Without this call no layer ever looks at adapters. `cut`: of a model that
-    several ranks hold; sites are those of the whole.
+    `kernel`: from `factory.kernel(self.tag)`. Without this call no layer ever looks at adapters. `cut`: of a model that
+    several ranks hold; sites are those of the whole. `shards`: the ranks that divide every adapter among them, which
+    then has two sites for each of the model's.
     """
     layers: dict[int, list[tuple[str, LayerPart]]] = {}
     for tensor, loader in loaders.items():
@@ -136,7 +206,17 @@ def install_sites(
         ]
         first = parts[0][1].first_row
         bounds = tuple(accumulate((first, *widths)))
-        parts[0][1].layer.take_lora(LoraGroup(kernel, len(sites), bounds, kind, _columns(cuts, bounds)))
+        layer = parts[0][1].layer
+        if shards is None:
+            layer.take_lora(LoraGroup(kernel, len(sites), bounds, kind, _columns(cuts, bounds)))
+        elif any(cuts):
+            here = tuple(accumulate((first, *(part.num_outputs for _, part in parts))))
+            joins = all(rows is not None and rows.dimension == 1 for rows in cuts)
+            tag = f"lora {'attention' if '.self_attn.' in parts[0][0] else 'mlp'}"
+            group = ShardedLoraGroup(kernel, 2 * len(sites), here, kind, None, shards, tag, joins)
+            layer.take_lora(group)
+        else:
+            layer.take_lora(LoraGroup(kernel, 2 * len(sites), bounds, kind))
         sites += [
             LoraSite(name, len(sites) + i, kind, part.num_inputs, width, part.is_embedding)
             for i, ((name, part), width) in enumerate(zip(parts, widths, strict=True))

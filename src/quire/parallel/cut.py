@@ -129,7 +129,7 @@ def cut_layers(model: ModelConfig, num_stages: int) -> tuple[Span, ...]:
         if num_stages > 1
         else model.num_layers
     )
-    rest = _divided(model.num_layers - first, num_stages - 1) if num_stages > 1 else ()
+    rest = divided(model.num_layers - first, num_stages - 1) if num_stages > 1 else ()
     return ((0, first), *((first + begin, first + end) for begin, end in rest))
 
 
@@ -141,11 +141,11 @@ def _cut_heads(model: ModelConfig, size: int) -> tuple[tuple[Span, ...], tuple[S
             f"each: rank {kv_heads * group} would have none, so give at most {kv_heads * group}"
         )
     if size <= kv_heads:
-        spans = tuple(_divided(kv_heads, size))
+        spans = tuple(divided(kv_heads, size))
         return tuple((first * group, last * group) for first, last in spans), spans
     heads, shared = [], []
-    for kv_head, (first, last) in enumerate(_divided(size, kv_heads)):  # ranks that share this head
-        for begin, end in _divided(group, last - first):
+    for kv_head, (first, last) in enumerate(divided(size, kv_heads)):  # ranks that share this head
+        for begin, end in divided(group, last - first):
             heads.append((kv_head * group + begin, kv_head * group + end))
             shared.append((kv_head, kv_head + 1))
     return tuple(heads), tuple(shared)
@@ -170,7 +170,7 @@ def _cut_inner(model: ModelConfig, heads: tuple[Span, ...], kv_heads: tuple[Span
     return tuple(pairwise(accumulate((0, *(piece * count for count in counts)))))
 
 
-def _divided(count: int, parts: int) -> Iterator[Span]:
+def divided(count: int, parts: int) -> Iterator[Span]:
     """Spans of nearly equal size, the larger ones first."""
     sizes = [count // parts + (part < count % parts) for part in range(parts)]
     return pairwise(accumulate((0, *sizes)))

@@ -122,8 +122,12 @@ class AdapterSlots:
         recordable: bool = False,
         invariant: bool = False,
         side: torch.cuda.Stream | None = None,
+        origin: Callable[[str], tuple[str, str]] | None = None,
     ) -> None:
-        """`side`: the stream that loads are copied on; None: one of its own, on a CPU none."""
+        """`side`: the stream that loads are copied on; None: one of its own, on a CPU none. `origin`: the name and
+        folder from which other ranks read their part; None: they get the copy of this one.
+        """
+        self.origin = origin
         self._pool = pool
         self._device = device = pool.data.device
         self._host_copy = host_copy

@@ -55,6 +55,8 @@ class RankRunner(Runner):
         """The adapters that the step copies into blocks: every rank gets rank 0's copies and reads no files."""
         if self._adapters is None or not step.adapter_loads:
             return []
+        if (origin := self._adapters.origin) is not None:
+            return [(origin(load.key), b"") for load in step.adapter_loads]
         return [describe_packed(fetched.packed) for fetched in self._adapters.fetch(step)]
 
     def finish_next(self, mask: TokenMask | None = None) -> None:

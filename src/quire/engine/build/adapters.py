@@ -8,6 +8,7 @@ import torch
 
 from quire.adapters.packing import ALIGNMENT, BlockShape
 from quire.adapters.peft import PackedAdapter, Reader
+from quire.adapters.shards import Shards
 from quire.adapters.sites import Site, Sites
 from quire.adapters.store import AdapterStore, HostLimits
 from quire.core import laboratory
@@ -59,17 +60,24 @@ def build_adapters(
     kernel = models.factory.kernel("lora")
     part = plan.part
     loaders = model.whole_loaders() if isinstance(model, Stage) else model.loaders()
-    sites = install_sites(loaders, kernel, None if part is None else part.cut)
+    shards = part is not None and part.cut.size > 1 and config.adapters.fully_sharded_loras
+    sites = install_sites(
+        loaders,
+        kernel,
+        None if part is None else part.cut,
+        part.group if part is not None and shards else None,
+    )
     if merging is not None:
         sites = tuple(site for site in sites if site.name in merging)
-    dtype = adapter_dtype(plan.precision)
+    # parts of A and of B have no scales in common
+    dtype = plan.precision.format.activation_dtype if shards else adapter_dtype(plan.precision)
     block_bytes = plan.agreed(pool.layout.block_bytes)  # an adapter has as many blocks on every rank
     store = _make_store(plan, sites, BlockShape(block_bytes, dtype, pool.layout.block_size))
     if merged is not None and merging is not None:
         merge_sites = tuple(merging[site.name] for site in sites)
         return BuiltAdapters(store, merged.MergedAdapter(merge_sites, dtype, store.want))
     slots = AdapterSlots(
-        sites,
+        tuple(site for site in sites for _ in range(2)) if shards else sites,
         pool,
         dtype,
         limits.max_num_seqs,
@@ -80,6 +88,7 @@ def build_adapters(
         invariant=limits.deterministic,
         # loads travel on the stream of pages from host memory, and so in order with them
         side=transfers.stream if transfers is not None else None,
+        origin=store.origin if shards else None,
     )
     return BuiltAdapters(store, slots)
 
@@ -110,6 +119,9 @@ def _make_store(plan: BuildPlan, sites: tuple[LoraSite, ...], block: BlockShape)
         choose("lora_pack", device),
         PIECE_BYTES if on_gpu and plan.part is None and config.lora_mode != "merge" and _has_triton() else 0,
         plan.source.name,
+        Shards(plan.part.cut)
+        if plan.part is not None and plan.part.cut.size > 1 and config.fully_sharded_loras
+        else None,
     )
     store = AdapterStore(
         reader,

@@ -10,6 +10,7 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from quire.parallel.ranks import Reporter, read_frames
 from quire.parallel.wire import decode_step
 from quire.runner.ranked import FINISH, RankRunner
 
+Read = Callable[[str, str], PackedAdapter]
+
 
 def main() -> None:
     rank, reports, memory = map(int, sys.argv[1:])
@@ -35,7 +38,7 @@ def main() -> None:
     try:
         settings = json.loads(next(frames))
         received: dict[str, PackedAdapter] = {}  # adapters that the next step copies into blocks
-        runner = _build(settings, rank, memory, received)
+        runner, read = _build(settings, rank, memory, received)
         launched: queue.SimpleQueue[None] = queue.SimpleQueue()
         later = (
             runner.part.layers is not None and runner.part.is_first
@@ -49,7 +52,7 @@ def main() -> None:
                 continue
             step, blobs = decode_step(data)
             loads = zip(step.adapter_loads, blobs, strict=True)
-            received.update((load.key, received_packed(blob)) for load, blob in loads)
+            received.update((load.key, received_packed(blob, read)) for load, blob in loads)
             runner.launch(step)
             if not later:
                 launched.put(None)
@@ -63,8 +66,8 @@ def main() -> None:
 
 def _build(
     settings: dict[str, Any], rank: int, memory: int, received: dict[str, PackedAdapter]
-) -> RankRunner:
-    """The runner of this rank's part."""
+) -> tuple[RankRunner, Read | None]:
+    """The runner of this rank's part, and what reads adapters for it."""
     flat: dict[str, Any] = {}
     for part, values in settings["config"].items():
         flat |= {part: values} if part == "speculative_config" else values
@@ -79,9 +82,10 @@ def _build(
     plan = replace(plan, part=rank_part(plan, memory, rank, settings["store"]))
     models = load_models(plan, None)
     pool = make_pool(plan, models, start_kernel_warmup(plan))
-    runner = make_parts(plan, models, pool, received).runner.runner
+    parts = make_parts(plan, models, pool, received)
+    runner = parts.runner.runner
     assert isinstance(runner, RankRunner)
-    return runner
+    return runner, None if parts.adapters is None else parts.adapters.store.read
 
 
 def _collect(runner: RankRunner, launched: "queue.SimpleQueue[None]", reporter: Reporter) -> None:

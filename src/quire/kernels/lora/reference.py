@@ -21,7 +21,7 @@ def add(
 
     Sums are float32. Rows of no segment, and rows whose adapter has nothing at a site, keep their bits.
     """
-    for slot, rows in _segments(segments):
+    for slot, rows in segments_of(segments):
         for part, (first, last) in enumerate(pairwise(bounds)):
             site = first_site + part
             a, b = matrices(tables, slot, site, x.shape[1], last - first)
@@ -39,7 +39,7 @@ def add_embedded(
     first_id: int = 0,  # the column of id 0
 ) -> Tensor:
     """y += scale * A[:, first_id + id] @ B: as `add` for one-hot rows."""
-    for slot, rows in _segments(segments):
+    for slot, rows in segments_of(segments):
         a, b = matrices(tables, slot, site, num_ids, y.shape[1])
         _add_rows(y, rows, 0, a.t()[ids[rows].long() + first_id], b, float(tables.scales[slot, site]))
     return y
@@ -64,7 +64,7 @@ def matrices(
     return pair[0], pair[1]
 
 
-def _segments(segments: LoraSegments) -> Iterator[tuple[int, Tensor]]:
+def segments_of(segments: LoraSegments) -> Iterator[tuple[int, Tensor]]:
     starts = segments.starts.tolist()
     for index, slot in enumerate(segments.slots.tolist()):
         if slot >= 0 and starts[index] < starts[index + 1]:
