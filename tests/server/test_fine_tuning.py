@@ -10,6 +10,8 @@ import httpx
 import openai
 import pytest
 
+from quire.core.errors import ConfigError
+from quire.server.settings import ServerSettings
 from tests.server.running import PATIENCE, RunningServer
 from tests.train.conftest import make_model
 
@@ -59,6 +61,12 @@ def start(start_server, tmp_path):
         )  # fmt: skip
 
     return started
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_of_the_cores_is_above_0_and_at_most_1(share):
+    with pytest.raises(ConfigError, match="must be above 0 and at most 1"):
+        ServerSettings(train_share=share)
 
 
 def test_jobs_train_and_are_served(start, tmp_path):

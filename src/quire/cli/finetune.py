@@ -4,8 +4,8 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -118,10 +118,11 @@ def run(arguments: argparse.Namespace) -> int:
         world=arguments.ranks,
     )
     shown = ProgressLines()
-    ended, files = _on_sigterm(), RunFiles(job.output)
+    files = RunFiles(job.output)
     if arguments.nice:
         os.nice(arguments.nice)
-    with interruptible() as interrupted, load_progress(sys.stderr.isatty()) as progress:
+    live = sys.stderr.isatty()
+    with interruptible() as interrupted, _terminable() as ended, load_progress(live) as progress:
         try:
             result = finetune_ranks(job, shown, shown.line, lambda: interrupted() or ended(), progress)
         except (QuireError, OSError) as error:
@@ -185,8 +186,12 @@ def _settings(arguments: argparse.Namespace) -> TrainSettings:
     return TrainSettings.of(**given)
 
 
-def _on_sigterm() -> Callable[[], bool]:
-    """SIGTERM ends a run after its step, with a checkpoint."""
+@contextmanager
+def _terminable() -> Iterator[Callable[[], bool]]:
+    """Within, SIGTERM only sets a flag, which the yielded function reads: a run ends after its step."""
     seen: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _frame: seen.append(number))
-    return lambda: bool(seen)
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: seen.append(number))
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGTERM, before)

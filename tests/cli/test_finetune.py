@@ -1,0 +1,69 @@
+"""`quire finetune` trains with progress and one-line errors; `quire plan --train` has ZeRO's own numbers."""
+
+import json
+
+import pytest
+import torch
+
+from tests.train.conftest import make_model
+
+
+@pytest.fixture(autouse=True)
+def _same_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n}+1=", "completion": f"{n + 1}"}) + "\n" for n in range(8))
+    )
+    return path
+
+
+def test_an_adapter_is_trained_and_the_way_to_serve_it_is_shown(run, data, tmp_path):
+    model, output = make_model(tmp_path / "tiny"), tmp_path / "mine"
+    flags = (
+        "--epochs",
+        "1",
+        "--batch-size",
+        "4",
+        "--rank",
+        "2",
+        "--num-threads",
+        "1",
+        "--target-modules",
+        "q_proj",
+    )
+    ran = run("finetune", str(data), "--model", str(model), "--output", str(output), *flags)
+    assert ran.code == 0, ran.err
+    assert "7 examples to train, 1 held out" in ran.err
+    assert "step 2/2  loss" in ran.err
+    assert f"quire serve {model} --lora-modules mine={output}" in ran.err
+    assert json.loads((output / "adapter_config.json").read_text())["r"] == 2
+    assert json.loads((output / "training" / "result.json").read_text())["status"] == "finished"
+    again = run("finetune", str(data), "--model", str(model), "--output", str(output))
+    assert again.code == 2
+    assert "holds a finished adapter: give another --output, or --overwrite" in again.err
+
+
+def test_bad_data_is_one_line_and_the_reason_is_kept(run, data, tmp_path):
+    model = make_model(tmp_path / "tiny")
+    with data.open("a") as file:
+        file.write("{\n")
+    ran = run("finetune", str(data), "--model", str(model), "--output", str(tmp_path / "mine"))
+    assert ran.code == 2
+    assert "data.jsonl: 1 of 9 lines cannot be trained: line 9 is no JSON" in ran.err
+    assert "line 9" in json.loads((tmp_path / "mine" / "training" / "result.json").read_text())["error"]
+
+
+def test_a_plan_of_training_has_the_numbers_of_zero(run):
+    ran = run("plan", "--train", "--parameters", "7.5e9", "--ranks", "64", "--json")
+    stages = json.loads(ran.out)["stages"]
+    assert [round(stage["total"] / 1e9, 1) for stage in stages] == [120.0, 31.4, 16.6, 1.9]
+    refused = run("plan", "--train", "--parameters", "7.5e9", "--lora-rank", "8")
+    assert refused.code == 2
+    assert "--lora-rank needs the shapes of a model" in refused.err
