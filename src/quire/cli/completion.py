@@ -4,6 +4,7 @@ import argparse
 import importlib
 import shlex
 
+from quire.cli.main import COMMANDS
 from quire.cli.parser import Parser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -14,8 +15,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from quire.cli.main import COMMANDS  # this command is one of them
-
     parsers = {}
     for name, command in COMMANDS.items():
         parsers[name] = Parser(prog=f"quire {name}")

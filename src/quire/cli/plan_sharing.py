@@ -16,7 +16,7 @@ from quire.core import laboratory
 from quire.core.errors import ConfigError
 from quire.fleet.manifests import NAMESPACE, Node, write
 from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
-from quire.fleet.packing import Demand, Packed, lower_bound, pack
+from quire.fleet.packing import Demand, PackedGpu, lower_bound, pack
 from quire.fleet.plan_file import MAX_USERS, FleetModel, read_fleet, seconds
 
 MAX_REPLICAS = 64
@@ -169,7 +169,7 @@ def _as_json(card: Card) -> str:
 
 def _fleet(arguments: argparse.Namespace) -> int:
     fleet = read_fleet(arguments.fleet)
-    best: tuple[Card, list[Packed]] | None = None
+    best: tuple[Card, list[PackedGpu]] | None = None
     for card in fleet.cards:
         bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
         demands = [demand for model in bar for demand in _demands(model, card)]
@@ -220,12 +220,12 @@ def _demands(model: FleetModel, card: Card) -> list[Demand]:
             replicas = min(2 * replicas, model.users)
 
 
-def _gpu_record(gpu: Packed) -> dict[str, Any]:
+def _gpu_record(gpu: PackedGpu) -> dict[str, Any]:
     slices = [{"model": demand.model, "slice": demand.profile.name} for demand in gpu.demands]
     return {"layout": dict(sorted(multiset(gpu.layout).items())), "slices": slices}
 
 
-def _packed_text(card: Card, gpus: list[Packed], demands: list[Demand], num_models: int) -> str:
+def _packed_text(card: Card, gpus: list[PackedGpu], demands: list[Demand], num_models: int) -> str:
     rows = [["GPU", "filled", "layout and models"]]
     for index, gpu in enumerate(gpus):
         by_start = {placement.start: placement.profile for placement in gpu.layout}

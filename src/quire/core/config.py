@@ -351,7 +351,8 @@ class AdapterConfig:
         "batched: any mix in one step; merge: one adapter at a time, merged into the weights, for comparison",
     )
     fully_sharded_loras: bool = setting(
-        False, "with several ranks: each holds a part of an adapter's matrices, and only results of A are exchanged"
+        False,
+        "with several ranks: each holds a part of an adapter's matrices, and only results of A are exchanged",
     )
     max_loras: int | None = setting(None, "different adapters in one step (default: as many as sequences)")
     max_lora_rank: int | None = setting(None, "refuse adapters of a higher rank (default: 512)")

@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from quire.core.errors import ConfigError
 from quire.fleet.mig import Card, check_layout, multiset
-from quire.fleet.packing import Demand, Packed
+from quire.fleet.packing import Demand, PackedGpu
 
 NAMESPACE = {"kubernetes": "gpu-operator", "openshift": "nvidia-gpu-operator"}
 CONFIG_MAP = "quire-mig-config"
@@ -42,7 +42,7 @@ class Node:
     num_gpus: int
 
 
-def on_nodes(gpus: Sequence[Packed], nodes: Sequence[Node]) -> list[tuple[Node, list[Packed]]]:
+def on_nodes(gpus: Sequence[PackedGpu], nodes: Sequence[Node]) -> list[tuple[Node, list[PackedGpu]]]:
     """GPUs of the plan in the order of the nodes. ConfigError where there are too few."""
     have = sum(node.num_gpus for node in nodes)
     if have < len(gpus):
@@ -57,7 +57,7 @@ def on_nodes(gpus: Sequence[Packed], nodes: Sequence[Node]) -> list[tuple[Node, 
     return placed
 
 
-def mig_parted(placed: Sequence[tuple[Node, Sequence[Packed]]]) -> dict[str, Any]:
+def mig_parted(placed: Sequence[tuple[Node, Sequence[PackedGpu]]]) -> dict[str, Any]:
     """One configuration per node: GPUs that stay whole first."""
     return {
         "version": "v1",
@@ -69,7 +69,7 @@ def config_name(node: Node) -> str:
     return f"quire-{node.name}"
 
 
-def _devices(gpus: Sequence[Packed], num_gpus: int) -> list[dict[str, Any]]:
+def _devices(gpus: Sequence[PackedGpu], num_gpus: int) -> list[dict[str, Any]]:
     cut = [(index, multiset(gpu.layout)) for index, gpu in enumerate(gpus)]
     unused = list(range(len(gpus), num_gpus))
     entries: list[dict[str, Any]] = []
@@ -123,7 +123,7 @@ def sharing_config(kind: str, replicas: int) -> dict[str, Any]:
     return {"version": "v1", "sharing": {kind: {"resources": resources}}}
 
 
-def deployments(gpus: Sequence[Packed], models: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+def deployments(gpus: Sequence[PackedGpu], models: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     """One per model and kind of slice. `models`: arguments of `quire serve` for each."""
     counts = Counter(demand for gpu in gpus for demand in gpu.demands)
     ordered = sorted(counts.items(), key=lambda item: (item[0].model, item[0].profile.name))
@@ -168,7 +168,7 @@ def _deployment(demand: Demand, replicas: int, serve: Sequence[str]) -> dict[str
     }
 
 
-def commands(placed: Sequence[tuple[Node, Sequence[Packed]]], platform: str) -> str:
+def commands(placed: Sequence[tuple[Node, Sequence[PackedGpu]]], platform: str) -> str:
     """A script: apply, label, and the three checks."""
     tool = "oc" if platform == "openshift" else "kubectl"
     namespace = NAMESPACE[platform]
@@ -205,7 +205,7 @@ def dump(*documents: Any) -> str:
 
 def write(
     folder: Path,
-    gpus: Sequence[Packed],
+    gpus: Sequence[PackedGpu],
     nodes: Sequence[Node],
     models: Mapping[str, Sequence[str]],
     platform: str,

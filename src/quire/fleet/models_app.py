@@ -11,7 +11,7 @@ from quire.core.errors import EngineDead, InvalidRequest, QuireError
 from quire.fleet.model_set import ModelProcess, ModelSet, keep_alive_seconds
 from quire.fleet.proxy import (
     MAX_BODY_BYTES,
-    ClientGone,
+    ClientLeft,
     Receive,
     Reply,
     Scope,
@@ -46,7 +46,7 @@ class ModelsApp:
         path, method = scope["path"], scope["method"]
         try:
             body = await read_body(receive)
-        except ClientGone:
+        except ClientLeft:
             return
         if body is None:
             await refuse(send, 413, f"the body has more than {MAX_BODY_BYTES} bytes", "body_too_large")

@@ -24,7 +24,7 @@ class Demand:
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedGpu:
     """One GPU."""
 
     card: Card
@@ -55,12 +55,12 @@ def _placeable(profiles: tuple[Profile, ...]) -> bool:
     return compute <= COMPUTE_SLICES and memory <= MEMORY_SLICES and place(list(profiles)) is not None
 
 
-def pack(demands: Sequence[Demand], card: Card, before: Sequence[Packed] = ()) -> list[Packed]:
+def pack(demands: Sequence[Demand], card: Card, before: Sequence[PackedGpu] = ()) -> list[PackedGpu]:
     """GPUs with their demands. `before`: an earlier plan, whose slices stay where they are as far as possible."""
     left = Counter(demands)
-    gpus: list[Packed] = []
+    gpus: list[PackedGpu] = []
     for old in before:
-        kept = Packed(card)
+        kept = PackedGpu(card)
         for demand in old.demands:
             if left[demand] and kept.takes(demand):
                 left[demand] -= 1
@@ -76,19 +76,19 @@ def pack(demands: Sequence[Demand], card: Card, before: Sequence[Packed] = ()) -
     return gpus
 
 
-def _insert(demand: Demand, gpus: list[Packed], card: Card) -> None:
+def _insert(demand: Demand, gpus: list[PackedGpu], card: Card) -> None:
     """Where the least is left over."""
     possible = [gpu for gpu in gpus if gpu.takes(demand)]
     if possible:
         max(possible, key=lambda gpu: gpu.filling).demands.append(demand)
     else:
-        gpus.append(Packed(card, [demand]))
+        gpus.append(PackedGpu(card, [demand]))
 
 
-def _empties_one(gpus: list[Packed], card: Card) -> bool:
+def _empties_one(gpus: list[PackedGpu], card: Card) -> bool:
     """Moves the slices of one GPU to others, exchanging two where that makes room. Whether one was emptied."""
     for victim in sorted(gpus, key=lambda gpu: gpu.filling):
-        others = [Packed(card, list(gpu.demands)) for gpu in gpus if gpu is not victim]
+        others = [PackedGpu(card, list(gpu.demands)) for gpu in gpus if gpu is not victim]
         if all(
             _squeeze(demand, others, card)
             for demand in sorted(victim.demands, key=lambda d: _size(d.profile))
@@ -98,13 +98,13 @@ def _empties_one(gpus: list[Packed], card: Card) -> bool:
     return False
 
 
-def _squeeze(demand: Demand, gpus: list[Packed], card: Card) -> bool:
+def _squeeze(demand: Demand, gpus: list[PackedGpu], card: Card) -> bool:
     if any(gpu.takes(demand) for gpu in gpus):
         _insert(demand, gpus, card)
         return True
     for gpu in gpus:
         for out in sorted(set(gpu.demands), key=lambda d: (_size(d.profile), d.model), reverse=True):
-            rest = Packed(card, list(gpu.demands))
+            rest = PackedGpu(card, list(gpu.demands))
             rest.demands.remove(out)
             if not rest.takes(demand):
                 continue
@@ -127,7 +127,7 @@ def lower_bound(demands: Sequence[Demand]) -> int:
     return max(math.ceil(compute), math.ceil(memory), whole + max(large, math.ceil(half / 2)))
 
 
-def moved(before: Sequence[Packed], after: Sequence[Packed]) -> int:
+def moved(before: Sequence[PackedGpu], after: Sequence[PackedGpu]) -> int:
     """Slices of the new plan that were not on their GPU before."""
     old = [Counter(gpu.demands) for gpu in before]
     new = [Counter(gpu.demands) for gpu in after]

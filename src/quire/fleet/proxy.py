@@ -36,7 +36,7 @@ HOP_BY_HOP = frozenset(
 )
 
 
-class ClientGone(QuireError):
+class ClientLeft(QuireError):
     """The client closed the connection."""
 
 
@@ -55,7 +55,7 @@ class RouterApp:
             return
         try:
             body = await read_body(receive)
-        except ClientGone:
+        except ClientLeft:
             return
         if body is None:
             await refuse(send, 413, f"the body has more than {MAX_BODY_BYTES} bytes", "body_too_large")
@@ -202,7 +202,7 @@ async def read_body(receive: Receive) -> bytes | None:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientLeft
         pieces.append(message.get("body", b""))
         size += len(pieces[-1])
         if size > MAX_BODY_BYTES:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # it brings torch, which the client's process does without
     from quire.link.feed import EngineFeed
 
 log = get_logger(__name__)
+FEED = "quire.link.feed"  # imported when a page listens
 _MAX_PATH = 100  # bytes; the system allows 107 for a local socket's name
 
 
@@ -179,22 +181,20 @@ class WorkerChannel:
 
     def _check_integrity(self, loop: EngineLoop, call_id: int) -> None:
         """A page that listens gets a record of the same step."""
-        from quire.link.feed import recount
-
+        feed = import_module(FEED)
         wrong = integrity_error(loop)
         has_pool = hasattr(loop.engine, "memory")
         if self._feed is not None:
             self._feed.publish(at_once=True)
-        blocks = recount(cast("Engine", loop.engine)) if has_pool and wrong is None else {}
+        blocks = feed.recount(cast("Engine", loop.engine)) if has_pool and wrong is None else {}
         self._answer(loop, call_id, wrong, blocks=blocks)
 
     def _watch(self, loop: EngineLoop, on: bool) -> None:
         if not hasattr(loop.engine, "memory"):
             return  # an encoder has no pool
         if self._feed is None:
-            from quire.link.feed import EngineFeed
-
-            self._feed = EngineFeed(cast("Engine", loop.engine), lambda data: self.send(FeedRecord(data)))
+            make_feed = import_module(FEED).EngineFeed
+            self._feed = make_feed(cast("Engine", loop.engine), lambda data: self.send(FeedRecord(data)))
         if on:
             self._feed.start()
         else:

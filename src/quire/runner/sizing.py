@@ -17,13 +17,9 @@ GPU_MARGIN = 512 << 20  # libraries allocate workspaces when they are first used
 
 
 def pool_size(
-    memory: MemoryConfig,
-    layout: BlockLayout,
-    groups: LayerGroups,
-    max_num_seqs: int,
-    max_model_len: int,
-    free_bytes: int,
-) -> PoolSize:
+    memory: MemoryConfig, layout: BlockLayout, groups: LayerGroups,
+    max_num_seqs: int, max_model_len: int, free_bytes: int,
+) -> PoolSize:  # fmt: skip
     """As many blocks as the first limit allows: an explicit count, explicit bytes, or free memory."""
     useful = max_num_seqs * layout.num_groups * -(-max_model_len // layout.block_size)
     if memory.num_blocks is not None:
@@ -40,15 +36,9 @@ def pool_size(
             "kv_cache_memory_bytes, or lower block_size"
         )
     return PoolSize(
-        num_blocks,
-        layout.block_size,
-        (num_blocks + 1) * layout.block_bytes,
-        layout.in_words,
-        limit,
-        groups.num_full,
-        groups.num_window,
-        groups.window,
-    )
+        num_blocks, layout.block_size, (num_blocks + 1) * layout.block_bytes, layout.in_words, limit,
+        groups.num_full, groups.num_window, groups.window,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from quire.train.model import TrainedModel
 from quire.train.optimizer import AdamW, rate_at
 from quire.train.run_files import RunFiles
 from quire.train.settings import BITS, DPO, FINISHED, STOPPED, TrainSettings
-from quire.train.zero import Shards
+from quire.train.zero import StateShards
 
 MAX_VALIDATION = 256  # items whose loss is computed
 OPTIMIZER = "optimizer"  # begins the names of files with its states
@@ -65,7 +65,7 @@ class Trainer:
         self._items, self._validation = items, validation[:MAX_VALIDATION]
         self._config = adapter_config
         self.folder = folder
-        self.shards = Shards(model.parameters, zero_stage, rank, world)
+        self.shards = StateShards(model.parameters, zero_stage, rank, world)
         bits = BITS[settings.optimizer]
         self.optimizer = AdamW(
             self.shards.last - self.shards.first,

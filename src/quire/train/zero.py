@@ -19,7 +19,7 @@ from quire.train.lora import LoraParameters
 STAGES = (0, 1, 2, 3)
 
 
-class Shards:
+class StateShards:
     """This rank's part of the trained vector: elements `first` … `last` - 1; all of it in stage 0."""
 
     def __init__(self, parameters: LoraParameters, stage: int = 0, rank: int = 0, world: int = 1) -> None:
