@@ -75,6 +75,9 @@ OTHER = {
     "max_lora_rank": 64,
     "max_cpu_loras": 8,
     "max_cpu_lora_bytes": 12345,
+    "fully_sharded_loras": True,
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
 }
 
 
