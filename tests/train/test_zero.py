@@ -3,6 +3,7 @@
 import multiprocessing
 import socket
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,25 +35,39 @@ def trained(job: FinetuneJob, results: "multiprocessing.SimpleQueue | None" = No
         "base": trainer.model.base_bytes,
     }
     end_ranks()
-    found = {"rank": job.rank, "losses": losses, "bytes": kept, "trained": len(trainer.model.parameters.flat)}
+    found = {
+        "stage": job.zero_stage,
+        "rank": job.rank,
+        "losses": losses,
+        "bytes": kept,
+        "trained": len(trainer.model.parameters.flat),
+    }
     if results is not None:
         results.put(found)
     return found
 
 
-def on_ranks(job: FinetuneJob, world: int) -> list[dict]:
+def trained_each(jobs: "list[FinetuneJob]", results: "multiprocessing.SimpleQueue") -> None:
+    for job in jobs:
+        trained(job, results)
+
+
+def on_ranks(jobs: "list[FinetuneJob]", world: int) -> list[dict]:
+    """All jobs one after another, in the same processes: starting one takes longer than a run."""
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        job = replace(job, world=world, address=f"127.0.0.1:{free.getsockname()[1]}")
-    processes = [context.Process(target=trained, args=(replace(job, rank=r), results)) for r in range(world)]
+    for at, job in enumerate(jobs):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            jobs[at] = replace(job, world=world, address=f"127.0.0.1:{free.getsockname()[1]}")
+    by_rank = [[replace(job, rank=rank) for job in jobs] for rank in range(world)]
+    processes = [context.Process(target=trained_each, args=(one, results)) for one in by_rank]
     for process in processes:
         process.start()
     for process in processes:
         process.join(120)
         assert process.exitcode == 0
-    return sorted((results.get() for _ in processes), key=lambda found: found["rank"])
+    return [results.get() for _ in range(world * len(jobs))]
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +76,16 @@ def alone(tiny: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return trained(FinetuneJob(data, folder, str(tiny), settings=SETTINGS, device="cpu"))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_losses_and_bytes(stage: int, alone: dict, tiny: Path, data: Path, tmp_path: Path):
-    job = FinetuneJob(data, tmp_path / "mine", str(tiny), settings=SETTINGS, device="cpu", zero_stage=stage)
-    for found in on_ranks(job, 2):
+def test_losses_and_bytes(alone: dict, tiny: Path, data: Path, tmp_path: Path):
+    jobs = [
+        FinetuneJob(data, tmp_path / str(stage), str(tiny), settings=SETTINGS, device="cpu", zero_stage=stage)
+        for stage in (1, 2, 3)
+    ]
+    results = on_ranks(jobs, 2)
+    assert sorted((found["stage"], found["rank"]) for found in results) == list(product((1, 2, 3), (0, 1)))
+    for found in results:
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        expected = trained_bytes(stage, 2, alone["trained"], alone["bytes"]["base"])
+        expected = trained_bytes(found["stage"], 2, alone["trained"], alone["bytes"]["base"])
         for part, num_bytes in found["bytes"].items():
             assert num_bytes == pytest.approx(expected[part], rel=0.02), part
-    assert (tmp_path / "mine" / "adapter_model.safetensors").exists()
+        assert (tmp_path / str(found["stage"]) / "adapter_model.safetensors").exists()
