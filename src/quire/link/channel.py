@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from quire.core.errors import AdapterError, ConfigError, InvalidRequest, QueueFull
 from quire.engine.loop import Command, EngineLoop, StepReport
+from quire.link.feed import EngineFeed, recount
 from quire.link.messages import (
     Abort,
     Add,
@@ -46,7 +47,6 @@ from quire.observe.logs import get_logger
 if TYPE_CHECKING:  # it brings torch, which the client's process does without
     from quire.engine.adapters import Adapters
     from quire.engine.engine import Engine
-    from quire.link.feed import EngineFeed
 
 log = get_logger(__name__)
 _MAX_PATH = 100  # bytes; the system allows 107 for a local socket's name
@@ -174,8 +174,6 @@ class WorkerChannel:
 
     def _check_integrity(self, loop: EngineLoop, call_id: int) -> None:
         """A page that listens gets a record of the same step."""
-        from quire.link.feed import recount
-
         wrong = integrity_error(loop)
         has_pool = hasattr(loop.engine, "memory")
         if self._feed is not None:
@@ -187,8 +185,6 @@ class WorkerChannel:
         if not hasattr(loop.engine, "memory"):
             return  # an encoder has no pool
         if self._feed is None:
-            from quire.link.feed import EngineFeed
-
             self._feed = EngineFeed(cast("Engine", loop.engine), lambda data: self.send(FeedRecord(data)))
         if on:
             self._feed.start()
