@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +15,7 @@ import zmq.asyncio
 from quire.core.errors import AdapterError, ConfigError, InvalidRequest, QueueFull
 from quire.core.request import EmbedRequest, Request
 from quire.engine.loop import Command, EngineLoop, StepReport
+from quire.link.feed import EngineFeed, recount
 from quire.link.messages import (
     Abort,
     Add,
@@ -49,10 +49,8 @@ from quire.observe.logs import get_logger
 if TYPE_CHECKING:  # it brings torch, which the client's process does without
     from quire.engine.adapters import Adapters
     from quire.engine.engine import Engine
-    from quire.link.feed import EngineFeed
 
 log = get_logger(__name__)
-FEED = "quire.link.feed"  # imported when a page listens
 _MAX_PATH = 100  # bytes; the system allows 107 for a local socket's name
 
 
@@ -181,20 +179,18 @@ class WorkerChannel:
 
     def _check_integrity(self, loop: EngineLoop, call_id: int) -> None:
         """A page that listens gets a record of the same step."""
-        feed = import_module(FEED)
         wrong = integrity_error(loop)
         has_pool = hasattr(loop.engine, "memory")
         if self._feed is not None:
             self._feed.publish(at_once=True)
-        blocks = feed.recount(cast("Engine", loop.engine)) if has_pool and wrong is None else {}
+        blocks = recount(cast("Engine", loop.engine)) if has_pool and wrong is None else {}
         self._answer(loop, call_id, wrong, blocks=blocks)
 
     def _watch(self, loop: EngineLoop, on: bool) -> None:
         if not hasattr(loop.engine, "memory"):
             return  # an encoder has no pool
         if self._feed is None:
-            make_feed = import_module(FEED).EngineFeed
-            self._feed = make_feed(cast("Engine", loop.engine), lambda data: self.send(FeedRecord(data)))
+            self._feed = EngineFeed(cast("Engine", loop.engine), lambda data: self.send(FeedRecord(data)))
         if on:
             self._feed.start()
         else:
