@@ -187,6 +187,8 @@ def _add_embeddings(group: FlagGroup) -> None:
 def _add_files(group: FlagGroup) -> None:
     folder = "folder of files, vector stores and batches, or none (default: `data` in the cache folder)"
     group.add_argument("--data-dir", metavar="FOLDER", help=folder)
+    address = "keep the indexes of vector stores in a Qdrant server, qdrant://HOST:6333 (default: in the data folder)"
+    group.add_argument("--vector-store", metavar="URL", help=address)
     size = "maximum size of an uploaded file (default: 512MiB)"
     group.add_argument("--max-file-bytes", type=parse_bytes, metavar="BYTES", help=size)
 
