@@ -15,6 +15,7 @@ import tokenizers
 from quire.rag.database import RagDatabase
 from quire.rag.files import FileStore
 from quire.rag.ingest import EncoderDown, Ingest, PassageEncoder
+from quire.rag.store_indexes import store_indexes
 from quire.rag.stores import VectorStores
 from quire.text.tokenizer import Tokenizer
 
@@ -60,10 +61,10 @@ class OneEncoder:
 
 
 class DataFolder:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, address: str | None = None) -> None:
         self.database = RagDatabase(folder / "quire.db")
         self.files = FileStore(folder, self.database)
-        self.stores = VectorStores(folder, self.database)
+        self.stores = VectorStores(self.database, store_indexes(folder / "index", address))
 
     def close(self) -> None:
         self.stores.close()

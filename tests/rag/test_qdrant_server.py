@@ -1,10 +1,12 @@
 """ServerIndex against a stand-in for Qdrant's server: requests have the API's form, results are the exact ones."""
 
+import asyncio
 import json
 import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,6 +17,8 @@ from quire.core.errors import ConfigError
 from quire.rag.filters import parse_filter
 from quire.rag.index import IndexFault, Point, open_index
 from quire.rag.qdrant_server import ServerIndex, StoreUnreachable
+from quire.rag.stores import NewStoreFile
+from tests.rag.ingesting import DataFolder, HashEncoder, ingest_all, vector_of
 
 
 class Collection:
@@ -74,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    do_GET = do_PUT = do_POST = handle_any
+    do_GET = do_PUT = do_POST = do_DELETE = handle_any
 
     def result(self, name: str, rest: str, body: Any) -> tuple[int, Any]:
         collection = self.collections.get(name)
@@ -86,6 +90,8 @@ class Handler(BaseHTTPRequestHandler):
         match (self.command, rest):
             case ("GET", ""):
                 return 200, {"config": {"params": collection.config}, "payload_schema": collection.schema}
+            case ("DELETE", ""):
+                del self.collections[name]
             case ("PUT", "points"):
                 collection.points |= {point["id"]: point for point in body["points"]}
             case ("POST", "points/delete"):
@@ -156,3 +162,31 @@ def test_a_server_that_is_not_there_is_named() -> None:
     for wrong in ("http://host:6333", "host", "qdrant://"):
         with pytest.raises(ConfigError, match="is no address: write qdrant://host:6333"):
             ServerIndex(wrong, "a", 8)
+
+
+def test_vector_stores_keep_their_indexes_there(url: str, tmp_path: Path) -> None:
+    """A collection for each store, built again where it does not fit the record, deleted with its store."""
+    data = DataFolder(tmp_path, url)
+    store = data.stores.create("me", "store", None, {}, None)
+    path = data.files.temporary()
+    path.write_text("a text about stones")
+    file = data.files.add("me", path, "a.txt", "assistants")
+    data.stores.add_files(store, [NewStoreFile(file.id, {}, 100, 0)])
+    asyncio.run(ingest_all(data, HashEncoder()))
+    vector = numpy.frombuffer(vector_of("a text about stones"), dtype=numpy.float32)
+
+    def found(folder: DataFolder) -> list[str]:
+        known = folder.stores.get("me", store.id)
+        hits = folder.stores.search(known, 5, lambda index, limit: index.search(vector, "stones", limit))
+        return [hit.text for hit in hits]
+
+    assert found(data) == ["a text about stones"]
+    data.close()
+    collection = ServerIndex(url, store.id, len(vector))
+    assert len(collection) == 1
+    collection.drop()
+    again = DataFolder(tmp_path, url)
+    assert found(again) == ["a text about stones"]
+    again.stores.delete("me", store.id)
+    assert len(ServerIndex(url, store.id, len(vector))) == 0  # made again by this call
+    again.close()

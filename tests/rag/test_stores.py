@@ -18,6 +18,7 @@ import pytest
 from quire.core.errors import ConfigError, InvalidRequest, NotFound, QuireError, StorageFull
 from quire.rag import ingest
 from quire.rag import stores as stores_module
+from quire.rag.batches import BatchRecords
 from quire.rag.database import PageQuery, RagDatabase
 from quire.rag.files import FileStore, checked_disk, plain_name
 from quire.rag.stores import NewStoreFile, StorePassage, VectorStore, VectorStores
@@ -412,3 +413,15 @@ def test_stores_of_another_owner_do_not_exist(data: DataFolder) -> None:
         data.stores.get("another", store.id)
     with pytest.raises(NotFound):
         data.files.get("another", add_file(data, "text"))
+
+
+def test_batches_that_ended_long_ago_are_dropped(data: DataFolder) -> None:
+    records = BatchRecords(data.database)
+    ended, running, recent = (records.create(ME, "openai", {}, "batch_") for _ in range(3))
+    records.update(ended, "completed")
+    records.update(recent, "completed")
+    data.database.change("UPDATE batches SET created_at = 1 WHERE id != ?", recent.id)
+    assert [batch.id for batch in records.old()] == [ended.id]
+    assert [batch.id for batch in records.unfinished()] == [running.id]
+    records.update(running, "cancelling")
+    assert records.update(running, "in_progress").status == "cancelling"  # it stays so

@@ -221,6 +221,8 @@ def _add_files(group: FlagGroup) -> None:
     group.add_argument("--data-dir", metavar="FOLDER", help=folder)
     share = f"share of the cores that a fine-tuning job may use (default: {DEFAULTS.train_share})"
     group.add_argument("--train-share", type=float, metavar="X", help=share)
+    address = "keep the indexes of vector stores in a Qdrant server, qdrant://HOST:6333 (default: in the data folder)"
+    group.add_argument("--vector-store", metavar="URL", help=address)
     size = "maximum size of an uploaded file (default: 512MiB)"
     group.add_argument("--max-file-bytes", type=parse_bytes, metavar="BYTES", help=size)
 

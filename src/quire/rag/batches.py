@@ -8,6 +8,7 @@ from quire.core.errors import NotFound
 from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, to_json
 
 BATCH_SECONDS = 24 * 3600  # in which a batch must end
+KEPT_SECONDS = 30 * 86400  # for which a batch that ended is kept
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -61,6 +62,11 @@ class BatchRecords:
                 f"SELECT * FROM batches WHERE status IN ({marks}) ORDER BY number", *UNFINISHED
             )
         ]
+
+    def old(self) -> list[BatchRecord]:
+        """Batches that ended, and were made more than KEPT_SECONDS ago."""
+        rows = self._database.rows("SELECT * FROM batches WHERE created_at < ?", now() - KEPT_SECONDS)
+        return [record for record in map(_record, rows) if record.status not in UNFINISHED]
 
     def update(self, batch: BatchRecord, status: str | None = None, **body: Any) -> BatchRecord:
         """Changes fields of the body, and the status, with its time. A batch that is being cancelled stays so."""

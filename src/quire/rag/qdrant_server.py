@@ -111,6 +111,10 @@ class ServerIndex:
         count: int = self._ask("POST", "/points/count", {"exact": True})["count"]
         return count
 
+    def drop(self) -> None:
+        """Deletes the collection."""
+        self._ask("DELETE", "", None, missing_is_none=True)
+
     def close(self) -> None:
         with self._lock:
             self._connection.close()

@@ -4,12 +4,10 @@ The database is the record. An index answers which chunks fit; what it names is 
 chunks of completed files count. An index that does not hold exactly those is built again.
 """
 
-import shutil
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,7 +16,9 @@ from quire.core.errors import InvalidRequest, NotFound
 from quire.observe.logs import get_logger
 from quire.rag.chunks import Chunk
 from quire.rag.database import PageQuery, RagDatabase, from_json, new_id, now, to_json
-from quire.rag.index import Hit, Point, VectorIndex, open_index
+from quire.rag.index import Hit, Point, VectorIndex
+from quire.rag.qdrant_server import StoreUnreachable
+from quire.rag.store_indexes import StoreIndexes
 
 log = get_logger(__name__)
 MAX_OPEN = 64  # indexes; the least recently used is closed
@@ -101,10 +101,9 @@ class StorePassage:
 class VectorStores:
     """Calls may come from any thread. An owner sees its own stores only."""
 
-    def __init__(self, folder: Path, database: RagDatabase) -> None:
+    def __init__(self, database: RagDatabase, indexes: StoreIndexes) -> None:
         self._database = database
-        self._folder = folder / "index"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._indexes = indexes
         self._lock = threading.RLock()
         self._open: OrderedDict[str, VectorIndex] = OrderedDict()  # by store, the least recently used first
         self._searches: Counter[str] = Counter()  # that run, by store: their indexes stay open
@@ -167,23 +166,23 @@ class VectorStores:
         return self.get(owner, store_id)
 
     def delete(self, owner: str, store_id: str) -> None:
-        self.get(owner, store_id)
+        store = self.get(owner, store_id)
         with self._database.transaction():
             self._drop_content(store_id)
             self._database.change("DELETE FROM stores WHERE id = ?", store_id)
-        self._drop_index(store_id)
+        self._drop_index(store_id, store.width)
 
     def drop_expired(self) -> None:
         """Frees what stores hold that have expired; the stores themselves stay, with that status."""
         rows = self._database.rows(
-            "SELECT id FROM stores WHERE last_active_at + 86400 * expires_days <= ? AND EXISTS "
+            "SELECT id, width FROM stores WHERE last_active_at + 86400 * expires_days <= ? AND EXISTS "
             "(SELECT 1 FROM store_files WHERE store_id = stores.id)",
             now(),
         )
         for row in rows:
             with self._database.transaction():
                 self._drop_content(row["id"])
-            self._drop_index(row["id"])
+            self._drop_index(row["id"], row["width"])
 
     def set_model(self, store_id: str, model: str, width: int) -> None:
         """The encoder of the store's vectors, once the first file is embedded."""
@@ -476,7 +475,6 @@ class VectorStores:
         return index
 
     def _opened(self, store: VectorStore, width: int) -> VectorIndex:
-        folder = self._folder / store.id
         row = self._database.row(
             "SELECT COUNT(*) AS chunks FROM chunks JOIN store_files ON store_files.store_id = chunks.store_id AND "
             "store_files.id = file_id WHERE chunks.store_id = ? AND status = 'completed'",
@@ -484,14 +482,16 @@ class VectorStores:
         )
         num_chunks = row["chunks"] if row is not None else 0
         try:
-            index = open_index(folder, width)
+            index = self._indexes.open(store.id, width)
             if len(index) == num_chunks:
                 return index
             index.close()
+        except StoreUnreachable:
+            raise  # it may be whole
         except Exception as fault:  # an index holds nothing of its own: a damaged one is made again
             log.warning("index     of %s cannot be read (%s)", store.id, fault)
-        shutil.rmtree(folder, ignore_errors=True)
-        index, done = open_index(folder, width), 0
+        self._indexes.drop(store.id, width)
+        index, done = self._indexes.open(store.id, width), 0
         names = [
             row["id"]
             for row in self._database.rows(
@@ -527,10 +527,7 @@ class VectorStores:
         for row in self._database.rows("SELECT * FROM stores WHERE width IS NOT NULL ORDER BY number"):
             with self._lock:
                 self._index(_store(row))
-        known = {row["id"] for row in self._database.rows("SELECT id FROM stores")}
-        for folder in self._folder.iterdir():
-            if folder.name not in known:
-                shutil.rmtree(folder, ignore_errors=True)
+        self._indexes.drop_others({row["id"] for row in self._database.rows("SELECT id FROM stores")})
 
     def close(self) -> None:
         with self._lock:
@@ -561,19 +558,26 @@ class VectorStores:
         again when it is opened."""
         with self._lock:
             index = self._open.get(store_id)
-            if index is not None and chunk_ids:
-                index.delete(chunk_ids)
+            try:
+                if index is not None and chunk_ids:
+                    index.delete(chunk_ids)
+            except StoreUnreachable as fault:
+                log.warning("index     of %s is built again when it is next used: %s", store_id, fault)
+                self._open.pop(store_id)
 
     def _drop_content(self, store_id: str) -> None:
         for table in ("chunks", "store_files", "file_batches"):
             self._database.change(f"DELETE FROM {table} WHERE store_id = ?", store_id)
 
-    def _drop_index(self, store_id: str) -> None:
+    def _drop_index(self, store_id: str, width: int | None) -> None:
         with self._lock:
             index = self._open.pop(store_id, None)
             if index is not None:
                 index.close()
-            shutil.rmtree(self._folder / store_id, ignore_errors=True)
+            try:
+                self._indexes.drop(store_id, width)
+            except StoreUnreachable as fault:
+                log.warning("index     of %s cannot be deleted: %s", store_id, fault)
 
 
 def _store(row: Any) -> VectorStore:

@@ -206,6 +206,7 @@ def report_start(service: Service) -> None:
         f"{settings.max_stored_responses:,}",
         f"{settings.max_stored_responses_bytes / 1e6:,.0f}",
     )
+    log.info("files     %s", service.retrieval.folder if settings.keeps_files else "off")
     log.info("keys      %s", _keys_report(settings))
     log.info("timeouts  %s", _timeouts_report(settings))
     if settings.otlp_traces_endpoint:

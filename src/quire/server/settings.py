@@ -51,6 +51,7 @@ class ServerSettings:
         None  # of files and vector stores; None: in the cache folder; "none": there are none
     )
     train_share: float = 0.5  # of the cores, for a fine-tuning job
+    vector_store: str | None = None  # address of the indexes' server; None: in data_dir
     max_file_bytes: int = 512 << 20  # of an uploaded file, and of a part of one
     chat_template: str | None = None
     trust_request_chat_template: bool = False
@@ -77,6 +78,10 @@ class ServerSettings:
             self._check_processes()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs both files: give ssl_certfile and ssl_keyfile")
+        if self.vector_store is not None and not self.vector_store.startswith(("qdrant://", "qdrants://")):
+            raise ConfigError(
+                f"vector_store={self.vector_store!r}: write qdrant://HOST:6333, or qdrants:// for TLS"
+            )
         choose_formats(None, self.tool_call_parser, self.reasoning_parser)
         if not all(self.aliases) or not all(self.served_names):
             raise ConfigError("served_model_name or model_alias is empty: give a name")

@@ -8,6 +8,8 @@ import math
 import random
 from typing import Any
 
+from quire.weights.architectures import SHAPES as PUBLISHED
+
 Lengths = list[tuple[int, int]]  # (prompt tokens, output tokens)
 
 _LLAMA: dict[str, Any] = {
@@ -46,6 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
     },
 }  # fmt: skip
+SHAPES["gemma-3-4b"] = PUBLISHED["gemma-3-4b"] | {"max_position_embeddings": 8192, "torch_dtype": "bfloat16"}
 
 CASES = {  # name -> (lengths, requests)
     "b1": ("fixed:128/256", 1),
@@ -63,6 +66,7 @@ ROWS = {  # the comparisons that are recorded
     "smol135m": ("b1", "b64", "b256", "sharegpt", "alpaca"),
     "qwen3-30b-a3b": ("b1", "b64"),
     "opt13b": ("b1", "b64", "sharegpt", "alpaca"),
+    "gemma-3-4b": ("b64", "sharegpt"),
 }
 
 

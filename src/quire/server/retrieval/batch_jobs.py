@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.core.errors import QuireError
 from quire.observe.logs import get_logger
 from quire.rag.batches import BatchRecord, BatchRecords
 from quire.rag.database import now
@@ -90,6 +89,9 @@ class BatchJobs:
         self._slots: asyncio.Semaphore | None = None
 
     async def resume(self) -> None:
+        """Goes on with what is unfinished, and drops what ended long ago."""
+        for batch in await self._retrieval.run(self.records.old):
+            await self._retrieval.run(self.drop, batch)
         for batch in await self._retrieval.run(self.records.unfinished):
             log.info("batch     %s goes on", batch.id)
             self.start(batch)
@@ -149,9 +151,10 @@ class BatchJobs:
             if self._service.draining:
                 return  # the next server goes on
             await self._finish(batch, job)
-        except (OSError, QuireError) as fault:
-            log.error("batch     %s: %s", batch.id, fault)
-            error = {"code": "server_error", "message": str(fault), "line": None, "param": None}
+        except Exception as fault:
+            cause = fault.exceptions[0] if isinstance(fault, ExceptionGroup) else fault
+            log.error("batch     %s: %s", batch.id, cause)
+            error = {"code": "server_error", "message": str(cause), "line": None, "param": None}
             with suppress(Exception):
                 await self._retrieval.run(update, batch, "failed", errors={"object": "list", "data": [error]})
 

@@ -18,6 +18,8 @@ from quire.rag.files import FileStore
 from quire.rag.filters import Filter
 from quire.rag.index import Hit, VectorIndex
 from quire.rag.ingest import EncoderDown, Ingest, PassageEncoder
+from quire.rag.qdrant_server import StoreUnreachable
+from quire.rag.store_indexes import store_indexes
 from quire.rag.stores import StorePassage, VectorStore, VectorStores
 from quire.server.encoder_requests import all_pooled, new_id, token_ids
 from quire.server.errors import ApiError, Unavailable
@@ -41,7 +43,9 @@ class Retrieval:
         self._lock = lock
         self.database = RagDatabase(folder / DATABASE)
         self.files = FileStore(folder, self.database)
-        self.stores = VectorStores(folder, self.database)
+        self.stores = VectorStores(
+            self.database, store_indexes(folder / "index", service.settings.vector_store)
+        )
         self.encoders = ServedEncoders(service)
         self.ingest = Ingest(self.files, self.stores, self.encoders)
         self._service = service
@@ -72,7 +76,11 @@ class Retrieval:
         best: dict[tuple[str, int], StorePassage] = {}
         for query, vector in zip(queries, vectors, strict=True):
             find = partial(_find, query=query, vector=vector, options=options, filter=filter)
-            for passage in await self.run(self.stores.search, store, options.num_candidates, find):
+            try:
+                passages = await self.run(self.stores.search, store, options.num_candidates, find)
+            except StoreUnreachable as error:
+                raise Unavailable(str(error), "vector_store_down") from None
+            for passage in passages:
                 key = (passage.file_id, passage.start)
                 if key not in best or best[key].score < passage.score:
                     best[key] = passage
