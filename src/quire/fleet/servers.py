@@ -22,7 +22,7 @@ CACHE_TOKENS = 1 << 19  # of a server's prefix cache, until its answers say othe
 _COUNTS = re.compile(rb'"(prompt_tokens|cached_tokens)"\s*:\s*(\d+)')
 
 
-class RequestBody(msgspec.Struct):
+class RoutedBody(msgspec.Struct):
     """What routing looks at in a request; the prompt's JSON as it came, not decoded."""
 
     model: str | None = None
@@ -40,7 +40,7 @@ class RequestBody(msgspec.Struct):
         return prefix_of(b"".join(map(bytes, parts)), f"{self.model or ''}\0{self.cache_salt or ''}")
 
 
-_decode = msgspec.json.Decoder(RequestBody).decode
+_decode = msgspec.json.Decoder(RoutedBody).decode
 
 
 def prefix_of_body(body: bytes) -> Prefix:

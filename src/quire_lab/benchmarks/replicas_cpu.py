@@ -29,8 +29,8 @@ FLAGS = "--num-threads 1 --kv-cache-memory-bytes 1G --max-num-seqs 32"
 def main() -> None:
     options = _options()
     source = str(Path(__file__).parents[2])
-    with serving("builtin", source, FLAGS) as one, serving("builtin", source, f"{FLAGS} -dp 2") as two:
-        urls = dict(zip(COUNTS, (one.url, two.url), strict=True))
+    with serving("builtin", source, FLAGS) as single, serving("builtin", source, f"{FLAGS} -dp 2") as double:
+        urls = dict(zip(COUNTS, (single.url, double.url), strict=True))
         rates = asyncio.run(measure(urls, options))
     ratios = [pair[1] / pair[0] for pair in zip(rates[1], rates[2], strict=True)]
     record = {
