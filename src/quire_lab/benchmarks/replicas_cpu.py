@@ -29,8 +29,8 @@ FLAGS = "--num-threads 1 --kv-cache-memory-bytes 1G --max-num-seqs 32"
 def main() -> None:
     options = _options()
     source = str(Path(__file__).parents[2])
-    with serving("builtin", source, FLAGS) as single, serving("builtin", source, f"{FLAGS} -dp 2") as pair:
-        urls = dict(zip(COUNTS, (single.url, pair.url), strict=True))
+    with serving("builtin", source, FLAGS) as single, serving("builtin", source, f"{FLAGS} -dp 2") as double:
+        urls = dict(zip(COUNTS, (single.url, double.url), strict=True))
         rates = asyncio.run(measure(urls, options))
     ratios = [rate[1] / rate[0] for rate in zip(rates[1], rates[2], strict=True)]
     record = {
