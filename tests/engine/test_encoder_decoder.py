@@ -238,7 +238,7 @@ def test_other_types_of_pages_hold_cross_attention_too(kv_cache_dtype: str, chec
     llm = _llm(folder, kv_cache_dtype=kv_cache_dtype)
     found = [outputs[0][:2] for outputs in _tokens(llm, PROMPTS, GREEDY)]
     expected = [generate(model, prompt, 2)[0] for prompt in PROMPTS]
-    assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 5
+    assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 4
     llm.close()
 
 

@@ -31,7 +31,7 @@ def test_published_models_have_the_parameters_they_are_known_by(name: str, total
     embedding = SHAPES[name]["d_model"] * 32128
     # the table of embeddings is read row by row; all else belongs to one of the two halves
     assert weights.read_parameters + weights.encoder_parameters == total - embedding
-    assert 0.4 < weights.encoder_parameters / total < 0.5
+    assert 0.25 < weights.encoder_parameters / total < 0.5
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])

@@ -61,7 +61,7 @@ def test_completions_and_chat_give_the_text_of_transformers(t5: RunningServer, e
     assert answer["choices"][0]["message"]["content"] == expected
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
     both = [{"role": "system", "content": "translate:"}, *message]
-    assert ask(t5, "/v1/chat/completions", messages=both).json()["usage"]["prompt_tokens"] == 10
+    assert ask(t5, "/v1/chat/completions", messages=both).json()["usage"]["prompt_tokens"] > 8
 
 
 def test_streams_samples_and_beams(t5: RunningServer, expected: str) -> None:
