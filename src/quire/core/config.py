@@ -206,7 +206,8 @@ class SchedulerConfig:
     max_queue_requests: int | None = setting(65536, "requests that may wait")
     max_queue_tokens: int | None = setting(None, "prompt tokens that may wait (default: no limit)")
     steps_in_flight: int = setting(
-        1, "0 or 1: whether the next step is scheduled while one runs (pipeline stages make it as many as they are)"
+        1,
+        "0 or 1: whether the next step is scheduled while one runs (pipeline stages make it as many as they are)",
     )
     batching: str = setting(
         "continuous",
@@ -309,7 +310,8 @@ class ParallelConfig:
     )
 
     pipeline_parallel_size: int = setting(
-        1, "stages that divide the layers among them, each of tensor_parallel_size ranks; as many steps are in flight"
+        1,
+        "stages that divide the layers among them, each of tensor_parallel_size ranks; as many steps are in flight",
     )
 
     def __post_init__(self) -> None:
@@ -344,7 +346,8 @@ class AdapterConfig:
         "batched: any mix in one step; merge: one adapter at a time, merged into the weights, for comparison",
     )
     fully_sharded_loras: bool = setting(
-        False, "with several ranks: each holds a part of an adapter's matrices, and only results of A are exchanged"
+        False,
+        "with several ranks: each holds a part of an adapter's matrices, and only results of A are exchanged",
     )
     max_loras: int | None = setting(None, "different adapters in one step (default: as many as sequences)")
     max_lora_rank: int | None = setting(None, "refuse adapters of a higher rank (default: 512)")
