@@ -77,7 +77,7 @@ OTHER = {
     "max_cpu_lora_bytes": 12345,
     "fully_sharded_loras": True,
     "tensor_parallel_size": 2,
-    "pipeline_parallel_size": 2,
+    "pipeline_parallel_size": 3,
 }
 
 
@@ -293,3 +293,7 @@ def test_every_sampling_parameter_has_a_flag():
 def test_contradictory_sampling_is_refused():
     with pytest.raises(InvalidRequest, match="n=2 with temperature=0"):
         sampling("--n", "2", "--temperature", "0")
+
+
+def test_ranks_have_the_short_flags_that_people_know():
+    assert settings("-tp", "2", "-pp", "3") == {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}

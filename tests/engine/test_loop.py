@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from quire.core.errors import InvalidRequest
+from quire.core.errors import EngineDead, InvalidRequest
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams
 from quire.core.stats import EngineStats, QueueStats, StepStats
@@ -21,6 +21,7 @@ class Engine:
         self.queue: list[str] = []
         self.stats = StepStats()
         self.num_checks = 0
+        self.dead = False  # a rank of it is gone
         self.stopped: list[tuple[str, int]] = []
         self._num_tokens = num_tokens
         self._left = 0
@@ -64,6 +65,10 @@ class Engine:
 
     def check_integrity(self) -> None:
         self.num_checks += 1
+
+    def check_ranks(self) -> None:
+        if self.dead:
+            raise EngineDead("rank 1 is gone")
 
 
 class Transport:
@@ -136,6 +141,13 @@ def test_an_idle_loop_checks_the_pool_once_and_publishes_nothing():
     assert (
         len([report for report in transport.reports if not report.updates]) <= 2
     )  # before and after the request
+
+
+def test_an_idle_loop_ends_when_a_rank_is_gone():
+    engine = Engine()
+    engine.dead = True
+    with pytest.raises(EngineDead, match="rank 1 is gone"):
+        EngineLoop(engine, Transport(*[None] * 8)).run()
 
 
 def test_a_shutdown_signal_finishes_open_requests_and_ends_the_loop():
