@@ -35,7 +35,7 @@ RUN_TESTS = @$(PY) -m pytest -m $(1) --durations=10 --durations-min=1 $(PYTEST_A
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup install serve chat test test-quick test-e2e test-clients check format site compare-cpu bench clean
+.PHONY: help setup install browser serve chat test test-quick test-e2e test-clients check format site compare-cpu bench clean
 
 help: ## list the targets
 	@echo "make TARGET, where TARGET is one of"
@@ -46,6 +46,9 @@ setup: $(CACHED).model $(KERNELS) ## make .venv, install pinned packages, fetch 
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo "Set up. Next: make chat",:)
 
 install: $(STAMPS)/packages ## only .venv and the pinned packages of EXTRAS, as the container image does
+
+browser: $(STAMPS)/packages ## fetch a Chromium for the tests of the page: 100 MB of Debian's packages, without root
+	@$(PY) tools/fetch_browser.py >/dev/null
 
 serve: setup ## set up, then serve the built-in model on 127.0.0.1:8000
 	@$(VENV)/bin/quire serve
@@ -59,7 +62,7 @@ test-quick: setup ## the quick tests only; ARGS="-k word" narrows them
 	@echo "== quick tests"
 	$(call RUN_TESTS,"not e2e")
 
-test-e2e: setup ## the end-to-end tests only
+test-e2e: setup browser ## the end-to-end tests only
 	@echo "== end-to-end tests"
 	$(call RUN_TESTS,"e2e")
 

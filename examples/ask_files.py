@@ -6,7 +6,8 @@ from pathlib import Path
 from quire import Retriever
 
 FILES = {
-    "grok.md": "# Grok-0\n\nGrok-0 is a prototype language model that xAI trained with 33 billion parameters.",
+    "grok.txt": "Grok-0 is a prototype language model that xAI trained with 33 billion parameters. It approaches "
+    "LLaMA 2 (70B) on standard benchmarks, and uses half of its training resources.",
     "bread.txt": "Bread is baked at about 230 degrees.",
 }
 

@@ -1,6 +1,7 @@
 """GPUs are named by index, by UUID or by MIG UUID: the names are the driver's to read, never Quire's."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from quire.bench.machine import describe_environment
 from quire.cli.main import main
 from quire.core.errors import ConfigError
 from quire.engine.build.resolve import resolve_device
+from quire.observe.host import see_one_gpu, visible_gpus
 
 NAMES = [
     "0",
@@ -41,10 +43,24 @@ def test_a_device_is_chosen_by_the_environment_not_by_a_uuid_in_the_setting() ->
         resolve_device("MIG-2eb9f5ad-5c17-5d1c-9a3c-3e2a1c1f4e55")
 
 
-def test_nobody_takes_the_variable_apart() -> None:
+def test_no_name_is_taken_apart() -> None:
     root = Path(quire.__file__).parent
     readers = [path for path in root.rglob("*.py") if "CUDA_VISIBLE" in path.read_text()]
-    assert [path.relative_to(root).as_posix() for path in readers] == ["bench/machine.py"]  # which shows it
+    # the one shows it, the other gives each replica a name of the list, whole
+    assert sorted(path.relative_to(root).as_posix() for path in readers) == [
+        "bench/machine.py",
+        "observe/host.py",
+    ]
+
+
+@pytest.mark.parametrize("visible", NAMES)
+def test_a_replica_gets_one_name_of_the_list_whole(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    names = visible_gpus()
+    assert names == ([] if visible in ("", "-1") else visible.split(","))
+    if names:
+        see_one_gpu(len(names) - 1)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == names[-1]
 
 
 def test_a_slice_of_a_gpu_is_found_by_its_reported_name() -> None:

@@ -62,10 +62,10 @@ def test_the_answer_comes_from_the_file_and_names_it(files: Path, embedder: Embe
     with Retriever(embedder=embedder, llm=llm).add(files) as retriever:
         answer = retriever.ask(QUESTION, k=2, sampling=greedy)
     assert "33 billion" in answer.text
-    source = answer.sources[0]
+    (source,) = answer.sources  # passages that do not fit are left out
     assert source.file == str(files / "grok.pdf")
-    assert source.position == "page 2" or "33 billion" in source.text
-    assert len(answer.sources) == 2
+    assert source.position == "page 1"
+    assert "33 billion" in source.text
 
 
 def test_passages_have_positions_and_attributes(embedder: Embedder) -> None:

@@ -27,7 +27,7 @@ OFFLINE = {
     "speculative_decoding.py": r"same tokens: True",
     "prefix_caching.py": r"on\n.* 0 from the cache: .*\n.* 6\d\d from the cache: ",
     "embeddings.py": r"-?0\.\d+  Bread",
-    "ask_files.py": r"33 billion(.|\n)*  from grok.md, line 1, score 1.00",
+    "ask_files.py": r"33 billion(.|\n)*  from grok.txt, line 1, score 1.00",
     "batch_file.py": r"France: The capital of France is Paris\.",
 }
 WITH_SERVER = {

@@ -1,4 +1,4 @@
-"""Every kernel of attention beside the reference: long contexts, padded rows, capped scores and ALiBi's slopes."""
+"""Every kernel of attention beside the reference: long contexts, padded rows, capped scores, slopes and tables."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -58,14 +58,18 @@ def test_attention_passes_over_rows_without_queries(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (90, torch.float32), (0, torch.int8)])
-@pytest.mark.parametrize(("soft_cap", "sloped"), [(3.0, False), (0.0, True), (50.0, True)])
+@pytest.mark.parametrize(
+    ("soft_cap", "sloped"), [(3.0, ""), (0.0, "line"), (50.0, "line"), (0.0, "table"), (50.0, "table")]
+)
 def test_attention_with_capped_scores_and_slopes_agrees(
-    kernel: Kernel, window: int, dtype: torch.dtype, soft_cap: float, sloped: bool
+    kernel: Kernel, window: int, dtype: torch.dtype, soft_cap: float, sloped: str
 ) -> None:
     native, reference = kernel
     case = random_case(Shape(6, 2, 24, dtype=dtype), [600, 70, 5, 130, 64, 7], [1, 1, 5, 40, 3, 7])
     case = replace(case, scale=1.5)
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.01, 0.7, 0.0]) if sloped else None
+    if sloped == "table":  # by distance, up to 100 on each side
+        slopes = torch.randn(6, 201, generator=torch.Generator().manual_seed(3)) * 2
     more = {**case.scales, "soft_cap": soft_cap, "slopes": slopes}
     actual = native.paged_attention(*case.arguments(window), **more)
     expected = reference.paged_attention(*case.arguments(window), **more)

@@ -270,6 +270,11 @@ def test_full_attention_agrees(kernel: Kernel, heads: int, kv_heads: int, head_d
         actual = native.full_attention(q, k, v, starts, head_dim**-0.5, reach=reach)
         expected = reference.full_attention(q, k, v, starts, head_dim**-0.5, reach=reach)
         torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+    for width in (3, 255, 1999):  # of a table of scores by distance
+        slopes = torch.randn(heads, width)
+        actual = native.full_attention(q, k, v, starts, head_dim**-0.5, slopes=slopes)
+        expected = reference.full_attention(q, k, v, starts, head_dim**-0.5, slopes=slopes)
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 @_parametrize("rotary", ("cpu",))

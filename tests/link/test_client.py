@@ -71,7 +71,7 @@ def test_requests_are_answered_refused_aborted_and_leave_no_trace():
         assert client.queue.num_running == 1
         stream.close()
         await until(lambda: client.queue.num_running == 0)
-        assert await client.check_integrity() is None
+        assert (await client.check_integrity()).error is None
         assert (client.num_open, client.stats.pool.num_blocks_used) == (0, 0)
 
     with_engine(use)

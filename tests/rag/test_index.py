@@ -222,6 +222,10 @@ def test_a_graph_is_built_beside_searches_and_keeps_changes(
     index.wait()
     assert len(index) == 600
     assert index.num_indexed > 0
+    index.upsert(points(600, seed=9, first=3000))
+    index.upsert(points(600, seed=10, first=4000))  # while a graph is built: it is built again for these
+    index.wait()
+    assert index.num_indexed > 1500
     vector = made[41].vectors[0]
     assert index.search(vector, "", 1, ranker="none")[0].chunk_id == 42
     assert not any(hit.chunk_id == 7 for hit in index.search(made[6].vectors[0], "", 100, ranker="none"))

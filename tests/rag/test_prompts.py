@@ -1,11 +1,11 @@
 """The prompt of `quire ask`: it fits the context, and the best passage is next to the question."""
 
-from quire.rag.library import Passage
+from quire.rag.library import CitedPassage
 from quire.rag.prompts import INSTRUCTION, ask_prompt
 
 
-def passage(text: str) -> Passage:
-    return Passage("a.txt", text, 1.0, 0, len(text), 1, None, {})
+def passage(text: str) -> CitedPassage:
+    return CitedPassage("a.txt", text, 1.0, 0, len(text), 1, None, {})
 
 
 def test_the_best_passage_is_next_to_the_question() -> None:

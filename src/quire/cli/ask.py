@@ -16,7 +16,7 @@ from quire.cli.start import announce_compiling, dim, interruptible, start_llm
 from quire.core.errors import InvalidRequest
 from quire.core.sampling import SamplingParams
 from quire.rag.chunks import check_chunking
-from quire.rag.library import Passage
+from quire.rag.library import CitedPassage
 from quire.rag.parse import ParseError
 from quire.rag.retriever import ANSWER_TOKENS, CHUNK_OVERLAP, CHUNK_TOKENS, Retriever, files_in
 
@@ -125,7 +125,7 @@ def add_files(retriever: Retriever, paths: Sequence[Path], quiet: bool) -> int:
     return len(paths) - refused
 
 
-def passage_lines(passages: Sequence[Passage]) -> Iterator[str]:
+def passage_lines(passages: Sequence[CitedPassage]) -> Iterator[str]:
     """Of each: its number, file, position and score, and how it begins."""
     for number, passage in enumerate(passages, 1):
         start = " ".join(passage.text.split())

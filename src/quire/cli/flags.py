@@ -28,7 +28,7 @@ def parse_gigabytes(text: str) -> int:
 # ---------------------------------------------------------------------- the engine
 
 TITLES = {"scheduler": "scheduling", "runner": "device", "speculative_config": "speculation"}
-_SHORT = {"quantization": ("-q",)}
+_SHORT = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",)}
 _TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
     **dict.fromkeys(
         ("kv_cache_memory_bytes", "lora_memory_bytes", "max_cpu_lora_bytes"), (parse_bytes, "BYTES")

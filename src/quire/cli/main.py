@@ -32,9 +32,13 @@ COMMANDS = {
         "quire.cli.bench", "measure throughput, latency and startup here, or load-test a server"
     ),
     "run-batch": Command("quire.cli.run_batch", "run a file of requests in OpenAI's batch format"),
+    "finetune": Command("quire.cli.finetune", "train a LoRA or QLoRA adapter of a model on examples"),
     "plan": Command("quire.cli.plan", "estimate memory, sequences, speed and cost of a model on a device"),
     "tune": Command("quire.cli.tune", "measure attention tile sizes on this GPU, once, and cache the best"),
     "models": Command("quire.cli.models", "list the cached models, or the architectures that are served"),
+    "config": Command("quire.cli.config", "show the settings of a command and where each comes from"),
+    "completion": Command("quire.cli.completion", "print a script that completes commands for a shell"),
+    "service": Command("quire.cli.service", "run the server by systemd: install, uninstall, show the unit"),
     "env": Command("quire.cli.env", "show versions, hardware and settings for a bug report"),
 }
 

@@ -1,4 +1,4 @@
-"""Parser: argparse with one-line errors, advice on unknown flags, and `--config FILE` below the flags.
+"""Parser: argparse with one-line errors, advice on unknown flags, and below the flags `QUIRE_*` and `--config FILE`.
 
 Public argparse API only. jsonargparse and tyro also build flags from dataclasses, but would be a new dependency
 of every start, and neither gives one-line errors with the nearest flag or other engines' names for it.
@@ -7,8 +7,10 @@ of every start, and neither gives one-line errors with the nearest flag or other
 import argparse
 import difflib
 import json
+import os
 import re
-from collections.abc import Callable, Collection, Sequence
+import shlex
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,8 +25,6 @@ OTHER_ENGINES = {
             "--tp",
             "--pipeline-parallel-size",
             "-pp",
-            "--data-parallel-size",
-            "-dp",
         ),
         "a model runs on one device here: leave it out",
     ),
@@ -52,6 +52,14 @@ OTHER_ENGINES = {
     "--max-log-len": "requests' text is never logged: leave it out",
     "--download-dir": "set HF_HOME or QUIRE_CACHE in the environment",
     **dict.fromkeys(("--task", "--runner"), "an encoder serves embeddings, a decoder text: leave it out"),
+}
+# Variables that are read where they are needed, and mean more than a flag's default.
+_READ_ELSEWHERE = frozenset(
+    {"QUIRE_API_KEY", "QUIRE_ADMIN_KEY", "QUIRE_LOG_LEVEL", "QUIRE_LOG_FORMAT", "QUIRE_HELP"}
+)
+_SWITCHES = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
 }
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -90,6 +98,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         self._flags: dict[str, argparse.Action] = {}  # by every spelling; argparse adds --help at once
         self._kinds: Any = None
+        self.origins: dict[str, str] = {}  # by destination, of values that are not defaults
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
 
@@ -98,6 +107,13 @@ class Parser(argparse.ArgumentParser):
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
         return _added(self._flags, super().add_argument, names, settings)
+
+    def flags(self) -> Iterator[tuple[str, argparse.Action]]:
+        """Each flag once, by its longest spelling, in the order in which they were added."""
+        for action in dict.fromkeys(self._flags.values()):
+            names = [name for name in action.option_strings if not name.startswith("--no-")]
+            if names and action.dest != "help":
+                yield max(names, key=len), action
 
     def add_subparsers(self, **settings: Any) -> Any:
         self._kinds = super().add_subparsers(**settings)
@@ -118,11 +134,15 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """The flags, over those of the file that --config names, over the defaults."""
+        """The flags, over the environment's, over those of the file that --config names, over the defaults."""
         chosen = self._chosen(words)
-        if any(word == "--config" or word.startswith("--config=") for word in words):
+        if "--config" in chosen._flags:
             chosen._take_file(words)
+            chosen._take_environment()
         arguments, unknown = self.parse_known_args(words)
+        for word in words:
+            if (action := chosen._flags.get(word.partition("=")[0])) is not None:
+                self.origins[action.dest] = word.partition("=")[0]
         if unknown:
             hints = (advice(word, chosen._flags) for word in unknown if word.startswith("-"))
             hint = next((hint for hint in hints if hint), None)
@@ -138,9 +158,11 @@ class Parser(argparse.ArgumentParser):
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         finder.add_argument("--config")
         try:
-            path = finder.parse_known_args(words)[0].config
+            path = finder.parse_known_args(words)[0].config or os.environ.get("QUIRE_CONFIG")
         except argparse.ArgumentError as error:
             self.error(str(error))
+        if path is None:
+            return
         for key, value in read_config_file(path).items():
             action = self._flags.get(f"--{key.replace('_', '-')}")
             if action is None or action.dest in ("help", "config"):
@@ -150,6 +172,35 @@ class Parser(argparse.ArgumentParser):
                 self.set_defaults(**{action.dest: _converted(action, value)})
             except ValueError as error:
                 raise ConfigError(f"{path}: {key}{error}") from error
+            self.origins[action.dest] = path
+
+    def _take_environment(self) -> None:
+        for flag, action in self._flags.items():
+            variable = environment_name(flag)
+            if variable is None or variable not in os.environ or action.dest in ("help", "config"):
+                continue
+            try:
+                self.set_defaults(
+                    **{action.dest: _converted(action, _from_text(action, os.environ[variable]))}
+                )
+            except ValueError as error:
+                raise ConfigError(f"{variable}{error}") from error
+            self.origins[action.dest] = variable
+
+
+def environment_name(flag: str) -> str | None:
+    """QUIRE_BLOCK_SIZE for --block-size; None for a flag that no variable stands for."""
+    if not flag.startswith("--") or flag.startswith("--no-"):
+        return None
+    variable = f"QUIRE_{flag[2:].upper().replace('-', '_')}"
+    return None if variable in _READ_ELSEWHERE else variable
+
+
+def _from_text(action: argparse.Action, text: str) -> Any:
+    """A variable's value as a file would give it: several values are separated by spaces, as in a shell."""
+    if action.nargs == 0:
+        return _SWITCHES.get(text.strip().lower(), text)
+    return shlex.split(text) if isinstance(action, Collect) else text
 
 
 def _added(

@@ -22,6 +22,7 @@ from quire.bench.capacity import (
 )
 from quire.bench.machine import cpu_name, cpu_read_rate, describe_gpus
 from quire.bench.table import aligned, in_bytes, in_seconds
+from quire.cli import plan_sharing
 from quire.cli.flags import add_engine_flags, engine_settings, parse_gigabytes
 from quire.cli.parser import Parser
 from quire.cli.start import described_source
@@ -55,6 +56,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--context", type=int, help=f"tokens of each sequence (default: {USUAL_CONTEXT})")
     parser.add_argument("--concurrency", type=int, help="sequences at once (default: a table of several)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    plan_sharing.add_arguments(parser)
     add_engine_flags(parser, without=_NOT_PLANNED)
 
 
@@ -62,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list_gpus:
         print(_gpu_table())
         return 0
+    if plan_sharing.is_asked(arguments):
+        return plan_sharing.run(arguments)
     _check(arguments)
     settings = engine_settings(arguments)
     config = EngineConfig.of(**settings)

@@ -34,6 +34,7 @@ def add_arguments(parser: Parser) -> None:
     _add_names(parser.group("names"))
     _add_embeddings(parser.group("embeddings"))
     _add_files(parser.group("files and vector stores"))
+    _add_replicas(parser.group("replicas"))
     group = parser.group("logs")
     group.add_argument("--log-requests", action="store_true", help="log one line for each request")
     group.add_argument("--log-format", choices=logs.FORMATS, help="text, or json: one object per line")
@@ -121,6 +122,9 @@ def _add_network(group: FlagGroup) -> None:
         "--sse-keep-alive", type=float, help=f"seconds of silence before a stream gets a comment {default}"
     )
     origins = "CORS: allow browsers from this origin, or * for all (repeatable)"
+    group.add_argument(
+        "--no-page", dest="page", action="store_false", default=None, help="no page for browsers at /"
+    )
     group.add_argument("--allowed-origins", action=Collect, metavar="ORIGIN", help=origins)
 
 
@@ -168,6 +172,21 @@ def _add_names(group: FlagGroup) -> None:
     )
     every = "accept every name: an unknown one means the model, or the first embedding model"
     group.add_argument("--any-model-name", action="store_true", default=None, help=every)
+
+
+def _add_replicas(group: FlagGroup) -> None:
+    group.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=int,
+        help="engines that serve the model, each on its own GPU or with its share of the cores (default: 1)",
+    )
+    group.add_argument(
+        "--routing-policy",
+        metavar="NAME",
+        help="which of them gets a request: prefix-work, least-work, least-requests or round-robin "
+        f"(default: {DEFAULTS.routing_policy})",
+    )
 
 
 def _add_embeddings(group: FlagGroup) -> None:

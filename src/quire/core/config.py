@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.core.draft import MAX_NODES
+from quire.core.encoder_input import EncoderInput
 from quire.core.errors import ConfigError
 
 Task = Literal["generate", "embed"]  # what a model is for
@@ -80,6 +81,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     hf: Mapping[str, Any] = field(default_factory=dict)
+    encoder: EncoderInput | None = None  # of an encoder-decoder model, whose other numbers are the decoder's
 
     @property
     def quantized(self) -> str:
@@ -300,6 +302,22 @@ class RunnerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Ranks: processes that compute one model together, each on a device or some cores of its own."""
+
+    tensor_parallel_size: int = setting(
+        1, "ranks that divide each layer's heads and columns among them, evenly or not"
+    )
+
+    def __post_init__(self) -> None:
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterConfig:
     """LoRA adapters: enabled by `enable_lora`, `lora_modules` or `lora_dir`."""
 
@@ -485,6 +503,7 @@ class EngineConfig:
         },
     )
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    parallel: ParallelConfig = ParallelConfig()
 
     @classmethod
     def of(cls, **flat: Any) -> "EngineConfig":

@@ -20,6 +20,10 @@ class WeightsError(QuireError):
     """Weights that cannot be found, read or trusted."""
 
 
+class TrainingError(QuireError):
+    """Training that cannot start or go on: bad data, a loss that is no number, no room for a checkpoint."""
+
+
 class FieldName(str):
     """The name of a request's field within an error's values: `InvalidRequest.renamed` translates it."""
 

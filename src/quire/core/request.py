@@ -41,6 +41,8 @@ class Request:
     tenant: str = ""  # the account that schedule="fair" charges
     cache_salt: str = ""
     adapter: str | None = None  # a name; in the accepted copy the key that the name stood for
+    # of an encoder-decoder model, in the accepted copy: the encoder's part of the prompt, see core.encoder_input
+    num_encoder_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

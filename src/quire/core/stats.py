@@ -154,6 +154,17 @@ class QueueStats:
     num_waiting: int = gauge("num_requests_waiting", "Requests in the engine's queue.", 0)
 
 
+@dataclass(slots=True)
+class RoutingStats:
+    """What the router knows of a replica."""
+
+    num_routed: int = counter("replica_requests_total", "Requests that were sent to the replica.")
+    num_open: int = gauge("replica_requests_open", "Requests of the replica without their last token.", 0)
+    pending_tokens: int = gauge(
+        "replica_pending_tokens", "Uncached prompt tokens that the replica has to compute, as estimated.", 0
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """Blocks in use at this moment, in the pool and in host memory beside it."""

@@ -29,6 +29,7 @@ class RowStart:
     num_prompt_tokens: int
     stop_token_ids: frozenset[int] = frozenset()  # banned until min_tokens are there
     adapter: str | None = None
+    num_encoder_tokens: int = 0  # as in the request
 
 
 @dataclass(frozen=True, slots=True)

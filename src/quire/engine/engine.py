@@ -215,7 +215,7 @@ class Engine(EngineCore[SequenceUpdate]):
             self._give_back_adapter(request_id)
             raise
         self.stats.num_requests += 1
-        self.stats.num_prompt_tokens += request.num_prompt_tokens
+        self.stats.num_prompt_tokens += request.num_encoder_tokens or request.num_prompt_tokens
 
     def _rehearse(self, request: Request) -> None:
         """Computes what steps will make of the values: one that they cannot take ends this request alone."""

@@ -20,9 +20,10 @@ def make_memory(
     transfers: PendingTransfers | None = None,
     offload_cache: OffloadCache | None = None,
     num_separate_blocks: int = 0,
+    kind: type[PagedMemory] = PagedMemory,
 ) -> PagedMemory:
     """`config` is resolved: memory that is reserved up front has blocks of one token. `num_separate_blocks` behind the
-    pool's `num_blocks` are for adapters alone.
+    pool's `num_blocks` are for adapters alone. `kind`: of memory that is not reserved.
     """
     memory: PagedMemory
     if config.reservation != "paged":
@@ -33,7 +34,7 @@ def make_memory(
     if num_separate_blocks:
         baseline = laboratory.load("baselines.separate_pages", "--lora-memory separate")
         adapter_pages = baseline.SeparatePages(num_blocks + 1, num_separate_blocks)
-    return PagedMemory(
+    return kind(
         num_blocks,
         config.block_size,
         fingerprint,

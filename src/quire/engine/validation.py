@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from quire.core.encoder_input import EncoderInput
 from quire.core.errors import ContextExceeded, InvalidRequest
 from quire.core.request import Clock, EmbedRequest, Request
 from quire.core.sampling import SamplingParams
@@ -27,6 +28,7 @@ class Limits:
     max_num_batched_tokens: int = gauge(
         "max_num_batched_tokens", "Tokens per step.", 0, shown=Shown("limits", "{:,} tokens per step")
     )
+    encoder: EncoderInput | None = None  # of an encoder-decoder model
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequest if the request exceeds the context, the vocabulary or the batch."""
@@ -34,6 +36,8 @@ class Limits:
             check_text(name, getattr(request, name))
         self._check_context(request.num_prompt_tokens)
         self._check_vocabulary(request.prompt_token_ids, "prompt")
+        if self.encoder is not None:
+            self.encoder.check(request)
         self.check_sampling(request.sampling)
 
     def check_texts(self, request: EmbedRequest) -> None:
@@ -118,6 +122,8 @@ class RequestValidator:
     def accept(self, request: Request) -> Request:
         """The copy that the engine works with. Raises InvalidRequest if the request can never run."""
         self.limits.check(request)
+        if self.limits.encoder is not None:
+            request = self.limits.encoder.expand(request, self._memory.block_size, self.limits.max_model_len)
         sampling = request.sampling
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -139,7 +145,7 @@ class RequestValidator:
         return self._memory.num_blocks - self._memory.num_pinned
 
     def _max_len(self, request: Request) -> int:
-        sampling, limit = request.sampling, self.limits.max_model_len
+        sampling, limit = request.sampling, request.max_len or self.limits.max_model_len
         num_prompt_tokens = request.num_prompt_tokens
         if sampling.max_tokens is not None:
             return min(num_prompt_tokens + sampling.max_tokens, limit)

@@ -86,7 +86,8 @@ def ensure_built() -> Path:
 def _compile_all(scratch: Path) -> Path:
     shared = FOLDER / "cpp"
     isas = ["generic", *(_ISA_FLAGS if platform.machine().lower() in ("x86_64", "amd64") else ())]
-    units = [Unit(shared / "unit.cpp", isa) for isa in isas] + [Unit(shared / "pool.cpp", "")]
+    units = [Unit(shared / "unit.cpp", isa) for isa in isas]
+    units += [Unit(shared / name, "") for name in ("pool.cpp", "group.cpp")]
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
         failures = list(threads.map(lambda unit: _compile(unit, scratch), units))
     built = [unit for unit, failure in zip(units, failures, strict=True) if not failure]

@@ -12,7 +12,6 @@ import threading
 import weakref
 from array import array
 from functools import cache
-from pathlib import Path
 from types import TracebackType
 
 import numpy
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import build
+from quire.observe.host import default_num_threads as default_num_threads
 from quire.observe.logs import get_logger
 
 logger = get_logger(__name__)
@@ -116,31 +116,6 @@ def set_num_threads(count: int) -> None:
 def num_threads() -> int:
     """How many threads native operations use."""
     return int(loaded().library.quire_num_threads())
-
-
-def default_num_threads() -> int:
-    """Physical cores that this process may use, by its affinity and its control group."""
-    try:
-        cpus = sorted(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-    cores = {_first_sibling(cpu) for cpu in cpus}
-    return max(1, min(len(cores), _cgroup_cpus()))
-
-
-def _first_sibling(cpu: int) -> str:
-    try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-    except OSError:
-        return str(cpu)
-
-
-def _cgroup_cpus() -> int:
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, -(-int(quota) // int(period)))
-    except (OSError, ValueError):
-        return 1 << 30
 
 
 def real(value: float) -> int:

@@ -55,13 +55,16 @@ class FullAttention:
     scale: float
     reach: int = 0  # 0: all; else a token sees this many tokens on each side
     cos_sin: Tensor | None = None  # [positions, rotary_dim] float32; None: no rotation
+    slopes: Tensor | None = None  # [heads, 2 * reach + 1] float32: scores by distance, as the kernel has it
 
     def __call__(self, qkv: Tensor, batch: EncoderBatch) -> Tensor:
         """qkv [T, 3 * heads * head_dim], overwritten -> [T, heads * head_dim]."""
         heads = qkv.view(qkv.shape[0], 3, self.num_heads, self.head_dim)
         if self.cos_sin is not None:
             self.rotary.rotate(heads[:, :2].flatten(1, 2), self.cos_sin, batch.positions)
-        return self.attention.full_attention(*heads.unbind(1), batch.starts, self.scale, reach=self.reach)
+        return self.attention.full_attention(
+            *heads.unbind(1), batch.starts, self.scale, reach=self.reach, slopes=self.slopes
+        )
 
 
 class Pooling:

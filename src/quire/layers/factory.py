@@ -1,6 +1,7 @@
 """LayerFactory: builds layers for one device and number format, so that model files know neither."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -13,11 +14,14 @@ from quire.core.errors import ModelError
 from quire.kernels import choose
 from quire.kernels.registry import REFERENCE, load
 from quire.layers.attention import Attention
+from quire.layers.cross import CrossAttention, DistanceTable
 from quire.layers.encoder import FullAttention
-from quire.layers.linear import Linear, OutputHead, RowSelection, TokenEmbedding
+from quire.layers.linear import JoinedRanks, Linear, OutputHead, RowSelection, TokenEmbedding
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.parameters import Vector
 from quire.layers.rope import rotary_table
+from quire.parallel.cut import Cut
+from quire.parallel.group import Group
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
 from quire.quant.full import FullPrecision
@@ -27,13 +31,35 @@ _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 KNOWN = ("relu", "gelu", *_TANH)
 GATES = ("silu", "gelu", *_TANH)
 
+ATTENTION, MLP, LOGITS = "attention", "mlp", "logits"  # what ranks have parts of
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """The part of a model that this process computes, and the group that computes the whole."""
+
+    cut: Cut
+    group: Group
+
+    def joined(self, what: str) -> JoinedRanks:
+        cut = self.cut
+        spans = {ATTENTION: cut.heads, MLP: cut.inner, LOGITS: cut.vocab}[what]
+        unit = cut.model.head_dim if what == ATTENTION else 1
+        return JoinedRanks(self.group, tuple((last - first) * unit for first, last in spans), what)
+
 
 class LayerFactory:
     """`max_position` caps the tables that grow with the context; None takes the model's own limit."""
 
     def __init__(
-        self, number_format: NumberFormat, device: str | torch.device = "cpu", max_position: int | None = None
+        self,
+        number_format: NumberFormat,
+        device: str | torch.device = "cpu",
+        max_position: int | None = None,
+        part: RankPart | None = None,
     ) -> None:
+        """`part`: of a model that several ranks hold."""
+        self._part = part
         self.device = torch.device(device)
         self.number_format = number_format
         self.dtype = number_format.activation_dtype
@@ -65,11 +91,15 @@ class LayerFactory:
             return load(operation, REFERENCE)
         return choose(operation, self.device)
 
-    def linear(self, num_rows: int, num_columns: int, bias: bool = False) -> Linear:
-        """A projection from num_columns to num_rows; fused ones are the sum of their rows."""
+    def linear(self, num_rows: int, num_columns: int, bias: bool = False, joined: str = "") -> Linear:
+        """A projection from num_columns to num_rows; fused ones are the sum of their rows.
+
+        `joined` is ATTENTION or MLP where its input is what ranks have of that part: results are summed over them.
+        """
         matrix = self.number_format.matrix(num_rows, num_columns)
         vector = self._vector(num_rows) if bias else None
-        return Linear(matrix, vector, self.kernel("activation").silu_mul)
+        ranks = self._part.joined(joined) if joined and self._part is not None else None
+        return Linear(matrix, vector, self.kernel("activation").silu_mul, ranks)
 
     def precise_linear(self, num_rows: int, num_columns: int, bias: bool = False) -> Linear:
         """A small projection that is not quantized, such as a classifier's."""
@@ -127,8 +157,10 @@ class LayerFactory:
 
     def output_head(self, vocab_size: int, width: int, tied_to: TokenEmbedding | None = None) -> OutputHead:
         """Logits; `tied_to` gives the same weights, shared in memory where the format allows it."""
-        matrix = self.number_format.head(vocab_size, width)
-        return OutputHead(matrix, tied_to, share=not self.number_format.compact_tables)
+        ranks = None if self._part is None else self._part.joined(LOGITS)
+        num_rows = vocab_size if ranks is None else ranks.widths[ranks.group.rank]
+        matrix = self.number_format.head(num_rows, width)
+        return OutputHead(matrix, tied_to, not self.number_format.compact_tables, ranks)
 
     def row_selection(self) -> RowSelection:
         """Takes the rows of hidden states whose logits are wanted."""
@@ -167,11 +199,32 @@ class LayerFactory:
         )
 
     def full_attention(
-        self, num_heads: int, head_dim: int, reach: int = 0, cos_sin: Tensor | None = None
+        self,
+        num_heads: int,
+        head_dim: int,
+        reach: int = 0,
+        cos_sin: Tensor | None = None,
+        scale: float | None = None,
+        slopes: Tensor | None = None,
     ) -> FullAttention:
         """An encoder's attention: every token sees its whole sequence, or `reach` tokens on each side."""
         kernels = self.kernel("rotary"), self.kernel("attention")
-        return FullAttention(*kernels, num_heads, head_dim, head_dim**-0.5, reach, cos_sin)
+        scale = head_dim**-0.5 if scale is None else scale
+        return FullAttention(*kernels, num_heads, head_dim, scale, reach, cos_sin, slopes)
+
+    def cross_attention(
+        self, index: int, num_heads: int, head_dim: int, scale: float | None = None
+    ) -> CrossAttention:
+        """A decoder layer's attention over what the encoder made of the prompt."""
+        scale = head_dim**-0.5 if scale is None else scale
+        kernels = self.kernel("rotary"), self.kernel("attention")
+        return CrossAttention(*kernels, index, num_heads, head_dim, scale)
+
+    def distance_table(
+        self, num_heads: int, num_buckets: int, max_distance: int, both_sides: bool
+    ) -> DistanceTable:
+        """Learned scores by distance, one table for all layers that share it."""
+        return DistanceTable(num_heads, num_buckets, max_distance, both_sides, self.device)
 
     def bias(self, size: int) -> Vector:
         """A bias on its own, loaded apart from its matrix."""

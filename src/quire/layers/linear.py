@@ -1,6 +1,7 @@
 """Layers with a matrix: token and position embeddings, linear projections, the output head."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
 from quire.layers.parameters import Adaptable, LayerPart, Loader, Vector, check_finite, check_shape
+from quire.parallel.group import Group
 from quire.quant.encoded import Encoded, Scheme, Weight, floats
 from quire.quant.format import Matrix
 from quire.quant.schemes import from_parameters, parameter_names
@@ -110,9 +112,13 @@ class TokenEmbedding(Adaptable):
     def state(self) -> dict[str, Tensor]:
         return {"table": self.table} if self._encoded is None else parameter_names({0: self._encoded})
 
-    def head_state(self) -> dict[str, Tensor]:
-        """As a matrix adopts it."""
-        return {"weight": self.table} if self._encoded is None else self.state()
+    def head_state(self, rows: slice | None = None) -> dict[str, Tensor]:
+        """As a matrix adopts it: of all rows, or of some."""
+        if self._encoded is None:
+            return {"weight": self.table if rows is None else self.table[rows]}
+        return (
+            self.state() if rows is None else parameter_names({0: self._encoded.rows(rows.start, rows.stop)})
+        )
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         if "table" not in state:
@@ -137,20 +143,45 @@ class RowSelection:
         return rows if indices is None else self._gather(rows, indices, dtype=self._dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedRanks:
+    """Ranks that have some of a linear's columns each."""
+
+    group: Group
+    widths: tuple[int, ...]  # columns of each rank
+    tag: str  # what the bytes that they exchange are counted as
+
+
 class Linear(Adaptable):
     """y = x @ weight.T (+ bias) (+ residual) (+ the rows' adapters, `lora`). Fused ones are loaded part by part."""
 
-    def __init__(self, matrix: Matrix, bias: Vector | None, silu_mul: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        matrix: Matrix,
+        bias: Vector | None,
+        silu_mul: Callable[[Tensor], Tensor],
+        ranks: JoinedRanks | None = None,
+    ) -> None:
+        """`ranks`: x is some of the columns, and the result the sum over these ranks."""
         super().__init__()
+        self._ranks = ranks
         self._matrix = matrix
         self._bias = bias
         self._silu_mul = silu_mul  # for GEMMs that adapters add to before the activation
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, lora: LoraBatch | None = None) -> Tensor:
         """x [T, columns], residual [T, rows] -> [T, rows]. The residual may be overwritten."""
-        y = self._matrix.linear(x, self._bias.value if self._bias else None, residual)
+        bias, ranks = self._bias.value if self._bias else None, self._ranks
+        if ranks is None:
+            y = self._matrix.linear(x, bias, residual)
+        else:
+            y = self._matrix.joined(x, bias, residual, ranks.group, ranks.tag)
         group = None if lora is None else self._adapted(lora)
-        return y if group is None or lora is None else group.add(x, y, lora)
+        if group is None or lora is None:
+            return y
+        if ranks is not None:  # every rank has the whole adapter
+            x = ranks.group.all_gather(x, ranks.widths, "adapters")
+        return group.add(x, y, lora)
 
     def silu_mul(self, x: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """For a fused gate | up projection: silu(gate) * up [T, rows / 2]."""
@@ -206,7 +237,8 @@ class Linear(Adaptable):
         def take(weight: Weight) -> None:
             self._matrix.load(first_row, floats(weight).t() if transposed else weight)
 
-        part = LayerPart(self, first_row, *shape)
+        num_inputs = shape[1] if self._ranks is None else sum(self._ranks.widths)
+        part = LayerPart(self, first_row, count, num_inputs)
         loaders = {f"{name}.weight": Loader(shape[::-1] if transposed else shape, take, (part,))}
         if self._bias is not None:
             loaders[f"{name}.bias"] = self._bias.loader(first_row, count)
@@ -227,15 +259,29 @@ class Linear(Adaptable):
 class OutputHead(Adaptable):
     """Hidden states to logits. A tied head has the embedding's weights, in one memory where `share` is true."""
 
-    def __init__(self, matrix: Matrix, tied_to: TokenEmbedding | None = None, share: bool = False) -> None:
+    def __init__(
+        self,
+        matrix: Matrix,
+        tied_to: TokenEmbedding | None = None,
+        share: bool = False,
+        ranks: JoinedRanks | None = None,
+    ) -> None:
+        """`ranks`: the matrix has some of the rows, and rank 0 gets the logits of all."""
         super().__init__()
         self._matrix = matrix
         self._tied_to = tied_to
         self._share = share and tied_to is not None
+        self._ranks = ranks
+        self._num_rows = matrix.num_rows if ranks is None else sum(ranks.widths)
+        first = 0 if ranks is None else sum(ranks.widths[: ranks.group.rank])
+        self._rows = slice(first, first + matrix.num_rows)
 
     def __call__(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """hidden [L, width] -> logits [L, vocab] float32."""
-        logits = self._matrix.logits(hidden)
+        logits, ranks = self._matrix.logits(hidden), self._ranks
+        if ranks is not None:
+            logits = ranks.group.gather(logits, ranks.widths, ranks.tag)
+            lora = lora if ranks.group.rank == 0 else None
         group = None if lora is None else self._adapted(lora)
         return logits if group is None or lora is None else group.add(hidden, logits, lora)
 
@@ -246,7 +292,7 @@ class OutputHead(Adaptable):
         return {table_name: table.loader(), name: self._loader()}
 
     def _loader(self) -> Loader:
-        shape = (self._matrix.num_rows, self._matrix.num_columns)
+        shape = (self._num_rows, self._matrix.num_columns)
         parts: tuple[LayerPart, ...] = (LayerPart(self, 0, *shape, module=HEAD),)
         if self._tied_to is not None:
             parts += self._tied_to.loader().parts
@@ -258,7 +304,15 @@ class OutputHead(Adaptable):
         if self._share:
             self.adopt({})
         else:
-            self._matrix.load(0, weight)
+            self._matrix.load(0, self._cut(weight))
+
+    def _cut(self, weight: Weight) -> Weight:
+        """The rows of this rank."""
+        if self._ranks is None:
+            return weight
+        if isinstance(weight, Encoded):
+            return weight.rows(self._rows.start, self._rows.stop)
+        return floats(weight)[self._rows]
 
     def state(self) -> dict[str, Tensor]:
         return {} if self._share else self._matrix.state()
@@ -266,5 +320,5 @@ class OutputHead(Adaptable):
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         """A head that shares takes the table that its embedding has by now."""
         if self._share and self._tied_to is not None:
-            state = self._tied_to.head_state()
+            state = self._tied_to.head_state(self._rows if self._ranks is not None else None)
         self._matrix.adopt(state)

@@ -6,13 +6,16 @@ Sites are derived from the loaders of a model's weights, so that model files kno
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quire.kernels.lora.records import MAX_PARTS, LoraSegments, LoraTables
+from quire.parallel.cut import Cut, TensorCut
 
 if TYPE_CHECKING:
     from quire.layers.parameters import LayerPart, Loader
@@ -53,11 +56,16 @@ class LoraGroup:
     first_site: int
     bounds: tuple[int, ...]  # part p adds to columns bounds[p] … bounds[p + 1] - 1
     kind: int
+    columns: Tensor | None = None  # [outputs] int64, the ones of this rank; None: all
 
     def add(self, x: Tensor, y: Tensor, lora: LoraBatch) -> Tensor:
         """x [T, inputs] is the GEMM's input, y [T, outputs] its result, which is added to in place."""
-        self.kernel.add(x, y, lora.tables, lora.segments, self.first_site, self.bounds)
-        return y
+        whole = y
+        if self.columns is not None:  # every rank has the whole adapter
+            whole = y.new_zeros(y.shape[0], self.bounds[-1])
+            whole[:, self.columns] = y
+        self.kernel.add(x, whole, lora.tables, lora.segments, self.first_site, self.bounds)
+        return y if self.columns is None else y.copy_(whole[:, self.columns])
 
     def add_embedded(self, ids: Tensor, y: Tensor, lora: LoraBatch, num_ids: int, first_id: int) -> Tensor:
         """ids [T] are the embedding's input, y [T, width] its rows, which are added to in place."""
@@ -101,10 +109,13 @@ def group_by_adapter(line_slots: np.ndarray, max_lines: int) -> Grouped:
     )
 
 
-def install_sites(loaders: "Mapping[str, Loader]", kernel: ModuleType) -> tuple[LoraSite, ...]:
+def install_sites(
+    loaders: "Mapping[str, Loader]", kernel: ModuleType, cut: Cut | None = None
+) -> tuple[LoraSite, ...]:
     """Enables adapters at every matrix of a model; returns the sites in the order of their indices.
 
-    `kernel`: from `factory.kernel("lora")`. Without this call no layer ever looks at adapters.
+    `kernel`: from `factory.kernel("lora")`. Without this call no layer ever looks at adapters. `cut`: of a model that
+    several ranks hold; sites are those of the whole.
     """
     layers: dict[int, list[tuple[str, LayerPart]]] = {}
     for tensor, loader in loaders.items():
@@ -118,10 +129,27 @@ def install_sites(loaders: "Mapping[str, Loader]", kernel: ModuleType) -> tuple[
         assert len(parts) <= MAX_PARTS, f"{parts[0][0]} is fused with more than {MAX_PARTS - 1} others"
         alike = tuple(re.sub(r"\d+", "#", name) for name, _ in parts)
         kind = kinds.setdefault(alike, len(kinds))
-        bounds = (*(part.first_row for _, part in parts), parts[-1][1].first_row + parts[-1][1].num_outputs)
-        parts[0][1].layer.take_lora(LoraGroup(kernel, len(sites), bounds, kind))
+        cuts = [None if cut is None else cut.tensor(f"{name}.weight") for name, _ in parts]
+        widths = [
+            part.num_outputs if rows is None or rows.dimension else rows.size
+            for (_, part), rows in zip(parts, cuts, strict=True)
+        ]
+        first = parts[0][1].first_row
+        bounds = tuple(accumulate((first, *widths)))
+        parts[0][1].layer.take_lora(LoraGroup(kernel, len(sites), bounds, kind, _columns(cuts, bounds)))
         sites += [
-            LoraSite(name, len(sites) + i, kind, part.num_inputs, part.num_outputs, part.is_embedding)
-            for i, (name, part) in enumerate(parts)
+            LoraSite(name, len(sites) + i, kind, part.num_inputs, width, part.is_embedding)
+            for i, ((name, part), width) in enumerate(zip(parts, widths, strict=True))
         ]
     return tuple(sites)
+
+
+def _columns(cuts: "list[TensorCut | None]", bounds: tuple[int, ...]) -> Tensor | None:
+    """Of a layer whose parts' rows are cut: the rows of the whole that are here."""
+    spans = [
+        (bound + first, bound + last)
+        for rows, bound in zip(cuts, bounds, strict=False)
+        if rows is not None and rows.dimension == 0
+        for first, last in rows.spans
+    ]
+    return torch.cat([torch.arange(*span) for span in spans]) if spans else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 import zmq.asyncio
@@ -20,19 +20,24 @@ from quire.link.messages import (
     CheckIntegrity,
     Done,
     Embed,
+    FeedRecord,
     FromEngine,
     LoadAdapter,
     Refused,
     ResetPrefixCache,
     RestoreAdapter,
+    ShownSequence,
+    ShowRequest,
     Shutdown,
     Stop,
     SwitchStepLog,
     ToEngine,
     UnloadAdapter,
+    WatchEngine,
     decode_from_engine,
     decode_to_engine,
     encode,
+    pack_ints,
     pack_report,
 )
 from quire.link.step_log import StepLog, StepRecord
@@ -40,6 +45,8 @@ from quire.observe.logs import get_logger
 
 if TYPE_CHECKING:  # it brings torch, which the client's process does without
     from quire.engine.adapters import Adapters
+    from quire.engine.engine import Engine
+    from quire.link.feed import EngineFeed
 
 log = get_logger(__name__)
 _MAX_PATH = 100  # bytes; the system allows 107 for a local socket's name
@@ -83,6 +90,7 @@ class WorkerChannel:
         prepare(self._socket)
         self._socket.connect(f"ipc://{path}")
         self._step_log: StepLog | None = None  # until it is first switched on
+        self._feed: EngineFeed | None = None  # likewise
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
@@ -95,7 +103,7 @@ class WorkerChannel:
     # ------------------------------------------------------------------ engine.loop.Transport
 
     def receive(self, seconds: float) -> Command | None:
-        if seconds and not self._socket.poll(int(seconds * 1000)):
+        if seconds and not self._wait(seconds):
             return None
         try:
             data = self._socket.recv(zmq.NOBLOCK)
@@ -105,6 +113,17 @@ class WorkerChannel:
 
     def publish(self, report: StepReport) -> None:
         self.send(pack_report(report))
+        if self._feed is not None:
+            self._feed.publish()
+
+    def _wait(self, seconds: float) -> int:
+        """Whether a message is there within `seconds`; a record of the feed that was not due is sent meanwhile."""
+        due = None if self._feed is None else self._feed.due_in()
+        if self._feed is not None and due is not None:
+            if ready := self._socket.poll(int(due * 1000) + 1):
+                return ready
+            self._feed.publish()
+        return self._socket.poll(int(seconds * 1000))
 
     def refuse(self, request_id: str, fault: Exception) -> None:
         if isinstance(fault, InvalidRequest):
@@ -130,9 +149,15 @@ class WorkerChannel:
                 loop.end()
             case ResetPrefixCache(call_id):
                 loop.engine.reset_prefix_cache()
+                if self._feed is not None:
+                    self._feed.restart()
                 self._answer(loop, call_id)
             case CheckIntegrity(call_id):
-                self._answer(loop, call_id, integrity_error(loop))
+                self._check_integrity(loop, call_id)
+            case ShowRequest(call_id, request_id):
+                self._answer(loop, call_id, sequences=_shown(loop, request_id))
+            case WatchEngine(on):
+                self._watch(loop, on)
             case SwitchStepLog(call_id, on):
                 self._switch_step_log(loop, call_id, on)
             case LoadAdapter(call_id, name, path):
@@ -146,6 +171,29 @@ class WorkerChannel:
                     log.warning(
                         "an adapter of the last engine process cannot be restored: %s", _reason(fault)
                     )
+
+    def _check_integrity(self, loop: EngineLoop, call_id: int) -> None:
+        """A page that listens gets a record of the same step."""
+        from quire.link.feed import recount
+
+        wrong = integrity_error(loop)
+        has_pool = hasattr(loop.engine, "memory")
+        if self._feed is not None:
+            self._feed.publish(at_once=True)
+        blocks = recount(cast("Engine", loop.engine)) if has_pool and wrong is None else {}
+        self._answer(loop, call_id, wrong, blocks=blocks)
+
+    def _watch(self, loop: EngineLoop, on: bool) -> None:
+        if not hasattr(loop.engine, "memory"):
+            return  # an encoder has no pool
+        if self._feed is None:
+            from quire.link.feed import EngineFeed
+
+            self._feed = EngineFeed(cast("Engine", loop.engine), lambda data: self.send(FeedRecord(data)))
+        if on:
+            self._feed.start()
+        else:
+            self._feed.stop()
 
     def _switch_step_log(self, loop: EngineLoop, call_id: int, on: bool) -> None:
         watch = getattr(loop.engine, "watch", None)
@@ -163,9 +211,21 @@ class WorkerChannel:
         call_id: int,
         error: str | None = None,
         steps: Sequence[StepRecord] = (),
+        blocks: dict[str, int] | None = None,
+        sequences: Sequence[ShownSequence] = (),
     ) -> None:
         engine = loop.engine
-        self.send(Done(call_id, engine.queue_stats(), engine.snapshot(), error, list(steps)))
+        self.send(
+            Done(
+                call_id,
+                engine.queue_stats(),
+                engine.snapshot(),
+                error,
+                list(steps),
+                blocks or {},
+                list(sequences),
+            )
+        )
 
     def _change_adapters(
         self, loop: EngineLoop, call_id: int, change: Callable[["Adapters"], Future[None] | None]
@@ -195,6 +255,23 @@ def integrity_error(loop: EngineLoop) -> str | None:
     except RuntimeError as wrong:
         return str(wrong)
     return None
+
+
+def _shown(loop: EngineLoop, request_id: str) -> list[ShownSequence]:
+    if not hasattr(loop.engine, "memory"):
+        return []
+    return [
+        ShownSequence(
+            sequence.index,
+            sequence.request.num_prompt_tokens,
+            sequence.num_computed,
+            sequence.token_ids.tobytes(),
+            pack_ints(sequence.block_ids),
+            sequence.request.tenant,
+        )
+        for sequence in cast("Engine", loop.engine).scheduler.sequences()
+        if sequence.request.request_id == request_id
+    ]
 
 
 def _adapters(loop: EngineLoop) -> "Adapters":

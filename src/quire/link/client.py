@@ -14,24 +14,29 @@ from typing import TYPE_CHECKING, Any
 from quire.core.config import ADAPTER_CONFIG_FILE, AdapterConfig, EngineConfig
 from quire.core.errors import AdapterError, EngineDead, InvalidRequest, QueueFull, QuireError
 from quire.core.request import EmbedRequest, QueueBounds, Request
-from quire.core.stats import EngineStats, QueueStats
+from quire.core.stats import EngineStats, QueueStats, RoutingStats
 from quire.engine.streams import OpenStreams, Stream
 from quire.link.channel import Channel
+from quire.link.feed_listeners import FeedListeners
 from quire.link.messages import (
     Abort,
     Add,
     CheckIntegrity,
     Done,
     Embed,
+    FeedRecord,
     FromEngine,
     LoadAdapter,
     Ready,
     Refused,
     ResetPrefixCache,
+    ShownSequence,
+    ShowRequest,
     Stop,
     SwitchStepLog,
     UnloadAdapter,
     Updates,
+    WatchEngine,
     encode,
     restore_adapters,
     unpack_updates,
@@ -45,7 +50,7 @@ if TYPE_CHECKING:
 CALL_SECONDS = 60.0
 MAX_RETRY_SECONDS = 60
 MAX_ANSWERS = 4096  # sequences of one HTTP request with several prompts; each costs memory before it runs
-Call = ResetPrefixCache | CheckIntegrity | SwitchStepLog | LoadAdapter | UnloadAdapter
+Call = ResetPrefixCache | CheckIntegrity | SwitchStepLog | ShowRequest | LoadAdapter | UnloadAdapter
 
 
 class QueueAdmission:
@@ -192,6 +197,10 @@ class EngineClient:
     engine is ready.
     """
 
+    replica: int | None = None  # its number, where several engines serve one model
+    routing: RoutingStats | None = None  # likewise: what is sent to it
+    can_retry = False  # whether another engine may take a request that this one lost
+
     def __init__(
         self,
         config: EngineConfig,
@@ -215,7 +224,8 @@ class EngineClient:
         else:
             self._supervisor = relay(self)
         self._channel: Channel | RelayedEngine | None = None  # None: no engine to talk to
-        self._streams: OpenStreams[Any] = OpenStreams(self._abort, self._ended)
+        self._streams: OpenStreams[Any] = OpenStreams(self._abort, self.request_ended)
+        self.feed = FeedListeners(self._watch)
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Done]] = {}
         self._effects: dict[int, Callable[[], None]] = {}  # by call: what its success changes on this side
@@ -255,18 +265,26 @@ class EngineClient:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, requests: Sequence[Request | EmbedRequest]) -> Stream[Any]:
+    @property
+    def engines(self) -> "Sequence[EngineClient]":
+        """The engines behind it: itself."""
+        return (self,)
+
+    def submit(
+        self, requests: Sequence[Request | EmbedRequest], messages: Sequence[Add | Embed] | None = None
+    ) -> Stream[Any]:
         """Sends all of the requests or none. Raises QueueFull, InvalidRequest or EngineDead at once.
 
-        The stream has SequenceUpdates, or, of an encoder, one Pooled for each text, in their order.
+        The stream has SequenceUpdates, or, of an encoder, one Pooled for each text, in their order. `messages` are
+        those of the requests, where they were made before.
         """
         channel, ready = self._connected()
         self.admission.check(requests, self.queue, ready.max_num_seqs)
-        messages = [_encoded(request) for request in requests]
+        encoded = [_encoded(message) for message in messages or map(message_of, requests)]
         self.admission.enter(requests)
         stream = self._streams.open([request.request_id for request in requests])
-        for message in messages:
-            channel.send_encoded(message)
+        for data in encoded:
+            channel.send_encoded(data)
         return stream
 
     def check_room(self, num_requests: int = 1, num_sequences: int = 1) -> None:
@@ -285,6 +303,7 @@ class EngineClient:
         calls = [answer for answer in self._calls.values() if not answer.done()]
         for answer in calls:
             answer.set_exception(fault)
+        self.feed.fail(fault)
         return self._streams.fail_all(fault) + len(calls)
 
     @property
@@ -301,7 +320,8 @@ class EngineClient:
         if self._channel is not None:
             self._channel.send(Abort(request_ids))
 
-    def _ended(self, request_id: str) -> None:
+    def request_ended(self, request_id: str) -> None:
+        """Answered, refused or aborted."""
         self.admission.leave(request_id)
         self._supervisor.request_ended(request_id)
 
@@ -315,9 +335,17 @@ class EngineClient:
     async def reset_prefix_cache(self) -> None:
         await self._call(ResetPrefixCache)
 
-    async def check_integrity(self) -> str | None:
-        """Recounts the pool; what is wrong with it, or None."""
-        return (await self._call(CheckIntegrity)).error
+    async def check_integrity(self) -> Done:
+        """Recounts the pool; the answer's `error` is what is wrong with it, or None."""
+        return await self._call(CheckIntegrity)
+
+    async def show_request(self, request_id: str) -> Sequence[ShownSequence]:
+        """The sequences of a request that has not ended; empty if there is none."""
+        return (await self._call(ShowRequest, request_id)).sequences
+
+    def _watch(self, on: bool) -> None:
+        if self._channel is not None:
+            self._channel.send(WatchEngine(on))
 
     async def start_step_log(self) -> None:
         done = await self._call(SwitchStepLog, True)
@@ -397,6 +425,8 @@ class EngineClient:
         match message:
             case Updates():
                 self._take(message)
+            case FeedRecord(data):
+                self.feed.deliver(data)
             case Refused():
                 self._streams.refuse(message.request_id, _refusal(message))
             case Done(call_id, queue, stats, error):
@@ -420,13 +450,23 @@ class EngineClient:
         self._streams.deliver(message.pooled or unpack_updates(message))
 
 
-def _encoded(request: Request | EmbedRequest) -> bytes:
+def message_of(request: Request | EmbedRequest) -> Add | Embed:
+    """InvalidRequest for a token id that cannot be sent."""
     try:
-        return encode(Add.of(request) if isinstance(request, Request) else Embed.of(request))
+        return Add.of(request) if isinstance(request, Request) else Embed.of(request)
+    except OverflowError as error:
+        raise _unsendable(error) from None
+
+
+def _encoded(message: Add | Embed) -> bytes:
+    try:
+        return encode(message)
     except (OverflowError, UnicodeEncodeError) as error:
-        raise InvalidRequest(
-            f"the request holds a value that cannot be sent to the engine ({error})"
-        ) from None
+        raise _unsendable(error) from None
+
+
+def _unsendable(error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"the request holds a value that cannot be sent to the engine ({error})")
 
 
 def _refusal(message: Refused) -> QuireError:

@@ -96,6 +96,19 @@ class SwitchStepLog(LinkMessage, frozen=True):
     on: bool
 
 
+class ShowRequest(LinkMessage, frozen=True):
+    """Asks for the tokens and block tables of a request's sequences."""
+
+    call_id: int
+    request_id: str
+
+
+class WatchEngine(LinkMessage, frozen=True):
+    """Starts the engine's feed with a whole record, or stops it. Has no answer."""
+
+    on: bool
+
+
 class LoadAdapter(LinkMessage, frozen=True):
     """Answered once the adapter is read, however long that takes; steps go on meanwhile."""
 
@@ -130,6 +143,8 @@ ToEngine = (
     | ResetPrefixCache
     | CheckIntegrity
     | SwitchStepLog
+    | ShowRequest
+    | WatchEngine
     | LoadAdapter
     | UnloadAdapter
     | RestoreAdapter
@@ -230,6 +245,23 @@ class Updates(LinkMessage, frozen=True):
     stats: EngineStats | None  # now and then, not with every step
 
 
+class FeedRecord(LinkMessage, frozen=True):
+    """See link/feed.py."""
+
+    data: bytes
+
+
+class ShownSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence at the moment of the question."""
+
+    index: int
+    num_prompt_tokens: int
+    num_computed: int
+    token_ids: bytes  # see pack_ints
+    block_ids: bytes
+    tenant: str
+
+
 class Done(LinkMessage, frozen=True):
     """Answers the call of that id; `error` says what was wrong."""
 
@@ -238,9 +270,11 @@ class Done(LinkMessage, frozen=True):
     stats: EngineStats
     error: str | None = None
     steps: list[StepRecord] = []
+    blocks: dict[str, int] = {}  # of CheckIntegrity: recounted, by state
+    sequences: list[ShownSequence] = []  # of ShowRequest
 
 
-FromEngine = Progress | Note | Ready | Failed | Refused | Updates | Done
+FromEngine = Progress | Note | Ready | Failed | Refused | Updates | Done | FeedRecord
 
 # ---------------------------------------------------------------------- bytes
 

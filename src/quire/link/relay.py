@@ -24,16 +24,19 @@ from quire.link.messages import (
     CheckIntegrity,
     Done,
     Embed,
+    FeedRecord,
     FromEngine,
     LoadAdapter,
     Ready,
     Refused,
     ResetPrefixCache,
+    ShowRequest,
     Stop,
     SwitchStepLog,
     Tokens,
     UnloadAdapter,
     Updates,
+    WatchEngine,
     encode,
     restore_adapters,
 )
@@ -51,7 +54,7 @@ from quire.link.relayed import (
 from quire.link.supervise import STEP_SECONDS, Supervisor
 
 STATE_SECONDS = 0.2  # between two looks at the supervisor's state
-Call = ResetPrefixCache | CheckIntegrity | SwitchStepLog | LoadAdapter | UnloadAdapter
+Call = ResetPrefixCache | CheckIntegrity | SwitchStepLog | ShowRequest | LoadAdapter | UnloadAdapter
 _decode: Callable[[bytes], ToRelay] = msgspec.msgpack.Decoder(ToRelay).decode
 
 
@@ -81,6 +84,7 @@ class Relay:
         self._channel: Channel | None = None  # None: no engine to talk to
         self._ready: Ready | None = None
         self._processes: set[bytes] = set()
+        self._watching: set[bytes] = set()  # processes that listen to the engine's feed
         self._owners: dict[str, bytes] = {}  # the process of each open request
         self._calls: dict[int, tuple[bytes, Call]] = {}  # under the ids that the engine sees
         self._call_ids = itertools.count()
@@ -121,6 +125,7 @@ class Relay:
         """The process ended: so do its requests."""
         identity = str(process).encode()
         self._processes.discard(identity)
+        self._watch(identity, False)
         open_ids = [request_id for request_id, owner in self._owners.items() if owner == identity]
         for request_id in open_ids:
             del self._owners[request_id]
@@ -155,10 +160,30 @@ class Relay:
                 channel.send_encoded(data)
             case Abort() | Stop():
                 channel.send_encoded(data)
-            case ResetPrefixCache() | CheckIntegrity() | SwitchStepLog() | LoadAdapter() | UnloadAdapter():
+            case WatchEngine(on):
+                self._watch(identity, on)
+            case (
+                ResetPrefixCache()
+                | CheckIntegrity()
+                | SwitchStepLog()
+                | ShowRequest()
+                | LoadAdapter()
+                | UnloadAdapter()
+            ):
                 call_id = next(self._call_ids)
                 self._calls[call_id] = (identity, message)
                 channel.send(msgspec.structs.replace(message, call_id=call_id))
+
+    def _watch(self, identity: bytes, on: bool) -> None:
+        """The feed goes to every process that listens; it stops when the last of them does."""
+        if on:
+            self._watching.add(identity)
+        elif identity in self._watching:
+            self._watching.remove(identity)
+        else:
+            return
+        if self._channel is not None and (on or not self._watching):
+            self._channel.send(WatchEngine(on))
 
     def _greet(self, identity: bytes) -> None:
         self._processes.add(identity)
@@ -187,12 +212,16 @@ class Relay:
         self._channel = None
         self._owners.clear()
         self._calls.clear()
+        self._watching.clear()  # they hear of it, and listen again
         self._broadcast(Down(str(fault)))
 
     def engine_sent(self, message: FromEngine) -> None:
         match message:
             case Updates():
                 self._divide(message)
+            case FeedRecord():
+                for process in self._watching:
+                    self._send(process, message)
             case Refused(request_id):
                 owner = self._owners.get(request_id)
                 if owner is not None:

@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from quire.core.errors import EngineDead
 from quire.link.channel import prepare
-from quire.link.messages import Done, LinkMessage, Ready, Refused, ToEngine, Updates, encode
+from quire.link.messages import Done, FeedRecord, LinkMessage, Ready, Refused, ToEngine, Updates, encode
 
 if TYPE_CHECKING:
     from quire.link.client import EngineClient
@@ -61,7 +61,7 @@ class AdapterChanged(LinkMessage, frozen=True):
 
 
 ToRelay = ToEngine | Hello | Serving | Closed | Counts
-FromRelay = Ready | Refused | Updates | Done | Counts | Down | EngineState | AdapterChanged
+FromRelay = Ready | Refused | Updates | Done | FeedRecord | Counts | Down | EngineState | AdapterChanged
 _decode: Callable[[bytes], FromRelay] = msgspec.msgpack.Decoder(FromRelay).decode
 
 

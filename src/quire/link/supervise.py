@@ -69,6 +69,7 @@ class Supervisor:
         self._first: asyncio.Future[Ready] | None = None
         self._closing = False
         self.restarts = True  # False: a process that ends is not replaced
+        self._asked = False  # an operator wants another process
         self._failure: Failed | None = None  # as the process reported it
         self._hung: str | None = None  # why it was killed
         self.ready: Ready | None = None  # None: not now
@@ -85,6 +86,13 @@ class Supervisor:
     async def close(self) -> None:
         """Ends the process: by a message or SIGTERM, then by SIGKILL. Calling it twice is fine."""
         self._closing = True
+        await self._end_process()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _end_process(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
             if self.ready is not None and self._channel is not None:
@@ -95,13 +103,14 @@ class Supervisor:
                 await asyncio.wait_for(process.wait(), CLOSE_SECONDS)
             except TimeoutError:
                 _signal(process, signal.SIGKILL)
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
 
     def request_ended(self, request_id: str) -> None:
         """The engine knows already."""
+
+    async def restart(self) -> None:
+        """Ends the process as `close` does; another one starts at once. Open requests fail: wait for them first."""
+        self._asked = True
+        await self._end_process()
 
     async def _run(self) -> None:
         while not self._closing:
@@ -115,6 +124,9 @@ class Supervisor:
             if not self._first.done():
                 self._first.set_exception(fault)
                 return
+            if self._asked:
+                self._asked = False
+                continue
             lived = time.monotonic() - started
             self.num_failures = 1 if lived > STEADY_SECONDS else self.num_failures + 1
             backoff = min(MAX_BACKOFF, FIRST_BACKOFF * 2 ** (self.num_failures - 1))

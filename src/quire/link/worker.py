@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,7 @@ from quire.link.channel import WorkerChannel, integrity_error, remove_socket
 from quire.link.heartbeat import start_heartbeat
 from quire.link.messages import Described, Failed, Note, Progress, Ready, read_config
 from quire.observe.heap import freeze_heap
+from quire.observe.host import see_one_gpu
 from quire.observe.logs import get_logger
 from quire.text.load import tokenizer_files
 from quire.weights.source import Source
@@ -53,13 +54,22 @@ def main() -> int:
     termination = TerminationHandler()
     signal.signal(signal.SIGTERM, termination)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
-    config = read_config(sys.stdin.buffer)
+    config = _on_its_gpu(read_config(sys.stdin.buffer))
     threading.Thread(target=_end_with_parent, args=(path,), name="parent-watch", daemon=True).start()
     channel = WorkerChannel(path)
     try:
         return _serve(config, channel, termination, pipe)
     finally:
         channel.close()
+
+
+def _on_its_gpu(config: EngineConfig) -> EngineConfig:
+    """A device such as cuda:1 becomes the only GPU that this process sees; before CUDA is started."""
+    kind, _, index = config.runner.device.partition(":")
+    if kind != "cuda" or not index.isdigit():
+        return config
+    see_one_gpu(int(index))
+    return replace(config, runner=replace(config.runner, device="cuda"))
 
 
 def _serve(config: EngineConfig, channel: WorkerChannel, termination: TerminationHandler, pipe: int) -> int:

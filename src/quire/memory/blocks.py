@@ -18,6 +18,8 @@ class BlockPool:
         self.ref_counts = [0] * (num_blocks + 1)
         self._next: list[int] = [*range(1, num_blocks + 1), 0]  # 0 → 1 → 2 → … → 0
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
+        # Blocks whose references changed, and whether they were taken for new content; None: not watched.
+        self.changed: dict[int, bool] | None = None
 
     @property
     def num_used(self) -> int:
@@ -30,6 +32,8 @@ class BlockPool:
             raise RuntimeError("take from an empty block pool: check num_free first")
         self._unlink(block)
         self.ref_counts[block] = 1
+        if self.changed is not None:
+            self.changed[block] = True
         return block
 
     def share(self, block: int) -> None:
@@ -37,6 +41,8 @@ class BlockPool:
         if self.ref_counts[block] == 0:
             self._unlink(block)
         self.ref_counts[block] += 1
+        if self.changed is not None:
+            self.changed.setdefault(block, False)
 
     def release(self, block: int, keep: bool = True) -> None:
         """One reference less; a block without any joins the free list: at its end to `keep` the content, else at its
@@ -46,6 +52,8 @@ class BlockPool:
         if count < 0:
             raise RuntimeError(f"block {block} was released more often than it was taken")
         self.ref_counts[block] = count
+        if self.changed is not None:
+            self.changed.setdefault(block, False)
         if count == 0:
             before, after = (self._previous[0], 0) if keep else (0, self._next[0])
             self._next[before] = block

@@ -186,9 +186,11 @@ class PagedMemory:
         pinned = Sequence(request, 0, token_ids)
         self.match_prefix(pinned)
         self._pinned.append(pinned)
-        # pinned prefixes may share blocks
-        self.num_pinned = len({block for prefix in self._pinned for block in prefix.block_ids})
+        self.num_pinned = len(self.pinned_blocks())
         return len(pinned.block_ids)
+
+    def pinned_blocks(self) -> set[int]:
+        return {block for prefix in self._pinned for block in prefix.block_ids}  # they may share some
 
     def reset_prefix_index(self) -> None:
         """Empties the cache but for pinned prefixes; blocks in use stay with their sequences."""
@@ -298,17 +300,22 @@ class PagedMemory:
 
     # ------------------------------------------------------------------ checks
 
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Recounts everything from the tables; raises RuntimeError on the first inconsistency."""
+    def recount(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Each block's references, counted from the tables."""
         counts = [0] * (self.num_blocks + 1)
-        sequences = list(sequences)
-        self.swap.check_integrity(sequences)
-        if self.offload_cache is not None:
-            self.offload_cache.check_integrity()
         for sequence in (*sequences, *self._pinned):
             for block in sequence.block_ids:
                 counts[block] += 1
         self.adapter_pages.count_references(counts)
+        return counts
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Recounts everything from the tables; raises RuntimeError on the first inconsistency."""
+        sequences = list(sequences)
+        self.swap.check_integrity(sequences)
+        if self.offload_cache is not None:
+            self.offload_cache.check_integrity()
+        counts = self.recount(sequences)
         if counts[0]:
             raise RuntimeError("block 0 was given out")
         self.pool.check_counts(counts, "block")

@@ -9,7 +9,7 @@ from quire.core.config import ModelConfig
 from quire.core.errors import ModelError
 from quire.layers.attention import Pool
 from quire.layers.batch import Batch
-from quire.layers.factory import GATES, LayerFactory
+from quire.layers.factory import ATTENTION, GATES, MLP, LayerFactory
 from quire.layers.linear import Linear
 from quire.layers.lora import LoraBatch
 from quire.layers.norm import RMSNorm
@@ -88,7 +88,7 @@ class LlamaLayer(Composite):
         self.attention = factory.attention(
             index, heads, kv_heads, head_dim, variant.scale, variant.windows[index], cos_sin, variant.soft_cap
         )
-        self.output = factory.linear(hidden, self._query_rows, variant.output_bias)
+        self.output = factory.linear(hidden, self._query_rows, variant.output_bias, joined=ATTENTION)
         self.output_norm = _norm(factory, config, variant) if variant.norms_after else None
         self.post_norm = _norm(factory, config, variant) if variant.norms_before else None
         self._make_feed_forward(config, variant, factory)
@@ -104,7 +104,7 @@ class LlamaLayer(Composite):
     def _make_feed_forward(self, config: ModelConfig, variant: LlamaVariant, factory: LayerFactory) -> None:
         self._inner = config.intermediate_size
         self.gate_up = factory.linear(2 * self._inner, config.hidden_size, variant.mlp_bias)
-        self.down = factory.linear(config.hidden_size, self._inner, variant.mlp_bias)
+        self.down = factory.linear(config.hidden_size, self._inner, variant.mlp_bias, joined=MLP)
 
     def attend(self, hidden: Tensor, batch: Batch, pool: Pool) -> Tensor:
         """hidden [T, hidden] -> attention's result before its output projection [T, heads * head_dim]."""
@@ -223,7 +223,9 @@ class Llama(LayerStack):
     def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         logits = self.head(hidden, lora)
         if self._logits_cap:
-            logits.div_(self._logits_cap).tanh_().mul_(self._logits_cap)
+            logits = (
+                logits.div_(self._logits_cap).tanh_() * self._logits_cap
+            )  # tanh's result is kept for gradients
         return logits
 
     def loaders(self) -> dict[str, Loader]:

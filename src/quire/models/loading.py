@@ -18,6 +18,7 @@ from quire.models.registry import build, describe
 from quire.observe.logs import get_logger
 from quire.quant.encoded import Weight
 from quire.weights.converted import converted_path, read_converted, write_converted
+from quire.weights.cut import CutSource
 from quire.weights.source import Source
 
 logger = get_logger(__name__)
@@ -112,7 +113,7 @@ def feed(
 ) -> None:
     """Gives every loader its tensor from the source, or a random one; WeightsError names the missing ones."""
     if source.random:
-        _stream(_random_tensors(loaders, seed, device), loaders, progress)
+        _stream(_random_tensors(loaders, seed, device, source), loaders, progress)
     else:
         _stream(source.tensors(), loaders, progress, source.num_tensors)
 
@@ -191,12 +192,18 @@ def _find(name: str, loaders: Mapping[str, Loader]) -> str | None:
 
 
 def _random_tensors(
-    loaders: Mapping[str, Loader], seed: int, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """Small normal matrices, made on the model's device; vectors are ones where they scale, zeros where they shift."""
+    loaders: Mapping[str, Loader], seed: int, device: torch.device, source: Source
+) -> Iterator[tuple[str, Weight]]:
+    """Small normal matrices, made on the model's device; vectors are ones where they scale, zeros where they shift.
+
+    A rank draws whole tensors and keeps its part, so that all ranks have the same model.
+    """
     generator = torch.Generator(device).manual_seed(seed)
+    cut = source if isinstance(source, CutSource) else None
     for name, loader in loaders.items():
         if len(loader.shape) == 1:
             yield name, torch.full(loader.shape, 0.0 if name.endswith("bias") else 1.0)
         else:
-            yield name, torch.randn(loader.shape, generator=generator, device=device).mul_(0.02)
+            shape = loader.shape if cut is None else cut.whole_shape(name, loader.shape)
+            drawn = torch.randn(shape, generator=generator, device=device).mul_(0.02)
+            yield name, drawn if cut is None else cut.part(name, drawn)

@@ -255,7 +255,7 @@ class _Sized(NumberFormat):
 class _SizedInt8(Int8Matrix):
     """As Int8Matrix keeps it; the kernel itself says how much packing pads."""
 
-    def load_rows(self, first_row: int, rows: Tensor) -> None:
+    def load_rows(self, first_row: int, rows: Tensor, first: int = 0, last: int | None = None) -> None:
         pass
 
     def state(self) -> dict[str, Tensor]:

@@ -236,11 +236,31 @@ def join(pieces: Sequence[Encoded]) -> Encoded:
     return Encoded(first.scheme, parts, (sum(piece.shape[0] for piece in pieces), first.shape[1]))
 
 
-Weight: TypeAlias = Tensor | Encoded
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Columns first .. last - 1 of a weight, with the whole of it: some formats scale whole rows."""
+
+    whole: Tensor | Encoded
+    first: int
+    last: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.whole.shape[0], self.last - self.first
+
+    def cut(self) -> Tensor | Encoded:
+        if isinstance(self.whole, Encoded):
+            return self.whole.columns(self.first, self.last)
+        return self.whole[:, self.first : self.last]
+
+
+Weight: TypeAlias = Tensor | Encoded | Columns
 
 
 def floats(weight: Weight) -> Tensor:
     """The weight as a float tensor."""
+    if isinstance(weight, Columns):
+        return floats(weight.whole)[:, weight.first : weight.last]
     return weight.decode() if isinstance(weight, Encoded) else weight
 
 

@@ -1,7 +1,7 @@
 """Weight-only formats: a matrix that keeps encoded rows and multiplies by them in the activations' type."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,17 +79,16 @@ class EncodedMatrix(Matrix):
         return Segment(first_row, encoded, product)
 
     def _join(self) -> None:
-        """Neighbours of one scheme become one segment: a product is one call where that is possible."""
-        runs: list[list[Segment]] = []
-        for segment in self._segments:
-            if runs and segment.encoded.can_follow(runs[-1][-1].encoded):
-                runs[-1].append(segment)
-            else:
-                runs.append([segment])
-        self._segments = [
-            self._segment(run[0].first_row, self._format.packed(join([s.encoded for s in run])))
-            for run in runs
-        ]
+        """Neighbours of one scheme become one segment: a product is one call where that is possible.
+
+        Packed rows are joined again: absmaxes of two levels, for one, are common to rows only as they are stored.
+        """
+        joined = [self._format.packed(rows) for rows in _joined(self.encoded)]
+        first_row = 0
+        self._segments = []
+        for rows in _joined(joined):
+            self._segments.append(self._segment(first_row, rows))
+            first_row += rows.shape[0]
 
     @property
     def encoded(self) -> tuple[Encoded, ...]:
@@ -170,6 +169,17 @@ class EncodedMatrix(Matrix):
             self._segment(first_row, self._format.packed(encoded.to(self._format.device)))
             for first_row, encoded in segments.items()
         ]
+
+
+def _joined(pieces: Sequence[Encoded]) -> list[Encoded]:
+    """With neighbours that can follow each other as one."""
+    runs: list[list[Encoded]] = []
+    for piece in pieces:
+        if runs and piece.can_follow(runs[-1][-1]):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return [join(run) for run in runs]
 
 
 class EncodedFormat(NumberFormat):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import choose
-from quire.quant.encoded import Encoded, Scheme, Weight
+from quire.parallel.group import Group
+from quire.quant.encoded import Columns, Encoded, Scheme, Weight
 
 
 class Matrix(ABC):
@@ -26,7 +27,9 @@ class Matrix(ABC):
 
     def load(self, first_row: int, rows: Weight) -> None:
         """Fills the weight from `first_row` on."""
-        if isinstance(rows, Encoded):
+        if isinstance(rows, Columns):
+            self.load_columns(first_row, rows)
+        elif isinstance(rows, Encoded):
             self.load_encoded(first_row, rows)
         else:
             self.load_rows(first_row, rows)
@@ -39,9 +42,21 @@ class Matrix(ABC):
         """Takes encoded rows: as they are if this matrix keeps their scheme, otherwise converted from floats."""
         self.load_rows(first_row, rows.decode())
 
+    def load_columns(self, first_row: int, rows: Columns) -> None:
+        """Takes the columns that are this rank's."""
+        self.load(first_row, rows.cut())
+
     @abstractmethod
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """x [T, num_columns] -> x @ weight.T (+ bias) (+ residual) [T, num_rows]. The residual may be overwritten."""
+
+    def joined(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None, group: Group, tag: str
+    ) -> Tensor:
+        """As `linear`, where each rank of `group` has some of the columns, of x and of the weight."""
+        if group.rank > 0:  # added once
+            bias = residual = None
+        return group.all_reduce(self.linear(x, bias, residual), tag)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, num_columns] -> x @ weight.T [T, num_rows] in float32."""

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from quire.core.errors import WeightsError
 from quire.kernels import choose
+from quire.kernels.int8_linear.reference import MIXED
 from quire.kernels.registry import REFERENCE
+from quire.parallel.group import LARGEST, Group
+from quire.quant.encoded import Columns, floats
 from quire.quant.format import Matrix, NumberFormat, check_state
 
 # Rows that are quantized at a time: bounds the float32 copies of an embedding-sized matrix.
@@ -30,16 +33,26 @@ class Int8Matrix(Matrix):
         self._scales = torch.empty(0)  # [num_rows] float32
         self._sums = torch.empty(0)  # [num_rows] int32, of the quantized rows
 
-    def load_rows(self, first_row: int, rows: Tensor) -> None:
+    def load_rows(self, first_row: int, rows: Tensor, first: int = 0, last: int | None = None) -> None:
         if self._packed is None:
             self._packed = self._kernel.empty_packed(self.num_rows, self.num_columns)
             self._scales = torch.zeros(self.num_rows, dtype=torch.float32)
             self._sums = torch.zeros(self.num_rows, dtype=torch.int32)
         for start in range(0, rows.shape[0], ROWS_AT_A_TIME):
-            self._load_piece(first_row + start, rows[start : start + ROWS_AT_A_TIME])
+            self._load_piece(first_row + start, rows[start : start + ROWS_AT_A_TIME], first, last)
 
-    def _load_piece(self, first_row: int, rows: Tensor) -> None:
+    def load_columns(self, first_row: int, rows: Columns) -> None:
+        """Scales are those of whole rows, so that a sum over ranks has the bits of the whole product."""
+        if rows.first % MIXED or (rows.last % MIXED and rows.last != rows.whole.shape[1]):
+            raise WeightsError(
+                f"columns {rows.first} to {rows.last} do not begin and end at a multiple of {MIXED}, which int8 needs: "
+                "give another tensor_parallel_size, or quantization none"
+            )
+        self.load_rows(first_row, floats(rows.whole), rows.first, rows.last)
+
+    def _load_piece(self, first_row: int, rows: Tensor, first: int, last: int | None) -> None:
         quantized, scales = self._kernel.quantize(rows)
+        quantized = quantized[:, first:last]
         broken = (~torch.isfinite(scales)).nonzero()  # a scale is its row's largest value: no second pass
         if len(broken):
             raise WeightsError(
@@ -53,6 +66,15 @@ class Int8Matrix(Matrix):
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         return self._kernel.linear(x, self._packed, self._scales, self._sums, bias, residual)
+
+    def joined(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None, group: Group, tag: str
+    ) -> Tensor:
+        """The bits of `linear` over all columns: scales of whole rows, exact sums."""
+        peaks = group.all_reduce(self._kernel.row_peaks(x), "scales", LARGEST)
+        partial = self._kernel.partial_linear(x, self._packed, self._sums, peaks)
+        sums = group.all_reduce(partial, tag)
+        return self._kernel.scale_sums(sums, peaks, self._scales, bias, residual)
 
     def logits(self, x: Tensor) -> Tensor:
         return self.linear(x, None, None)

@@ -49,9 +49,9 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CompoundFilter:
     type: str  # and, or
-    filters: tuple["Comparison | Group", ...]
+    filters: tuple["Comparison | CompoundFilter", ...]
 
     def matches(self, attributes: Attributes) -> bool:
         found = (inner.matches(attributes) for inner in self.filters)
@@ -66,7 +66,7 @@ def _equal(present: Value, value: Value) -> bool:
     return float(present) == float(value)
 
 
-def parse_filter(content: Any, path: str = "filters") -> Comparison | Group:
+def parse_filter(content: Any, path: str = "filters") -> Comparison | CompoundFilter:
     """The filter that this JSON describes. ValueError names the field that is wrong, from `path` on."""
     return _Parser().parse(content, path, 1)
 
@@ -75,7 +75,7 @@ class _Parser:
     def __init__(self) -> None:
         self._num_filters = 0
 
-    def parse(self, content: Any, path: str, depth: int) -> Comparison | Group:
+    def parse(self, content: Any, path: str, depth: int) -> Comparison | CompoundFilter:
         if not isinstance(content, Mapping):
             raise ValueError(f"{path} is {_shown(content)}: give an object with type, key and value")
         self._num_filters += 1
@@ -90,13 +90,13 @@ class _Parser:
             return _comparison(content, kind, path)
         raise ValueError(f"{path}.type is {_shown(kind)}: give eq, ne, gt, gte, lt, lte, in, nin, and or or")
 
-    def _group(self, content: Mapping[str, Any], kind: str, path: str, depth: int) -> Group:
+    def _group(self, content: Mapping[str, Any], kind: str, path: str, depth: int) -> CompoundFilter:
         _only(content, ("type", "filters"), path)
         inner = content.get("filters")
         if not isinstance(inner, list) or not inner:
             raise ValueError(f"{path}.filters is {_shown(inner)}: give a list of at least one filter")
         parts = (self.parse(part, f"{path}.filters[{at}]", depth + 1) for at, part in enumerate(inner))
-        return Group(kind, tuple(parts))
+        return CompoundFilter(kind, tuple(parts))
 
 
 def _comparison(content: Mapping[str, Any], kind: str, path: str) -> Comparison:

@@ -161,8 +161,7 @@ class HnswIndex:
 
     def wait(self) -> None:
         """Until no graph is being built."""
-        builder = self._builder
-        if builder is not None:
+        while (builder := self._builder) is not None and builder.is_alive():
             builder.join()
 
     @property
@@ -203,6 +202,7 @@ class HnswIndex:
                     )
                 return
             self._swap(copy, noted)
+            self._build_if_due()  # for the points that came meanwhile
 
     def _swap(self, copy: Path, noted: list[Callable[[Any], None]]) -> None:
         self._shard.close()

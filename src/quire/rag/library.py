@@ -54,7 +54,7 @@ class LibraryFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class CitedPassage:
     """A chunk that was found, and where it is."""
 
     file: str
@@ -177,7 +177,7 @@ class Library:
         ranker: Ranker,
         weights: tuple[float, float],
         score_threshold: float,
-    ) -> list[Passage]:
+    ) -> list[CitedPassage]:
         hits = self._index.search(vector, text, k, filter, ranker, *weights, score_threshold=score_threshold)
         passages = []
         for hit in hits:
@@ -189,7 +189,7 @@ class Library:
             if row is not None:  # deleted meanwhile
                 name, content, start, end, line, page, attributes = row
                 passages.append(
-                    Passage(name, content, hit.score, start, end, line, page, json.loads(attributes))
+                    CitedPassage(name, content, hit.score, start, end, line, page, json.loads(attributes))
                 )
         return passages
 

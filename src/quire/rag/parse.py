@@ -6,7 +6,6 @@ it the text. The process is kept for the next file, and replaced after some file
 
 import atexit
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -172,7 +171,6 @@ def _write(stream: IO[bytes], answer: dict[str, Any], text: bytes) -> None:
 def main() -> int:
     memory_bytes = int(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
-    os.nice(5)  # running requests have priority
     with suppress(ImportError):
         import pypdf  # noqa: F401 # before the limits hold
     with suppress(ValueError, OSError):  # some systems know no such limit

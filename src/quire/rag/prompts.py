@@ -6,7 +6,7 @@ The best passage is the last one, next to the question: small models answer from
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.rag.library import Passage
+from quire.rag.library import CitedPassage
 from quire.text.tokenizer import Tokenizer
 
 INSTRUCTION = "Use the passages to answer the question."
@@ -16,16 +16,16 @@ _LEAST = 32  # tokens of a passage that is worth to be cut
 
 class AskPrompt(NamedTuple):
     messages: list[dict[str, str]]
-    sources: list[Passage]  # that are in the prompt, the best first, [1] to [n]
+    sources: list[CitedPassage]  # that are in the prompt, the best first, [1] to [n]
 
 
 def ask_prompt(
-    question: str, passages: Sequence[Passage], tokenizer: Tokenizer | None, max_tokens: int
+    question: str, passages: Sequence[CitedPassage], tokenizer: Tokenizer | None, max_tokens: int
 ) -> AskPrompt:
     """A chat whose prompt has `max_tokens` tokens at most. The last passage that does not fit whole is cut."""
     room = max_tokens - _MARGIN - _count(tokenizer, INSTRUCTION + question)
     parts: list[str] = []
-    sources: list[Passage] = []
+    sources: list[CitedPassage] = []
     for passage in passages:
         text = " ".join(passage.text.split())
         cost = _count(tokenizer, text) + 8

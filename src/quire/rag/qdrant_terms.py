@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.rag.filters import Comparison, Filter, Group
+from quire.rag.filters import Comparison, CompoundFilter, Filter
 from quire.rag.words import K1, B
 
 DENSE, WORDS = "dense", "words"
@@ -33,7 +33,7 @@ def word_weights(words: dict[int, int], average_length: float) -> tuple[list[int
 
 def filter_terms(filter: Filter) -> dict[str, Any]:
     """`{"must": […]}`, `{"should": […]}` or `{"must_not": […]}`, nested."""
-    if isinstance(filter, Group):
+    if isinstance(filter, CompoundFilter):
         inner = [filter_terms(part) for part in filter.filters]
         return {"must": inner} if filter.type == "and" else {"should": inner}
     assert isinstance(filter, Comparison)

@@ -14,7 +14,7 @@ from quire.llm.embedder import Embedder
 from quire.llm.llm import LLM
 from quire.rag.chunks import WINDOW, Chunk, check_chunking, chunk_text, windows
 from quire.rag.filters import check_attributes, parse_filter
-from quire.rag.library import Library, LibraryFile, LibrarySettings, Passage, settings_in
+from quire.rag.library import CitedPassage, Library, LibraryFile, LibrarySettings, settings_in
 from quire.rag.parse import ParseError, parse_file
 from quire.rag.prompts import AskPrompt, ask_prompt
 from quire.rag.ranking import Ranker
@@ -32,7 +32,7 @@ _BOTH = (1.0, 1.0)
 @dataclass(frozen=True, slots=True)
 class SourcedAnswer:
     text: str
-    sources: list[Passage]  # that were in the prompt, the best first
+    sources: list[CitedPassage]  # that were in the prompt, the best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Retriever:
         embedding_weight: float = _BOTH[0],
         text_weight: float = _BOTH[1],
         score_threshold: float = 0.0,
-    ) -> list[Passage]:
+    ) -> list[CitedPassage]:
         """The `k` best passages, the best first. `filters` are on attributes, in OpenAI's form."""
         if not query.strip():
             raise InvalidRequest("the query is empty: write what is to be found", "query")

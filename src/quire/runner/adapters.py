@@ -217,6 +217,7 @@ class AdapterSlots:
                 continue
             for first, last, block in _runs(adapter.load.block_ids):
                 blocks, host = self._pool.data[block : block + last - first], adapter.packed.data[first:last]
+                blocks = blocks[:, : host.shape[1]]  # other ranks may have smaller ones
                 if self._staging is None:
                     # By this thread alone: torch's threads would compete with those of the pass.
                     np.copyto(blocks.numpy(), host.numpy())

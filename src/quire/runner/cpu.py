@@ -175,6 +175,8 @@ class CpuOps:
 
     compiles = False
     tiles = ""
+    rows_type: type[Rows] = Rows
+    assembler_type: type[Assembler] = Assembler
 
     def __init__(
         self,
@@ -189,8 +191,10 @@ class CpuOps:
         self._model = model
         self._pool = pool
         self._adapters = adapters
-        self._rows = Rows(limits.max_num_seqs, limits.max_model_len, block_size, model.config.vocab_size)
-        self._assembler = Assembler(
+        self._rows = self.rows_type(
+            limits.max_num_seqs, limits.max_model_len, block_size, model.config.vocab_size
+        )
+        self._assembler = self.assembler_type(
             self._rows, limits.max_num_seqs, limits.max_num_batched_tokens, block_size, device, adapters
         )
         self._tapes = Tapes(model, pool) if limits.record_decodes else None

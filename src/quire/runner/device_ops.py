@@ -125,5 +125,7 @@ def _score(
         states = hidden[start : start + SCORED_PER_PASS]
         lora = adapters.of_head(np.full(len(states), scored.row)) if adapters is not None else None
         logits = model.logits(states, lora)
+        if logits.shape[1] < model.config.vocab_size:  # a rank that does not sample has some columns only
+            continue
         entries += prompt_logprobs(logits, following[start : start + SCORED_PER_PASS], scored.num_top)
     return PromptLogprobs(scored.row, scored.first + 1, tuple(entries))

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.core.errors import DeviceMemoryFull
 from quire.core.request import Ints, ints
@@ -187,21 +188,24 @@ class Runner:
 
     def _sample(self, launched: _Launched, mask: TokenMask | None) -> None:
         forward, sampled = launched.forward, None
-        step = forward.inputs.step
         if forward.logits is not None:
-            requests = self._ops.sample_requests(forward, mask)
-            if self._proposals is not None and (step.drawn or step.drafts):
-                sampled, launched.drawn = choose_tokens(
-                    self._proposals, self._sampler, forward.logits, requests, step
-                )
-            else:
-                sampled = self._sampler(forward.logits, requests)
-            if not self._sampler.writes_tokens:
-                self._ops.write_tokens(forward, sampled)
-            if step.drafts:
-                self._accept_trees(step, sampled)
+            sampled = self._choose(launched, forward.logits, mask)
+            if forward.inputs.step.drafts:
+                self._accept_trees(forward.inputs.step, sampled)
             forward.logits = None
         launched.samples = self._ops.to_host(sampled, len(forward.inputs.sample_rows))
+
+    def _choose(self, launched: _Launched, logits: Tensor, mask: TokenMask | None) -> Sampled:
+        """The step's tokens, which are the rows' own from here on."""
+        forward = launched.forward
+        step, requests = forward.inputs.step, self._ops.sample_requests(forward, mask)
+        if self._proposals is not None and (step.drawn or step.drafts):
+            sampled, launched.drawn = choose_tokens(self._proposals, self._sampler, logits, requests, step)
+        else:
+            sampled = self._sampler(logits, requests)
+        if not self._sampler.writes_tokens:
+            self._ops.write_tokens(forward, sampled)
+        return sampled
 
     def _accept_trees(self, step: Step, sampled: Sampled) -> None:
         """Rows and pages go on with what was accepted of their trees."""

@@ -111,6 +111,12 @@ class Admission:
         """Admits all of the group or nothing; returns the tokens that its leader prefills in this step."""
         memory, leader = self._memory, group.live[0]
         num_cached = memory.match_prefix(leader)
+        limit = min(budget, plan.prompt_budget, self._max_prompt_chunk)
+        if group.request.num_encoder_tokens and not num_cached:  # an encoder takes its input in one step
+            whole = memory.blocks_for(group.request.num_encoder_tokens) * memory.block_size
+            if whole > budget:
+                return None
+            limit = max(limit, whole)
         headroom = promised + self._num_spare()
         if not memory.admit(leader, group.num_rows, blocks_to_resume(memory, group), headroom):
             self._batch.release_blocks(leader)
@@ -125,10 +131,10 @@ class Admission:
         memory.stats.prefix_queries += len(leader.token_ids)
         memory.stats.prefix_hits += num_cached
         if not leader.num_preemptions:
-            leader.num_cached = num_cached
+            leader.num_cached = min(num_cached, group.request.num_encoder_tokens or num_cached)
         leader.num_computed = num_cached
         self._batch.enter(leader, plan)
-        num_tokens = min(leader.target - num_cached, budget, plan.prompt_budget, self._max_prompt_chunk)
+        num_tokens = min(leader.target - num_cached, limit)
         memory.allocate(leader, num_cached + num_tokens, plan.delta)
         plan.advance(leader, num_tokens)
         if group.num_rows_to_come:

@@ -172,4 +172,5 @@ def row_start(sequence: Sequence) -> RowStart:
         num_prompt_tokens=request.num_prompt_tokens,
         stop_token_ids=request.stop_token_ids,
         adapter=request.adapter,
+        num_encoder_tokens=request.num_encoder_tokens,
     )

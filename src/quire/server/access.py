@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.core.errors import ConfigError
 from quire.observe.logs import get_logger
 from quire.server.connection import TextLimit, limited
-from quire.server.errors import ApiError, anthropic_body, as_api_error, speaks_anthropic
+from quire.server.errors import ApiError, anthropic_body, as_api_error, is_ollama, speaks_anthropic
 from quire.server.metrics import Metrics
 from quire.server.reply import REQUEST_ID, JsonReply
 
@@ -281,6 +281,8 @@ def error_reply(scope: Scope, error: ApiError) -> JsonReply:
     """An error in the shape of the API that the path belongs to."""
     context: RequestContext = scope["quire.context"]
     context.note_error(error)
+    if is_ollama(path_of(scope)):
+        return JsonReply({"error": str(error)}, status_code=error.status, headers=error.headers)
     if not speaks_anthropic(path_of(scope), scope["headers"]):
         return JsonReply(error.body(), status_code=error.status, headers=error.headers)
     body = anthropic_body(error, context.request_id)
@@ -298,7 +300,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-# Probes, scrapers and documents ask without a key; everything else needs one where keys are set.
+# Probes, scrapers, documents and the page's files ask without a key; everything else needs one where keys are set.
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect"}
 )
@@ -308,6 +310,8 @@ ADMIN_PATHS = frozenset(
         "/check_integrity",
         "/start_step_log",
         "/stop_step_log",
+        "/drain_replica",
+        "/restart_replicas",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     }
@@ -319,11 +323,31 @@ _WITHOUT_VERSION = re.compile(
 
 
 _UPLOADED = re.compile(r"/v1/(files|uploads/[^/]+/parts)")
+PAGE_FILES = "/page/"
+ENGINE_PATHS = "/v1/engine"
+_OFF = "operators' calls are off: start the server with --admin-key to allow them"
+_LOCAL = frozenset({"127.0.0.1", "::1", "localhost", "[::1]"})
+_FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
+
+
+def is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(PAGE_FILES)
 
 
 def needs_admin(method: str, path: str) -> bool:
-    """Whether this is an operators' call: one that changes the server for all keys."""
-    return path in ADMIN_PATHS or (method == "DELETE" and path.startswith("/v1/models/"))
+    """Whether this is an operators' call: one that changes the server for all keys, or shows what all of them do."""
+    if path in ADMIN_PATHS or path.startswith(ENGINE_PATHS):
+        return True
+    return method == "DELETE" and path.startswith("/v1/models/")
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether a program on this machine asks, by a local name and without a proxy between."""
+    headers = dict(scope["headers"])
+    address = (scope.get("client") or ("", 0))[0]
+    host = headers.get(b"host", b"").decode("latin-1")
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    return address in _LOCAL and name in _LOCAL and _FORWARDED.isdisjoint(headers)
 
 
 def _add_version(scope: Scope) -> None:
@@ -413,11 +437,18 @@ class RequestMiddleware:
             raise
 
     def _identified(self, path: str, scope: Scope) -> str | None:
-        if path in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if is_open(path) or scope["method"] == "OPTIONS":
             return None
         is_admin = needs_admin(scope["method"], path)
         if is_admin and not self._admin:
-            raise ApiError(403, "operators' calls are off: start the server with --admin-key to allow them")
+            if not (path.startswith(ENGINE_PATHS) and is_local(scope)):
+                raise ApiError(
+                    403,
+                    _OFF
+                    if not path.startswith(ENGINE_PATHS)
+                    else f"{_OFF}, or ask on the server's own machine",
+                )
+            is_admin = False
         keys = self._admin if is_admin else self._keys
         if not keys:
             return None
@@ -436,7 +467,7 @@ class RequestMiddleware:
         # never the raw path, which would let clients create metric series
         route = getattr(scope.get("route"), "path", None) or "other"
         self._metrics.http_request(route, status)
-        if path_of(scope) in OPEN_PATHS:
+        if is_open(path_of(scope)):
             return
         if self._traces is not None:
             self._traces.note(context, scope["method"], route, status, scope["headers"])

@@ -19,11 +19,14 @@ from quire.server.chat import chat_router
 from quire.server.completions import completions_router
 from quire.server.conversations import conversations_router
 from quire.server.embeddings import embeddings_router
+from quire.server.engine_events import engine_events_router
 from quire.server.errors import ApiError, ClientGone, as_api_error, from_validation
 from quire.server.fill_mask import fill_mask_router
 from quire.server.messages import messages_router
 from quire.server.models import models_router, tokens_router
+from quire.server.ollama import ollama_router
 from quire.server.operations import operations_router
+from quire.server.page import page_router
 from quire.server.responses.compact import compact_router
 from quire.server.responses.endpoints import responses_router
 from quire.server.retrieval.routes import batches_router, files_router, stores_router
@@ -48,7 +51,10 @@ ROUTERS = (
     batches_router,
     models_router,
     tokens_router,
+    ollama_router,
     operations_router,
+    engine_events_router,
+    page_router,
 )
 
 

@@ -5,10 +5,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive
 
+from quire.core.errors import EngineDead, QueueFull
 from quire.core.request import Request
 from quire.core.step import SequenceUpdate
 from quire.engine.streams import Stream
@@ -20,6 +21,9 @@ from quire.server.protocol.base import Usage
 from quire.text.answer import Answer, AnswerSequence
 from quire.text.prompts import PreparedPrompt
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.fleet.replicas import ReplicaSet
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +47,25 @@ class _PromptState:
     changes: list[Change]  # one for each sequence
     begun: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        position: int,
+        prompt: PreparedPrompt,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        kept_ids: frozenset[int],
+    ) -> "_PromptState":
+        answer = Answer(
+            request.request_id,
+            request.sampling,
+            tokenizer,
+            kept_ids,
+            context_id=prompt.context_id(tokenizer),
+        )
+        changes = [Change(position, sequence) for sequence in answer.sequences]
+        return cls(prompt, request.num_prompt_tokens, answer, changes)
+
 
 class StreamWatch:
     """Fails a stream when its client closes the connection, or after `seconds`. Must be closed."""
@@ -50,21 +73,25 @@ class StreamWatch:
     def __init__(
         self, stream: Stream[Any], receive: Receive, seconds: float | None, metrics: Metrics
     ) -> None:
-        self._gone = asyncio.create_task(self._fail_when_gone(stream, receive, metrics))
+        self.stream = stream
+        self._gone = asyncio.create_task(self._fail_when_gone(receive, metrics))
         self._timer: asyncio.TimerHandle | None = None
         if seconds is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(seconds, stream.fail, TimedOut(seconds))
+            self._timer = loop.call_later(seconds, self._fail, TimedOut(seconds))
 
     def close(self) -> None:
         self._gone.cancel()
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _fail_when_gone(self, stream: Stream[Any], receive: Receive, metrics: Metrics) -> None:
+    def _fail(self, fault: Exception) -> None:
+        self.stream.fail(fault)
+
+    async def _fail_when_gone(self, receive: Receive, metrics: Metrics) -> None:
         await until_gone(receive)
         metrics.disconnected()
-        stream.fail(ClientGone())
+        self._fail(ClientGone())
 
 
 class Generation:
@@ -75,7 +102,7 @@ class Generation:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: "EngineClient | ReplicaSet",
         metrics: Metrics,
         tokenizer: Tokenizer | None,
         context: RequestContext,
@@ -87,17 +114,14 @@ class Generation:
         self._client = client
         self._metrics = metrics
         self._context = context
-        self._parts: dict[str, _PromptState] = {}
-        for position, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            answer = Answer(
-                request.request_id,
-                request.sampling,
-                tokenizer,
-                kept_ids,
-                context_id=prompt.context_id(tokenizer),
-            )
-            changes = [Change(position, sequence) for sequence in answer.sequences]
-            self._parts[request.request_id] = _PromptState(prompt, request.num_prompt_tokens, answer, changes)
+        self._requests = requests
+        self._new_parts = lambda: {
+            request.request_id: _PromptState.of(position, prompt, request, tokenizer, kept_ids)
+            for position, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
+        }
+        self._parts: dict[str, _PromptState] = self._new_parts()
+        self._is_whole = False  # whether its consumer takes nothing before the end
+        self._is_retry = False
         self._changed: deque[Change] = deque()  # keeps its memory when it is emptied, unlike a list
         self._num_open = len(requests)
         self._submitted = time.monotonic()
@@ -132,7 +156,12 @@ class Generation:
             changed.pop()
         pending = self._stream.pending
         if not pending:
-            self._stream.check()
+            try:
+                self._stream.check()
+            except EngineDead:
+                if not self._tried_again():
+                    raise
+                return changed
         now = time.monotonic()
         num_tokens = 0
         while pending:
@@ -142,12 +171,29 @@ class Generation:
         return changed
 
     async def finish(self) -> None:
+        self._is_whole = True
         try:
             while self._num_open:
                 await self._stream.wait()
                 self.take()
         finally:
             self.close()
+
+    def _tried_again(self) -> bool:
+        """An engine lost the requests. Another one gets them, once, unless tokens have been passed on."""
+        begun = any(part.begun for part in self._parts.values())
+        if self._is_retry or (begun and not self._is_whole) or not self._client.can_retry:
+            return False
+        self._is_retry = True
+        try:
+            self._stream = self._client.submit(self._requests)
+        except (EngineDead, QueueFull):
+            return False
+        if begun:
+            self._parts, self._num_open = self._new_parts(), len(self._requests)
+        if self._watch is not None:
+            self._watch.stream = self._stream
+        return True
 
     def fail(self, fault: Exception) -> None:
         """Aborts what has not ended; the next `take` without an update raises `fault`."""

@@ -172,19 +172,27 @@ class _AllMetrics(Collector):
                 yield family
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for engine in self._engines:
+            labels = _labels(engine)
             for metric, value in _engine_metrics(engine):
                 if metric.name not in families:
                     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-                    families[metric.name] = kind(PREFIX + metric.name, metric.help, labels=["model_name"])
-                families[metric.name].add_metric([_model_name(engine)], value)
+                    families[metric.name] = kind(PREFIX + metric.name, metric.help)
+                family = families[metric.name]
+                family.add_sample(family.name + "_total" * (metric.kind == "counter"), labels, value)
         yield from families.values()
-        for engine in self._engines:
-            if engine.adapters.enabled:
-                yield _adapter_info(engine)
+        with_adapters = [engine for engine in self._engines if engine.adapters.enabled]
+        if with_adapters:
+            yield _adapter_info(with_adapters)
 
 
 def _model_name(engine: EngineClient) -> str:
     return engine.ready.model if engine.ready is not None else ""
+
+
+def _labels(engine: EngineClient) -> dict[str, str]:
+    """A model's replicas have a label of their own: sums over it are the model's."""
+    labels = {"model_name": _model_name(engine)}
+    return labels if engine.replica is None else {**labels, "replica": str(engine.replica)}
 
 
 _UP = stats.Metric("gauge", "engine_up", "Whether the engine can serve.")
@@ -195,6 +203,8 @@ def _engine_metrics(engine: EngineClient) -> Iterator[tuple[stats.Metric, float]
     """Counters of the engine process start at zero when it is restarted."""
     yield _UP, float(engine.is_ready)
     yield _RESTARTS, engine.num_restarts
+    if engine.routing is not None:
+        yield from stats.walk(engine.routing)
     ready = engine.ready
     records: list[Any] = [engine.queue, engine.stats]
     block_bytes = 0
@@ -212,16 +222,19 @@ def _engine_metrics(engine: EngineClient) -> Iterator[tuple[stats.Metric, float]
             yield metric, value * block_bytes if metric.in_bytes else value
 
 
-def _adapter_info(engine: EngineClient) -> GaugeMetricFamily:
+def _adapter_info(engines: Sequence[EngineClient]) -> GaugeMetricFamily:
     """The adapters that requests use, as labels; the value is the time."""
-    labels = ["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
-    family = GaugeMetricFamily(
-        f"{PREFIX}lora_requests_info", "Adapters of running and waiting requests.", labels=labels
-    )
-    adapters = engine.stats.adapters or stats.AdapterStats()
-    max_adapters = engine.adapters.max_adapters or (
-        engine.ready.max_num_seqs if engine.ready is not None else 0
-    )
-    names = [_model_name(engine), str(max_adapters), ",".join(adapters.running), ",".join(adapters.waiting)]
-    family.add_metric(names, time.time())
+    family = GaugeMetricFamily(f"{PREFIX}lora_requests_info", "Adapters of running and waiting requests.")
+    for engine in engines:
+        adapters = engine.stats.adapters or stats.AdapterStats()
+        max_adapters = engine.adapters.max_adapters or (
+            engine.ready.max_num_seqs if engine.ready is not None else 0
+        )
+        labels = {
+            **_labels(engine),
+            "max_lora": str(max_adapters),
+            "running_lora_adapters": ",".join(adapters.running),
+            "waiting_lora_adapters": ",".join(adapters.waiting),
+        }
+        family.add_sample(family.name, labels, time.time())
     return family

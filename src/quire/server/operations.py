@@ -1,10 +1,13 @@
 """Operators' endpoints: health and metrics for everyone, cache and adapter calls under a key of their own."""
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
@@ -13,6 +16,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.core.errors import EngineDead, InvalidRequest
 from quire.server.errors import ApiError, Unavailable
+from quire.server.page import file_reply, wants_page
 from quire.server.reply import ERRORS, JsonReply
 from quire.server.service import Service
 
@@ -20,6 +24,15 @@ from quire.server.service import Service
 class LoadLora(BaseModel):
     lora_name: str = Field(min_length=1, max_length=200)
     lora_path: str = Field(min_length=1, max_length=4096, description="inside --lora-dir, or relative to it")
+
+
+class DrainReplica(BaseModel):
+    replica: int
+    drain: bool = Field(True, description="false: it gets requests again")
+
+
+class RestartReplicas(BaseModel):
+    replica: int | None = Field(None, description="default: all of them, one after the other")
 
 
 class UnloadLora(BaseModel):
@@ -32,8 +45,10 @@ def operations_router(service: Service) -> APIRouter:
 
     @router.head("/", include_in_schema=False)
     @router.get("/")
-    async def root() -> Response:
-        """What answers here."""
+    async def root(request: Request) -> Response:
+        """What answers here; for a browser the page."""
+        if wants_page(service, request):
+            return file_reply("index.html", request)
         return JsonReply({"name": "quire", "version": __version__, "docs": "/docs"})
 
     @router.head("/health", include_in_schema=False)
@@ -66,16 +81,22 @@ def operations_router(service: Service) -> APIRouter:
 
     @router.post("/check_integrity", responses=ERRORS)
     async def check_integrity() -> Response:
-        """Recounts every block of the pool, and returns how many are in use."""
-        with engine_call():
-            wrong = await service.client.check_integrity()
-        if wrong is not None:
-            raise ApiError(500, f"the pool is not whole: {wrong}", code="integrity")
+        """Recounts every block of the pool, and returns how many are in use; of replicas together."""
         client = service.client
+        with engine_call():
+            recounts = [await engine.check_integrity() for engine in client.engines]
+        for recount in recounts:
+            if recount.error is not None:
+                raise ApiError(500, f"the pool is not whole: {recount.error}", code="integrity")
+        blocks: Counter[str] = Counter()
+        for recount in recounts:
+            blocks.update(recount.blocks)
         return JsonReply(
             {
                 "status": "ok",
-                "blocks_used": client.stats.pool.num_blocks_used,
+                "step": max(recount.stats.steps.num_steps for recount in recounts),
+                "blocks": blocks,
+                "blocks_used": sum(recount.stats.pool.num_blocks_used for recount in recounts),
                 "sequences_running": client.queue.num_running,
                 "requests_waiting": client.queue.num_waiting,
                 "requests_open": client.num_open,
@@ -103,7 +124,32 @@ def operations_router(service: Service) -> APIRouter:
         return JsonReply({"status": "ok", "lora_name": body.lora_name})
 
     _add_step_log(router, service)
+    if service.settings.data_parallel_size > 1:
+        _add_replicas(router, service)
     return router
+
+
+def _add_replicas(router: APIRouter, service: Service) -> None:
+    replicas: Any = service.models.main.client  # a ReplicaSet
+
+    @router.get("/replicas")
+    async def list_replicas() -> Response:
+        """Each replica's state, what was sent to it and what it has to do."""
+        described = [replica.described() for replica in replicas.replicas]
+        return JsonReply({"policy": replicas.policy, "replicas": described})
+
+    @router.post("/drain_replica", responses=ERRORS)
+    async def drain_replica(body: DrainReplica) -> Response:
+        """Sends a replica no new requests, or again; its open requests go on."""
+        replicas.numbered(body.replica).draining = body.drain
+        return JsonReply({"status": "ok"})
+
+    @router.post("/restart_replicas", responses=ERRORS)
+    async def restart_replicas(body: RestartReplicas) -> Response:
+        """Restarts replicas one after the other, each once its requests have ended; answers when the last serves."""
+        with engine_call():
+            await asyncio.shield(replicas.roll(None if body.replica is None else [body.replica]))
+        return JsonReply({"status": "ok"})
 
 
 def _add_step_log(router: APIRouter, service: Service) -> None:

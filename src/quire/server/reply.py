@@ -130,6 +130,7 @@ class EventStream(Response):
     sent as the source's `fail`."""
 
     media_type = "text/event-stream"
+    keeps_alive = True  # by comments
 
     def __init__(self, source: EventSource, request_id: str) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -139,7 +140,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, source = scope["quire.context"], self._source
-        writer = SseWriter(send, self.raw_headers, context.keep_alive)
+        writer = SseWriter(send, self.raw_headers, context.keep_alive if self.keeps_alive else 0)
         try:
             async with writer:
                 await writer.write(source)

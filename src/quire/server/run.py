@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -55,6 +56,7 @@ async def _serve(server: "DrainingServer", service: Service, listener: socket.so
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            _restart_on_hangup(service)
             report_start(service)
             freeze_heap()
             report_serving(service.settings, listener)
@@ -64,6 +66,13 @@ async def _serve(server: "DrainingServer", service: Service, listener: socket.so
         starting.cancel()
         await asyncio.wait({serving})
         await service.close()
+
+
+def _restart_on_hangup(service: Service) -> None:
+    """SIGHUP restarts the replicas one after the other; without replicas it ends the process, as it always does."""
+    replicas: Any = service.main
+    if service.settings.data_parallel_size > 1:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replicas.roll)
 
 
 class DrainingServer(uvicorn.Server):
@@ -188,6 +197,8 @@ def report_start(service: Service) -> None:
             "tokenizer none: the model's folder has no tokenizer.json, vocab.json with merges.txt, or tokenizer.model. "
             "Only token ids can be sent; --tokenizer names a folder that has one"
         )
+    if settings.data_parallel_size > 1:
+        log.info("replicas  %d, requests by %s", settings.data_parallel_size, settings.routing_policy)
     tokens = f" or {settings.max_queue_tokens:,} prompt tokens" if settings.max_queue_tokens else ""
     log.info("queue     %s requests%s, then 429", f"{settings.max_queue_requests:,}", tokens)
     log.info(

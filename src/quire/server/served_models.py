@@ -5,6 +5,7 @@ first names it.
 """
 
 import asyncio
+import importlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from quire.weights.architectures import task_of
 from quire.weights.builtin import BUILTIN_ENCODER_NAME, BUILTIN_ENCODER_NAMES, is_builtin_encoder
 
 if TYPE_CHECKING:
+    from quire.fleet.replicas import ReplicaSet
     from quire.link.relayed import RelayedEngine
 
 log = get_logger(__name__)
@@ -35,7 +37,11 @@ class ServedModel:
     """One model: its task, its names, its engine process, its text side. Use it from one event loop."""
 
     def __init__(
-        self, task: Task, client: EngineClient, settings: ServerSettings, names: tuple[str, ...] = ()
+        self,
+        task: Task,
+        client: "EngineClient | ReplicaSet",
+        settings: ServerSettings,
+        names: tuple[str, ...] = (),
     ) -> None:
         """Without `names` it goes by its own name, which its engine tells."""
         self.task = task
@@ -55,6 +61,7 @@ class ServedModel:
         names: tuple[str, ...] = (),
         on_progress: OnProgress | None = None,
         relay: "Callable[[EngineClient], RelayedEngine] | None" = None,
+        num_replicas: int = 1,
     ) -> "ServedModel":
         """`relay` as in EngineClient. Each of several HTTP processes has its share of the queue."""
         count = settings.api_server_count
@@ -64,6 +71,11 @@ class ServedModel:
                 for most in (settings.max_queue_requests, settings.max_queue_tokens)
             )
         )
+        if num_replicas != 1:
+            replicas: type[ReplicaSet] = importlib.import_module("quire.fleet.replicas").ReplicaSet
+            policy = settings.routing_policy
+            several = replicas(config, bounds, on_progress, settings.engine_timeout, num_replicas, policy)
+            return cls(task, several, settings, names)
         what = "engine" if task == "generate" else "embedding engine"
         client = EngineClient(config, bounds, on_progress, settings.engine_timeout, what, relay)
         return cls(task, client, settings, names)
@@ -148,7 +160,9 @@ class ServedModels:
         task, names = task_of(config.model.model, config.model.revision), settings.served_names
         if task == "embed":
             names = names or _known_as(config.model.model or BUILTIN_ENCODER_NAME)
-        return cls(settings, ServedModel.of(config, task, settings, names, on_progress, relay), config)
+        count = settings.data_parallel_size
+        main = ServedModel.of(config, task, settings, names, on_progress, relay, count)
+        return cls(settings, main, config)
 
     @property
     def encoders(self) -> list[ServedModel]:
@@ -156,9 +170,10 @@ class ServedModels:
 
     @property
     def engines(self) -> list[EngineClient]:
-        """All that run, or should; the main model's is the first."""
+        """All that run, or should; the main model's are the first."""
         models = (self.main, *(model for model in self.encoders if model.is_started))
-        return list(dict.fromkeys(model.client for model in models))
+        clients = dict.fromkeys(model.client for model in models)
+        return [engine for client in clients for engine in client.engines]
 
     def knows(self, name: str | None) -> bool:
         """Whether an encoder has this name."""

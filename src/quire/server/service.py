@@ -28,6 +28,7 @@ from quire.server.traces import open_traces
 from quire.text.prompts import PreparedPrompt
 
 if TYPE_CHECKING:
+    from quire.fleet.replicas import ReplicaSet
     from quire.link.relayed import RelayedEngine
 
 PROMPT_FIELDS = {
@@ -87,12 +88,12 @@ class Service:
             await asyncio.to_thread(self.traces.close)
 
     @property
-    def main(self) -> EngineClient:
+    def main(self) -> "EngineClient | ReplicaSet":
         """The engine that the server was started for."""
         return self.models.main.client
 
     @property
-    def client(self) -> EngineClient:
+    def client(self) -> "EngineClient | ReplicaSet":
         """The generating engine's."""
         main = self.models.main
         if main.task != "generate":
@@ -196,7 +197,7 @@ class Service:
 
     def check_room(
         self,
-        engine: EngineClient | None = None,
+        engine: "EngineClient | ReplicaSet | None" = None,
         num_prompts: int = 1,
         sampling: SamplingParams | None = None,
     ) -> None:
@@ -273,7 +274,9 @@ class Service:
     def _salt(self, context: RequestContext, requested: str | None) -> str:
         return f"{context.key}\0{requested or ''}" if self.settings.isolate_keys else requested or ""
 
-    def refusal(self, refusal: EngineDead | QueueFull, engine: EngineClient | None = None) -> ApiError:
+    def refusal(
+        self, refusal: EngineDead | QueueFull, engine: "EngineClient | ReplicaSet | None" = None
+    ) -> ApiError:
         """The error for a request that `engine` (the generating one by default) does not take now."""
         if isinstance(refusal, QueueFull):
             self.metrics.refused("queue_full")

@@ -15,6 +15,8 @@ class ServerSettings:
     port: int = 8000
     root_path: str = ""
     api_server_count: int = 1  # HTTP processes
+    data_parallel_size: int = 1  # engines that serve the main model
+    routing_policy: str = "prefix-work"  # which of them gets a request
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
@@ -33,6 +35,7 @@ class ServerSettings:
     shutdown_timeout: float = 25.0
     engine_timeout: float = 300.0  # for one step; then the engine hangs, and is replaced
     log_requests: bool = False
+    page: bool = True  # for browsers, at `/`
     otlp_traces_endpoint: str | None = None  # none: no traces
     max_queue_requests: int | None = 1024  # None: no bound
     max_queue_tokens: int | None = 1 << 20
@@ -115,6 +118,11 @@ class ServerSettings:
         count = self.api_server_count
         if not 1 <= count <= MAX_PROCESSES:
             raise ConfigError(f"api_server_count={count} is outside 1 to {MAX_PROCESSES}")
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={self.data_parallel_size} needs one HTTP process, which knows what each replica "
+                f"has to do, and api_server_count={count}: leave one out, or start several servers behind quire route"
+            )
         for name in _PER_KEY:
             if getattr(self, name) is not None:
                 raise ConfigError(

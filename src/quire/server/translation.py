@@ -73,12 +73,14 @@ class TranslatedEvents:
         builder: EventBuilder,
         names: Mapping[str, str],
         on_end: Callable[[], None] | None = None,
+        encode: Callable[[Payloads], bytes] = named_events,
     ) -> None:
         self.generation = reply.generation
         self._reply = reply
         self._builder = builder
         self._names = names
         self._on_end = on_end
+        self._encode = encode
         self._begun = False
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
@@ -98,16 +100,16 @@ class TranslatedEvents:
                         choice["finish_reason"],
                         choice.get("stop_reason"),
                     )
-        return named_events(payloads)
+        return self._encode(payloads)
 
     def end(self) -> bytes:
         payloads = self._builder.end(self._finish_reason, self._stop_reason, self._reply.usage())
         if self._on_end is not None:
             self._on_end()
-        return named_events(payloads)
+        return self._encode(payloads)
 
     def fail(self, error: ApiError) -> bytes:
-        return named_events(self._builder.fail(error))
+        return self._encode(self._builder.fail(error))
 
 
 def string_field(item: Mapping[str, Any], name: str, path: str) -> str:

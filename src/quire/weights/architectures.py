@@ -107,11 +107,12 @@ class Architecture:
     gguf: str = ""  # its name in GGUF files; empty: these are not read
     windows: bool = False  # sliding windows of attention, where config.json has any
     task: Task = "generate"
+    encoder_decoder: bool = False  # the prompt goes through an encoder
 
     @property
     def lora(self) -> bool:
         """Adapters add to every matrix of a decoder."""
-        return self.task == "generate"
+        return self.task == "generate" and not self.encoder_decoder
 
 
 # Encoders take whole texts: for a vector, masked tokens, or classes.
@@ -124,6 +125,7 @@ _ENCODERS = {
     for kind in _KINDS
 }
 KNOWN: Mapping[str, Architecture] = {
+    "BartForConditionalGeneration": Architecture("bart", "BART, DistilBART", encoder_decoder=True),
     "BloomForCausalLM": Architecture("gpt_variants", "BLOOM, BLOOMZ", "bloom"),
     "FalconForCausalLM": Architecture("gpt_variants", "Falcon 7B, 40B, 11B, RW", "falcon"),
     "GPT2LMHeadModel": Architecture("gpt2", "GPT-2", "gpt2"),
@@ -133,6 +135,7 @@ KNOWN: Mapping[str, Architecture] = {
     "Gemma3ForCausalLM": Architecture("llama", "Gemma 3 270M and 1B", "gemma3", windows=True),
     "GraniteForCausalLM": Architecture("llama", "Granite 3", "granite"),
     "LlamaForCausalLM": Architecture("llama", "Llama 1, 2 and 3, SmolLM 1 and 2, Yi, Falcon 3", "llama"),
+    "MT5ForConditionalGeneration": Architecture("t5", "mT5", encoder_decoder=True),
     "MistralForCausalLM": Architecture("llama", "Mistral 7B, Nemo, Small", "llama", windows=True),
     "MixtralForCausalLM": Architecture("mixture", "Mixtral", "llama", windows=True),
     "OPTForCausalLM": Architecture("opt", "OPT"),
@@ -147,6 +150,7 @@ KNOWN: Mapping[str, Architecture] = {
     ),
     "SmolLM3ForCausalLM": Architecture("llama", "SmolLM3", "smollm3", windows=True),
     "Starcoder2ForCausalLM": Architecture("gpt_variants", "StarCoder2", "starcoder2", windows=True),
+    "T5ForConditionalGeneration": Architecture("t5", "T5, T5 1.1, Flan-T5", encoder_decoder=True),
     **_ENCODERS,
 }
 ENCODERS = frozenset(_ENCODERS)

@@ -101,13 +101,13 @@ class Offline:
 
 
 class Served:
-    def __init__(self, count: int, threads: int) -> None:
+    def __init__(self, count: int, threads: int, *flags: str) -> None:
         self._count = count
         command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--num-threads", str(threads)]
         self._process = subprocess.Popen(
-            [*command, "--kv-cache-memory-bytes", "512M"], stderr=subprocess.PIPE, text=True
+            [*command, "--kv-cache-memory-bytes", "512M", *flags], stderr=subprocess.PIPE, text=True
         )
-        self._url = self._wait()
+        self.url = self._wait()
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         workers = [int(p) for p in children if "quire.link.worker" in Path(f"/proc/{p}/cmdline").read_text()]
         self.pids = (self._process.pid, *workers)
@@ -134,7 +134,7 @@ class Served:
             StreamedCall("/v1/completions", {"prompt": prompt, **greedy, **stream})
             for prompt in prompts_of(self._count, seed)
         ]
-        client = HttpClient(self._url)
+        client = HttpClient(self.url)
         cpu, begin = cpu_seconds_here(), time.perf_counter()
         outcomes = await asyncio.gather(*(make_call(client, call) for call in calls))
         seconds, cpu = time.perf_counter() - begin, cpu_seconds_here() - cpu

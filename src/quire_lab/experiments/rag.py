@@ -17,7 +17,7 @@ from quire.core.sampling import SamplingParams
 from quire.llm.embedder import Embedder
 from quire.llm.llm import LLM
 from quire.rag.chunks import windows
-from quire.rag.library import Passage
+from quire.rag.library import CitedPassage
 from quire.rag.prompts import ask_prompt
 from quire.rag.retriever import Retriever
 from quire.rag.words import STOP_WORDS, stem
@@ -106,7 +106,7 @@ def _xquad(setup: Setup) -> tuple[dict[str, str], list[Question]]:
 
 def _passages(
     retriever: Retriever, question: Question, vector: numpy.ndarray, k: int, method: str = "hybrid"
-) -> list[Passage]:
+) -> list[CitedPassage]:
     return retriever.library.search(vector, question.text, k, None, "auto", METHODS[method], 0.0)
 
 
@@ -168,7 +168,7 @@ def _model(setup: Setup) -> Iterator[LLM]:
 
 
 def _answered(
-    llm: LLM, asked: Sequence[Question], passages: Sequence[list[Passage]], k: int, bar: Bar
+    llm: LLM, asked: Sequence[Question], passages: Sequence[list[CitedPassage]], k: int, bar: Bar
 ) -> Answered:
     bar.note(f"answers with {k} passages")
     greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
@@ -228,7 +228,7 @@ def _finding(
     take_away = (
         f"Of {num_questions:,} questions, hybrid search finds the paragraph first for {hybrid[1]:.1%} and among five "
         f"for {hybrid[5]:.1%}. The model's text holds the answer for {alone.contains:.0%} of {num_asked} questions "
-        f"alone, and for {best.contains:.0%} with {best.k} passages."
+        f"alone, and for {best.contains:.0%} with {best.k} of the passages found."
     )
     checks = [
         Check(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from quire.adapters.packing import ALIGNMENT, BlockShape
-from quire.adapters.peft import Reader
+from quire.adapters.peft import PackedAdapter, Reader
 from quire.adapters.sites import Site, Sites
 from quire.adapters.store import AdapterStore, HostLimits
 from quire.core import laboratory
@@ -42,8 +42,12 @@ def build_adapters(
     pool: Pool,
     limits: RunnerLimits,
     transfers: TransferEngine | None,
+    received: dict[str, PackedAdapter],
 ) -> BuiltAdapters | None:
-    """None where adapters are off. Named adapters are only looked for, not read: a thousand cost no start time."""
+    """None where adapters are off. Named adapters are only looked for, not read: a thousand cost no start time.
+
+    `received`: copies that a rank other than 0 gets from there, by key.
+    """
     config, model = plan.config, models.model
     if not config.adapters.enabled:
         return None
@@ -52,11 +56,13 @@ def build_adapters(
     merged = laboratory.load("baselines.merged", "--lora-mode merge") if merge else None
     merging = merged.merge_sites(model) if merged is not None else None
     kernel = models.factory.kernel("lora")
-    sites = install_sites(model.loaders(), kernel)
+    part = plan.part
+    sites = install_sites(model.loaders(), kernel, None if part is None else part.cut)
     if merging is not None:
         sites = tuple(site for site in sites if site.name in merging)
     dtype = adapter_dtype(plan.precision)
-    store = _make_store(plan, sites, BlockShape(pool.layout.block_bytes, dtype, pool.layout.block_size))
+    block_bytes = plan.agreed(pool.layout.block_bytes)  # an adapter has as many blocks on every rank
+    store = _make_store(plan, sites, BlockShape(block_bytes, dtype, pool.layout.block_size))
     if merged is not None and merging is not None:
         merge_sites = tuple(merging[site.name] for site in sites)
         return BuiltAdapters(store, merged.MergedAdapter(merge_sites, dtype, store.want))
@@ -66,9 +72,9 @@ def build_adapters(
         dtype,
         limits.max_num_seqs,
         max(limits.max_num_batched_tokens, limits.max_num_seqs),
-        store.want,
+        store.want if part is None or part.group.rank == 0 else received.pop,
         _kinds(sites, store.targets(PEEKED)),
-        recordable=not kernel.__name__.endswith(REFERENCE),
+        recordable=not kernel.__name__.endswith(REFERENCE) and part is None,
         invariant=limits.deterministic,
         # loads travel on the stream of pages from host memory, and so in order with them
         side=transfers.stream if transfers is not None else None,
@@ -100,7 +106,7 @@ def _make_store(plan: BuildPlan, sites: tuple[LoraSite, ...], block: BlockShape)
         config.max_lora_rank,
         plan.config.memory.enable_prefix_caching,
         choose("lora_pack", device),
-        PIECE_BYTES if on_gpu and config.lora_mode != "merge" and _has_triton() else 0,
+        PIECE_BYTES if on_gpu and plan.part is None and config.lora_mode != "merge" and _has_triton() else 0,
         plan.source.name,
     )
     store = AdapterStore(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from quire.adapters.peft import PackedAdapter
 from quire.core import laboratory
 from quire.core.config import EngineConfig, ModelConfig, ModelOptions, SchedulerConfig
 from quire.core.errors import QuireError
@@ -13,9 +14,11 @@ from quire.core.sampling import SamplingParams
 from quire.core.stats import StartStats
 from quire.engine.adapters import Adapters
 from quire.engine.build.adapters import BuiltAdapters, adapter_lines, build_adapters
+from quire.engine.build.encoder_decoder import encoder_input
 from quire.engine.build.host_memory import HostMemory, make_host_memory
 from quire.engine.build.pins import PinnedPrefix, pin_prefixes
 from quire.engine.build.pool import BuiltPool, make_pool, start_kernel_warmup
+from quire.engine.build.ranks import start_ranks
 from quire.engine.build.report import Report, policies_in_words, running_on
 from quire.engine.build.resolve import (
     BuildPlan,
@@ -36,9 +39,13 @@ from quire.engine.validation import Limits
 from quire.grammar.compiler import Compiler
 from quire.grammar.matcher import GrammarError
 from quire.grammar.vocabulary import Vocabulary
+from quire.memory.cross import CrossMemory
+from quire.memory.paged import PagedMemory
 from quire.memory.swap import PendingTransfers
 from quire.models.weight_shape import weight_groups
+from quire.parallel.ranks import RankProcesses
 from quire.runner.drafts import Proposals
+from quire.runner.ranked import RankedRunner, RankRunner
 from quire.scheduler.preemption import Preemption
 from quire.text.load import choose_tokenizer
 from quire.weights.source import Source
@@ -77,16 +84,29 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built[Engin
         simulate = laboratory.load("simulate.build", "--device simulated")
         built: Built[Engine] = simulate.build_simulated(config, started)
         return built
-    return assemble(make_plan(config, progress), partial(load_models, progress=progress), started)
+    load = partial(load_models, progress=progress)
+    if config.parallel.num_ranks == 1:
+        return assemble(make_plan(config, progress), load, started)
+    plan, peers = start_ranks(config, progress)
+    try:
+        return assemble(plan, load, started, peers)
+    except BaseException:
+        peers.close()
+        raise
 
 
-def assemble(plan: BuildPlan, load: Callable[[BuildPlan], LoadedModels], started: float) -> Built[Engine]:
-    """An engine of what a plan decided. `started`: when that began, by `time.perf_counter`."""
+def assemble(
+    plan: BuildPlan,
+    load: Callable[[BuildPlan], LoadedModels],
+    started: float,
+    peers: RankProcesses | None = None,
+) -> Built[Engine]:
+    """An engine of what a plan decided. `started`: when that began, by `time.perf_counter`. `peers`: other ranks."""
     warmup = start_kernel_warmup(plan)
     models = load(plan)
     pool = make_pool(plan, models, warmup)
-    parts = _make_parts(plan, models, pool)
-    engine = _make_engine(plan, models, pool, parts)
+    parts = make_parts(plan, models, pool)
+    engine = _make_engine(plan, models, pool, parts, peers)
     try:
         pinned = pin_prefixes(engine, plan.config, plan.source)
     except QuireError:
@@ -96,15 +116,24 @@ def assemble(plan: BuildPlan, load: Callable[[BuildPlan], LoadedModels], started
     return Built(engine, plan.source, plan.model, default_sampling(plan.source), report)
 
 
-def _make_parts(plan: BuildPlan, models: LoadedModels, pool: BuiltPool) -> _Parts:
+def make_parts(
+    plan: BuildPlan,
+    models: LoadedModels,
+    pool: BuiltPool,
+    received: dict[str, PackedAdapter] | None = None,
+) -> _Parts:
     config, device = plan.config, plan.precision.device
     scheduler = resolve_scheduler(config.scheduler, device, pool.num_blocks)
     max_num_seqs, max_tokens = scheduler.limits
     end_ids = end_token_ids(plan.source, plan.model)
-    limits = Limits(plan.model.vocab_size, plan.max_model_len, max_num_seqs, end_ids, max_tokens)
+    block_size = config.memory.block_size
+    encoder = encoder_input(plan.model, plan.source, block_size, plan.max_model_len, max_tokens)
+    limits = Limits(plan.model.vocab_size, plan.max_model_len, max_num_seqs, end_ids, max_tokens, encoder)
     for_runner = runner_limits(plan, scheduler, models.model, plan.precision)
     host = make_host_memory(plan, pool.pool)
-    adapters = build_adapters(plan, models, pool.pool, for_runner, host.transfers)
+    adapters = build_adapters(
+        plan, models, pool.pool, for_runner, host.transfers, {} if received is None else received
+    )
     speculative = plan.speculative
     judged = speculative is not None and speculative.acceptance == "rejection"
     proposals = Proposals() if judged else None
@@ -116,12 +145,16 @@ def _make_parts(plan: BuildPlan, models: LoadedModels, pool: BuiltPool) -> _Part
         proposals,
         adapters.slots if adapters is not None else None,
         host.transfers,
+        None if plan.part is None else plan.part.group,
     )
     return _Parts(scheduler, limits, host, adapters, proposals, runner)
 
 
-def _make_engine(plan: BuildPlan, models: LoadedModels, pool: BuiltPool, parts: _Parts) -> Engine:
-    config, host = plan.config, parts.host
+def _make_engine(
+    plan: BuildPlan, models: LoadedModels, pool: BuiltPool, parts: _Parts, peers: RankProcesses | None
+) -> Engine:
+    config, host, runner = plan.config, parts.host, parts.runner.runner
+    ranked = RankedRunner(runner, peers) if peers is not None and isinstance(runner, RankRunner) else None
     pending = PendingTransfers()
     memory = make_memory(
         config.memory,
@@ -132,6 +165,7 @@ def _make_engine(plan: BuildPlan, models: LoadedModels, pool: BuiltPool, parts: 
         pending,
         host.make_offload_cache(pending),
         pool.num_adapter_blocks,
+        PagedMemory if plan.model.encoder is None else CrossMemory,
     )
     adapters = None
     if parts.adapters is not None:
@@ -145,14 +179,14 @@ def _make_engine(plan: BuildPlan, models: LoadedModels, pool: BuiltPool, parts: 
         parts.scheduler,
         parts.limits,
         memory,
-        parts.runner.runner,
+        ranked or runner,
         config.model.seed,
         partial(Compiler, partial(model_vocabulary, config.model, plan.source, parts.limits)),
         make_speculation,
         Preemption(parts.scheduler.preemption_mode, host.block_seconds),
         adapters=adapters,
         when_filling=host.prepare_swap(pool.num_blocks),
-        in_new_thread=parts.runner.runner.prepare_thread,
+        in_new_thread=runner.prepare_thread,
     )
 
 
@@ -170,6 +204,7 @@ def _report(
     graphs = f", {num_graphs} sizes of steps captured as graphs" if num_graphs else ""
     return Report(
         model=config.model.served_model_name or plan.source.name,
+        parallel="" if plan.part is None else str(plan.part.cut),
         where=running_on(plan.precision, plan.num_threads),
         precision=plan.precision,
         start=StartStats(plan.num_threads, weights_bytes, seconds),

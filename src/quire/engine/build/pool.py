@@ -58,18 +58,18 @@ def start_kernel_warmup(plan: BuildPlan) -> KernelWarmup:
         activation_dtype=plan.precision.format.activation_dtype,
         deterministic=config.runner.deterministic,
     )
-    layout = block_layout(config.memory.block_size, plan.model, plan.precision)
+    layout = block_layout(config.memory.block_size, plan.local, plan.precision)
     return KernelWarmup(
         device,
         partial(warm_up_sampling, plan.model.vocab_size, device),
-        partial(warm_up_attention, plan.model, limits, layout, device),
+        partial(warm_up_attention, plan.local, limits, layout, device),
         *_lora_pieces(plan, limits),
     )
 
 
 def _lora_pieces(plan: BuildPlan, limits: RunnerLimits) -> Iterator[Callable[[], None]]:
     """The kernels of adapters, which compile side by side: those of each projection for decodes and for prompts."""
-    model, adapters = plan.model, plan.config.adapters
+    model, adapters = plan.local, plan.config.adapters
     if not adapters.enabled or adapters.lora_mode == "merge":
         return
     dtypes = (adapter_dtype(plan.precision), limits.activation_dtype)
@@ -93,9 +93,14 @@ def make_pool(plan: BuildPlan, models: LoadedModels, warmup: KernelWarmup) -> Bu
     divided = None
     if precision.device.type == "cuda":
         divided = _divide_gpu(plan, models.model, layout, warmup)
-    free = free_host_bytes() if divided is None else divided.pool
+    free = free_host_bytes() // config.parallel.num_ranks if divided is None else divided.pool
     memory, free = _without_draft(config.memory, layout, models.draft, free)
     size = pool_size(memory, layout, max_rows, plan.max_model_len, free)
+    if (agreed := plan.agreed(size.num_blocks)) < size.num_blocks:
+        memory = replace(memory, num_blocks=agreed)
+        size = replace(
+            pool_size(memory, layout, max_rows, plan.max_model_len, free), limit="the smallest rank"
+        )
     return BuiltPool(
         Pool(layout, size.num_blocks + 1, precision.device),
         size,

@@ -37,6 +37,7 @@ class Report:
 
     model: str = shown("model")
     where: str = shown("model")  # number format, device and threads
+    parallel: str = shown("ranks", default="")  # what each rank holds of a layer
     precision: Precision
     start: StartStats
     groups: tuple[WeightGroup, ...] = shown("weights", in_groups)  # how the weights are stored

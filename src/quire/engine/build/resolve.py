@@ -16,8 +16,10 @@ from quire.core.config import (
 from quire.core.errors import ConfigError, InvalidRequest, ModelError
 from quire.core.layout import BlockLayout
 from quire.core.sampling import SamplingParams
+from quire.engine.build.encoder_decoder import encoder_decoder_config
 from quire.kernels import native
 from quire.kernels.registry import forces_reference
+from quire.layers.factory import RankPart
 from quire.models import registry
 from quire.quant.choice import choose_format
 from quire.quant.format import NumberFormat
@@ -60,6 +62,16 @@ class BuildPlan:
     precision: Precision
     max_model_len: int
     num_threads: int
+    part: RankPart | None = None  # of a model that several ranks compute; None: all of it
+
+    @property
+    def local(self) -> ModelConfig:
+        """What this process builds: the model, or its part of it."""
+        return self.model if self.part is None else self.part.cut.local
+
+    def agreed(self, number: int) -> int:
+        """The smallest that a rank has: ids of blocks are those of all."""
+        return number if self.part is None else min(self.part.group.numbers(number))
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
@@ -75,7 +87,17 @@ def make_plan(config: EngineConfig, progress: Progress | None = None, task: Task
     model = registry.describe(source.config, task)
     precision = resolve_precision(config, model)
     max_model_len = resolve_max_model_len(config, model)
-    num_threads = set_threads(config.runner.num_threads, precision)
+    if model.encoder is not None:
+        if config.parallel.num_ranks > 1:
+            raise ConfigError(
+                f"{model.architecture} has an encoder and runs on one rank: leave out tensor_parallel_size and "
+                "pipeline_parallel_size"
+            )
+        config = encoder_decoder_config(
+            config, max_model_len, default_limits(config.scheduler, precision.device)
+        )
+    usual = max(1, native.default_num_threads() // config.parallel.num_ranks)
+    num_threads = set_threads(config.runner.num_threads or usual, precision)
     return BuildPlan(config, source, model, precision, max_model_len, num_threads)
 
 

@@ -7,11 +7,15 @@ import torch
 from quire.core.config import SchedulerConfig
 from quire.engine.build.resolve import BuildPlan, Precision
 from quire.layers.attention import Pool
+from quire.models.encoder_decoder import EncoderDecoder
 from quire.models.model import DecoderModel
 from quire.models.offload import is_streamed
+from quire.parallel.group import Group
 from quire.runner.adapters import AdapterSlots
+from quire.runner.cross import CrossCpuOps
 from quire.runner.device_ops import RunnerLimits
 from quire.runner.drafts import Proposals
+from quire.runner.ranked import RankRunner
 from quire.runner.runner import Runner
 from quire.runner.transfer import TransferEngine
 
@@ -32,8 +36,14 @@ def build_runner(
     proposals: Proposals | None = None,
     adapters: AdapterSlots | None = None,
     transfers: TransferEngine | None = None,
+    group: Group | None = None,
 ) -> BuiltRunner:
-    runner = Runner(model, pool, limits, device, proposals, adapters, transfers)
+    """`group`: of the ranks that compute the model."""
+    parts = (model, pool, limits, device, proposals, adapters, transfers)
+    if group is not None:
+        runner: Runner = RankRunner(group, *parts)
+    else:
+        runner = Runner(*parts, CrossCpuOps if isinstance(model, EncoderDecoder) else None)
     return BuiltRunner(runner, runner.warm_up(GRAPH_SECONDS))
 
 

@@ -23,6 +23,7 @@ from quire.runner.sizing import available_memory
 from quire.speculate.ngram import NgramProposer
 from quire.text.load import load_tokenizer
 from quire.weights.cache import offloaded_folder
+from quire.weights.cut import CutSource
 from quire.weights.open import open_source
 from quire.weights.source import Source
 
@@ -46,11 +47,13 @@ class LoadedModels:
 def load_models(plan: BuildPlan, progress: Progress | None) -> LoadedModels:
     """The target, all in memory unless the settings say otherwise, and the draft model."""
     config, precision = plan.config, plan.precision
-    factory = LayerFactory(precision.format, precision.device, max_position=plan.max_model_len)
+    factory = LayerFactory(precision.format, precision.device, plan.max_model_len, plan.part)
+    source = plan.source if plan.part is None else CutSource(plan.source, plan.part.cut)
     advance = partial(progress, "weights") if progress is not None else None
     offload = resolve_offload(config, precision)
     if offload is None:
-        loaded = Loaded(load(plan.source, factory, advance, seed=config.model.seed), None)
+        model = load(source, factory, advance, seed=config.model.seed, config=plan.local)
+        loaded = Loaded(model, None)
     else:
         loaded = load_offloaded(plan.source, factory, offload, advance, seed=config.model.seed)
     if plan.speculative is not None:
@@ -125,6 +128,8 @@ def load_draft(plan: BuildPlan) -> LoadedDraft | None:
     """The draft model where the method has one. Raises ConfigError if it does not match the target."""
     config, speculative = plan.config, plan.speculative
     if speculative is None or speculative.method != "draft_model":
+        return None
+    if plan.part is not None and plan.part.group.rank > 0:  # rank 0 drafts
         return None
     options = ModelOptions(
         model=speculative.model,

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependents import launch_dependents
+
 BLOCK = 1024  # elements per program, 8 per thread: one 16-byte access in half precision
 
 RELU, GELU, GELU_TANH, SILU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -23,6 +25,7 @@ def _activated(wide, KIND: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(x, out, width, x_stride, out_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

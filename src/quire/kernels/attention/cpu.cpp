@@ -216,7 +216,7 @@ inline void run_attention(const AttentionProblem& p, int64_t num_requests) {
 // Arguments: q, token stride, head stride, heads, kv heads, head_dim, dtype, block size, k pages, its three strides,
 // v pages, its three strides, query_starts, context_lens, requests, block_tables, its stride, scale, window, out,
 // out stride, tree_starts, ancestors (both null where there are no trees), k scales, v scales (both null unless pages
-// are int8), two strides of both, soft cap, slopes (null: none).
+// are int8), two strides of both, soft cap, slopes (null: none), reach of the table that slopes are (0: they are none).
 inline void paged_attention(const int64_t* words) {
     const Arguments a{words};
     const AttentionProblem problem{
@@ -228,7 +228,8 @@ inline void paged_attention(const int64_t* words) {
         a.integer(7), a.integer(3), a.integer(4), a.integer(5),
         a.pointer<const int32_t>(16), a.pointer<const int32_t>(17), a.pointer<const int32_t>(19), a.integer(20),
         a.real(21), a.integer(22), a.pointer<float>(23), a.integer(24),
-        a.pointer<const int32_t>(25), a.pointer<const int64_t>(26), a.real(31), a.pointer<const float>(32)};
+        a.pointer<const int32_t>(25), a.pointer<const int64_t>(26), a.real(31), a.pointer<const float>(32),
+        a.integer(33)};
     const int64_t dtype = a.integer(6), requests = a.integer(18);
     if (dtype == 0) run_attention<float>(problem, requests);
     else if (dtype == 1) run_attention<Half>(problem, requests);

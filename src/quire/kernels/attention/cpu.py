@@ -24,7 +24,7 @@ def paged_attention(
     ancestors: Tensor | None = None,  # [T] int64, see the reference
     *,
     soft_cap: float = 0.0,  # as in the reference, and
-    slopes: Tensor | None = None,  # [Hq] float32
+    slopes: Tensor | None = None,  # [Hq] or [Hq, 2 * reach + 1] float32
     k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
     v_scales: Tensor | None = None,
 ) -> Tensor:  # [T, Hq * D]
@@ -47,7 +47,7 @@ def paged_attention(
             block_tables.data_ptr(), block_tables.stride(0),
             native.real(scale), window, out.data_ptr(), out.stride(0),
             native.address(tree_starts), native.address(ancestors), *native.page_scales(k_pages, k_scales, v_scales),
-            native.real(soft_cap), native.address(slopes),
+            native.real(soft_cap), native.address(slopes), _reach(slopes),
         ),
         (
             q, k_pages, v_pages, query_starts, context_lens, block_tables, out, tree_starts, ancestors, k_scales,
@@ -65,12 +65,15 @@ def full_attention(
     scale: float,
     out: Tensor | None = None,
     reach: int = 0,  # 0: no limit; else a token sees this many tokens on each side, and itself
+    slopes: Tensor | None = None,  # [Hq, 2 * reach + 1] float32, see the reference
 ) -> Tensor:  # [T, Hq * D]
     """Every token attends to all tokens of its own sequence, and to no other."""
     tokens, heads, head_dim = q.shape
     out = native.empty(tokens, heads * head_dim) if out is None else out
-    native.check_floats(q, k, v, out)
+    native.check_floats(q, k, v, out, slopes)
     native.check_indices(torch.int32, starts)
+    if slopes is not None and reach:
+        raise ValueError("a table of scores by distance has no window beside it: leave out reach")
     if not 0 <= reach < 2**31:
         raise ValueError(f"reach={reach} must be 0 to {2**31 - 1}")
     if not q.stride() == k.stride() == v.stride():  # views into one qkv, or three alike
@@ -82,7 +85,13 @@ def full_attention(
         (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), q.stride(1), heads, k.shape[1], head_dim,
             starts.data_ptr(), starts.shape[0] - 1, native.real(scale), out.data_ptr(), out.stride(0), reach,
+            native.address(slopes), _reach(slopes),
         ),
-        (q, k, v, starts, out),
+        (q, k, v, starts, out, slopes),
     )  # fmt: skip
     return out
+
+
+def _reach(slopes: Tensor | None) -> int:
+    """Of a table of scores by distance; 0: there is none."""
+    return 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1] // 2

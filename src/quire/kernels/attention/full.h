@@ -22,9 +22,10 @@ inline void run_full(AttentionProblem p, const FullItem& item, int64_t reach) {
     p.k.data = static_cast<const float*>(p.k.data) + start * p.k.slot_stride;
     p.v.data = static_cast<const float*>(p.v.data) + start * p.v.slot_stride;
     const WideScratch scratch(padded_rows, p.padded_dim());
-    for (int64_t row = 0; row < padded_rows; ++row) {  // without a window, as the last token sees
+    if (p.table_reach > 0) p.position_shift = length - 1;
+    for (int64_t row = 0; row < padded_rows; ++row) {  // without a window, at least as the last token sees
         const int64_t token = first + (row < num_rows ? row : num_rows - 1) / p.group();
-        scratch.positions[row] = p.window > 0 ? token + reach : length - 1;
+        scratch.positions[row] = p.window > 0 ? token + reach : length - 1 + (p.table_reach > 0 ? token : 0);
     }
     scale_queries(p, start + first, num_rows, item.kv_head, scratch.queries);
     const int64_t furthest = scratch.positions[padded_rows - 1] + 1;
@@ -36,7 +37,7 @@ inline void run_full(AttentionProblem p, const FullItem& item, int64_t reach) {
 }
 
 // Arguments: q, k, v, token stride, head stride (of all three), heads, kv heads, head_dim, starts, sequences, scale,
-// out, out stride, tokens seen on each side (0: all).
+// out, out stride, tokens seen on each side (0: all), table of scores by distance (null: none), its reach.
 inline void full_attention(const int64_t* words) {
     const Arguments a{words};
     const int64_t token_stride = a.integer(3), head_stride = a.integer(4), sequences = a.integer(9);
@@ -47,7 +48,8 @@ inline void full_attention(const int64_t* words) {
         {a.pointer<const void>(1), 0, token_stride, head_stride},
         {a.pointer<const void>(2), 0, token_stride, head_stride},
         1, a.integer(5), a.integer(6), a.integer(7), starts, nullptr, nullptr, 0,
-        a.real(10), reach > 0 ? 2 * reach + 1 : 0, a.pointer<float>(11), a.integer(12)};
+        a.real(10), reach > 0 ? 2 * reach + 1 : 0, a.pointer<float>(11), a.integer(12),
+        nullptr, nullptr, 0.0f, a.pointer<const float>(14), a.integer(15)};
     int64_t num_items = 0, num_scores = 0;
     for (int64_t sequence = 0; sequence < sequences; ++sequence) {
         const int64_t length = starts[sequence + 1] - starts[sequence];

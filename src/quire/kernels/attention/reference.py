@@ -20,7 +20,9 @@ def paged_attention(
     ancestors: Tensor | None = None,  # [T] int64; bit n: the query sees the tree's node n
     *,
     soft_cap: float = 0.0,  # 0: none; else scores become soft_cap * tanh(score / soft_cap)
-    slopes: Tensor | None = None,  # [Hq] float32: a score loses slope * distance of its key (ALiBi)
+    # float32, added to scores: [Hq] times the distance of the key (ALiBi), or, by the distance, an entry of
+    # [Hq, 2 * reach + 1], whose middle is distance 0 and whose ends stand for all beyond (T5)
+    slopes: Tensor | None = None,
     k_scales: Tensor | None = None,  # [num_blocks, Hkv, block_size]: what int8 pages are multiplied by
     v_scales: Tensor | None = None,
 ) -> Tensor:  # [T, Hq * D]
@@ -59,17 +61,23 @@ def full_attention(
     scale: float,
     out: Tensor | None = None,
     reach: int = 0,  # 0: no limit; else a token sees this many tokens on each side, and itself
+    slopes: Tensor | None = None,  # [Hq, 2 * reach + 1] float32: added to scores by distance, as above
 ) -> Tensor:  # [T, Hq * D]
     """Every token attends to all tokens of its own sequence, and to no other. A sequence of none is fine."""
     num_tokens, num_heads, head_dim = q.shape
     result = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     bounds = starts.tolist()
     for first, last in pairwise(bounds):
-        hidden = None
+        hidden = bias = None
+        positions = torch.arange(last - first, device=q.device)
+        distances = positions[None, :] - positions[:, None]
         if reach:
-            positions = torch.arange(last - first, device=q.device)
-            hidden = (positions[:, None] - positions[None, :]).abs() > reach
-        result[first:last] = _attend_all(q[first:last], k[first:last], v[first:last], scale, hidden)
+            hidden = distances.abs() > reach
+        if slopes is not None:
+            bias = _by_distance(slopes, distances)
+        result[first:last] = _attend_all(
+            q[first:last], k[first:last], v[first:last], scale, hidden, bias=bias
+        )
     flat = result.view(num_tokens, num_heads * head_dim)
     return flat if out is None else out.copy_(flat)
 
@@ -108,8 +116,16 @@ def _attend(
         hidden |= key_positions[None, :] <= query_positions[:, None] - window
     bias = None
     if slopes is not None:
-        bias = slopes[:, None, None] * (key_positions[None, :] - query_positions[:, None])
+        bias = _by_distance(slopes, key_positions[None, :] - query_positions[:, None])
     return _attend_all(q, k, v, scale, hidden, soft_cap, bias)
+
+
+def _by_distance(slopes: Tensor, distances: Tensor) -> Tensor:
+    """[heads, queries, keys]: what scores gain. distances [queries, keys], of the keys."""
+    if slopes.dim() == 1:
+        return slopes[:, None, None] * distances
+    reach = slopes.shape[1] // 2
+    return slopes[:, distances.clamp(-reach, reach) + reach]
 
 
 def _attend_all(

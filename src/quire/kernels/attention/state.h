@@ -81,7 +81,9 @@ struct AttentionProblem {
     const int32_t* tree_starts;  // per query, -1: none; null: there are no trees
     const int64_t* ancestors;    // per query
     float soft_cap;              // of scores, 0: none
-    const float* slopes;         // per head, null: none
+    const float* slopes;         // per head, or a table by distance; null: none
+    int64_t table_reach;         // of a table [heads, 2 * reach + 1]: distances beyond it count as it; 0: one slope per head
+    int64_t position_shift = 0;  // how far positions are behind those that distances count from
 
     // Of a request whose first query this is: the place where its tree begins, -1 if it has none.
     int64_t tree_start(int64_t token) const { return tree_starts == nullptr ? -1 : tree_starts[token]; }
@@ -164,8 +166,8 @@ inline void write_result(State state, float* out, int64_t head_dim) {
     }
 }
 
-// Caps the 64 scores that a query at `position` has of a tile, and adds its head's slope times a key's distance, for
-// models that have these. Scores are in base 2. Scales of keys in int8 are multiplied first, here if this is called for.
+// Caps the 64 scores that a query at `position` has of a tile, and adds its head's slope times a key's distance, or
+// what a table has for the distance, for models that have these. Scores are in base 2. Scales of keys in int8 are multiplied first, here if this is called for.
 inline void adjust_scores(const AttentionProblem& p, float* scores, int64_t kv_head, int64_t row, int64_t position,
                           int64_t tile, const TileScales* scales) {
     if (scales != nullptr && p.adjusts()) {
@@ -182,7 +184,14 @@ inline void adjust_scores(const AttentionProblem& p, float* scores, int64_t kv_h
             store(scores + i, multiply(tanh, broadcast(p.soft_cap * kLog2E)));
         }
     }
-    if (p.slopes != nullptr) {
+    if (p.table_reach > 0) {
+        const int64_t reach = p.table_reach, head = kv_head * p.group() + row % p.group();
+        const float* middle = p.slopes + head * (2 * reach + 1) + reach;
+        for (int64_t i = 0; i < kTilePositions; ++i) {
+            const int64_t distance = tile + i - position + p.position_shift;
+            scores[i] += kLog2E * middle[distance < -reach ? -reach : distance > reach ? reach : distance];
+        }
+    } else if (p.slopes != nullptr) {
         const float slope = p.slopes[kv_head * p.group() + row % p.group()] * kLog2E;
         for (int64_t i = 0; i < kTilePositions; ++i) scores[i] += slope * static_cast<float>(tile + i - position);
     }

@@ -44,7 +44,7 @@ def paged_attention(
     positions: Tensor | None = None,  # [T] int32, of the queries in their sequences
     *,
     soft_cap: float = 0.0,  # as in the reference, and
-    slopes: Tensor | None = None,  # [Hq] float32
+    slopes: Tensor | None = None,  # [Hq] or [Hq, 2 * reach + 1] float32
     plan: AttentionPlan | None = None,  # of these rows and this window; made here if None
     max_query_len: int | None = None,  # 1: every row has one query at most, and no prompt kernel is launched
     deterministic: bool = False,  # for a plan made here

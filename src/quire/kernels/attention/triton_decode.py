@@ -14,6 +14,7 @@ from quire.kernels.attention.triton_tile import (
     page_ids,
     row_slopes_of,
     slot_offsets,
+    table_width,
     tile_scales,
     visible_keys,
 )
@@ -37,7 +38,7 @@ def decode(
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=query_rows(group), GROUP_PADDED=padded_power(group),
         HEAD_DIM=head_dim, BLOCK_D=max(16, padded_power(head_dim)), BLOCK_SIZE=k_pages.shape[1],
         TILE=tuning.decode_tile, WINDOW=plan.window, SCALED=scales.exist, FUSED=tuning.fused_reduction,
-        SUMS=_sums_at_once(group, head_dim), CAP=soft_cap, SLOPED=slopes is not None,
+        SUMS=_sums_at_once(group, head_dim), CAP=soft_cap, SLOPED=table_width(slopes),
         num_warps=tuning.decode_warps, num_stages=tuning.decode_stages, maxnreg=tuning.decode_registers,
     )  # fmt: skip
     if not tuning.fused_reduction:

@@ -22,6 +22,7 @@ from quire.kernels.attention.triton_tile import (
     page_ids,
     row_slopes_of,
     slot_offsets,
+    table_width,
     tile_scales,
     visible_keys,
 )
@@ -34,7 +35,7 @@ def prompt(
     """Writes the results of all rows with more than one query; leaves other rows of `out` alone."""
     launch_tiles(
         _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
-        (plan.partial_acc, plan.partial_max, slopes), CHUNK=plan.chunk, CAP=soft_cap, SLOPED=slopes is not None,
+        (plan.partial_acc, plan.partial_max, slopes), CHUNK=plan.chunk, CAP=soft_cap, SLOPED=table_width(slopes),
     )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def fixed_decode(
     launch_tiles(
         _prompt_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
         (plan.partial_acc, plan.partial_max, slopes), decodes=True,
-        CHUNK=plan.chunk, CAP=soft_cap, SLOPED=slopes is not None,
+        CHUNK=plan.chunk, CAP=soft_cap, SLOPED=table_width(slopes),
     )  # fmt: skip
     reduce_pieces(plan, q.shape[1], q.shape[2], out)
 

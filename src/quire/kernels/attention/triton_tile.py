@@ -17,6 +17,11 @@ class PageScales(NamedTuple):
     exist: bool
 
 
+def table_width(slopes: Tensor | None) -> int:
+    """The kernels' SLOPED: 0 without slopes, 1 with one per head, else the width of a table by distance."""
+    return 0 if slopes is None else 1 if slopes.dim() == 1 else slopes.shape[1]
+
+
 # A file's constants reach a kernel as constexpr only.
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 LOG2_E = tl.constexpr(1.44269504088896)
@@ -95,8 +100,11 @@ def matmul(a, b, acc):
 
 @triton.jit
 def row_slopes_of(slopes, heads, used, SLOPED: tl.constexpr):
-    """The slope of each row's head; zeros where the model has none."""
-    if SLOPED:
+    """The slope of each row's head, or where the middle of its table lies (SLOPED is its width); zeros where the model
+    has none."""
+    if SLOPED > 1:
+        return slopes + tl.where(used, heads, 0) * SLOPED + SLOPED // 2
+    elif SLOPED == 1:
         return tl.load(slopes + heads, used, 0.0)
     else:
         return heads * 0.0
@@ -104,13 +112,18 @@ def row_slopes_of(slopes, heads, used, SLOPED: tl.constexpr):
 
 @triton.jit
 def adjusted(scores, slopes, positions, start, CAP: tl.constexpr, SLOPED: tl.constexpr, TILE: tl.constexpr):
-    """Scores [rows, TILE] in base 2, capped, and with each row's slope times the distance of a key."""
+    """Scores [rows, TILE] in base 2, capped, and with each row's slope times the distance of a key, or what
+    its table has for the distance."""
     if CAP > 0:
         # tanh(y) = 1 - 2 / (1 + e^2y)
         scores = CAP * LOG2_E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP))))
-    if SLOPED:
+    if SLOPED > 0:
         distances = (start + tl.arange(0, TILE))[None, :] - positions[:, None]
-        scores += slopes[:, None] * LOG2_E * distances.to(tl.float32)
+        if SLOPED > 1:
+            near = tl.minimum(tl.maximum(distances, -(SLOPED // 2)), SLOPED // 2)
+            scores += tl.load(slopes[:, None] + near) * LOG2_E
+        else:
+            scores += slopes[:, None] * LOG2_E * distances.to(tl.float32)
     return scores
 
 
@@ -135,7 +148,7 @@ def attend_tile(
     scores = matmul(q, tl.trans(as_operand(k, q)), None)
     if SCALED:
         scores = scores * k_scale.to(tl.float32)[None, :]
-    if CAP > 0 or SLOPED:
+    if CAP > 0 or SLOPED > 0:
         scores = adjusted(scores * scale, slopes, positions, start, CAP, SLOPED, k.shape[0])
         scale = 1.0
     if MASKED:

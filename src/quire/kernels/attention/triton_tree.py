@@ -24,6 +24,7 @@ from quire.kernels.attention.triton_tile import (
     page_ids,
     row_slopes_of,
     slot_offsets,
+    table_width,
     tile_scales,
     visible_keys,
 )
@@ -161,7 +162,7 @@ def fixed_tree(
     launch_tiles(
         _fixed_tree_kernel, q, k_pages, v_pages, block_tables, plan, scale, scales, out,
         (tree_starts, ancestors, positions, slopes), CHUNK=plan.chunk, NODES=MAX_NODES,
-        CAP=soft_cap, SLOPED=slopes is not None,
+        CAP=soft_cap, SLOPED=table_width(slopes),
     )  # fmt: skip
 
 

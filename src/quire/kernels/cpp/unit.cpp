@@ -8,6 +8,7 @@
 #include "../activation/cpu.cpp"
 #include "../attention/cpu.cpp"
 #include "../attention/full.h"
+#include "../collective/cpu.cpp"
 #include "../embedding/cpu.cpp"
 #include "../encoded_linear/cpu.cpp"
 #include "../int8_linear/cpu.cpp"
@@ -39,6 +40,10 @@ const NamedOperation operations[] = {
     {"gelu", gelu},
     {"gelu_mul", gelu_mul},
     {"gelu_tanh_mul", gelu_tanh_mul},
+    {"group_broadcast", group_broadcast},
+    {"group_gather", group_gather},
+    {"group_pass", group_pass},
+    {"group_reduce", group_reduce},
     {"head_rms_norm", head_rms_norm},
     {"int8_experts", int8_experts},
     {"layer_norm", layer_norm},
@@ -48,12 +53,15 @@ const NamedOperation operations[] = {
     {"lora_add", lora_add},
     {"lora_pack", lora_pack},
     {"paged_attention", paged_attention},
+    {"partial_linear", partial_linear},
     {"peaks", peaks},
     {"rms_norm", rms_norm},
     {"rms_norm_onto", rms_norm_onto},
     {"rotate_and_store", rotate_and_store},
     {"router_logits", router_logits},
+    {"row_peaks", row_peaks},
     {"sample_filtered", sample_filtered},
+    {"scale_sums", scale_sums},
     {"silu_mul", silu_mul},
     {"token_ranks", token_ranks},
     {nullptr, nullptr},

@@ -30,7 +30,16 @@ TOKEN_TILES = (32, 64, 128, 256)  # of the kernel for many tokens
 STAGES = {32: 6, 64: 6, 128: 6, 256: 5}
 MANY = 512  # tokens beyond which a decoded weight and cuBLAS are faster
 THREADS = 256  # of a block for few tokens
-FEW_VARIANTS = ((1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (1, 1, True), (1, 2, True))
+# Kernels for few tokens by tiles of 8 tokens (0: one token, kept in shared memory) and by tiles of rows.
+FEW_KERNELS = {
+    (0, 1): "one",
+    (0, 2): "one_gated",
+    (1, 1): "few_1",
+    (2, 1): "few_2",
+    (1, 2): "few_1_gated",
+    (2, 2): "few_2_gated",
+}
+ONE_BYTES = 65536  # of the token, at most
 RING_BYTES = 40960  # of a block and tile of rows for few tokens, about
 SPLIT_BYTES = 12  # how much a split's partial sums count against rounds of blocks; an estimate, not tuned
 
@@ -82,7 +91,8 @@ class CudaProduct:
         if tokens == 0:
             return
         if tokens <= self._most_few:
-            self._bound(x).few(-(-self._shape[0] // TILE), self._arguments(x, out, bias, residual), 1)
+            arguments = self._arguments(x, out, bias, residual)
+            self._bound(x).few(-(-self._shape[0] // TILE), arguments, 1, keeps_token(x))
         elif tokens <= MANY and torch.cuda.get_device_capability(x.device)[0] == 9:
             self._many(x, out, bias, residual)
         else:
@@ -93,14 +103,14 @@ class CudaProduct:
         return self._gated(x, bias, None, 0.0) if self._gates(x) else None
 
     def normed(self, x: Tensor, norm_weight: Tensor, eps: float, silu_mul: bool) -> Tensor | None:
-        """RMS norm of one token and GEMM in one kernel; None for more."""
-        if x.shape[0] > 1 or (silu_mul and not self._gates(x)):
+        """RMS norm of one token and GEMM in one kernel; None for more, and for a longer token than fits."""
+        if not keeps_token(x, norm_weight) or (silu_mul and not self._gates(x)):
             return None
         if silu_mul:
             return self._gated(x, None, norm_weight, eps)
         out = x.new_empty(x.shape[0], self._shape[0])
         arguments = self._arguments(x, out, None, None, norm_weight, eps)
-        self._bound(x).few(-(-self._shape[0] // TILE), arguments, 1)
+        self._bound(x).few(-(-self._shape[0] // TILE), arguments, 1, True)
         return out
 
     def _gates(self, x: Tensor) -> bool:
@@ -110,7 +120,7 @@ class CudaProduct:
         half = self._shape[0] // 2
         out = x.new_empty(x.shape[0], half)
         arguments = self._arguments(x, out, bias, None, norm_weight, eps)
-        self._bound(x).few(half // TILE, arguments, 2)
+        self._bound(x).few(half // TILE, arguments, 2, keeps_token(x))
         return out
 
     def _many(self, x: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
@@ -176,6 +186,12 @@ class CudaProduct:
 Product = CudaProduct
 
 
+def keeps_token(x: Tensor, norm_weight: Tensor | None = None) -> bool:
+    """Whether x is one token that fits in shared memory and is read in quads."""
+    aligned = all(tensor.data_ptr() % 8 == 0 for tensor in (x, norm_weight) if tensor is not None)
+    return x.shape[0] == 1 and x.shape[1] * 2 <= ONE_BYTES and aligned
+
+
 def _by_four(rows: int, *tensors: Tensor | None) -> bool:
     """Whether four rows of a token can be read and written at a time."""
     given = [tensor for tensor in tensors if tensor is not None]
@@ -208,20 +224,19 @@ def best_splits(blocks: int, chunks: int, tile: int, processors: int) -> int:
 class Kernels:
     """Of one format and activation type."""
 
-    few_tokens: dict[
-        tuple[int, int, bool], tuple[nvrtc.Kernel, int]
-    ]  # by tiles of tokens and rows, norm: and bytes
+    few_tokens: dict[tuple[int, int], tuple[nvrtc.Kernel, int]]  # FEW_KERNELS, and bytes of shared memory
+    pair_groups: int  # of two chunks
     expand: nvrtc.Kernel
     permute: nvrtc.Kernel
     reduce: nvrtc.Kernel
     many: dict[int, nvrtc.Kernel]
     num_processors: int
 
-    def few(self, tiles: int, arguments: KernelArguments, row_tiles: int) -> None:
-        """Few tokens: as many blocks as run at once, which take tiles in turn."""
-        kernel, shared_bytes = self.few_tokens[-(-arguments.tokens // 8), row_tiles, bool(arguments.norm)]
-        if arguments.norm:
-            shared_bytes += arguments.x_chunks * CHUNK * 2
+    def few(self, tiles: int, arguments: KernelArguments, row_tiles: int, one: bool) -> None:
+        """Few tokens: as many blocks as run at once, which take tiles in turn. `one`: it is kept in shared memory."""
+        kernel, shared_bytes = self.few_tokens[0 if one else -(-arguments.tokens // 8), row_tiles]
+        if one:
+            shared_bytes += arguments.chunks * CHUNK * 2 + arguments.chunks // 2 * self.pair_groups * 4
         blocks = kernel.blocks_at_once(THREADS, shared_bytes) * self.num_processors
         kernel((min(tiles, blocks),), THREADS, arguments, shared_bytes=shared_bytes)
 
@@ -242,10 +257,10 @@ def kernels_of(kind: Format, scales: torch.dtype, dtype: torch.dtype, device: to
     pair = 8 * 32 * (2 * kind.words + sets * raw_words) * 4  # of two chunks
     table = 256 * 32 * 4 if kind.code == BOOK else 0
     few = {}
-    for tokens, rows, norm in FEW_VARIANTS:
-        name = f"few_{tokens}{'_gated' if rows == 2 else ''}{'_norm' if norm else ''}"
-        ring = ring_slots(pair, tokens * rows == 4) * pair * rows
-        few[tokens, rows, norm] = (module.kernel(name), ring + table)
+    for (tokens, rows), name in FEW_KERNELS.items():
+        ring = ring_slots(pair, tokens * rows == 4 or kind.code == BOOK) * pair * rows
+        few[tokens, rows] = (module.kernel(name), ring + table)
+    pair_groups = 1 if kind.groups == 0 or kind.group > CHUNK else 2 * kind.groups
     many = {
         tile: module.kernel(
             f"many_{tile}", STAGES[tile] * (tile * 128 + 8 * 128 * kind.words + 8 * 32 * raw_words) + table
@@ -254,7 +269,7 @@ def kernels_of(kind: Format, scales: torch.dtype, dtype: torch.dtype, device: to
     }
     helpers = {name: module.kernel(name) for name in ("expand", "permute", "reduce")}
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Kernels(few, **helpers, many=many, num_processors=processors)
+    return Kernels(few, pair_groups, **helpers, many=many, num_processors=processors)
 
 
 def source(kind: Format, scales: torch.dtype, dtype: torch.dtype, hopper: bool) -> str:

@@ -92,7 +92,7 @@ __device__ inline u32 fma_pair(u32 a, u32 b, u32 c) {
 // Bits of unsigned integers up to 7 wide are the mantissa of 128 + q in bfloat16, of 1024 + q in float16, exactly.
 constexpr u32 kMagic = HALF ? 0x64006400u : 0x43004300u;
 constexpr float kOffset = (HALF ? 1024.0f : 128.0f) + ZERO;  // what such a pair has too much
-constexpr bool kInteger = CODE < 8;
+constexpr bool kInteger = CODE < 8, kFloat8 = CODE >= 80;
 
 // a & b | c
 __device__ inline u32 masked(u32 word, u32 mask) {
@@ -109,11 +109,16 @@ __device__ inline u32 signed_bytes(u32 word, int at) {
     return pair_of(low, high);
 }
 
-// Two float8 of a word: their bits as 16-bit floats of too small an exponent, which a product sets right.
+// Two float8, each the upper byte of a half: their bits as 16-bit floats whose exponent is too small by kTiny.
+constexpr float kTiny = HALF ? 0x1p8f : 0x1p120f;
+__device__ inline u32 tiny_pair(u32 halves) {
+    const u32 rest = (halves >> (HALF ? 1 : 4)) & (HALF ? 0x3f803f80u : 0x07f007f0u);
+    return (halves & 0x80008000u) | rest;
+}
+
+// Two float8 of a word, at `at` and `at` + 1.
 __device__ inline u32 float8_pair(u32 word, int at) {
-    const u32 spread = __byte_perm(word, 0, at == 0 ? 0x1404 : 0x3424);  // each byte is the upper one of a half
-    const u32 sign = spread & 0x80008000u, rest = (spread & 0x7f007f00u) >> (HALF ? 1 : 4);
-    return mul_pair(sign | rest, HALF ? 0x5c005c00u : 0x7b807b80u);  // 2^8, 2^120
+    return mul_pair(tiny_pair(__byte_perm(word, 0, at == 0 ? 0x1404 : 0x3424)), HALF ? 0x5c005c00u : 0x7b807b80u);
 }
 
 #if CODE == 40
@@ -129,12 +134,15 @@ __device__ inline void fill_table(u32* table) {
 #endif
 
 // Operand `step` of a tile, without scales. `w`, `high`: the lane's words; `table`: of a code book, the lane's bank.
-// `kRaw`: unsigned integers come kOffset too large, which costs no instruction.
+// `kRaw`: unsigned integers come kOffset too large, float8 kTiny too small; both cost no instruction. Rows of float8
+// come with the second and third element of a quad exchanged, as `stage_x` stores x.
 template <bool kRaw>
 __device__ inline void operand(const u32* w, const u32* high, const u32* table, int step, u32* a) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (CODE == 8) a[i] = signed_bytes(w[2 * step + i / 2], i % 2 * 2);
+        else if (CODE == 80 && kRaw) a[i] = tiny_pair(__byte_perm(w[2 * step + i / 2], 0, i % 2 == 0 ? 0x1404 : 0x3424));
+        else if (CODE == 81 && kRaw) a[i] = tiny_pair(w[i % 2 * 4 + step] << (i / 2 == 0 ? 8 : 0));
         else if (CODE == 80) a[i] = float8_pair(w[2 * step + i / 2], i % 2 * 2);
         else if (CODE == 81) a[i] = float8_pair(w[i % 2 * 4 + step], i / 2 * 2);
         else if (CODE == 40) a[i] = table[((w[step] >> (8 * i)) & 255u) * 32];

@@ -105,14 +105,98 @@ __device__ inline void multiply(const u32* w, const u32* high, const u32* table,
     }
 }
 
-template <int NT, int MT, bool kNorm>
+// One token, which is in shared memory: x times the norm's gain, in the order in which a lane reads it, and the sums of
+// x over each group of two chunks.
+struct Staged {
+    u32* words;   // [chunks][4 lanes][8]
+    float* sums;  // [chunks / 2][kPairGroups]
+};
+constexpr float kXScale = kFloat8 && !HALF ? 0x1p64f : 1.0f;  // weights come kTiny too small
+constexpr float kOneScale = kFloat8 ? kTiny / kXScale : 1.0f;
+
+// Returns this thread's sum of squares. A warp takes the 32 quads of two chunks at a time, and has several under way.
+__device__ inline float stage_x(const Args& p, int warp, int lane, const Staged& to) {
+    constexpr int kAhead = 8;
+    const int pairs = p.chunks / 2, quads = p.x_chunks * 16;
+    float square = 0.0f;
+    for (int first = warp; first < pairs; first += kAhead * kFewWarps) {
+        uint2 x[kAhead], gain[kAhead];
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            const int quad = (first + k * kFewWarps) * 32 + lane;
+            x[k] = quad < quads ? ((const uint2*)p.x)[quad] : make_uint2(0, 0);
+            gain[k] = quad < quads && p.norm ? ((const uint2*)p.norm)[quad] : make_uint2(kOnes, kOnes);
+        }
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            const int pair = first + k * kFewWarps, at = lane % 16;  // quad of a chunk
+            if (pair >= pairs) break;
+            float v[4] = {first_of(x[k].x), second_of(x[k].x), first_of(x[k].y), second_of(x[k].y)};
+            for (int i = 0; i < 4; ++i) square += v[i] * v[i];
+            v[0] *= first_of(gain[k].x) * kXScale, v[1] *= second_of(gain[k].x) * kXScale;
+            v[2] *= first_of(gain[k].y) * kXScale, v[3] *= second_of(gain[k].y) * kXScale;
+            const bool exchanged = CODE == 81;
+            const uint2 words =
+                make_uint2(pair_of(v[0], exchanged ? v[2] : v[1]), pair_of(exchanged ? v[1] : v[2], v[3]));
+            const int t = CODE == 81 ? at / 4 : kBy16 ? at % 4 : at / 2 % 4;  // words 2 * step + h of lane t: decode.cuh
+            const int word = CODE == 81 ? at % 4 * 2 : kBy16 ? at / 4 * 2 : at / 8 * 4 + at % 2 * 2;
+            *(uint2*)(to.words + (pair * 2 + lane / 16) * 32 + t * 8 + word) = words;
+            if (kInteger || MINS) {
+                float sum = first_of(words.x) + second_of(words.x) + first_of(words.y) + second_of(words.y);
+#pragma unroll
+                for (int step = 1; step < 32 / kPairGroups; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+                if (lane % (32 / kPairGroups) == 0) to.sums[pair * kPairGroups + lane / (32 / kPairGroups)] = sum;
+            }
+        }
+    }
+    return square;
+}
+
+// Only lanes of the first token read: the other columns of operand B are not used.
+__device__ inline void load_one(u32 address, int lane, u32* words) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        u32* w = words + 4 * i;
+        asm volatile("{ .reg .pred p; setp.lt.s32 p, %5, 4; @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+                     : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3])
+                     : "r"(address + i / 2 * 128 + i % 2 * 16), "r"(lane));
+    }
+}
+
+// y += weights . x for two chunks of one token; y: rows lane / 4 and lane / 4 + 8, right in lanes with t = 0.
+__device__ inline void multiply_one(const u32* w, const u32* high, const u32* table, const u32* raw, const u32* x,
+                                    const float* sums, float* y) {
+#pragma unroll
+    for (int g = 0; g < kPairGroups; ++g) {
+        float d[4] = {}, odd[4] = {};
+#pragma unroll
+        for (int step = g * kPairSteps; step < (g + 1) * kPairSteps; ++step) {
+            u32 a[4];
+            operand<true>(w + step / 4 * kWords, high + step / 4 * 2, table, step % 4, a);
+            mma(step % 2 ? odd : d, a, x[2 * step], x[2 * step + 1]);
+        }
+        const Scales s = scales_of(raw + (kOneGroup ? 0 : g / (GROUPS ? GROUPS : 1) * kSetWords));
+        const int at = kOneGroup ? 0 : g % (GROUPS ? GROUPS : 1);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float sum = d[2 * r] + odd[2 * r];
+            if (kInteger) sum -= kOffset * sums[g];
+            y[r] += GROUPS == 0 ? sum : s.scale[at][r] * sum;
+            if (MINS) y[r] -= s.minimum[at][r] * sums[g];
+        }
+    }
+}
+
+template <int NT, int MT, bool kOne>
 __device__ inline void few_rows(const Args& p) {
     constexpr bool kRaw = kInteger && NT == 1;       // for more tokens a subtraction is cheaper than sums of x
+    constexpr int kSums = kOne ? 16 : NT * 128;      // of a tile: rows of one token, or of all
     constexpr int kSlot = 32 * kPairWords * 4;       // bytes of a warp's two tiles
     constexpr int kWhole = kRingBytes / (kFewWarps * kSlot);
-    constexpr int kRing = NT * MT == 4 ? (kWhole > 1 ? kWhole / 2 : 1) : kWhole;  // more blocks are worth more there
+    constexpr bool kHalved = NT * MT == 4 || CODE == 40;  // more blocks are worth more there
+    constexpr int kRing = kHalved ? (kWhole > 1 ? kWhole / 2 : 1) : kWhole;
     extern __shared__ __align__(1024) u8 memory[];
-    __shared__ float sums[2][kFewWarps][MT][NT * 128];
+    __shared__ float sums[2][kFewWarps][MT][kSums];
     __shared__ float squares[kFewWarps];
     constexpr int kTableBytes = CODE == 40 ? 256 * 32 * 4 : 0;
 #if CODE == 40
@@ -200,37 +284,47 @@ __device__ inline void few_rows(const Args& p) {
         x[n] = p.x + token * p.x_stride;
     }
     float factor = 1.0f;
-    if (kNorm) {  // one token: x times the norm's gain goes to shared memory, the divisor to the end
-        u32* const gained = (u32*)(memory + kRing * MT * kFewWarps * kSlot + kTableBytes);
-        float square = 0.0f;
-        for (int i = threadIdx.x; i < p.x_chunks * kTileColumns / 2; i += kFewWarps * 32) {
-            const u32 pair = ((const u32*)p.x)[i], gain = ((const u32*)p.norm)[i];
-            const float low = first_of(pair), up = second_of(pair);
-            square += low * low + up * up;
-            gained[i] = pair_of(low * first_of(gain), up * second_of(gain));
-        }
+    Staged staged{};
+    u32 one_address = 0;
+    if (kOne) {
+        staged.words = (u32*)(memory + kRing * MT * kFewWarps * kSlot + kTableBytes);
+        staged.sums = (float*)(staged.words + p.chunks * 32);
+        one_address = shared_address(staged.words) + t * 32;
+        float square = stage_x(p, warp, lane, staged);
+        if (p.norm) {
 #pragma unroll
-        for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
-        if (lane == 0) squares[warp] = square;
+            for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
+            if (lane == 0) squares[warp] = square;
+        }
         __syncthreads();
-        square = 0.0f;
-        for (int v = 0; v < kFewWarps; ++v) square += squares[v];
-        factor = rsqrtf(square / (float)(p.x_chunks * kTileColumns) + p.eps);
-        x[0] = (const u16*)gained;
+        if (p.norm) {
+            square = 0.0f;
+            for (int v = 0; v < kFewWarps; ++v) square += squares[v];
+            factor = rsqrtf(square / (float)(p.x_chunks * kTileColumns) + p.eps);
+        }
+        factor *= kOneScale;
     }
     int slot = 0, turn = 0;
+    u32 values[NT][16] = {};
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
         float y[MT][NT][4] = {};
         for (int chunk = 2 * warp; chunk < p.chunks; chunk += 2 * kFewWarps) {
-            u32 values[NT][16];
-            const int second = chunk + 1 < p.x_chunks ? chunk + 1 : chunk;  // behind the last, weights are zero
+            float x_sums[kPairGroups][NT][4], one_sums[kPairGroups];
+            if (kOne) {
+                load_one(one_address + chunk * 128, lane, values[0]);
+                if (kInteger || MINS) {
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                load_x(x[n], chunk, t, values[n]);
-                load_x(x[n], second, t, values[n] + 8);
+                    for (int g = 0; g < kPairGroups; ++g) one_sums[g] = staged.sums[chunk / 2 * kPairGroups + g];
+                }
+            } else {
+                const int second = chunk + 1 < p.x_chunks ? chunk + 1 : chunk;  // behind the last, weights are zero
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    load_x(x[n], chunk, t, values[n]);
+                    load_x(x[n], second, t, values[n] + 8);
+                }
+                if (kRaw || MINS) sum_x<NT>(values, x_sums);
             }
-            float x_sums[kPairGroups][NT][4];
-            if (kRaw || MINS) sum_x<NT>(values, x_sums);
             wait_copies<kRing - 1>();
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
@@ -240,18 +334,25 @@ __device__ inline void few_rows(const Args& p) {
                 read_words(from + kWords * 32, lane, w + kWords, high + 2);
 #pragma unroll
                 for (int i = 0; i < kSets * kSetWords; ++i) raw[i] = from[(2 * kWords + i) * 32 + lane];
-                multiply<NT, kRaw>(w, high, table, raw, values, x_sums, y[m]);
+                if (kOne) multiply_one(w, high, table, raw, values[0], one_sums, y[m][0]);
+                else multiply<NT, kRaw>(w, high, table, raw, values, x_sums, y[m]);
             }
             slot = slot + 1 == kRing ? 0 : slot + 1;
             fetch();
         }
-        // y[m][n][i]: row lane / 4 + 8 * (i / 2), token 8 * n + 2 * t + i % 2
-        for (int m = 0; m < MT; ++m)
-            for (int n = 0; n < NT; ++n)
-                for (int i = 0; i < 4; ++i)
-                    sums[turn][warp][m][(8 * n + 2 * t + i % 2) * 16 + row + i / 2 * 8] = y[m][n][i];
+        if (kOne) {
+            if (t == 0) {
+                for (int m = 0; m < MT; ++m)
+                    for (int r = 0; r < 2; ++r) sums[turn][warp][m][row + 8 * r] = y[m][0][r];
+            }
+        } else {  // y[m][n][i]: row lane / 4 + 8 * (i / 2), token 8 * n + 2 * t + i % 2
+            for (int m = 0; m < MT; ++m)
+                for (int n = 0; n < NT; ++n)
+                    for (int i = 0; i < 4; ++i)
+                        sums[turn][warp][m][(8 * n + 2 * t + i % 2) * 16 + row + i / 2 * 8] = y[m][n][i];
+        }
         __syncthreads();
-        for (int i = threadIdx.x; i < NT * 128; i += kFewWarps * 32) {
+        for (int i = threadIdx.x; i < kSums; i += kFewWarps * 32) {
             const int token = i / 16, channel = tile * 16 + i % 16;
             if (token >= p.tokens || channel >= p.rows / MT) continue;
             float total[MT] = {};
@@ -272,11 +373,11 @@ __device__ inline void few_rows(const Args& p) {
     }
 }
 
-#define FEW(name, NT, MT, NORM) \
-    extern "C" __global__ void __launch_bounds__(kFewWarps * 32) name(const Args p) { few_rows<NT, MT, NORM>(p); }
+#define FEW(name, NT, MT, ONE) \
+    extern "C" __global__ void __launch_bounds__(kFewWarps * 32) name(const Args p) { few_rows<NT, MT, ONE>(p); }
 FEW(few_1, 1, 1, false)
 FEW(few_2, 2, 1, false)
 FEW(few_1_gated, 1, 2, false)
 FEW(few_2_gated, 2, 2, false)
-FEW(few_1_norm, 1, 1, true)
-FEW(few_1_gated_norm, 1, 2, true)
+FEW(one, 1, 1, true)
+FEW(one_gated, 1, 2, true)

@@ -26,6 +26,8 @@ struct LinearProblem {
     int64_t out_stride;
     int8_t* rows;  // quantized x, in the GEMM's layout
     float* row_scales;
+    int32_t* partial;         // [tokens, channels], in place of `out`: other ranks have the other columns
+    const float* row_peaks;  // [tokens] of the whole rows, then
 };
 
 // Sixty-four columns times a Hadamard matrix / 8, as the reference has it. Weights were mixed likewise, so products
@@ -53,19 +55,24 @@ inline const float* mix_row(const float* x, int64_t columns) {
     return mixed;
 }
 
+// The largest magnitude of a mixed row; what is too small to divide by counts as zero.
+inline float peak_of(const float* mixed, int64_t columns) {
+    constexpr float kSmallest = 1e-30f;
+    Floats magnitude = zeros();
+    for (int64_t i = 0; i < columns; i += kLanes) {
+        magnitude = maximum(magnitude, absolute(load_part(mixed + i, columns - i)));
+    }
+    const float peak = largest(magnitude);
+    return peak < kSmallest ? 0.0f : peak;
+}
+
 template <class Gemm>
 inline void quantize_row(const LinearProblem& p, int64_t row) {
-    constexpr float kSmallest = 1e-30f;
     const auto target = [&](int64_t column) { return p.rows + Gemm::place(row, column, p.padded_columns); };
     int64_t i = 0;
     if (row < p.tokens) {
         const float* x = mix_row(p.x + row * p.x_stride, p.columns);
-        Floats magnitude = zeros();
-        for (; i < p.columns; i += kLanes) {
-            magnitude = maximum(magnitude, absolute(load_part(x + i, p.columns - i)));
-        }
-        float absmax = largest(magnitude);
-        if (absmax < kSmallest) absmax = 0.0f;
+        const float absmax = p.row_peaks != nullptr ? p.row_peaks[row] : peak_of(x, p.columns);
         const Floats inverse = broadcast(absmax == 0.0f ? 0.0f : 127.0f / absmax);
         p.row_scales[row] = absmax / 127.0f;
         for (i = 0; i < p.columns; i += kLanes) {
@@ -142,6 +149,18 @@ struct PlainPair {
         for (int64_t half = 0; half < 2; ++half) {
             if (p.residual != nullptr) finish_block<kBias, true>(p, rows, half);
             else finish_block<kBias, false>(p, rows, half);
+        }
+    }
+};
+
+// Sums as they are, to be added to those of other ranks.
+struct PartialPair : PlainPair {
+    template <bool kBias>
+    static void finish_with(const LinearProblem& p, const PairRows& rows) {
+        const int64_t channel = rows.pair * kPairChannels, left = p.channels - channel;
+        const auto size = static_cast<size_t>(left < kPairChannels ? left : kPairChannels) * sizeof(int32_t);
+        for (int64_t row = rows.row; row < rows.end; ++row) {
+            std::memcpy(p.partial + row * p.channels + channel, rows.sums + (row - rows.row) * kPairChannels, size);
         }
     }
 };
@@ -260,7 +279,7 @@ inline LinearProblem linear_problem(const int64_t* words) {
             a.pointer<const int8_t>(4), a.integer(5), a.integer(6),
             a.pointer<const float>(7), a.pointer<const int32_t>(8), a.pointer<const float>(9),
             a.pointer<const float>(10), a.integer(11), a.pointer<float>(12), a.integer(13),
-            nullptr, nullptr};
+            nullptr, nullptr, nullptr, nullptr};
 }
 
 inline void linear(const int64_t* words) {
@@ -272,6 +291,58 @@ inline void linear(const int64_t* words) {
 inline void linear_silu_mul(const int64_t* words) {
     LinearProblem problem = linear_problem(words);
     run_linear<GatedPair>(problem);
+}
+
+// Columns that several ranks share: peaks of each one's part, then (peaks being those of whole rows) its exact sums,
+// then (sums being those of all ranks) results. Together they have the bits of `linear` over all columns.
+// Arguments: x, x stride, tokens, columns, peaks.
+inline void row_peaks(const int64_t* words) {
+    const Arguments a{words};
+    const float* x = a.pointer<const float>(0);
+    const int64_t stride = a.integer(1), columns = a.integer(3);
+    float* peaks = a.pointer<float>(4);
+    parallel_for(a.integer(2), kQuantizeAlone / (columns + 1) + 1, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) peaks[row] = peak_of(mix_row(x + row * stride, columns), columns);
+    });
+}
+
+// Arguments: x, x stride, tokens, columns, packed, padded columns, channels, sums of weights, peaks, result.
+inline void partial_linear(const int64_t* words) {
+    const Arguments a{words};
+    LinearProblem problem{a.pointer<const float>(0), a.integer(1), a.integer(2), a.integer(3),
+                          a.pointer<const int8_t>(4), a.integer(5), a.integer(6), nullptr, a.pointer<const int32_t>(7),
+                          nullptr, nullptr, 0, nullptr, 0, nullptr, nullptr,
+                          a.pointer<int32_t>(9), a.pointer<const float>(8)};
+    run_linear<PartialPair>(problem);
+}
+
+// Arguments: sums, tokens, channels, peaks, scales, bias, residual, residual stride, out, out stride.
+inline void scale_sums(const int64_t* words) {
+    const Arguments a{words};
+    const int32_t* sums = a.pointer<const int32_t>(0);
+    const int64_t channels = a.integer(2), residual_stride = a.integer(7), out_stride = a.integer(9);
+    const float *peaks = a.pointer<const float>(3), *scales = a.pointer<const float>(4);
+    const float *bias = a.pointer<const float>(5), *residual = a.pointer<const float>(6);
+    float* out = a.pointer<float>(8);
+    parallel_for(a.integer(1), kQuantizeAlone / (channels + 1) + 1, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const Floats row_scale = broadcast(peaks[row] / 127.0f);
+            for (int64_t i = 0; i < channels; i += kLanes) {
+                const int64_t left = channels - i;
+                alignas(64) int32_t last[kLanes] = {};
+                const int32_t* source = sums + row * channels + i;
+                if (left < kLanes) {
+                    std::memcpy(last, source, static_cast<size_t>(left) * sizeof(int32_t));
+                    source = last;
+                }
+                const Floats scale = load_part(scales + i, left);
+                Floats y = scaled<false>(source, row_scale, scale, scale);
+                if (bias != nullptr) y = add(y, load_part(bias + i, left));
+                if (residual != nullptr) y = add(y, load_part(residual + row * residual_stride + i, left));
+                store_part(out + row * out_stride + i, y, left);
+            }
+        }
+    });
 }
 
 }  // namespace QUIRE_ISA

@@ -57,6 +57,53 @@ def linear(
     return out
 
 
+def row_peaks(x: Tensor) -> Tensor:
+    """x [T, K] fp32 -> [T] fp32, the largest magnitude of each row once it is mixed."""
+    native.check_floats(x)
+    peaks = native.empty(x.shape[0])
+    native.call(
+        "row_peaks", (x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], peaks.data_ptr()), (x, peaks)
+    )
+    return peaks
+
+
+def partial_linear(x: Tensor, packed: Tensor, sums: Tensor, peaks: Tensor) -> Tensor:
+    """x [T, K] fp32, peaks [T] of whole rows -> exact sums over these columns, int32 [T, N]."""
+    native.check_floats(x, peaks)
+    native.check_indices(torch.int32, sums)
+    out = native.empty(x.shape[0], sums.shape[0], dtype=torch.int32)
+    native.call(
+        "partial_linear",
+        (
+            x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], packed.data_ptr(), packed.shape[1] * GROUP,
+            sums.shape[0], sums.data_ptr(), peaks.data_ptr(), out.data_ptr(),
+        ),
+        (x, packed, sums, peaks, out),
+    )  # fmt: skip
+    return out
+
+
+def scale_sums(
+    sums: Tensor,  # [T, N] int32, over all columns
+    peaks: Tensor,  # [T] fp32
+    scales: Tensor,  # [N] fp32
+    bias: Tensor | None = None,  # [N] fp32
+    residual: Tensor | None = None,  # [T, N] fp32
+) -> Tensor:  # [T, N] fp32
+    """y = (sum * x_scale) * w_scale (+ bias) (+ residual), in that order."""
+    native.check_floats(peaks, scales, bias, residual)
+    out = native.empty(*sums.shape)
+    native.call(
+        "scale_sums",
+        (
+            sums.data_ptr(), sums.shape[0], sums.shape[1], peaks.data_ptr(), scales.data_ptr(), native.address(bias),
+            native.address(residual), 0 if residual is None else residual.stride(0), out.data_ptr(), out.stride(0),
+        ),
+        (sums, peaks, scales, bias, residual, out),
+    )  # fmt: skip
+    return out
+
+
 def linear_silu_mul(
     x: Tensor,  # [T, K] fp32
     packed: Tensor,  # rows 0..F-1 gate, F..2F-1 up

@@ -95,6 +95,36 @@ def linear(
     return y if out is None else out.copy_(y)
 
 
+def row_peaks(x: Tensor) -> Tensor:
+    """x [T, K] fp32 -> [T] fp32, the largest magnitude of each row once it is mixed.
+
+    `row_peaks`, `partial_linear` and `scale_sums` are `linear` where several ranks have some of the columns each: the
+    largest of their peaks and the sum of their partial sums give its bits.
+    """
+    peaks = mix(x).abs().amax(dim=1)
+    return torch.where(peaks < SMALLEST_ABSMAX, torch.zeros_like(peaks), peaks)
+
+
+def partial_linear(x: Tensor, packed: Tensor, sums: Tensor, peaks: Tensor) -> Tensor:
+    """x [T, K] fp32, peaks [T] of whole rows -> exact sums over these columns, int32 [T, N]."""
+    inverse = torch.where(peaks == 0, torch.zeros_like(peaks), LARGEST / peaks)
+    q = torch.round(mix(x) * inverse[:, None]).clamp_(-LARGEST, LARGEST).to(torch.int8)
+    return _integer_gemm(q, packed)
+
+
+def scale_sums(
+    sums: Tensor,  # [T, N] int32, over all columns
+    peaks: Tensor,  # [T] fp32
+    scales: Tensor,  # [N] fp32
+    bias: Tensor | None = None,  # [N] fp32
+    residual: Tensor | None = None,  # [T, N] fp32
+) -> Tensor:  # [T, N] fp32
+    """y = (sum * x_scale) * w_scale (+ bias) (+ residual), in that order."""
+    y = (sums.float() * (peaks / LARGEST)[:, None]) * scales[None, :]
+    y = y if bias is None else y + bias
+    return y if residual is None else y + residual
+
+
 def linear_silu_mul(
     x: Tensor,  # [T, K] fp32
     packed: Tensor,  # rows 0..F-1 gate, F..2F-1 up

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependents import launch_dependents
+
 
 @triton.jit
 def _norm_kernel(
@@ -19,6 +21,7 @@ def _norm_kernel(
 
     ONTO: the rounded result is added to what `out` holds.
     """
+    launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)

@@ -1,0 +1,242 @@
+"""`quire plan --mig` and `--fleet`: slices of a GPU, which one keeps a promise, and many models on few GPUs."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from quire.bench.table import aligned, in_bytes
+from quire.cli.flags import engine_settings
+from quire.cli.parser import Parser
+from quire.core import laboratory
+from quire.core.errors import ConfigError
+from quire.fleet.manifests import NAMESPACE, Node, write
+from quire.fleet.mig import MEMORY_SLICES, Card, find_card, layouts, multiset, without_double
+from quire.fleet.packing import Demand, Packed, lower_bound, pack
+from quire.fleet.plan_file import MAX_USERS, FleetModel, read_fleet, seconds
+
+MAX_REPLICAS = 64
+
+
+def add_arguments(parser: Parser) -> None:
+    group = parser.group("sharing GPUs")
+    group.add_argument(
+        "--mig", metavar="GPU", help="slices and layouts of this GPU; with a model: the slice it needs"
+    )
+    group.add_argument("--slo-per-token", default="50ms", help="time per token to keep (default: 50ms)")
+    group.add_argument("--slo-request", default="10s", help="and per request (default: 10s)")
+    group.add_argument("--users", type=int, help="requests at once (default: a table of 1 to 64)")
+    group.add_argument("--prompt-tokens", type=int, default=512, help="of a request (default: 512)")
+    group.add_argument("--output-tokens", type=int, default=128, help="of its answer (default: 128)")
+    group.add_argument(
+        "--figure", type=Path, metavar="FILE", help="draw latency over users to this PNG or SVG"
+    )
+    group.add_argument(
+        "--fleet", type=Path, metavar="FILE", help="pack the models of this YAML file on few GPUs"
+    )
+    group.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="write the files that apply the plan there"
+    )
+    group.add_argument("--platform", choices=tuple(NAMESPACE), default="kubernetes", help="of these files")
+
+
+def is_asked(arguments: argparse.Namespace) -> bool:
+    return arguments.mig is not None or arguments.fleet is not None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.fleet is not None:
+        return _fleet(arguments)
+    card = find_card(arguments.mig)
+    settings = engine_settings(arguments)
+    if "model" not in settings:
+        print(_as_json(card) if arguments.json else _tables(card))
+        return 0
+    slices = laboratory.load("measure.slices", "`quire plan MODEL --mig`")
+    promise = slices.Promise(
+        seconds(arguments.slo_per_token, "--slo-per-token"), seconds(arguments.slo_request, "--slo-request"),
+        _positive(arguments.prompt_tokens, "--prompt-tokens"), _positive(arguments.output_tokens, "--output-tokens"),
+    )  # fmt: skip
+    if arguments.users is not None:
+        return _one(arguments, slices, settings, card, promise)
+    points = slices.curve(settings, card, promise)
+    if arguments.json:
+        print(json.dumps([_point(point, promise) for point in points], indent=2))
+    else:
+        print(_curve_table(slices, points, card, promise))
+    if arguments.figure is not None:
+        laboratory.load("report.slice_curves", "--figure").draw(points, card, promise, arguments.figure)
+    return 0
+
+
+def _positive(value: int, name: str) -> int:
+    if not 1 <= value <= MAX_USERS:
+        raise ConfigError(f"{name} is {value}: give a whole number from 1 to {MAX_USERS:,}")
+    return value
+
+
+def _one(arguments: argparse.Namespace, slices: Any, settings: Any, card: Card, promise: Any) -> int:
+    held = slices.smallest(settings, card, promise, _positive(arguments.users, "--users"))
+    if arguments.json:
+        print(json.dumps(_point(held, promise), indent=2))
+    else:
+        print(
+            f"{held.profile} of {card.name} is the smallest slice for {held.users} users: "
+            f"{1e3 * held.per_token:.1f} ms per token and {held.per_request:.2f} s per request (95th percentiles, "
+            f"simulated; promised {1e3 * promise.per_token:g} ms and {promise.per_request:g} s)"
+        )
+    return 0
+
+
+def _point(point: Any, promise: Any) -> dict[str, Any]:
+    fits = not point.why
+    return {
+        "slice": point.profile, "users": point.users, "fits": fits, "keeps": point.keeps(promise), "why": point.why,
+        "per_token_s": point.per_token if fits else None, "per_request_s": point.per_request if fits else None,
+    }  # fmt: skip
+
+
+def _curve_table(slices: Any, points: Sequence[Any], card: Card, promise: Any) -> str:
+    users = sorted({point.users for point in points})
+    rows = [["slice", *(f"{count} users" for count in users), "promise kept up to"]]
+    notes = []
+    for profile in card.profiles:
+        of_slice = {point.users: point for point in points if point.profile == profile.name}
+        refused = next((point.why for point in of_slice.values() if point.why), "")
+        if refused:
+            notes.append(f"{profile.name}: {refused.partition(': simulate')[0]}")
+        cells = [_cell(of_slice.get(count), promise) for count in users]
+        most = slices.most_users(points, profile.name, promise)
+        rows.append([profile.name, *cells, f"{most} users" if most else "—"])
+    title = (
+        f"ms per token / seconds per request (95th percentiles, simulated), {promise.prompt_tokens} tokens in and "
+        f"{promise.output_tokens} out; * breaks {1e3 * promise.per_token:g} ms or {promise.per_request:g} s"
+    )
+    return "\n".join([title, aligned(rows, right=tuple(range(1, len(users) + 2))), *notes])
+
+
+def _cell(point: Any, promise: Any) -> str:
+    if point is None or point.why:
+        return "—"
+    return f"{1e3 * point.per_token:.1f} / {point.per_request:.2f}{' ' if point.keeps(promise) else '*'}"
+
+
+def _tables(card: Card) -> str:
+    header = ["slice", "compute of 7", "memory of 8", "SMs", "memory", "starts at"]
+    rows = [
+        [p.name, str(p.compute), str(p.memory), str(round(card.sm_share(p) * card.num_sms)),
+         in_bytes(card.slice_bytes(p)), ", ".join(map(str, p.starts))]
+        for p in card.profiles
+    ]  # fmt: skip
+    plain, every = layouts(without_double(card)), layouts(card.profiles)
+    drawn = [_drawn(layout) for layout in plain]
+    return "\n".join(
+        [
+            f"slices of {card.name}:",
+            aligned([header, *rows], right=(1, 2, 3, 4)),
+            f"\n{len(plain)} layouts of memory slices 0 to {MEMORY_SLICES - 1} ({len(every)} with 1g of two):",
+            *(f"{index:3}  {line}" for index, line in enumerate(drawn, 1)),
+        ]
+    )
+
+
+def _drawn(layout: Any) -> str:
+    cells = ["·" * 4] * MEMORY_SLICES
+    for placement in layout:
+        width = 5 * placement.profile.memory - 1
+        text = placement.profile.name.split(".")[0].center(width, "-")
+        cells[placement.start] = text
+        for taken in list(placement.slices)[1:]:
+            cells[taken] = ""
+    return "|" + "|".join(cell for cell in cells if cell) + "|"
+
+
+def _as_json(card: Card) -> str:
+    record = {
+        "card": card.name,
+        "slices": [
+            {"name": p.name, "compute": p.compute, "memory": p.memory, "starts": p.starts}
+            for p in card.profiles
+        ],
+        "layouts": [[[p.profile.name, p.start] for p in layout] for layout in layouts(card.profiles)],
+    }
+    return json.dumps(record, indent=2)
+
+
+def _fleet(arguments: argparse.Namespace) -> int:
+    fleet = read_fleet(arguments.fleet)
+    best: tuple[Card, list[Packed]] | None = None
+    for card in fleet.cards:
+        bar = tqdm(fleet.models, f"slices of {card.name}", disable=None, leave=False)
+        demands = [demand for model in bar for demand in _demands(model, card)]
+        gpus = pack(demands, card)
+        if not arguments.json:
+            print(_packed_text(card, gpus, demands, len(fleet.models)))
+        if best is None or len(gpus) < len(best[1]):
+            best = (card, gpus)
+    assert best is not None
+    card, gpus = best
+    if arguments.json:
+        print(json.dumps({"card": card.name, "gpus": [_gpu_record(gpu) for gpu in gpus]}, indent=2))
+    if arguments.write is not None:
+        nodes = fleet.nodes or (Node("NODE", len(gpus)),)
+        write(
+            arguments.write,
+            gpus,
+            nodes,
+            {model.name: model.source for model in fleet.models},
+            arguments.platform,
+        )
+        print(f"quire: wrote the files that apply it to {arguments.write}", file=sys.stderr)
+    return 0
+
+
+def _serve(model: FleetModel) -> list[str]:
+    """Arguments of `quire serve`."""
+    flags = ([f"--{name.replace('_', '-')}", str(value)] for name, value in model.settings.items())
+    return [model.source, *(word for flag in flags for word in flag)]
+
+
+def _demands(model: FleetModel, card: Card) -> list[Demand]:
+    """The smallest slice that keeps the model's promise; several replicas where no slice serves all users."""
+    if model.slice is not None:
+        return [Demand(model.name, card.profile(model.slice))] * model.replicas
+    slices = laboratory.load("measure.slices", "`quire plan --fleet`")
+    names = {"slo_per_token": "per_token", "slo_request": "per_request"}
+    promise = slices.Promise(**{names.get(name, name): value for name, value in model.promise.items()})
+    settings = {**model.settings, "model": model.source}
+    replicas = model.replicas
+    while True:
+        try:
+            held = slices.smallest(settings, card, promise, -(-model.users // replicas))
+            return [Demand(model.name, card.profile(held.profile))] * replicas
+        except ConfigError as error:
+            if replicas >= min(MAX_REPLICAS, model.users):
+                raise ConfigError(f"{model.name}: {error}") from error
+            replicas = min(2 * replicas, model.users)
+
+
+def _gpu_record(gpu: Packed) -> dict[str, Any]:
+    slices = [{"model": demand.model, "slice": demand.profile.name} for demand in gpu.demands]
+    return {"layout": dict(sorted(multiset(gpu.layout).items())), "slices": slices}
+
+
+def _packed_text(card: Card, gpus: list[Packed], demands: list[Demand], num_models: int) -> str:
+    rows = [["GPU", "filled", "layout and models"]]
+    for index, gpu in enumerate(gpus):
+        by_start = {placement.start: placement.profile for placement in gpu.layout}
+        waiting = list(gpu.demands)
+        words = []
+        for profile in by_start.values():
+            demand = next(d for d in waiting if d.profile == profile)
+            waiting.remove(demand)
+            words.append(f"{profile.name} {demand.model}")
+        rows.append([str(index), f"{100 * gpu.filling:.0f} %", ", ".join(words)])
+    return (
+        f"{num_models} models, {len(demands)} slices: {len(gpus)} × {card.name} instead of {len(demands)} with one "
+        f"model each (at least {lower_bound(demands)} are needed)\n{aligned(rows, right=(0, 1))}"
+    )

@@ -1,0 +1,40 @@
+"""Load: the router's account of one replica."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from quire.core.stats import RoutingStats
+from quire.fleet.prefixes import PrefixShadow
+
+OPEN_TOKENS = 100  # the work of an open request's answer, in prompt tokens
+MAX_ADAPTERS = 256
+
+
+@dataclass(slots=True)
+class Load:
+    shadow: PrefixShadow
+    stats: RoutingStats = field(default_factory=RoutingStats)
+    computing: set[int] = field(
+        default_factory=set
+    )  # moments of the shadow whose prompts are not computed yet
+    last_sent: int = 0  # number of the request that it got last
+    adapters: OrderedDict[str, None] = field(default_factory=OrderedDict)  # that it used, the last ones
+
+    @property
+    def num_open(self) -> int:
+        return self.stats.num_open
+
+    @property
+    def pending_tokens(self) -> int:
+        return self.stats.pending_tokens
+
+    def use_adapter(self, name: str) -> None:
+        self.adapters[name] = None
+        self.adapters.move_to_end(name)
+        if len(self.adapters) > MAX_ADAPTERS:
+            self.adapters.popitem(last=False)
+
+    def forget_cache(self) -> None:
+        """Its process ended, and its cache with it."""
+        self.shadow.clear()
+        self.adapters.clear()

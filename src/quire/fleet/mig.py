@@ -1,0 +1,175 @@
+"""MIG: the slices that a GPU can be cut into, and every layout of slices that fits on one.
+
+A slice has compute slices (of 7) and memory slices (of 8); bandwidth and L2 go with the memory slices. Sizes and starts
+are those of NVIDIA's mig-parted and of NVML's placements.
+"""
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from quire.core.errors import ConfigError
+
+COMPUTE_SLICES, MEMORY_SLICES = 7, 8
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One kind of slice."""
+
+    name: str  # as mig-parted names it: 2g.20gb
+    compute: int
+    memory: int  # slices
+    starts: tuple[int, ...]  # memory slices at which it may begin
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU that MIG can cut. `device`: the whole GPU's name among the simulated devices."""
+
+    name: str
+    device: str
+    product: str  # as the device plugin labels it
+    num_sms: int
+    slice_sms: int  # of one compute slice
+    memory_bytes: int
+    profiles: tuple[Profile, ...]
+
+    def profile(self, name: str) -> Profile:
+        found = {profile.name: profile for profile in self.profiles}
+        if name in found:
+            return found[name]
+        raise ConfigError(f"{self.name} has no slice {name!r}: choose one of {', '.join(found)}")
+
+    def sm_share(self, profile: Profile) -> float:
+        """Of the whole GPU's processors. A slice of 7 has all that MIG leaves."""
+        return min(1.0, profile.compute * self.slice_sms / self.num_sms)
+
+    def slice_bytes(self, profile: Profile) -> int:
+        return self.memory_bytes * profile.memory // MEMORY_SLICES
+
+
+def _profiles(sizes: str) -> tuple[Profile, ...]:
+    """`sizes`: GB of 1g, 1g with double memory, 2g, 3g, 4g and 7g."""
+    kinds = (
+        (1, 1, range(7)),
+        (1, 2, (0, 2, 4, 6)),
+        (2, 2, (0, 2, 4)),
+        (3, 4, (0, 4)),
+        (4, 4, (0,)),
+        (7, 8, (0,)),
+    )
+    return tuple(
+        Profile(f"{compute}g.{size}gb", compute, memory, tuple(starts))
+        for (compute, memory, starts), size in zip(kinds, sizes.split(), strict=True)
+    )
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("a100-40g", "a100-40g", "NVIDIA-A100-SXM4-40GB", 108, 14, 40 * GB, _profiles("5 10 10 20 20 40")),
+        Card("a100-80g", "a100-80g", "NVIDIA-A100-SXM4-80GB", 108, 14, 80 * GB, _profiles("10 20 20 40 40 80")),
+        Card("h100", "h100", "NVIDIA-H100-80GB-HBM3", 132, 16, 80 * GB, _profiles("10 20 20 40 40 80")),
+        Card("h200", "h200", "NVIDIA-H200", 132, 16, 141 * GB, _profiles("18 35 35 71 71 141")),
+    )
+}  # fmt: skip
+
+
+def find_card(name: str) -> Card:
+    """In any spelling: A100-80GB, a100 80g, H200."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia")
+    for card in CARDS.values():
+        if plain in (key := card.name.replace("-", ""), key + "b"):
+            return card
+    near = difflib.get_close_matches(name.lower(), CARDS, n=1) or list(CARDS)
+    raise ConfigError(
+        f"{name!r} is no GPU with MIG that is known: choose one of {', '.join(CARDS)} (nearest: {near[0]})"
+    )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Placement:
+    start: int
+    profile: Profile
+
+    @property
+    def slices(self) -> range:
+        return range(self.start, self.start + self.profile.memory)
+
+
+Layout = tuple[Placement, ...]  # by start
+
+
+def fits(layout: Layout, more: Placement) -> bool:
+    taken = {index for placement in layout for index in placement.slices}
+    compute = sum(placement.profile.compute for placement in layout) + more.profile.compute
+    inside = more.slices.stop <= MEMORY_SLICES and taken.isdisjoint(more.slices)
+    return compute <= COMPUTE_SLICES and inside
+
+
+def placements(profiles: tuple[Profile, ...]) -> list[Placement]:
+    return [Placement(start, profile) for profile in profiles for start in profile.starts]
+
+
+@cache
+def layouts(profiles: tuple[Profile, ...]) -> tuple[Layout, ...]:
+    """All maximal layouts: no slice can be added. 19 on every GPU without the double-memory slice, 78 with it."""
+    possible = placements(profiles)
+
+    def grow(layout: Layout, first: int) -> Iterator[Layout]:
+        yield layout
+        for index in range(first, len(possible)):
+            if fits(layout, possible[index]):
+                yield from grow((*layout, possible[index]), index + 1)
+
+    maximal = {
+        tuple(sorted(layout, key=lambda placement: placement.start))
+        for layout in grow((), 0)
+        if not any(fits(layout, more) for more in possible)
+    }
+    return tuple(sorted(maximal, key=lambda layout: [(-p.profile.compute, p.start) for p in layout]))
+
+
+def place(profiles: list[Profile]) -> Layout | None:
+    """These slices on one GPU; None where there is no such layout."""
+
+    def search(layout: Layout, rest: list[Profile]) -> Layout | None:
+        if not rest:
+            return tuple(sorted(layout, key=lambda placement: placement.start))
+        for start in rest[0].starts:
+            if fits(layout, more := Placement(start, rest[0])):
+                if (whole := search((*layout, more), rest[1:])) is not None:
+                    return whole
+        return None
+
+    return search((), sorted(profiles, key=lambda profile: (-profile.memory, -profile.compute)))
+
+
+def multiset(layout: Layout) -> Counter[str]:
+    return Counter(placement.profile.name for placement in layout)
+
+
+def without_double(card: Card) -> tuple[Profile, ...]:
+    return tuple(p for p in card.profiles if not (p.compute == 1 and p.memory == 2))
+
+
+def nearest_layout(card: Card, wanted: Counter[str]) -> Counter[str]:
+    """The existing layout that has most of what is wanted."""
+    return max(
+        map(multiset, layouts(card.profiles)), key=lambda found: ((found & wanted).total(), -found.total())
+    )
+
+
+def check_layout(card: Card, wanted: Counter[str]) -> Layout:
+    """ConfigError with the nearest layout where these slices do not fit on one GPU."""
+    layout = place([card.profile(name) for name, count in wanted.items() for _ in range(count)])
+    if layout is None:
+        near = " + ".join(f"{count} × {name}" for name, count in nearest_layout(card, wanted).items())
+        asked = " + ".join(f"{count} × {name}" for name, count in wanted.items())
+        raise ConfigError(f"{asked} cannot be placed on one {card.name}: the nearest layout is {near}")
+    return layout

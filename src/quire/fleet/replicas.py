@@ -1,0 +1,356 @@
+"""ReplicaSet: several engine processes that serve one model, used as one EngineClient is."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from quire.core.config import EngineConfig
+from quire.core.errors import EngineDead, InvalidRequest, QueueFull, QuireError
+from quire.core.request import EmbedRequest, QueueBounds, Request
+from quire.core.stats import EngineStats, QueueStats
+from quire.engine.streams import Stream
+from quire.fleet.places import replica_configs
+from quire.fleet.policies import DEFAULT, find_policy
+from quire.fleet.prefixes import Prefix, prefix_of
+from quire.fleet.router import Router
+from quire.link.channel import Channel
+from quire.link.client import EngineClient, message_of
+from quire.link.messages import Add, Embed, FromEngine, Ready, Updates
+from quire.link.relayed import RelayedEngine
+from quire.link.step_log import StepRecord
+from quire.link.supervise import STEP_SECONDS, Supervisor
+from quire.observe.logs import get_logger
+
+log = get_logger(__name__)
+START_SECONDS = 120.0  # for the other replicas, once one serves
+DRAIN_SECONDS = 60.0  # for the requests of a replica that is to be restarted
+READY_SECONDS = 600.0  # for a restarted replica, before the next one
+
+
+class Replica(EngineClient):
+    """One of the engines. Tells the router what becomes of its requests."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        index: int,
+        router: Router,
+        bounds: QueueBounds,
+        on_progress: Callable[[str, int, int], None] | None,
+        engine_timeout: float,
+    ) -> None:
+        self.replica = index
+        self.draining = False  # it gets no new requests
+        self._router = router
+        self._load = router.loads[index]
+        self.routing = self._load.stats
+        self._unanswered: set[str] = set()  # requests without their first token
+        super().__init__(config, bounds, on_progress, engine_timeout, f"replica {index} engine")
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_ready and not self.draining
+
+    def take(
+        self,
+        requests: Sequence[Request | EmbedRequest],
+        messages: Sequence[Add | Embed],
+        prefixes: Sequence[Prefix],
+    ) -> Stream[Any]:
+        """As `submit`, and in the router's account."""
+        stream = self.submit(requests, messages)
+        assert self.replica is not None
+        for request, prefix in zip(requests, prefixes, strict=True):
+            self._router.sent(request.request_id, prefix, self.replica)
+            self._unanswered.add(request.request_id)
+        return stream
+
+    def request_ended(self, request_id: str) -> None:
+        super().request_ended(request_id)
+        self._unanswered.discard(request_id)
+        self._router.ended(request_id)
+
+    def engine_up(self, ready: Ready, channel: Channel | RelayedEngine) -> None:
+        if ready.pool is not None:
+            self._load.shadow.max_tokens = ready.pool.num_tokens
+        super().engine_up(ready, channel)
+
+    def engine_down(self, fault: EngineDead) -> None:
+        super().engine_down(fault)
+        self._load.forget_cache()
+
+    def engine_sent(self, message: FromEngine) -> None:
+        if isinstance(message, Updates) and self._unanswered:
+            self._note_first_tokens(message)
+        super().engine_sent(message)
+
+    def _note_first_tokens(self, message: Updates) -> None:
+        tokens = message.tokens
+        columns = zip(tokens.request_ids, tokens.num_cached, strict=True)
+        others = ((update.request_id, update.num_cached) for update in message.others if update.token_ids)
+        for request_id, num_cached in chain(columns, others):
+            if request_id in self._unanswered:
+                self._unanswered.remove(request_id)
+                self._router.first_token(request_id, num_cached)
+
+    async def restart(self, seconds: float = DRAIN_SECONDS) -> None:
+        """Finishes its requests, for that long at most, and starts another process; returns when that serves."""
+        self.draining = True
+        try:
+            deadline = time.monotonic() + seconds
+            while self.has_work and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            num_starts = self.num_restarts
+            assert isinstance(self._supervisor, Supervisor)
+            await self._supervisor.restart()
+            deadline = time.monotonic() + READY_SECONDS
+            while not (self.is_ready and self.num_restarts > num_starts):
+                if time.monotonic() > deadline:
+                    raise EngineDead(
+                        f"replica {self.replica} is not ready after {READY_SECONDS:.0f} s: {self.status}"
+                    )
+                await asyncio.sleep(0.05)
+        finally:
+            self.draining = False
+
+    def described(self) -> dict[str, Any]:
+        """Its state, for operators."""
+        return {
+            "replica": self.replica,
+            "status": "draining" if self.draining and self.is_ready else self.status,
+            "pid": self.ready.pid if self.ready is not None and self.is_ready else None,
+            "restarts": self.num_restarts,
+            "requests_routed": self._load.stats.num_routed,
+            "requests_open": self._load.num_open,
+            "pending_tokens": self._load.pending_tokens,
+            "cached_tokens_known": self._load.shadow.num_tokens,
+            "sequences_running": self.queue.num_running,
+            "requests_waiting": self.queue.num_waiting,
+        }
+
+
+class ReplicaSet:
+    """Has what servers use of an EngineClient. A request goes to the replica that the policy prefers. If that ends,
+    the request can be submitted again, which server/generation.py does where nothing was streamed.
+    """
+
+    replica = None
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        bounds: QueueBounds,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        engine_timeout: float = STEP_SECONDS,
+        count: int = 2,
+        policy: str = DEFAULT,
+    ) -> None:
+        self.policy = policy
+        self.router = Router(find_policy(policy), [0] * count)
+        self.replicas = [
+            Replica(own, index, self.router, bounds, on_progress if index == 0 else None, engine_timeout)
+            for index, own in enumerate(replica_configs(config, count))
+        ]
+        first = self.replicas[0]
+        self.admission, self.adapters = first.admission, first.adapters
+        for replica in self.replicas[1:]:  # one queue and one set of adapters for all
+            replica.admission, replica.adapters = self.admission, self.adapters
+        self._restarting: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ life
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        return self.replicas
+
+    async def start(self) -> Ready:
+        """Returns when all replicas serve, or some do and others take long. Raises why a replica cannot start."""
+        starts = [asyncio.create_task(replica.start()) for replica in self.replicas]
+        try:
+            done, others = await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
+            if others and not any(start.exception() for start in done):
+                done, others = await asyncio.wait(
+                    starts, timeout=START_SECONDS, return_when=asyncio.FIRST_EXCEPTION
+                )
+            for start in done:
+                start.result()
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            raise
+        for start in others:
+            start.add_done_callback(_log_late)
+        late = [replica.replica for replica in self.replicas if not replica.is_ready]
+        if late:
+            log.warning("replicas %s are not ready after %.0f s: requests go to others", late, START_SECONDS)
+        return self.ready or starts[0].result()
+
+    async def close(self) -> None:
+        if self._restarting is not None:
+            self._restarting.cancel()
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+
+    def let_end(self) -> None:
+        for replica in self.replicas:
+            replica.let_end()
+
+    def roll(self, wanted: Sequence[int] | None = None) -> "asyncio.Task[None]":
+        """Restarts replicas one after the other, all of them by default; a call meanwhile returns the same task."""
+        if self._restarting is None or self._restarting.done():
+            numbers = range(len(self.replicas)) if wanted is None else wanted
+            self._restarting = asyncio.create_task(self._roll([self.numbered(number) for number in numbers]))
+        return self._restarting
+
+    async def _roll(self, replicas: Sequence[Replica]) -> None:
+        for replica in replicas:
+            log.info("replica %d finishes %d requests and is restarted", replica.replica, replica.num_open)
+            await replica.restart()
+
+    def numbered(self, number: int) -> Replica:
+        if not 0 <= number < len(self.replicas):
+            raise InvalidRequest(
+                f"there is no replica {number}: this server has 0 to {len(self.replicas) - 1}", "replica"
+            )
+        return self.replicas[number]
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def ready(self) -> Ready | None:
+        """Of the first replica that was ready: all have the same settings."""
+        return next((replica.ready for replica in self.replicas if replica.ready is not None), None)
+
+    @property
+    def is_ready(self) -> bool:
+        return any(replica.takes_requests for replica in self.replicas)
+
+    @property
+    def can_retry(self) -> bool:
+        return self.is_ready
+
+    @property
+    def status(self) -> str:
+        down = [replica for replica in self.replicas if not replica.is_ready]
+        if not down:
+            return "ready"
+        return f"{len(self.replicas) - len(down)} of {len(self.replicas)} replicas serve; {down[0].status}"
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(replica.num_restarts for replica in self.replicas)
+
+    @property
+    def num_failures(self) -> int:
+        """The server is in trouble when every replica is."""
+        return min(replica.num_failures for replica in self.replicas)
+
+    @property
+    def num_open(self) -> int:
+        return sum(replica.num_open for replica in self.replicas)
+
+    @property
+    def has_work(self) -> bool:
+        return any(replica.has_work for replica in self.replicas)
+
+    @property
+    def queue(self) -> QueueStats:
+        return QueueStats(
+            sum(replica.queue.num_running for replica in self.replicas),
+            sum(replica.queue.num_waiting for replica in self.replicas),
+        )
+
+    @property
+    def stats(self) -> EngineStats:
+        """With the blocks that all replicas use; everything else is in the metrics of each."""
+        stats = [replica.stats for replica in self.replicas]
+        used = sum(one.pool.num_blocks_used for one in stats)
+        return replace(stats[0], pool=replace(stats[0].pool, num_blocks_used=used))
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, requests: Sequence[Request | EmbedRequest]) -> Stream[Any]:
+        """As EngineClient.submit, to the replica that the policy prefers. The prompts of one call stay together."""
+        serving = self._serving()
+        messages = [message_of(request) for request in requests]
+        prefixes = [_prefix(request, message) for request, message in zip(requests, messages, strict=True)]
+        order = self.router.order(_together(prefixes), serving)
+        for number in order[:-1]:
+            try:
+                return self.replicas[number].take(requests, messages, prefixes)
+            except (QueueFull, EngineDead):
+                continue  # the next may have room
+        return self.replicas[order[-1]].take(requests, messages, prefixes)
+
+    def check_room(self, num_requests: int = 1, num_sequences: int = 1) -> None:
+        """Raises if no replica has room."""
+        fault: QuireError | None = None
+        for number in self._serving():
+            try:
+                self.replicas[number].check_room(num_requests, num_sequences)
+                return
+            except QueueFull as full:
+                fault = full
+        assert fault is not None
+        raise fault
+
+    def _serving(self) -> list[int]:
+        serving = [number for number, replica in enumerate(self.replicas) if replica.takes_requests]
+        if not serving:
+            raise EngineDead(
+                f"none of {len(self.replicas)} replicas serves: {self.status}: try again in some seconds"
+            )
+        return serving
+
+    def stop(self, request_id: str, index: int) -> None:
+        number = self.router.replica_of(request_id)
+        if number is not None:
+            self.replicas[number].stop(request_id, index)
+
+    def fail_open(self, fault: Exception) -> int:
+        return sum(replica.fail_open(fault) for replica in self.replicas)
+
+    # ------------------------------------------------------------------ operators' calls, to every replica that serves
+
+    async def _all(self, call: Callable[[Replica], Any]) -> list[Any]:
+        return list(await asyncio.gather(*(call(self.replicas[number]) for number in self._serving())))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._all(lambda replica: replica.reset_prefix_cache())
+        for load in self.router.loads:
+            load.shadow.clear()
+
+    async def start_step_log(self) -> None:
+        await self._all(lambda replica: replica.start_step_log())
+
+    async def stop_step_log(self) -> Sequence[StepRecord]:
+        """Of all replicas, in the order of time: one machine has one clock."""
+        steps = chain.from_iterable(await self._all(lambda replica: replica.stop_step_log()))
+        return sorted(steps, key=lambda step: step.started)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Returns when every replica serves it; a replica that is down loads it when it is back."""
+        await self._all(lambda replica: replica.load_adapter(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._all(lambda replica: replica.unload_adapter(name))
+
+
+def _log_late(start: "asyncio.Task[Ready]") -> None:
+    if not start.cancelled() and (fault := start.exception()) is not None:
+        log.error("%s; it is not tried again: restart the server", fault)
+
+
+def _prefix(request: Request | EmbedRequest, message: Add | Embed) -> Prefix:
+    if isinstance(message, Embed) or isinstance(request, EmbedRequest):
+        return Prefix(request.num_prompt_tokens, ())
+    return prefix_of(message.prompt_token_ids, request.cache_salt, request.adapter)
+
+
+def _together(prefixes: Sequence[Prefix]) -> Prefix:
+    """The prompts of one call as one: mostly they begin alike."""
+    if len(prefixes) == 1:
+        return prefixes[0]
+    return replace(prefixes[0], num_tokens=sum(prefix.num_tokens for prefix in prefixes))

@@ -1,0 +1,1 @@
+"""Sums, gathers and messages between processes that map the same memory."""

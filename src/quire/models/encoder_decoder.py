@@ -1,0 +1,99 @@
+"""EncoderDecoder: an encoder whose output becomes the K and V of cross-attention once, and a decoder over pages."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from quire.core.config import ModelConfig
+from quire.layers.attention import Pool
+from quire.layers.cross import CrossAttention, CrossBatch
+from quire.layers.encoder import EncoderBatch
+from quire.layers.factory import LayerFactory
+from quire.layers.linear import Linear, OutputHead
+from quire.layers.lora import LoraBatch
+from quire.layers.parameters import Composite, LayerStack, Stateful
+
+
+class EncoderLayer(Protocol):
+    def __call__(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
+        """hidden [T, hidden] -> [T, hidden]; hidden may be overwritten."""
+        ...
+
+    def layers(self) -> dict[str, Stateful]: ...
+
+
+class DecoderLayer(Protocol):
+    cross_kv: Linear  # the encoder's output -> K and V of this layer's cross-attention
+    cross: CrossAttention
+
+    def __call__(self, hidden: Tensor, batch: CrossBatch, pool: Pool) -> Tensor:
+        """hidden [T, hidden] -> [T, hidden]; hidden may be overwritten. Stores K and V of the batch's tokens."""
+        ...
+
+    def layers(self) -> dict[str, Stateful]: ...
+
+
+class EncoderDecoder(LayerStack):
+    """A DecoderModel with `encode`. In `blocks` the encoder's layers come first."""
+
+    head: OutputHead
+    encoder_blocks: Sequence[Any]  # EncoderLayer
+    decoder_blocks: Sequence[Any]  # DecoderLayer
+
+    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
+        self.config = config
+        self._select = factory.row_selection()
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a decode runs native operations only."""
+        return False
+
+    @property
+    def blocks(self) -> Sequence[Composite]:  # type: ignore[override]
+        return [*self.encoder_blocks, *self.decoder_blocks]
+
+    @property
+    def stack(self) -> Sequence[Any]:
+        """The decoder's layers. They do not stream."""
+        return self.decoder_blocks
+
+    @abstractmethod
+    def _embed_prompt(self, batch: EncoderBatch) -> Tensor:
+        """[T, hidden], the encoder's first hidden states."""
+
+    @abstractmethod
+    def _embed(self, batch: CrossBatch) -> Tensor:
+        """[T, hidden], the decoder's first hidden states."""
+
+    def _encoded(self, hidden: Tensor) -> Tensor:
+        """What follows the encoder's last layer."""
+        return hidden
+
+    def _decoded(self, hidden: Tensor) -> Tensor:
+        """What follows the decoder's last layer."""
+        return hidden
+
+    def encode(self, batch: EncoderBatch, slots: Tensor, pool: Pool) -> None:
+        """Runs whole prompts through the encoder, and stores K and V of every decoder layer's cross-attention.
+
+        slots [T] int64: where those of each token go.
+        """
+        hidden = self._embed_prompt(batch)
+        for block in self.encoder_blocks:
+            hidden = block(hidden, batch)
+        hidden = self._encoded(hidden)
+        for block in self.decoder_blocks:
+            block.cross.store(block.cross_kv(hidden), batch.positions, slots, pool)
+
+    def __call__(self, batch: CrossBatch, pool: Pool) -> Tensor:
+        """Hidden states of batch.logits_indices: [L, hidden]."""
+        hidden = self._embed(batch)
+        for block in self.decoder_blocks:
+            hidden = block(hidden, batch, pool)
+        return self._decoded(self._select(hidden, batch.logits_indices))
+
+    def logits(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        return self.head(hidden)

@@ -1,0 +1,48 @@
+"""The cores and GPUs of this machine, as far as this process may use them."""
+
+import glob
+import os
+from pathlib import Path
+
+
+def default_num_threads() -> int:
+    """Physical cores that this process may use, by its affinity and its control group."""
+    try:
+        cpus = sorted(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+    cores = {_first_sibling(cpu) for cpu in cpus}
+    return max(1, min(len(cores), _cgroup_cpus()))
+
+
+def _first_sibling(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def _cgroup_cpus() -> int:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, -(-int(quota) // int(period)))
+    except (OSError, ValueError):
+        return 1 << 30
+
+
+def visible_gpus() -> list[str]:
+    """The names of the GPUs that CUDA will show, in its order; for a process that does not load CUDA.
+
+    The list is divided at its commas and no name is read: an index, a UUID and a MIG UUID are passed on as they are.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+    names = [name.strip() for name in named.split(",")]
+    ends = (index for index, name in enumerate(names) if name in ("", "-1"))  # CUDA ignores what follows
+    return names[: next(ends, len(names))]
+
+
+def see_one_gpu(index: int) -> None:
+    """From now on this process sees this GPU only. Before CUDA is started."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[index]

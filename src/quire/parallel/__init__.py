@@ -1,0 +1,1 @@
+"""Many ranks: groups of processes with collectives, and which part of a model each rank holds."""

@@ -1,0 +1,138 @@
+"""Groups of processes for tensors on the CPU: through shared memory on one machine, or torch's gloo."""
+
+import mmap
+import os
+import tempfile
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.parallel.group import LARGEST, SUM, Group, bounds_of
+
+SHARED_FOLDER = "/dev/shm"
+
+
+def shared_file(num_bytes: int) -> int:
+    """A descriptor of memory without a name, for processes that inherit it: nothing is left when they end."""
+    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
+
+class SharedGroup(Group):
+    """Collectives of native code over memory that all ranks map: microseconds, and a tape records them."""
+
+    def __init__(self, kernel: ModuleType, empty: ModuleType, descriptor: int, rank: int, size: int) -> None:
+        """`kernel`: kernels/collective/cpu.py; `empty`: what has the `empty` of native operations' results."""
+        super().__init__(rank, size)
+        self._empty = empty.empty
+        self._kernel = kernel
+        self._memory = mmap.mmap(descriptor, self.num_bytes(kernel, size))
+        self._all = kernel.Endpoint(self._memory, 0, rank, size, len(self._counters))
+        self._channels: dict[tuple[int, int], Any] = {}
+        self._bounds: dict[tuple[int, ...], Tensor] = {}
+
+    @staticmethod
+    def num_bytes(kernel: ModuleType, size: int) -> int:
+        return int(kernel.group_bytes(size) + size * size * kernel.channel_bytes())
+
+    def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
+        self._all.reduce(x, self.counter("all_reduce", tag), how)
+        return x
+
+    def all_gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
+        out: Tensor = self._empty(x.shape[0], sum(widths), dtype=x.dtype)
+        self._all.gather(x, self.counter("all_gather", tag), self._in_bytes(widths, x), out)
+        return out
+
+    def gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
+        out = self._empty(x.shape[0], sum(widths), dtype=x.dtype) if self.rank == 0 else None
+        self._all.gather(x, self.counter("gather", tag), self._in_bytes(widths, x), out)
+        return x if out is None else out
+
+    def broadcast(self, x: Tensor, tag: str) -> Tensor:
+        self._all.broadcast(x, self.counter("broadcast", tag), 0)
+        return x
+
+    def send(self, x: Tensor, to: int, tag: str) -> None:
+        self._channel(self.rank, to).pass_on(x, self.counter("send", tag))
+
+    def receive(self, x: Tensor, source: int, tag: str) -> Tensor:
+        self._channel(source, self.rank).pass_on(x, self.counter("receive", tag))
+        return x
+
+    def _counted(self) -> np.ndarray:
+        return sum((channel.counters for channel in self._channels.values()), start=self._all.counters)
+
+    def abort(self) -> None:
+        self._all.abort()
+        for source in range(self.size):
+            for to in range(self.size):
+                self._channel(source, to).abort()
+
+    def _channel(self, source: int, to: int) -> Any:
+        found = self._channels.get((source, to))
+        if found is None:
+            kernel = self._kernel
+            offset = kernel.group_bytes(self.size) + (source * self.size + to) * kernel.channel_bytes()
+            end = 0 if source == self.rank else 1
+            found = kernel.Endpoint(self._memory, offset, end, kernel.SLOTS, len(self._counters))
+            self._channels[source, to] = found
+        return found
+
+    def _in_bytes(self, widths: tuple[int, ...], x: Tensor) -> Tensor:
+        """Kept: a tape reads them again."""
+        key = (*widths, x.element_size())
+        if key not in self._bounds:
+            self._bounds[key] = bounds_of(widths, x.element_size())
+        return self._bounds[key]
+
+
+class TorchGroup(Group):
+    """torch.distributed's collectives: gloo for the CPU and between machines, NCCL between GPUs."""
+
+    def __init__(self, backend: str, store: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+    def all_reduce(self, x: Tensor, tag: str, how: str = SUM) -> Tensor:
+        dist.all_reduce(x, dist.ReduceOp.MAX if how == LARGEST else dist.ReduceOp.SUM)
+        return super().all_reduce(x, tag, how)
+
+    def all_gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
+        self._count("all_gather", tag, x.shape[0] * sum(widths) * x.element_size())
+        return self._gathered(x, widths)
+
+    def gather(self, x: Tensor, widths: tuple[int, ...], tag: str) -> Tensor:
+        self._count("gather", tag, x.shape[0] * sum(widths) * x.element_size())
+        whole = self._gathered(x, widths)
+        return whole if self.rank == 0 else x
+
+    def _gathered(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
+        pieces = [torch.empty_like(padded) for _ in widths]
+        dist.all_gather(pieces, padded)
+        return torch.cat([piece[:, :width] for piece, width in zip(pieces, widths, strict=True)], dim=1)
+
+    def broadcast(self, x: Tensor, tag: str) -> Tensor:
+        dist.broadcast(x, 0)
+        return super().broadcast(x, tag)
+
+    def send(self, x: Tensor, to: int, tag: str) -> None:
+        dist.send(x, to)
+        super().send(x, to, tag)
+
+    def receive(self, x: Tensor, source: int, tag: str) -> Tensor:
+        dist.recv(x, source)
+        return super().receive(x, source, tag)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

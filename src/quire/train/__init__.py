@@ -1,0 +1,1 @@
+"""Training: LoRA and QLoRA adapters of the models that are served, over the same layers and model files."""

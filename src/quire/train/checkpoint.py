@@ -1,0 +1,130 @@
+"""Checkpoints: PEFT folders with the optimizer's states beside them, whole or absent, and the log of a run."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.adapters.peft import WEIGHTS
+from quire.core.config import ADAPTER_CONFIG_FILE
+from quire.core.errors import TrainingError
+
+STATE, OPTIMIZER = "trainer.json", "optimizer"
+EVENTS = "events.jsonl"
+PART = ".part"  # ends the name of a folder that is being written
+
+
+def save_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """A folder that PEFT and `--lora-modules` load."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    write_json(folder / ADAPTER_CONFIG_FILE, config)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replaces the file at once."""
+    beside = path.with_name(path.name + PART)
+    with beside.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+class Checkpoints:
+    """The newest few of a run, in folders `step-000120`."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self._keep = keep
+
+    def steps(self) -> list[int]:
+        """Of the whole ones, in order."""
+        found = (
+            path.name.removeprefix("step-") for path in self.folder.glob("step-*") if (path / STATE).is_file()
+        )
+        return sorted(int(name) for name in found if name.isdigit())
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
+        """`write` fills the folder. TrainingError, with the last good checkpoint, where there is no room for it."""
+        path = self.path(step)
+        beside = path.with_name(path.name + PART)
+        try:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+            write(beside)
+            write_json(beside / STATE, state)
+            shutil.rmtree(path, ignore_errors=True)
+            beside.rename(path)
+        except Exception as error:  # safetensors has errors of its own for a full disk
+            shutil.rmtree(beside, ignore_errors=True)
+            raise TrainingError(
+                f"the checkpoint of step {step} cannot be written to {self.folder} ({error}): free some space and run "
+                f"again; {self.last_good()}"
+            ) from error
+        for old in self.steps()[: -self._keep]:
+            shutil.rmtree(self.path(old), ignore_errors=True)
+        return path
+
+    def last_good(self) -> str:
+        steps = self.steps()
+        return (
+            f"the last good checkpoint is {self.path(steps[-1])}" if steps else "there is no checkpoint yet"
+        )
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        steps = self.steps()
+        if not steps:
+            return None
+        path = self.path(steps[-1])
+        try:
+            return path, json.loads((path / STATE).read_text())
+        except (OSError, ValueError) as error:
+            raise TrainingError(
+                f"{path / STATE} cannot be read ({error}): delete the folder {path}"
+            ) from error
+
+
+def load_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
+    try:
+        return load_file(path, device=str(device))
+    except Exception as error:
+        raise TrainingError(
+            f"{path} cannot be read ({error}): delete its folder, and an earlier one serves"
+        ) from error
+
+
+class EventLog:
+    """Lines of a run: metrics of each step, and messages. A run that goes on drops what came after its checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def rewind(self, step: int) -> None:
+        kept = [event for event in self.read() if event.get("step", 0) <= step]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text("".join(json.dumps(event) + "\n" for event in kept))
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """A last line that a crash cut off is left out."""
+        events = []
+        if self._path.exists():
+            for line in self._path.read_text(encoding="utf-8").splitlines():
+                try:
+                    events.append(json.loads(line))
+                except ValueError:
+                    continue
+        return events

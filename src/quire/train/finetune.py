@@ -1,0 +1,254 @@
+"""finetune: from a data file and a model's name to an adapter's folder."""
+
+import ctypes
+import math
+import multiprocessing
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.adapters.peft import WEIGHTS
+from quire.core.config import ModelConfig
+from quire.core.errors import ConfigError, TrainingError
+from quire.models.registry import describe
+from quire.text.load import load_tokenizer
+from quire.text.template import load_template
+from quire.text.tokenizer import Tokenizer
+from quire.train.examples import Item, Reader
+from quire.train.frozen import FrozenFormat, Store, store_nf4
+from quire.train.lora import LoraParameters
+from quire.train.model import TrainedModel, check_trainable
+from quire.train.settings import TrainSettings
+from quire.train.trainer import OnStep, Trainer
+from quire.train.zero import ShardedWeight, end_ranks, start_ranks
+from quire.weights.open import open_source
+from quire.weights.source import Source
+from quire.weights.wheel import Progress
+
+MAX_CONTEXT = 4096  # tokens of an example, unless the settings say more
+OnLine = Callable[[str], None]
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneJob:
+    """What to train, on what, and where the result goes."""
+
+    data: Path
+    output: Path
+    model: str | None = None
+    validation: Path | None = None
+    settings: TrainSettings = field(default_factory=TrainSettings)
+    device: str = "auto"
+    dtype: str = "auto"
+    num_threads: int | None = None
+    overwrite: bool = False
+    zero_stage: int = 0
+    rank: int = 0
+    world: int = 1
+    address: str = ""  # host:port where ranks meet
+
+
+def finetune(
+    job: FinetuneJob,
+    on_step: OnStep = lambda _: None,
+    on_line: OnLine = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+) -> str:
+    """FINISHED or STOPPED, as Trainer.run. All data is checked before the weights are loaded."""
+    device = _device(job)
+    if job.num_threads:
+        torch.set_num_threads(job.num_threads)
+    if device.type == "cpu":
+        _keep_freed_memory()
+    if job.world > 1:
+        start_ranks(job.rank, job.world, job.address, device)
+    try:
+        trainer = prepare(job, device, on_line, progress)
+        return trainer.run(on_step, stop)
+    finally:
+        if job.world > 1:
+            end_ranks()
+
+
+def finetune_ranks(
+    job: FinetuneJob,
+    on_step: OnStep,
+    on_line: OnLine,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+) -> str:
+    """As `finetune`, in `job.world` processes, of which this one is rank 0."""
+    if job.world == 1:
+        return finetune(job, on_step, on_line, stop, progress)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        job = replace(job, address=f"127.0.0.1:{free.getsockname()[1]}")
+    others = [_spawned(replace(job, rank=rank, overwrite=False)) for rank in range(1, job.world)]
+    try:
+        return finetune(job, on_step, on_line, stop, progress)
+    finally:
+        for other in others:
+            other.join(timeout=60)
+            other.kill()
+
+
+def _spawned(job: FinetuneJob) -> "multiprocessing.process.BaseProcess":
+    process = multiprocessing.get_context("spawn").Process(target=finetune, args=(job,), daemon=True)
+    process.start()
+    return process
+
+
+def prepare(
+    job: FinetuneJob, device: torch.device, on_line: OnLine = lambda _: None, progress: Progress | None = None
+) -> Trainer:
+    """Everything before the first step."""
+    _check_output(job)
+    source = open_source(job.model, progress=progress)
+    config = describe(source.config)
+    check_trainable(config)
+    settings = replace(job.settings, max_length=_max_length(job.settings, config))
+    items, held_out = _read(job, settings, source, config)
+    on_line(
+        f"data      {len(items):,} examples to train, {len(held_out):,} held out, {_tokens(items):,} tokens"
+    )
+    model = _load(job, settings, source, config, device, on_line)
+    num_parameters = sum(math.prod(loader.shape) for loader in model.model.loaders().values())
+    settings = settings.resolved(len(items), num_parameters, device.type != "cpu")
+    parameters = LoraParameters(settings.rank, settings.alpha or 1.0, settings.dropout)
+    model.adapt(parameters, settings.targets, settings.seed, settings.recompute)
+    trained = len(parameters.flat)
+    on_line(
+        f"adapter   rank {settings.rank}, alpha {settings.alpha:g}, {len(parameters.pairs)} matrices, {trained:,} "
+        f"parameters ({100 * trained / num_parameters:.2f} % of {num_parameters:,})"
+    )
+    adapter = adapter_config(job.model or source.name, settings, parameters, config)
+    trainer = Trainer(
+        model, settings, items, held_out, job.output, adapter, job.zero_stage, job.rank, job.world
+    )
+    on_line(
+        f"steps     {trainer.num_steps}: {settings.epochs} epochs, {settings.batch_size} examples a step, learning "
+        f"rate {settings.learning_rate:g} ({settings.schedule}), {settings.optimizer}"
+    )
+    return trainer
+
+
+def _keep_freed_memory() -> None:
+    """glibc gives large blocks back at once, and every step would fault their pages in again: half of its time."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _check_output(job: FinetuneJob) -> None:
+    if job.overwrite and job.rank == 0:
+        shutil.rmtree(job.output, ignore_errors=True)
+    elif (job.output / WEIGHTS).exists():
+        raise ConfigError(f"{job.output} holds a finished adapter: give another --output, or --overwrite")
+
+
+def _device(job: FinetuneJob) -> torch.device:
+    name = job.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(f"cuda:{job.rank}" if name == "cuda" and job.world > 1 else name)
+
+
+def _max_length(settings: TrainSettings, config: ModelConfig) -> int:
+    if settings.max_length is not None and settings.max_length > config.max_position:
+        raise ConfigError(
+            f"--max-length {settings.max_length} is more than the model's context of {config.max_position}: lower it"
+        )
+    return settings.max_length or min(config.max_position, MAX_CONTEXT)
+
+
+def _read(
+    job: FinetuneJob, settings: TrainSettings, source: Source, config: ModelConfig
+) -> tuple[list[Item], list[Item]]:
+    """Training and held-out items; the split is every n-th line, the same in every run."""
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise TrainingError(f"{source.name} has no tokenizer: give a model with tokenizer.json")
+    template = cache(lambda: load_template(source))
+    assert settings.max_length is not None
+    ends = _end_tokens(tokenizer, config)
+    reader = Reader(tokenizer, template, settings.max_length, ends, settings.method)
+    items = reader.read(job.data)
+    if job.validation is not None:
+        return items, reader.read(job.validation)
+    count = round(settings.validation_split * len(items))
+    if not count:
+        return items, []
+    every = len(items) // count
+    held_out = items[every - 1 :: every]
+    return [item for at, item in enumerate(items) if (at + 1) % every], held_out
+
+
+def _end_tokens(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, ...]:
+    """The tokenizer's own first: chat templates end answers with it."""
+    own = tokenizer.eos_token_id
+    return tuple(dict.fromkeys([*([] if own is None else [own]), *config.eos_token_ids]))
+
+
+def _tokens(items: list[Item]) -> int:
+    return sum(len(example.token_ids) for item in items for example in item)
+
+
+def _load(
+    job: FinetuneJob,
+    settings: TrainSettings,
+    source: Source,
+    config: ModelConfig,
+    device: torch.device,
+    on_line: OnLine,
+) -> TrainedModel:
+    usual = "float32" if device.type == "cpu" else "bfloat16"
+    dtype = getattr(torch, usual if job.dtype == "auto" else job.dtype, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"--dtype {job.dtype} cannot be trained: choose float32, bfloat16 or float16")
+    store: Store = store_nf4 if settings.qlora else lambda _: None
+    if job.zero_stage == 3 and job.world > 1:
+        if settings.qlora:
+            raise ConfigError(
+                "--qlora and ZeRO stage 3 both store the base in a form of their own: choose one"
+            )
+        store = lambda weight: ShardedWeight(weight, job.rank, job.world)
+    number_format = FrozenFormat(dtype, device, store, keeps_encoded=settings.qlora)
+    assert settings.max_length is not None
+    model = TrainedModel(config, number_format, device, settings.max_length)
+    model.load(source)
+    kept = sum(matrix.kept_bytes for matrix in number_format.matrices)
+    how = f"its own encoding ({config.quantized})" if config.quantized else "NF4, double quantization"
+    if not settings.qlora:
+        how = str(dtype).removeprefix("torch.") + (
+            f", decoded from {config.quantized}" if config.quantized else ""
+        )
+    on_line(f"base      {source.name}: {kept / 1e6:,.0f} MB of frozen matrices in {how}, on {device}")
+    return model
+
+
+def adapter_config(
+    base: str, settings: TrainSettings, parameters: LoraParameters, config: ModelConfig
+) -> dict[str, Any]:
+    """PEFT's adapter_config.json."""
+    modules = [pair.site.name for pair in parameters.pairs.values()]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": config.architecture == "GPT2LMHeadModel",
+        "inference_mode": True,
+    }

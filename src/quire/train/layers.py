@@ -1,0 +1,117 @@
+"""The layers of a model in training, made by the factory calls of model files, which do not know the difference."""
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from quire.kernels.registry import REFERENCE, load
+from quire.layers.attention import Attention, Pool
+from quire.layers.batch import Batch
+from quire.layers.factory import LayerFactory
+from quire.layers.lora import LoraBatch
+from quire.layers.norm import RMSNorm
+from quire.models.model import Layer
+from quire.train import norm
+
+
+class TrainFactory(LayerFactory):
+    """Layers of plain torch, with gradients."""
+
+    def kernel(self, operation: str) -> ModuleType:
+        return sys.modules[norm.__name__] if operation == "norm" else load(operation, REFERENCE)
+
+    def attention(self, *args: Any, **settings: Any) -> Attention:
+        made = super().attention(*args, **settings)
+        return PackedAttention(*(getattr(made, name) for name in Attention.__slots__))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedAttention(Attention):
+    """Causal attention within each of the batch's sequences (`batch.fresh`): there are no pages, and no pool."""
+
+    def __call__(
+        self,
+        qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
+        batch: Batch,
+        pool: Pool,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> Tensor:  # [T, heads * head_dim]
+        q, k, v = qkv.split([n * self.head_dim for n in (self.num_heads, *[self.num_kv_heads] * 2)], dim=1)
+        if q_norm is not None and k_norm is not None:  # as wide as a head, or as all of them
+            q = q_norm(q.unflatten(1, (-1, q_norm.weight.shape[0]))).flatten(1)
+            k = k_norm(k.unflatten(1, (-1, k_norm.weight.shape[0]))).flatten(1)
+        q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))
+        if self.cos_sin is not None:
+            table = self.cos_sin[batch.positions.long()]
+            q, k = _rotated(q, table), _rotated(k, table)
+        group = self.num_heads // self.num_kv_heads
+        if group > 1:
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        lengths = [span.last - span.first for span in batch.fresh]
+        parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        return torch.cat([self._attend_one(*part) for part in parts])
+
+    def _attend_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One sequence: [T, heads, head_dim] each -> [T, heads * head_dim]."""
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        windowed = 0 < self.window < q.shape[2]
+        if not windowed and not self.soft_cap and self.slopes is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        else:
+            out = self._scores(q @ k.transpose(2, 3) * self.scale, windowed).softmax(-1) @ v
+        return out[0].transpose(0, 1).flatten(1)
+
+    def _scores(self, scores: Tensor, windowed: bool) -> Tensor:
+        """Soft cap, ALiBi and window: [1, heads, T, T]."""
+        if self.soft_cap:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        at = torch.arange(scores.shape[-1], device=scores.device)
+        distance = at[None, :] - at[:, None]
+        if self.slopes is not None:
+            scores = scores + (self.slopes[:, None, None] * distance).to(scores.dtype)
+        hidden = distance > 0
+        if windowed:
+            hidden |= distance <= -self.window
+        return scores.masked_fill(hidden, float("-inf"))
+
+
+def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim], cos_sin [T, rotary_dim]: the first rotary_dim of each head are rotated."""
+    half = cos_sin.shape[1] // 2
+    cosine, sine = cos_sin[:, None, :half], cos_sin[:, None, half:]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+class RecomputedLayer:
+    """Activation checkpointing: of a layer only its inputs are kept, and the backward pass computes it again.
+
+    Both parts of the layer are one unit, since the first one may change its inputs in place: `attend` keeps its
+    arguments, and `finish` computes. Not for the last layer, whose rows are selected between the parts.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self._inputs: tuple[Any, ...] = ()
+        self.layers = layer.layers
+
+    def attend(self, *inputs: Any) -> Tensor:
+        self._inputs = inputs
+        kept: Tensor = inputs[0]
+        return kept
+
+    def finish(self, _attended: Tensor, _hidden: Tensor, lora: LoraBatch | None) -> Any:
+        inputs, self._inputs = self._inputs, ()
+        return checkpoint(self._whole, lora, *inputs, use_reentrant=False)
+
+    def _whole(self, lora: LoraBatch | None, *inputs: Any) -> Any:
+        own = tuple(item.clone() if isinstance(item, Tensor) else item for item in inputs)
+        return self._layer.finish(self._layer.attend(*own), own[0], lora)

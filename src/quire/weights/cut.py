@@ -1,0 +1,56 @@
+"""CutSource: a model's tensors as one rank needs them, cut by their names before any loader sees them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from quire.parallel.cut import Cut, TensorCut
+from quire.quant.encoded import Columns, Encoded, Weight, join
+from quire.weights.source import Source
+
+
+class CutSource:
+    """A Source like the one it cuts. Converted weights of each part are kept apart."""
+
+    def __init__(self, source: Source, cut: Cut) -> None:
+        self._source = source
+        self._cut = cut
+        self.name = source.name
+        self.config: Mapping[str, Any] = source.config
+        self.generation_config: Mapping[str, Any] = source.generation_config
+        self.fingerprint = f"{source.fingerprint} rank {cut.rank} of {cut.size}"
+        self.num_tensors = source.num_tensors
+        self.num_bytes = source.num_bytes // cut.size
+        self.random = source.random
+        self.encodings: Mapping[str, Encoded] = source.encodings
+
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
+        for name, weight in self._source.tensors():
+            yield name, self.part(name, weight)
+
+    def part(self, name: str, weight: Weight) -> Weight:
+        """What this rank keeps of a whole tensor; one of an unexpected shape is left for its loader to refuse."""
+        cut = self._cut.tensor(name)
+        if cut is None or weight.shape[cut.dimension] != cut.size:
+            return weight
+        assert not isinstance(weight, Columns)
+        if cut.dimension == 1:
+            return Columns(weight, *cut.spans[0])
+        if isinstance(weight, Encoded):
+            return join([weight.rows(first, last) for first, last in cut.spans])
+        pieces = [weight[first:last] for first, last in cut.spans]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor that a part of `shape` is cut from."""
+        cut: TensorCut | None = self._cut.tensor(name)
+        if cut is None:
+            return shape
+        return tuple(cut.size if i == cut.dimension else size for i, size in enumerate(shape))
+
+    def tokenizer_json(self) -> str | None:
+        return self._source.tokenizer_json()
+
+    def tokenizer_config(self) -> Mapping[str, Any]:
+        return self._source.tokenizer_config()

@@ -1,0 +1,127 @@
+"""Which slice of a GPU holds a promise: users that ask again as soon as they are answered, on simulated slices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from quire.bench.report import percentile
+from quire.core.errors import ConfigError
+from quire.core.request import Request
+from quire.fleet.mig import Card, Profile
+from quire_lab.measure.replay import TOKEN, plain
+from quire_lab.measure.simulated_runs import build_simulated
+from quire_lab.simulate.clock import VirtualClock
+
+USERS = (1, 2, 4, 8, 16, 32, 64)
+ROUNDS = 3  # requests of each user
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Seconds per token and per request that 95 of 100 requests must keep, and what a request is."""
+
+    per_token: float = 0.050
+    per_request: float = 10.0
+    prompt_tokens: int = 512
+    output_tokens: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One slice with one number of users. Latencies are 95th percentiles; infinite where the model does not fit."""
+
+    profile: str
+    users: int
+    per_token: float
+    per_request: float
+    why: str = ""  # it does not fit
+
+    def keeps(self, promise: Promise) -> bool:
+        return self.per_token <= promise.per_token and self.per_request <= promise.per_request
+
+
+def latency(settings: Mapping[str, Any], card: Card, profile: Profile, users: int, promise: Promise) -> Held:
+    """Every user sends a prompt, waits for the whole answer, and sends the next one."""
+    return _latency(tuple(sorted(settings.items())), card, profile, users, promise)
+
+
+@cache  # a fleet has models that differ in name only
+def _latency(
+    settings: tuple[tuple[str, Any], ...], card: Card, profile: Profile, users: int, promise: Promise
+) -> Held:
+    device = f"simulated:{card.device}-{profile.name}"
+    try:
+        built = build_simulated({**dict(settings), "device": device, "enable_prefix_caching": False})
+    except ConfigError as error:
+        return Held(profile.name, users, float("inf"), float("inf"), str(error))
+    engine, clock = built.engine, built.engine.clock
+    assert isinstance(clock, VirtualClock)
+    sampling = plain(promise.output_tokens)
+    sent: dict[str, float] = {}
+    first: dict[str, float] = {}
+    per_token, per_request = [], []
+    asked = dict.fromkeys(range(users), 0)
+
+    def ask(user: int) -> None:
+        name = f"{user}-{asked[user]}"
+        asked[user] += 1
+        sent[name] = clock()
+        engine.add(Request(name, [TOKEN] * promise.prompt_tokens, sampling))
+
+    for user in range(users):
+        ask(user)
+    while engine.has_work:
+        for update in engine.step():
+            name, now = update.request_id, clock()
+            if update.token_ids:
+                first.setdefault(name, now)
+            if update.finish_reason is None:
+                continue
+            per_request.append(now - sent[name])
+            per_token.append((now - first[name]) / max(1, promise.output_tokens - 1))
+            user = int(name.split("-")[0])
+            if asked[user] < ROUNDS:
+                ask(user)
+    return Held(profile.name, users, percentile(sorted(per_token), 95), percentile(sorted(per_request), 95))
+
+
+def curve(
+    settings: Mapping[str, Any],
+    card: Card,
+    promise: Promise,
+    users: Sequence[int] = USERS,
+    on_point: Callable[[], None] = lambda: None,
+) -> list[Held]:
+    """Every slice with every number of users."""
+    points = []
+    for profile in card.profiles:
+        for count in users:
+            points.append(latency(settings, card, profile, count, promise))
+            on_point()
+            if points[-1].why:  # more users change nothing
+                break
+    return points
+
+
+def most_users(points: Sequence[Held], profile: str, promise: Promise) -> int:
+    """0 where not even one is served as promised."""
+    return max((p.users for p in points if p.profile == profile and p.keeps(promise)), default=0)
+
+
+def smallest(settings: Mapping[str, Any], card: Card, promise: Promise, users: int) -> Held:
+    """The first slice, in the order of size, that keeps the promise. ConfigError with the nearest where none does."""
+    tried = []
+    for profile in card.profiles:
+        held = latency(settings, card, profile, users, promise)
+        if held.keeps(promise):
+            return held
+        tried.append(held)
+    last = tried[-1]
+    if last.why:
+        raise ConfigError(f"no slice of {card.name} holds the model: {last.why}")
+    raise ConfigError(
+        f"no slice of {card.name} keeps {1e3 * promise.per_token:g} ms per token and {promise.per_request:g} s per "
+        f"request for {users} users: the whole GPU takes {1e3 * last.per_token:.1f} ms and {last.per_request:.1f} s; "
+        "promise that, use several replicas, or fewer bits (--quantization int4)"
+    )

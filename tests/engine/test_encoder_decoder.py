@@ -1,0 +1,281 @@
+"""Encoder-decoder models give transformers' tokens, however they are batched, preempted, sampled or found again."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError, InvalidRequest
+from quire.core.request import Request
+from quire.engine import build as building
+from quire.engine.engine import Engine
+from quire.models.encoder_decoder import EncoderDecoder
+from tests.models.seq2seq import SMALL, VARIANTS, flan, generate, prompts, save
+
+PROMPTS = prompts(5, 16, 1, 33, 40)
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+ENDS = (7, 8, 20, 30, 31, 32)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(folder, transformers' model) by variant, made once."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(variant: str) -> tuple[Path, Any]:
+        if variant not in made:
+            folder = tmp_path_factory.mktemp(variant)
+            made[variant] = folder, save(folder, VARIANTS[variant](), untied="untied" in variant)
+        return made[variant]
+
+    return get
+
+
+def _llm(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(folder), use_tqdm=False, **{"dtype": "float32", "quantization": "none", **settings})
+
+
+def _tokens(llm: LLM, texts: list[list[int]], sampling: Any) -> list[list[list[int]]]:
+    results = llm.generate([{"prompt_token_ids": text} for text in texts], sampling, use_tqdm=False)
+    llm.engine.check_integrity()
+    assert llm.engine.memory.num_free == llm.engine.memory.num_blocks
+    return [[list(output.token_ids) for output in result.outputs] for result in results]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_are_those_of_transformers_alone_and_in_a_batch(variant: str, checkpoints: Any) -> None:
+    folder, model = checkpoints(variant)
+    expected = [generate(model, prompt, 14) for prompt in PROMPTS]
+    assert len({token for outputs in expected for token in outputs[0]}) > 8, "equal tokens prove nothing"
+    for settings in ({"block_size": 8}, {"block_size": 1, "steps_in_flight": 0, "max_prompt_chunk": 3}):
+        llm = _llm(folder, **settings)
+        assert _tokens(llm, PROMPTS, GREEDY) == expected
+        assert _tokens(llm, PROMPTS[3:4], GREEDY) == expected[3:4]
+        llm.close()
+
+
+@pytest.mark.parametrize("variant", ["t5", "flan-untied", "bart"])
+def test_beams_are_those_of_transformers(variant: str, checkpoints: Any) -> None:
+    folder, model = checkpoints(variant)
+    llm = _llm(folder, block_size=4)
+    ends = tuple(sorted({*ENDS, *llm.engine.limits.eos_token_ids}))
+    for width, penalty, early in ((4, 1.0, False), (2, 0.6, True)):
+        asked = SamplingParams(
+            n=width, use_beam_search=True, length_penalty=penalty, early_stopping=early, max_tokens=9,
+            stop_token_ids=ENDS,
+        )  # fmt: skip
+        expected = [
+            generate(
+                model, prompt, 9, ends=ends, num_beams=width, num_return_sequences=width, length_penalty=penalty,
+                early_stopping=early,
+            )
+            for prompt in PROMPTS[:4]
+        ]  # fmt: skip
+        assert _tokens(llm, PROMPTS[:4], asked) == expected
+    llm.close()
+
+
+def test_the_shape_of_flan_t5_small_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    model = save(tmp_path, flan(**SMALL), untied=True)
+    llm = _llm(tmp_path)
+    texts = prompts(30, 7)
+    assert _tokens(llm, texts, GREEDY) == [generate(model, text, 14) for text in texts]
+    llm.close()
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def _mixed() -> list[SamplingParams]:
+    return [
+        GREEDY,
+        SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=12, ignore_eos=True),
+        SamplingParams(use_beam_search=True, n=2, best_of=3, max_tokens=10),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=20, presence_penalty=1.0),
+    ]
+
+
+@pytest.mark.parametrize("variant", ["flan-untied", "bart"])
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_requests_give_the_same_tokens(
+    variant: str, mode: str, steps_in_flight: int, checkpoints: Any
+) -> None:
+    folder, _ = checkpoints(variant)
+    texts = prompts(5, 16, 11, 20, 9, 3, 17, 8)
+    sampling = [_mixed()[i % 4] for i in range(len(texts))]
+    roomy = _llm(folder, block_size=4)
+    expected = _tokens(roomy, texts, sampling)
+    roomy.close()
+    llm = _llm(
+        folder, block_size=4, num_blocks=26, max_num_seqs=8, preemption_mode=mode,
+        steps_in_flight=steps_in_flight,
+    )  # fmt: skip
+    assert _tokens(llm, texts, sampling) == expected
+    stats = llm.engine.scheduler.stats
+    assert stats.num_preemptions > 0
+    assert (stats.num_swaps_out > 0) == (mode == "swap")
+    llm.close()
+
+
+@pytest.fixture
+def engine(checkpoints: Any) -> Any:
+    folder, _ = checkpoints("flan-untied")
+    settings = {"dtype": "float32", "quantization": "none", "block_size": 4}
+    built = building.build(EngineConfig.of(model=str(folder), **settings))
+    yield built.engine
+    built.engine.close()
+
+
+def _run(engine: Engine) -> dict[tuple[str, int], tuple[int, ...]]:
+    found: dict[tuple[str, int], tuple[int, ...]] = {}
+    while engine.has_work:
+        for update in engine.step():
+            key = update.request_id, update.index
+            found[key] = found.get(key, ()) + update.token_ids
+            assert update.error is None
+        engine.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize("beams", [False, True])
+def test_samples_and_beams_share_the_pages_of_the_encoder(engine: Engine, beams: bool) -> None:
+    sampling = SamplingParams(n=4, use_beam_search=beams, max_tokens=3, ignore_eos=True, seed=1)
+    engine.add(Request("one", prompts(37)[0], sampling))
+    most = 0
+    while engine.has_work:
+        engine.step()
+        held = {block for s in engine.scheduler.running for block in s.block_ids[:10]}
+        assert len(held) <= 10  # 37 tokens in blocks of 4, once for all four
+        most = max(most, engine.memory.num_blocks - engine.memory.num_free)
+    assert most <= 10 + 4 + 1  # a block of outputs each, and one that is being copied
+    engine.check_integrity()
+
+
+def test_an_equal_prompt_is_found_whole_and_the_encoder_runs_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = EncoderDecoder.encode
+
+    def counted(self: Any, batch: Any, *others: Any) -> None:
+        encoded.extend(batch.lengths.tolist())
+        encode(self, batch, *others)
+
+    monkeypatch.setattr(EncoderDecoder, "encode", counted)
+    (prompt,) = prompts(18)
+    engine.add(Request("first", prompt, GREEDY))
+    first = _run(engine)["first", 0]
+    engine.add(Request("again", prompt, GREEDY))
+    cached = 0
+    found: tuple[int, ...] = ()
+    while engine.has_work:
+        for update in engine.step():
+            found, cached = found + update.token_ids, max(cached, update.num_cached)
+    assert (found, cached, encoded) == (first, 18, [18])
+    # The same beginning is another prompt: what the encoder makes of it depends on its end.
+    for other in (prompt[:-1], [*prompt, 5], [*prompt[:16], 5, 6], [*prompt, 0]):
+        engine.add(Request("other", other, GREEDY))
+        _run(engine)
+    assert encoded == [18, 17, 19, 18, 19]
+    # Of a prompt that has lost one of its blocks nothing is used.
+    sequence_blocks = engine.memory.index
+    engine.memory.index.forget(next(b for b in range(1, 200) if sequence_blocks.knows(b)))
+    engine.add(Request("last", prompt, GREEDY))
+    assert _run(engine)["last", 0] == first
+    assert encoded[-1] == 18
+    engine.check_integrity()
+
+
+def test_aborted_requests_leave_nothing_behind(engine: Engine) -> None:
+    chosen = random.Random(3)
+    texts = prompts(*(chosen.randrange(1, 30) for _ in range(24)))
+    for index, text in enumerate(texts):
+        engine.add(Request(str(index), text, _mixed()[index % 4]))
+        engine.step()
+        if index % 3 == 2:
+            engine.abort(str(chosen.randrange(index)))
+        engine.check_integrity()
+    _run(engine)
+    assert engine.memory.num_free == engine.memory.num_blocks
+
+
+# ---------------------------------------------------------------------- formats and limits
+
+
+@pytest.mark.parametrize("variant", ["t5", "flan-untied", "flan-silu"])
+def test_int8_gives_the_same_tokens_alone_and_in_any_batch(variant: str, checkpoints: Any) -> None:
+    folder, _ = checkpoints(variant)
+    llm = _llm(folder, quantization="int8", block_size=4, enable_prefix_caching=False)
+    together = _tokens(llm, PROMPTS, GREEDY)
+    assert [_tokens(llm, [text], GREEDY)[0] for text in PROMPTS] == together
+    llm.close()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float16", "int8"])
+def test_other_types_of_pages_hold_cross_attention_too(kv_cache_dtype: str, checkpoints: Any) -> None:
+    folder, model = checkpoints("flan-untied")
+    llm = _llm(folder, kv_cache_dtype=kv_cache_dtype)
+    found = [outputs[0][:2] for outputs in _tokens(llm, PROMPTS, GREEDY)]
+    expected = [generate(model, prompt, 2)[0] for prompt in PROMPTS]
+    assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 5
+    llm.close()
+
+
+def test_what_an_encoder_decoder_model_cannot_do_is_refused(checkpoints: Any) -> None:
+    folder, _ = checkpoints("bart")
+    llm = _llm(folder)
+    (long,) = prompts(65)
+    with pytest.raises(InvalidRequest, match="65 tokens and the model's encoder takes at most 64"):
+        llm.generate([{"prompt_token_ids": long}], GREEDY)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs is not available"):
+        llm.generate([{"prompt_token_ids": [5]}], SamplingParams(prompt_logprobs=1))
+    (result,) = llm.generate(
+        [{"prompt_token_ids": long[:64]}], SamplingParams(temperature=0, ignore_eos=True, max_tokens=500)
+    )
+    assert len(result.outputs[0].token_ids) == 63  # the decoder has 64 positions, one is its start token
+    assert result.outputs[0].finish_reason == "length"
+    llm.close()
+    for setting in (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"enable_lora": True},
+        {"kv_offload_gb": 1.0},
+        {"weights_memory_gb": 1.0},
+    ):
+        with pytest.raises(ConfigError, match="not available for encoder-decoder models"):
+            _llm(folder, **setting)
+    with pytest.raises(ConfigError, match="leave no block"):
+        _llm(folder, max_num_batched_tokens=10, max_num_seqs=4)
+
+
+def test_a_step_bounds_the_prompt_that_its_encoder_takes(checkpoints: Any) -> None:
+    folder, model = checkpoints("flan-untied")
+    llm = _llm(folder, max_num_batched_tokens=40, max_num_seqs=8, block_size=8, itl_goal="1")
+    texts = prompts(40, 33, 20, 39, 1, 40)
+    assert _tokens(llm, texts, GREEDY) == [generate(model, text, 14) for text in texts]
+    with pytest.raises(InvalidRequest, match="41 tokens and the model's encoder takes at most 40"):
+        llm.generate([{"prompt_token_ids": prompts(41)[0]}], GREEDY)
+    llm.close()
+
+
+def test_a_forced_first_token_follows_the_start_token(checkpoints: Any, tmp_path: Path) -> None:
+    _, model = checkpoints("flan-untied")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(
+        '{"decoder_start_token_id": 4, "forced_bos_token_id": 9}'
+    )
+    llm = _llm(tmp_path)
+    (prompt,) = prompts(12)
+    expected = model.generate(
+        torch.tensor([prompt]),
+        decoder_start_token_id=4,
+        forced_bos_token_id=9,
+        max_new_tokens=15,
+        do_sample=False,
+    )
+    assert _tokens(llm, [prompt], GREEDY)[0][0] == expected[0, 2:].tolist()
+    llm.close()

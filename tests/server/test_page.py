@@ -1,0 +1,421 @@
+"""The page in a real Chromium: quick, small, streams, stops, branches, remembers, recovers, and its map is true."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.server.settings import ServerSettings
+from tests.server.hostile import PAYLOADS
+from tests.server.running import ADMIN_KEY, RunningServer
+from tests.server.scripted import ScriptedEngine, scripted_app
+from tools.fetch_browser import executable
+
+KEY = "the-users-key"
+MESSAGE = "textarea[aria-label=Message]"
+TAGS = "P H3 H4 H5 H6 STRONG EM S CODE PRE UL OL LI BLOCKQUOTE TABLE THEAD TBODY TR TH TD HR A DIV SPAN BUTTON svg path"
+HTML = {"Accept": "text/html,application/xhtml+xml"}
+
+playwright = pytest.importorskip("playwright.sync_api")
+needs_browser = pytest.mark.skipif(executable() is None, reason="no Chromium: run `make browser`")
+pytestmark = pytest.mark.e2e
+
+
+# ---------------------------------------------------------------------- without a browser
+
+
+def page_client(**settings: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=scripted_app(ScriptedEngine([]), **settings))
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+def fetch(*paths: str, headers: dict[str, str] | None = None, **settings: Any) -> list[httpx.Response]:
+    import asyncio
+
+    async def run() -> list[httpx.Response]:
+        async with page_client(**settings) as client:
+            return [await client.get(path, headers=headers or {}) for path in paths]
+
+    return asyncio.run(run())
+
+
+def test_browsers_get_the_page_and_programs_get_json():
+    (page,) = fetch("/", headers=HTML)
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith("default-src 'self'; ")
+    assert "{{" not in page.text
+    (plain,) = fetch("/")
+    assert plain.json()["name"] == "quire"
+
+
+def test_the_page_and_its_files_need_no_key_and_nothing_else_is_served_there():
+    page, script, missing, above = fetch(
+        "/", "/page/app.js", "/page/nothing.js", "/page/..%2Fpage.py", headers=HTML, api_keys=("k",)
+    )
+    assert (page.status_code, script.status_code) == (200, 200)
+    assert script.headers["content-type"].startswith("text/javascript")
+    assert (missing.status_code, above.status_code) == (404, 404)
+    (again,) = fetch("/page/app.js", headers={"If-None-Match": script.headers["etag"]})
+    assert again.status_code == 304
+
+
+def test_no_page_leaves_json_and_no_files():
+    page, script = fetch("/", "/page/app.js", headers=HTML, page=False)
+    assert page.json()["name"] == "quire"
+    assert script.status_code == 404
+    assert ServerSettings().page
+
+
+# ---------------------------------------------------------------------- with one
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[RunningServer]:
+    """A server of this module's own: a test kills its engine."""
+    running = RunningServer("--api-key", KEY)
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=str(executable()), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page with keys, and all that it said and asked for."""
+
+    def __init__(self, chromium: Any, server: RunningServer, key: str | None = KEY, **options: Any) -> None:
+        self.context = chromium.new_context(viewport={"width": 1200, "height": 800}, **options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(30_000)
+        self.errors: list[str] = []
+        self.hosts: set[str] = set()
+        self.page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
+        self.page.on("pageerror", lambda fault: self.errors.append(str(fault)))
+        self.page.on("request", lambda asked: self.hosts.add(asked.url.partition("//")[2].partition("/")[0]))
+        if key is not None:
+            keys = json.dumps({"quire.key": key, "quire.admin": ADMIN_KEY})
+            self.page.add_init_script(
+                f"Object.entries({keys}).forEach((pair) => sessionStorage.setItem(...pair))"
+            )
+        self.server = server
+        self.page.goto(f"{server.url}/")
+
+    def ask(self, text: str, **settings: object) -> None:
+        if settings:
+            self.page.evaluate(
+                f"localStorage.setItem('quire.settings', {json.dumps(json.dumps(settings))!s})"
+            )
+            self.page.reload()
+        self.page.wait_for_selector(MESSAGE)
+        self.page.fill(MESSAGE, text)
+        self.page.keyboard.press("Enter")
+
+    def until(self, expression: str, *argument: Any, seconds: float = 30.0) -> None:
+        """Waits for it. Playwright's own wait would need `eval`, which the page's policy forbids."""
+        deadline = time.monotonic() + seconds
+        while not self.page.evaluate(expression, *argument):
+            assert time.monotonic() < deadline, expression
+            time.sleep(0.02)
+
+    def wait_answered(self) -> None:
+        self.page.wait_for_selector(".thread[aria-busy=false]")
+
+    def answer(self) -> str:
+        return self.page.locator(".answer .text").last.inner_text()
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture
+def tab(chromium: Any, keyed: RunningServer) -> Iterator[Tab]:
+    tab = Tab(chromium, keyed)
+    yield tab
+    tab.close()
+
+
+@needs_browser
+@pytest.mark.browser
+def test_the_page_is_quick_small_and_asks_no_other_host(tab: Tab, keyed: RunningServer):
+    paints = []
+    for _ in range(3):  # the quickest: other programs may keep the machine busy
+        tab.page.reload()
+        tab.page.wait_for_selector(MESSAGE)
+        tab.until("performance.getEntriesByName('first-contentful-paint').length")
+        paints.append(
+            tab.page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        )
+    assert min(paints) < 500
+    for name in ("memory", "steps", "models"):
+        tab.page.click(f"#tab-{name}")
+        tab.page.wait_for_selector(f"#view-{name}:not([hidden]) .tile")
+    sizes = """[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
+        .filter((entry) => !entry.name.includes('/v1/') && !entry.name.includes('/metrics'))
+        .map((entry) => entry.decodedBodySize)"""
+    assert 50_000 < sum(tab.page.evaluate(sizes)) <= 250_000
+    assert tab.hosts == {keyed.url.partition("//")[2]}
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_an_answer_grows_and_stop_stops_it(tab: Tab):
+    tab.ask("Tell me a very long story about the sea.", max_tokens="400")
+    lengths: set[int] = set()
+    while len(lengths) < 6:
+        lengths.add(len(tab.answer()))
+        assert tab.page.get_attribute(".thread", "aria-busy") == "true" or len(lengths) > 5
+        time.sleep(0.02)
+    took = tab.page.evaluate("""async () => {
+        const start = performance.now();
+        document.querySelector('button[aria-label=Stop]').click();
+        const thread = document.querySelector('.thread');
+        while (thread.getAttribute('aria-busy') === 'true') await new Promise(requestAnimationFrame);
+        return performance.now() - start;
+    }""")
+    assert took < 200
+    stopped = tab.answer()
+    time.sleep(0.3)
+    assert tab.answer() == stopped
+    assert "stopped" in tab.page.inner_text(".facts")
+    tab.server.wait_idle()
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_edits_and_new_answers_are_branches_and_a_reload_keeps_them(tab: Tab):
+    tab.ask("Say one word.", max_tokens="6", temperature="1")
+    tab.wait_answered()
+    tab.page.click(".again")
+    tab.page.wait_for_selector(".turn.assistant .branches >> text=2/2")
+    tab.wait_answered()
+    tab.page.hover(".turn.user")
+    tab.page.click(".turn.user .edit")
+    tab.page.fill(".editing textarea", "Say another word.")
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_selector(".turn.user .branches >> text=2/2")
+    tab.wait_answered()
+    edited = tab.answer()
+    tab.page.click(".turn.user .branches button >> nth=0")
+    assert tab.page.inner_text(".user-text") == "Say one word."
+    tab.page.click(".turn.user .branches button >> nth=1")
+    tab.page.reload()
+    tab.page.wait_for_selector(".user-text")
+    assert tab.page.inner_text(".user-text") == "Say another word."
+    assert tab.answer() == edited
+    assert tab.page.inner_text(".chats li") == "Say one word."
+    with tab.page.expect_download() as download:
+        tab.page.click("button[aria-label='Export as Markdown']")
+    assert "Say another word." in download.value.path().read_text()
+
+
+@needs_browser
+@pytest.mark.browser
+def test_a_wrong_key_says_so_and_shows_nothing_else(chromium: Any, keyed: RunningServer):
+    tab = Tab(chromium, keyed, key=None)
+    tab.page.wait_for_selector("#key")
+    assert tab.page.locator("#tabs button").count() == 0
+    tab.page.fill("#key", "wrong")
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_selector("text=That key is not right")
+    tab.page.fill("#key", KEY)
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_selector(MESSAGE)
+    tab.page.keyboard.press("Alt+2")
+    tab.page.wait_for_selector("text=This view needs the admin key")
+    tab.page.fill("input[aria-label='Admin key']", ADMIN_KEY)
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_selector(".map-box canvas")
+    assert tab.page.evaluate("sessionStorage.getItem('quire.key')") == KEY
+    assert tab.page.evaluate("Object.keys(localStorage).filter((name) => name.includes('key')).length") == 0
+    tab.close()
+
+
+@needs_browser
+@pytest.mark.browser
+def test_the_map_is_true_and_four_answers_share_their_prompt(tab: Tab, keyed: RunningServer):
+    tab.ask("Compare the sea, the desert and the forest. " * 4, n="4", max_tokens="120")
+    tab.page.click("#tab-memory")
+    tab.page.evaluate("quire.feed.keepHistory = true")
+    tab.until("quire.feed.mirror.counts().shared > 0")
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = {"messages": [{"role": "user", "content": "Write a poem."}], "max_tokens": 80, "ignore_eos": True}
+    threads = [
+        threading.Thread(
+            target=keyed.post, args=("/v1/chat/completions",), kwargs={"json": body, "headers": headers}
+        )
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        pool = keyed.pool()
+        same = """([step, blocks]) => (quire.feed.history.get(step) ?? []).some(({ used, ...counts }) =>
+            Object.keys({...counts, ...blocks}).every((name) => counts[name] === blocks[name]))"""
+        tab.until(same, [pool["step"], pool["blocks"]])
+    tab.page.click(".requests tbody tr")
+    tab.page.wait_for_selector(".blocks-table .words >> text=Compare the sea")
+    assert tab.page.evaluate("quire.feed.mirror.counters.copies") >= 3
+    for thread in threads:
+        thread.join()
+    assert tab.page.evaluate("quire.feed.mirror.counters.prefix_hits") > 0
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_fifty_hostile_texts_become_text(tab: Tab):
+    tab.page.wait_for_selector(MESSAGE)
+    found = tab.page.evaluate(
+        """async ([payloads, tags]) => {
+            const { render, clean } = await import('./page/markdown.js');
+            const { filesView } = await import('./page/files.js');
+            const allowed = new Set(tags.split(' ')), wrong = [];
+            const file = (text, i) => ({ id: `${i}`, filename: text.slice(0, 500), bytes: 1, purpose: 'x' });
+            const answer = { data: payloads.map(file) };
+            for (const tag of ['H1', 'H2', 'SECTION', 'INPUT', 'FORM', 'LABEL', 'SMALL']) allowed.add(tag);
+            const control = /[\\u0000-\\u0008\\u000b-\\u001f\\u202a-\\u202e\\u2066-\\u2069]/;
+            const panel = document.createElement('div');
+            document.body.append(panel);
+            const check = (name, node) => {
+                for (const one of node.querySelectorAll('*')) {
+                    if (!allowed.has(one.tagName)) wrong.push([name, one.tagName]);
+                    for (const { name: attribute, value } of one.attributes) {
+                        if (attribute.startsWith('on') || (attribute === 'src')) wrong.push([name, attribute, value]);
+                        if (attribute === 'href' && !/^https?:/.test(value)) wrong.push([name, value]);
+                    }
+                }
+                if (control.test(node.textContent)) wrong.push([name, 'control character']);
+            };
+            const start = performance.now();
+            for (const text of payloads) {
+                const node = document.createElement('div');
+                document.body.append(node);
+                for (const share of [0.3, 0.6, 1]) render(node, text.slice(0, Math.ceil(share * text.length)));
+                check(text.slice(0, 40), node);
+                const words = clean(text).slice(1, 8);
+                if (text.startsWith('<') && !node.textContent.includes(words)) wrong.push([text, 'text is lost']);
+                node.remove();
+            }
+            const seconds = (performance.now() - start) / 1000, original = window.fetch;
+            window.fetch = async () => new Response(JSON.stringify(answer));
+            await filesView(panel, { tell: () => {} }).show();
+            window.fetch = original;
+            check('file names', panel);
+            return { wrong, seconds, rows: panel.querySelectorAll('tbody tr').length, pwned: window.pwned ?? null };
+        }""",
+        [PAYLOADS, TAGS],
+    )
+    assert found["wrong"] == []
+    assert found["pwned"] is None
+    assert found["rows"] >= 50
+    assert found["seconds"] < 10
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_a_hostile_answer_and_title_become_text_in_the_chat(tab: Tab):
+    text = PAYLOADS[0] + PAYLOADS[1] + " [here](javascript:window.pwned=1) **bold**"
+    chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]})
+    tab.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            content_type="text/event-stream", body=f"data: {chunk}\n\ndata: [DONE]\n\n"
+        ),
+    )
+    tab.ask(text)
+    tab.wait_answered()
+    assert tab.page.locator(".thread script, .thread img, .thread a, .chats img").count() == 0
+    assert tab.page.locator(".answer strong").inner_text() == "bold"
+    assert tab.page.evaluate("window.pwned ?? null") is None
+    assert tab.errors == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_fifty_thousand_blocks_are_drawn_thirty_times_a_second(tab: Tab):
+    tab.page.wait_for_selector(MESSAGE)
+    tab.page.click("#tab-memory")
+    tab.page.wait_for_selector(".map-box canvas")
+    rate = tab.page.evaluate("""async () => {
+        const { BlockMap } = await import('./page/blockmap.js');
+        const mirror = Object.create(Object.getPrototypeOf(quire.feed.mirror));
+        Object.assign(mirror, { sequences: new Map(), flashes: [], dirty: new Set() });
+        mirror.reset({ num_blocks: 50000, block_size: 16 });
+        const box = document.createElement('div'), map = new BlockMap(mirror);
+        box.append(map.canvas);
+        document.querySelector('.map-box').after(box);
+        mirror.states.forEach((_, block) => { mirror.states[block] = block % 7 ? 2 : 10; });
+        mirror.owners.forEach((_, block) => { mirror.owners[block] = block % 300; });
+        let frames = 0, over = false;
+        setTimeout(() => { over = true; }, 2000);
+        const start = performance.now();
+        while (!over) {
+            mirror.whole = true;
+            mirror.flashes = Array.from({ length: 100 }, (_, i) => ['copied', 1 + (frames * 100 + i) % 50000]);
+            map.ask();
+            await new Promise(requestAnimationFrame);
+            frames += 1;
+        }
+        return map.frames / ((performance.now() - start) / 1000);
+    }""")
+    assert rate >= 30
+
+
+@needs_browser
+@pytest.mark.browser
+def test_the_page_fits_a_telephone_and_works_by_keyboard(chromium: Any, keyed: RunningServer):
+    tab = Tab(chromium, keyed, color_scheme="dark", reduced_motion="reduce")
+    tab.page.set_viewport_size({"width": 360, "height": 640})
+    tab.page.wait_for_selector(MESSAGE)
+    for name in ("memory", "steps", "models", "chat"):
+        tab.page.click(f"#tab-{name}")
+        tab.page.wait_for_timeout(150)
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 25)"
+    tab.page.focus("#tab-chat")
+    tab.page.keyboard.press("ArrowRight")
+    assert tab.page.evaluate("document.activeElement.id") == "tab-memory"
+    tab.page.keyboard.press("Home")
+    tab.page.focus(MESSAGE)
+    tab.page.keyboard.type("Say hello.")
+    tab.page.keyboard.press("Enter")
+    tab.wait_answered()
+    assert tab.answer()
+    tab.close()
+
+
+@needs_browser
+@pytest.mark.browser
+def test_an_engine_that_dies_is_told_and_the_page_recovers(tab: Tab, keyed: RunningServer):
+    tab.ask("Tell me a very long story about the sea.", max_tokens="400")
+    tab.until("document.querySelector('.answer .text').innerText.length > 20")
+    os.kill(keyed.engine_pid(), signal.SIGKILL)
+    tab.page.wait_for_selector(".failure >> text=engine")
+    partial = tab.page.inner_text(".answer .text")
+    assert len(partial) > 20
+    tab.page.click("#tab-memory")
+    keyed.wait_status("/ready", 200)
+    tab.until("quire.feed.mirror.num_blocks > 0")
+    tab.page.click("#tab-chat")
+    tab.page.click(".failure button")
+    tab.page.wait_for_selector(".turn.assistant .branches >> text=2/2")
+    tab.until("document.querySelector('.answer .text').innerText.length > 20")
+    tab.page.keyboard.press("Escape")
+    tab.wait_answered()
+    assert tab.page.locator(".failure").count() == 0

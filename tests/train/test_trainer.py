@@ -1,0 +1,208 @@
+"""A run learns, is deterministic, goes on bit for bit after an interruption, and stops with a reason."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quire import LLM, SamplingParams
+from quire.core.errors import ConfigError, TrainingError
+from quire.train import trainer as training
+from quire.train.checkpoint import Checkpoints, EventLog
+from quire.train.finetune import FinetuneJob, finetune
+from quire.train.settings import TrainSettings
+from quire.train.trainer import FINISHED, STOPPED
+
+SETTINGS = TrainSettings(
+    rank=4, epochs=3, batch_size=4, batch_tokens=64, learning_rate=0.01, checkpoint_steps=4
+)
+
+
+def job(tiny: Path, data: Path, output: Path, **changes) -> FinetuneJob:
+    return FinetuneJob(
+        data, output, str(tiny), settings=replace(SETTINGS, **changes), device="cpu", num_threads=1
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    return [
+        event["loss"]
+        for event in EventLog(folder / "training" / "events.jsonl").read()
+        if event["type"] == "metrics"
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, data, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "mine"
+    reports = []
+    assert finetune(job(tiny, data, folder), reports.append) == FINISHED
+    assert [report.step for report in reports] == list(range(1, 16))
+    assert [report.step for report in reports if report.validation_loss is not None] == [5, 10, 15]
+    return folder
+
+
+def test_the_loss_falls_and_checkpoints_stay(finished):
+    curve = losses(finished)
+    assert curve[-1] < 0.8 * curve[0]
+    assert Checkpoints(finished / "training" / "checkpoints", 3).steps() == [8, 12, 15]
+
+
+def test_the_adapter_is_one_that_peft_loads_and_serving_gives_its_tokens(finished, tiny):
+    peft = pytest.importorskip("peft", reason="PEFT must load the folder")
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    merged = peft.PeftModel.from_pretrained(base, finished).merge_and_unload()
+    prompt = [5, 20, 33, 47]
+    theirs = merged.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    llm = LLM(
+        str(tiny), dtype="float32", quantization="none", lora_modules=(f"mine={finished}",), use_tqdm=False
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (mine,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False, adapter="mine")
+    assert list(mine.outputs[0].token_ids) == theirs[0, len(prompt) :].tolist()
+    (plain,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+    assert mine.outputs[0].token_ids != plain.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "adamw8bit", "dropout": 0.1, "recompute": True}])
+def test_an_interrupted_run_goes_on_bit_for_bit(changes, tiny, data, finished, tmp_path):
+    whole = finished
+    if changes:
+        whole = tmp_path / "whole"
+        assert finetune(job(tiny, data, whole, **changes)) == FINISHED
+    steps = []
+    assert (
+        finetune(job(tiny, data, tmp_path / "cut", **changes), steps.append, stop=lambda: len(steps) == 6)
+        == STOPPED
+    )
+    assert not (tmp_path / "cut" / "adapter_model.safetensors").exists()
+    assert finetune(job(tiny, data, tmp_path / "cut", **changes), steps.append) == FINISHED
+    assert [report.step for report in steps] == list(range(1, 16))  # none is done twice
+    assert losses(tmp_path / "cut") == losses(whole)
+    mine, its = weights(tmp_path / "cut"), weights(whole)
+    assert all(torch.equal(mine[name], its[name]) for name in its)
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tiny, data, finished, tmp_path):
+    class Killed(Exception):
+        pass
+
+    def die(report):
+        if report.step == 7:
+            raise Killed
+
+    with pytest.raises(Killed):
+        finetune(job(tiny, data, tmp_path / "cut"), die)
+    steps = []
+    assert finetune(job(tiny, data, tmp_path / "cut"), steps.append) == FINISHED
+    assert steps[0].step == 5
+    assert losses(tmp_path / "cut") == losses(finished)
+
+
+def test_checkpointed_activations_change_nothing(tiny, data, finished, tmp_path):
+    assert finetune(job(tiny, data, tmp_path / "other", recompute=True, batch_tokens=1000)) == FINISHED
+    assert losses(tmp_path / "other") == pytest.approx(losses(finished), rel=1e-3)
+
+
+def test_qlora_ends_near_lora(tiny, data, tmp_path, tmp_path_factory):
+    from tests.train.conftest import make_model
+
+    wide = make_model(
+        tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128, num_attention_heads=4,
+        initializer_range=0.05,
+    )  # fmt: skip
+    ends = []
+    for qlora in (False, True):
+        folder = tmp_path / str(qlora)
+        assert finetune(job(wide, data, folder, qlora=qlora, epochs=4)) == FINISHED
+        ends.append(sum(losses(folder)[-5:]) / 5)
+    assert ends[1] == pytest.approx(ends[0], rel=0.05)
+
+
+def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tiny, data, tmp_path, monkeypatch):
+    own = training.Trainer._backward
+
+    def broken(self, items, weight):
+        loss, right = own(self, items, weight)
+        return (loss * float("nan") if self.step == 6 else loss), right
+
+    monkeypatch.setattr(training.Trainer, "_backward", broken)
+    with pytest.raises(
+        TrainingError, match=r"the loss is nan .* in step 7 of 15: lower --learning-rate.*step-000004$"
+    ):
+        finetune(job(tiny, data, tmp_path / "mine"))
+    assert all(
+        t.isfinite().all()
+        for t in weights(tmp_path / "mine" / "training" / "checkpoints" / "step-000004").values()
+    )
+
+
+def test_a_full_disk_stops_with_the_last_good_checkpoint(tiny, data, tmp_path, monkeypatch):
+    written = []
+    own = training.save_adapter
+
+    def full(folder, *rest):
+        written.append(folder)
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        own(folder, *rest)
+
+    monkeypatch.setattr(training, "save_adapter", full)
+    with pytest.raises(TrainingError, match=r"step 8 cannot be written .*No space left.*step-000004$"):
+        finetune(job(tiny, data, tmp_path / "mine"))
+    kept = [path.name for path in (tmp_path / "mine" / "training" / "checkpoints").iterdir()]
+    assert kept == ["step-000004"]
+
+
+def test_a_folder_of_another_run_is_refused(tiny, data, finished, tmp_path):
+    with pytest.raises(ConfigError, match="holds a finished adapter"):
+        finetune(job(tiny, data, finished))
+    steps = []
+    finetune(job(tiny, data, tmp_path / "mine"), steps.append, stop=lambda: len(steps) == 2)
+    with pytest.raises(ConfigError, match="holds a run with other settings or data"):
+        finetune(job(tiny, data, tmp_path / "mine", seed=1))
+    again = replace(job(tiny, data, tmp_path / "mine", seed=1), overwrite=True)
+    assert finetune(again) == FINISHED
+
+
+def test_dpo_learns_to_prefer(tiny, tmp_path):
+    def line(letter: str) -> dict:
+        return {
+            "input": {"messages": [{"role": "user", "content": letter}]},
+            "preferred_output": [{"role": "assistant", "content": "yes"}],
+            "non_preferred_output": [{"role": "assistant", "content": "no"}],
+        }
+
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line(letter)) + "\n" for letter in "abcdefghijklmnop"))
+    steps = []
+    changes = {"method": "dpo", "validation_split": 0.0, "epochs": 4}
+    assert finetune(job(tiny, path, tmp_path / "mine", **changes), steps.append) == FINISHED
+    assert steps[0].loss == pytest.approx(0.6931, abs=1e-3)  # B is zero: both models agree
+    assert steps[-1].accuracy == 1.0
+    assert steps[-1].loss < 0.5
+
+
+def test_settings_that_cannot_work_are_refused():
+    for name, value in (
+        ("rank", 0),
+        ("epochs", 51),
+        ("dropout", 1.0),
+        ("method", "ppo"),
+        ("learning_rate", -1.0),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            TrainSettings.of(**{name: value})
+    with pytest.raises(ConfigError, match="'lr' is no setting"):
+        TrainSettings.of(lr=1)
+    auto = TrainSettings.of(epochs="auto", batch_size="auto").resolved(500, 135_000_000, on_gpu=False)
+    assert (auto.batch_size, auto.epochs, auto.learning_rate, auto.alpha) == (16, 5, 5e-4, 32.0)
