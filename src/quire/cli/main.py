@@ -24,13 +24,13 @@ class Command(NamedTuple):
 # A command's module is imported when it is chosen: most of them need torch, and `quire --help` must not wait for it.
 COMMANDS = {
     "serve": Command("quire.cli.serve", "serve a model over HTTP with OpenAI's API"),
-    "route": Command(
-        "quire.cli.route", "send requests to several servers, each where it adds the least work"
-    ),
     "chat": Command("quire.cli.chat", "chat with a model in the terminal"),
     "generate": Command("quire.cli.generate", "complete prompts from flags, a file or standard input"),
     "ask": Command("quire.cli.ask", "answer a question from files, with the sources"),
     "index": Command("quire.cli.index", "add files to a folder that is searched, list them, search them"),
+    "route": Command(
+        "quire.cli.route", "send requests to several servers, each where it adds the least work"
+    ),
     "bench": Command(
         "quire.cli.bench", "measure throughput, latency and startup here, or load-test a server"
     ),

@@ -33,9 +33,8 @@ PARTS = {  # what the layers that models name so belong to, in the order of repo
     "gate_up": "MLP", "up": "MLP", "down": "MLP",
     "mixture.experts.gate_up": "experts", "mixture.experts.down": "experts", "mixture.router": "router",
     "embedding": EMBEDDING, "tokens": EMBEDDING, "positions": EMBEDDING, "types": EMBEDDING, "project_in": EMBEDDING,
-    "encoder_positions": EMBEDDING, "decoder_positions": EMBEDDING, "encoder_distances": VECTORS,
-    "decoder_distances": VECTORS,
-    "head": HEAD, "project_out": HEAD,
+    "encoder_positions": EMBEDDING, "decoder_positions": EMBEDDING, "head": HEAD, "project_out": HEAD,
+    "encoder_distances": VECTORS, "decoder_distances": VECTORS,
 }  # fmt: skip
 # how models name the layers of their blocks, and the experts of a layer
 _BLOCK = re.compile(r"^layers\.\d+\.|(?<=experts\.)\d+\.")
