@@ -1,4 +1,4 @@
-"""Dockerfile and deploy/kubernetes.yaml: what they name exists here, and their numbers fit together."""
+"""Dockerfile, manifests, Helm chart and compose file: what they name exists here, and their numbers fit together."""
 
 import json
 import re
@@ -111,3 +111,161 @@ def test_the_deployments_parts_find_each_other(dockerfile: list[tuple[str, str]]
     mounts = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
     assert set(mounts) == set(claims)
     assert mounts["cache"] == dict(dockerfile)["VOLUME"]
+
+
+# The Helm chart
+
+
+CHART = ROOT / "deploy" / "helm" / "quire"
+EVERYTHING = {
+    "model": "org/name",
+    "keysSecret": "keys",
+    "autoscaling": {"enabled": True},
+    "serviceMonitor": {"enabled": True},
+    "gpu": {"count": 1, "resource": "nvidia.com/mig-1g.18gb"},
+    "cache": {"storageClass": "fast"},
+    "nodeSelector": {"zone": "a"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+}
+NOTHING = {"args": [], "cache": {"enabled": False}, "image": {"tag": "1.2"}}
+
+
+def rendered(template: str, context: dict[str, Any]) -> str:
+    """The part of Helm's template language that the chart uses; any other action is an error."""
+
+    def term(words: list[str], piped: Any = None) -> Any:
+        match words:
+            case ["toYaml", path]:
+                return yaml.safe_dump(term([path])).rstrip("\n")
+            case ["add", left, right]:
+                return term([left]) + term([right])
+            case ["div", left, right]:
+                return term([left]) // term([right])
+            case ["not", path]:
+                return not term([path])
+            case ["quote"]:
+                return json.dumps(str(piped))
+            case ["default", path]:
+                return piped or term([path])
+            case ["nindent", width]:
+                return "".join(f"\n{' ' * int(width)}{line}" for line in piped.splitlines())
+            case [number] if number.isdigit():
+                return int(number)
+            case [path] if re.fullmatch(r"(\.\w+)+", path):
+                value: Any = context
+                for key in path[1:].split("."):
+                    value = value[key]
+                return value
+        raise ValueError(f"the renderer of this test does not know {words}")
+
+    first, *rest = re.split(r"(?:\s*\{\{-|\{\{)\s*(.*?)\s*\}\}", template)
+    text, shown = [first], [True]
+    for action, literal in zip(rest[::2], rest[1::2], strict=True):
+        if action.startswith("if "):
+            shown.append(shown[-1] and bool(term(action.split()[1:])))
+        elif action == "end":
+            shown.pop()
+        elif shown[-1]:
+            value: Any = None
+            for words in action.split(" | "):
+                value = term(words.split(), value)
+            text.append(str(value))
+        if shown[-1]:
+            text.append(literal)
+    assert shown == [True], "an `if` without its `end`"
+    return "".join(text)
+
+
+def chart(changes: dict[str, Any]) -> dict[str, Any]:
+    """The chart's objects by kind, as `helm template test` would print them."""
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert about["version"] == about["appVersion"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for key, value in changes.items():
+        assert key in values
+        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+    context = {
+        "Release": {"Name": "test"},
+        "Chart": {"AppVersion": about["appVersion"]},
+        "Values": values,
+    }
+    texts = [rendered(path.read_text(), context) for path in sorted((CHART / "templates").iterdir())]
+    return {one["kind"]: one for one in map(yaml.safe_load, texts) if one is not None}
+
+
+@pytest.mark.parametrize("changes", [{}, NOTHING, EVERYTHING], ids=["default", "nothing", "everything"])
+def test_the_charts_pods_probe_real_paths_with_flags_that_exist(
+    changes: dict[str, Any], dockerfile: list[tuple[str, str]], paths: set[str]
+):
+    objects = chart(changes)
+    spec = objects["StatefulSet"]["spec"]
+    pod = spec["template"]["spec"]
+    container = pod["containers"][0]
+    found = settings([*entry(dockerfile), *container["args"]])
+    assert container["ports"][0]["containerPort"] == found.port
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["path"] in paths
+    sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= found.shutdown_timeout + sleep + 10
+    labels = spec["template"]["metadata"]["labels"]
+    assert labels == spec["selector"]["matchLabels"] == objects["Service"]["spec"]["selector"]
+    volumes = [one["name"] for one in pod["volumes"]]
+    volumes += [one["metadata"]["name"] for one in spec.get("volumeClaimTemplates", ())]
+    mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    assert sorted(volumes) == sorted(mounts)
+    assert mounts["cache"] == dict(dockerfile)["VOLUME"]
+
+
+def test_the_chart_has_what_its_values_ask_for():
+    objects = chart({})
+    assert set(objects) == {"StatefulSet", "Service"}
+    pod = objects["StatefulSet"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == f"quire:{quire.__version__}"
+    assert pod["containers"][0]["resources"]["limits"] == {"memory": "4Gi"}
+    assert objects["StatefulSet"]["spec"]["replicas"] == 1
+    assert "env" not in pod["containers"][0]
+
+    objects = chart(EVERYTHING)
+    spec = objects["StatefulSet"]["spec"]
+    container = spec["template"]["spec"]["containers"][0]
+    assert container["args"][0] == "org/name"
+    assert container["resources"]["limits"] == {"memory": "4Gi", "nvidia.com/mig-1g.18gb": 1}
+    assert [one["valueFrom"]["secretKeyRef"]["name"] for one in container["env"]] == ["keys", "keys"]
+    assert spec["template"]["spec"]["tolerations"] == EVERYTHING["tolerations"]
+    assert spec["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
+    assert "replicas" not in spec  # the autoscaler's
+    scaler = objects["HorizontalPodAutoscaler"]["spec"]
+    assert scaler["scaleTargetRef"]["kind"] == "StatefulSet"
+    assert scaler["metrics"][0]["pods"]["metric"]["name"] == "quire_num_requests_waiting"
+    assert scaler["metrics"][0]["pods"]["target"]["averageValue"] == "8"
+    monitor = objects["ServiceMonitor"]["spec"]
+    assert monitor["selector"]["matchLabels"] == objects["Service"]["metadata"]["labels"]
+    assert monitor["endpoints"][0]["port"] == objects["Service"]["spec"]["ports"][0]["name"]
+
+
+# The compose file
+
+
+def test_the_compose_files_services_find_each_other(dockerfile: list[tuple[str, str]]):
+    folder = ROOT / "deploy"
+    compose = yaml.safe_load((folder / "compose.yaml").read_text())
+    services = compose["services"]
+    for service in services.values():
+        for volume in service["volumes"]:
+            source, target, *_ = volume.split(":")
+            assert (folder / source).exists() if source.startswith(".") else source in compose["volumes"]
+            assert target.startswith("/")
+    assert services["quire"]["image"] == f"quire:{quire.__version__}"
+    found = settings([*entry(dockerfile), *services["quire"]["command"]])
+    assert int(services["quire"]["stop_grace_period"].removesuffix("s")) > found.shutdown_timeout
+    address = f"quire:{found.port}"
+    assert services["open-webui"]["environment"]["OPENAI_API_BASE_URL"] == f"http://{address}/v1"
+    prometheus = yaml.safe_load((folder / "prometheus" / "prometheus.yml").read_text())
+    assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == [address]
+    assert all((folder / "prometheus" / name).exists() for name in prometheus["rule_files"])
+    provisioning = folder / "grafana" / "provisioning"
+    source = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"][0]
+    assert source["url"] == f"http://prometheus:{services['prometheus']['ports'][0].split(':')[1]}"
+    provider = yaml.safe_load((provisioning / "dashboards" / "quire.yaml").read_text())["providers"][0]
+    mounted = [volume.split(":")[1] for volume in services["grafana"]["volumes"]]
+    assert f"{provider['options']['path']}/quire.json" in mounted

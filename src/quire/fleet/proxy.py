@@ -20,6 +20,7 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 MAX_BODY_BYTES = 64 << 20
 RETRY_SECONDS = 2
+SERVER_UP = stats.Metric("gauge", "server_up", "Whether the server answers.")
 TRY_ANOTHER = frozenset({429, 502, 503})  # a server that is full or ends; another one may take the request
 # of one connection, not of the request
 HOP_BY_HOP = frozenset(
@@ -134,8 +135,7 @@ class RouterApp:
     def _metrics(self) -> bytes:
         lines: dict[str, list[str]] = {}
         for server, load in zip(self._servers.servers, self._servers.router.loads, strict=True):
-            up = stats.Metric("gauge", "server_up", "Whether the server answers.")
-            for metric, value in ((up, float(server.is_up)), *stats.walk(load.stats)):
+            for metric, value in ((SERVER_UP, float(server.is_up)), *stats.walk(load.stats)):
                 name = f"quire_{metric.name}"
                 rows = lines.setdefault(
                     name, [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
