@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from quire.cli.serve_models import common_flags
@@ -77,6 +78,19 @@ def test_a_model_is_unloaded_by_hand_and_by_keep_alive(server: RunningServer) ->
     gone = httpx.post(f"{server.url}/v1/models/unload", json={"model": "two"}, timeout=60)
     assert gone.json()["state"] == "stopped"
     assert httpx.post(f"{server.url}/v1/models/unload", json={"model": "nope"}).status_code == 404
+
+
+def test_models_end_with_a_front_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps({"models": {"one": {"model": "builtin", "settings": SETTINGS}}}))
+    running = RunningServer("--models", str(path)).wait_ready()
+    assert ask(running, "one").status_code == 200
+    children = [process for process in psutil.process_iter() if process.ppid() == running.process.pid]
+    assert children
+    running.process.kill()
+    gone, alive = psutil.wait_procs(children, timeout=30)
+    assert (len(gone), alive) == (len(children), [])
+    running.close()
 
 
 def test_entries_of_a_file() -> None:

@@ -6,6 +6,7 @@ gives all of its memory back.
 """
 
 import asyncio
+import ctypes
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from quire.observe.logs import get_logger
 log = get_logger(__name__)
 STARTED = re.compile(r"serving\s+(http://\S+?)/v1")
 STOP_SECONDS = 30.0
+PR_SET_PDEATHSIG = 1  # of prctl
 LOOK_SECONDS = 0.5  # between two looks for idle models
 BUILTIN = "builtin"  # as a source: the model that `quire serve` has by default
 LAST_LINES = 5  # of a process's log that an error shows
@@ -72,7 +74,11 @@ class ModelProcess:
         command = [sys.executable, "-m", "quire", "serve", *source, "--host", "127.0.0.1", "--port", "0"]
         command += ["--served-model-name", entry.name, *entry.aliases, *common, *entry.flags]
         self._process = await asyncio.create_subprocess_exec(
-            *command, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            *command,
+            stderr=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(self._process, ready), name=f"log-{entry.name}")
@@ -132,6 +138,11 @@ class ModelProcess:
             with suppress(asyncio.CancelledError, EngineDead):
                 await self._reading
         self._process = self._reading = None
+
+
+def _end_with_parent() -> None:
+    """In the child: the kernel sends SIGTERM when this process ends, however it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def memory_of(pid: int) -> int | None:
