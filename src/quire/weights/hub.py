@@ -34,7 +34,7 @@ def hub_name(text: str) -> HubName:
 
 
 def gguf_file(name: HubName, *, revision: str | None = None) -> Path:
-    """The file with the name's tag, downloaded if necessary. WeightsError lists the tags that exist if it is missing."""
+    """The file with the tag, downloaded if necessary. WeightsError lists the tags that exist if there is none."""
     assert name.quant is not None, "the name has a tag"
     tag = "".join(f"[{c.lower()}{c}]" if c.isalpha() else c for c in name.quant)
     patterns = [f"*[-._/]{tag}.gguf", f"{tag}.gguf", f"*[-._/]{tag}-*-of-*.gguf"]
