@@ -25,7 +25,7 @@ def llm(context: int):
         tokenizer=Words(),
         engine=SimpleNamespace(
             limits=SimpleNamespace(max_model_len=context),
-            memory=SimpleNamespace(num_blocks=1000, block_size=16),
+            memory=SimpleNamespace(num_blocks=1000, num_groups=1, block_size=16),
         ),
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli import auto, background
-from quire.cli.run import HttpChat, Refused
+from quire.cli.run import HttpChat, ServerRefusal
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, WeightsError
 from quire.weights.builtin import BUILTIN
@@ -223,7 +223,7 @@ def test_a_full_context_forgets_the_oldest_turns(monkeypatch, capsys):
         lengths.append(len(chat._history.messages))
         if lengths[-1] > 3:
             body = {"error": {"message": "too long", "code": "context_length_exceeded"}}
-            raise Refused(400, json.dumps(body).encode())
+            raise ServerRefusal(400, json.dumps(body).encode())
         return "answer"
 
     monkeypatch.setattr(chat, "_streamed", streamed)

@@ -93,7 +93,7 @@ class HttpChat(Conversation):
         while True:
             try:
                 text = self._streamed()
-            except Refused as error:
+            except ServerRefusal as error:
                 if error.code != CONTEXT_FULL or len(self._history.messages) < 2:
                     raise
                 num_dropped += self._history.drop_oldest_turn()
@@ -141,7 +141,7 @@ class HttpChat(Conversation):
             )
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
-                raise Refused(response.status, response.read())
+                raise ServerRefusal(response.status, response.read())
             for line in response:
                 content = line.removeprefix(b"data:").strip()
                 if content == b"[DONE]" or interrupted():
@@ -160,7 +160,7 @@ class HttpChat(Conversation):
             connection.close()
 
 
-class Refused(QuireError):
+class ServerRefusal(QuireError):
     """The server's message about a request that it did not accept, and its code, if it has one."""
 
     def __init__(self, status: int, body: bytes) -> None:
