@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from quire.cli.conversation import Conversation, History, stats_line
+from quire.cli.conversation import ChatLoop, History, stats_line
 from quire.cli.flags import add_engine_flags, add_sampling_flags, sampling_from
 from quire.cli.parser import Parser
 from quire.cli.start import start_llm
@@ -72,7 +72,7 @@ class ChatHistory(History):
         )
 
 
-class Chat(Conversation):
+class Chat(ChatLoop):
     """A conversation with a model in this process."""
 
     def __init__(

@@ -50,7 +50,7 @@ class History:
         return end
 
 
-class Conversation(ABC):
+class ChatLoop(ABC):
     """Reads turns, writes answers. A turn that fails prints one error line; the conversation goes on."""
 
     def __init__(self, history: History, *, quiet: bool = False) -> None:

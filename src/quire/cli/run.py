@@ -2,6 +2,7 @@
 
 import argparse
 import http.client
+import importlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 from quire.cli import background
 from quire.cli.background import BackgroundServer
-from quire.cli.conversation import Conversation, History, stats_line
+from quire.cli.conversation import ChatLoop, History, stats_line
 from quire.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, given_sampling
 from quire.cli.parser import Parser
 from quire.cli.terminal import dim, interruptible
@@ -57,9 +58,8 @@ def _words(key: str, value: Any) -> list[str]:
 
 
 def _started(name: str, flags: list[str], quiet: bool) -> BackgroundServer:
-    from quire.cli.pull import fetch  # torch, which a server that is reused does not need
-
-    fetch(name)  # here, where its progress is seen
+    # here, where its progress is seen; imports torch, which a server that is reused does not need
+    importlib.import_module("quire.cli.pull").fetch(name)
     began = time.monotonic()
     if not quiet:
         print(dim(f"starting a server of {name} …", sys.stderr), file=sys.stderr, flush=True)
@@ -71,7 +71,7 @@ def _started(name: str, flags: list[str], quiet: bool) -> BackgroundServer:
     return server
 
 
-class HttpChat(Conversation):
+class HttpChat(ChatLoop):
     """A conversation with a server. When the context is full, the oldest turns are dropped."""
 
     def __init__(
