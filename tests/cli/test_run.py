@@ -205,7 +205,7 @@ def test_auto_says_what_it_chose_and_why(tiny, capsys, monkeypatch):
     assert "--device cpu" in shown
     assert "the model's context" in shown
     assert "25% of free memory" in shown
-    monkeypatch.setattr(auto, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(auto, "available_memory", lambda: 1000)
     assert auto.chosen(engine)["quantization"] == "int4"
     assert "do not fit in 900 B" in capsys.readouterr().err
     small = {**engine, "quantization": "none", "num_blocks": 2}

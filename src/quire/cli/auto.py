@@ -11,7 +11,7 @@ from quire.bench.table import aligned, in_bytes
 from quire.cli.start import described_source
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, ModelError
-from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, free_host_bytes
+from quire.runner.sizing import CPU_POOL_LIMIT, CPU_POOL_SHARE, available_memory
 from quire.weights.source import Source
 
 SMALLER = "int4"  # tried where the weights do not fit
@@ -53,7 +53,7 @@ def _fitting(engine: dict[str, Any], source: Source, device: Device) -> tuple[Ca
     given = "quantization" in engine
     try:
         plan = plan_capacity(EngineConfig.of(**engine), source, device)
-        memory = device.memory if device.on_gpu else int(HOST_SHARE * free_host_bytes())
+        memory = device.memory if device.on_gpu else int(HOST_SHARE * available_memory())
         weights = in_bytes(plan.weights.num_bytes)
         fits = device.on_gpu or plan.server_bytes <= (memory or 0)
         if given or fits:
